@@ -1,0 +1,38 @@
+# One truth for tooling: CI runs exactly these targets.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0   # pinned for development; users bring any torch >= 2.8
+BIN    := .venv/bin
+
+.PHONY: help demo test test-gpu check format bench-load clean
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: .venv/ready  ## load an FP8 MoE checkpoint and generate with it
+	$(BIN)/python examples/generate.py
+
+test: .venv/ready  ## every test that needs no GPU
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu: .venv/ready  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+check: .venv/ready  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready  ## rewrite in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-load: .venv/ready  ## checkpoint loading speed and memory
+	$(BIN)/python -m benchmarks.load
+
+clean:  ## remove what make made
+	rm -rf .venv build dist
