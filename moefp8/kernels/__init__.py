@@ -1,0 +1,40 @@
+"""Raw tensors in, raw tensors out: one registered torch op per kernel, with DeepGEMM's names.
+
+No module, no autograd, no policy. Whatever the device, the numerics are those of
+`gemm.block_scaled_matmul`.
+"""
+
+from .blocks import (
+    BLOCK,
+    E4M3,
+    ceil_div,
+    e4m3_to_float,
+    empty_tma_aligned,
+    num_blocks,
+    round_up,
+    tma_aligned,
+)
+from .gemm import fp8_gemm_nt
+from .grouped_gemm import (
+    get_mk_alignment_for_contiguous_layout,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from .quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+
+__all__ = [
+    "BLOCK",
+    "E4M3",
+    "ceil_div",
+    "e4m3_to_float",
+    "empty_tma_aligned",
+    "fp8_gemm_nt",
+    "get_mk_alignment_for_contiguous_layout",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "num_blocks",
+    "per_block_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "round_up",
+    "tma_aligned",
+]

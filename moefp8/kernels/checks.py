@@ -1,0 +1,79 @@
+"""Argument checks shared by the launchers: the rule, what came, the way out.
+
+Only dtypes, shapes, strides and devices are looked at, so no check waits for a device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .blocks import E4M3, num_blocks
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_tensor(
+    op: str, name: str, x: torch.Tensor, dtypes: Sequence[torch.dtype], ndim: int | None = None
+) -> None:
+    if x.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        came = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be {allowed}, got {came}")
+    if ndim is not None and x.ndim != ndim:
+        raise ValueError(f"{op}: {name} must have {ndim} dimensions, got shape {list(x.shape)}")
+
+
+def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], rule: str) -> None:
+    """`x.shape` must be `shape`; `rule` says where that comes from, e.g. "[M, ceil(K/128)]"."""
+    if list(x.shape) != list(shape):
+        raise ValueError(f"{op}: {name} must be {rule} = {list(shape)}, got {list(x.shape)}")
+
+
+def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: the last dimension of {name} must be contiguous, got strides "
+            f"{list(x.stride())} for shape {list(x.shape)}; call .contiguous()"
+        )
+
+
+def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{op}: all tensors must be on one device, got {found}")
+
+
+def check_operands(
+    op: str,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    ndims: tuple[int, int],
+) -> None:
+    """The operands of every GEMM: a [..., M, K], b [..., N, K], d [..., M, N] and their scales.
+
+    `ndims` are the dimensions of `a` and `b`; the number of groups is the caller's to check.
+    """
+    for name, x, dtypes, ndim in (
+        ("a", a, (E4M3,), ndims[0]),
+        ("a_scale_inv", a_scale_inv, (torch.float32,), ndims[0]),
+        ("b", b, (E4M3,), ndims[1]),
+        ("b_scale_inv", b_scale_inv, (torch.float32,), ndims[1]),
+        ("d", d, (torch.bfloat16,), ndims[0]),
+    ):
+        check_tensor(op, name, x, dtypes, ndim)
+    *a_groups, m, k = a.shape
+    *b_groups, n, b_k = b.shape
+    if k != b_k:
+        raise ValueError(f"{op}: K must be equal in a and b, got {k} and {b_k}")
+    of_a, of_b = ("G, " if groups else "" for groups in (a_groups, b_groups))
+    shape = [*a_groups, m, num_blocks(k)]
+    check_shape(op, "a_scale_inv", a_scale_inv, shape, f"[{of_a}M, ceil(K/128)]")
+    shape = [*b_groups, num_blocks(n), num_blocks(k)]
+    check_shape(op, "b_scale_inv", b_scale_inv, shape, f"[{of_b}ceil(N/128), ceil(K/128)]")
+    check_shape(op, "d", d, [*a_groups, m, n], f"[{of_a}M, N]")
+    for name, x in (("a", a), ("b", b), ("d", d)):
+        check_rows_contiguous(op, name, x)

@@ -1,0 +1,106 @@
+"""Dense FP8 GEMM: d = dequantize(a) @ dequantize(b).T + bias, in BF16."""
+
+import torch
+
+from .blocks import BLOCK, e4m3_to_float, num_blocks
+from .checks import FLOATS, check_operands, check_same_device, check_shape, check_tensor
+from .registry import register
+
+Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
+
+_OP = "fp8_gemm_nt"
+
+
+def block_scaled_matmul(
+    a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor
+) -> torch.Tensor:
+    """FP32 [M, N] of e4m3 a [M, K], b [N, K]; the numerics every kernel of this package follows.
+
+    Two-level accumulation: the products of 128 of K are summed in FP32, then promoted with the
+    product of both scales into the FP32 result. No row of the result reads another row of `a`.
+    """
+    m, k = a.shape
+    n = b.shape[0]
+    result = torch.zeros(m, n, dtype=torch.float32, device=a.device)
+    if m == 0 or n == 0:
+        return result
+    a_values = e4m3_to_float(a)
+    for block in range(num_blocks(k)):
+        columns = slice(block * BLOCK, min((block + 1) * BLOCK, k))
+        partial = a_values[:, columns] @ e4m3_to_float(b[:, columns]).T
+        b_scale = b_scale_inv[:, block].repeat_interleave(BLOCK)[:n]
+        result.addcmul_(partial, a_scale_inv[:, block, None] * b_scale)
+    return result
+
+
+def _check(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(_OP, **operands, bias=bias)
+    check_operands(_OP, a, a_scale_inv, b, b_scale_inv, d, (2, 2))
+    if bias is not None:
+        check_tensor(_OP, "bias", bias, FLOATS, 1)
+        check_shape(_OP, "bias", bias, [b.shape[0]], "[N]")
+
+
+def _body(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    _check(a, a_scale_inv, b, b_scale_inv, d, bias)
+    result = block_scaled_matmul(a, a_scale_inv, b, b_scale_inv)
+    d.copy_(result if bias is None else result + bias.float())
+
+
+_fp8_gemm_nt = register(
+    f"{_OP}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
+    "Tensor? bias) -> ()",
+    _body,
+    _check,
+)
+
+
+def fp8_gemm_nt(
+    a: Operand,
+    b: Operand,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    *,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Write `d = dequantize(a) @ dequantize(b).T + bias`, with FP32 accumulation, rounded once.
+
+    Args:
+        a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]), from `quantize_1x128`. Rows contiguous;
+            the scales in any memory order.
+        b: (e4m3 [N, K], fp32 scale_inv [ceil(N/128), ceil(K/128)]), from `quantize_128x128`.
+        d: bf16 [M, N], rows contiguous; overwritten, whatever it held. K = 0 gives the bias.
+        c, recipe, compiled_dims, disable_ue8m0_cast: DeepGEMM's further arguments. `c` must be
+            None and `recipe` None or (1, 128, 128); the other two change nothing on Hopper.
+        bias: [N] in bf16, fp16 or fp32, added in FP32.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+    """
+    check_recipe(_OP, recipe)
+    if c is not None:
+        raise ValueError(f"{_OP}: c must be None, accumulation into c is not supported")
+    _fp8_gemm_nt(*a, *b, d, bias)
+
+
+def check_recipe(op: str, recipe: tuple[int, int, int] | None) -> None:
+    if recipe is not None and tuple(recipe) != (1, BLOCK, BLOCK):
+        raise ValueError(f"{op}: recipe must be None or (1, 128, 128), got {recipe}")

@@ -1,0 +1,59 @@
+"""One torch op per kernel: `moefp8::<name>` with a CPU body, a CUDA body and a fake body.
+
+The dispatcher picks the body by the device of the tensors, so no caller ever asks `x.is_cuda`.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("moefp8", "DEF")
+
+# Scales keep the memory order they were made with, also under torch.compile.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def register(
+    schema: str,
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+) -> Any:
+    """Register the op `moefp8::<schema>` and return its overload, ready to be called.
+
+    Args:
+        schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`.
+        cpu: the numerics in PyTorch.
+        fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
+        cuda: the same on a GPU; without it a GPU runs `cpu`, with a warning.
+
+    The ops are not differentiable: `moefp8.layers` says what a gradient through them means.
+    """
+    name = LIBRARY.define(schema, tags=_TAGS)
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda or _portable(name, cpu), "CUDA")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.moefp8, name).default
+
+
+def _portable(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(body)
+    def on_gpu(*args: Any) -> Any:
+        _announce_portable(name, torch.cuda.get_device_name())
+        return body(*args)
+
+    return on_gpu
+
+
+@cache
+def _announce_portable(name: str, gpu: str) -> None:
+    """Warn once per op and GPU that a portable body runs; an error under `MOEFP8_STRICT=1`."""
+    message = f"moefp8::{name} runs its portable PyTorch body on {gpu}: correct, but slow"
+    if os.environ.get("MOEFP8_STRICT") == "1":
+        raise RuntimeError(f"{message}; MOEFP8_STRICT=1 forbids that, unset it to allow it")
+    warnings.warn(message, UserWarning, stacklevel=3)
