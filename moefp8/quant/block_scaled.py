@@ -1,0 +1,92 @@
+"""What an FP8 number means: E4M3 data and the FP32 scales that multiply to dequantize it."""
+
+from typing import NamedTuple
+
+import torch
+
+from .. import kernels
+from ..kernels import quantize as ops
+from ..kernels.blocks import BLOCK, num_blocks
+
+
+class BlockScaled(NamedTuple):
+    """A block-scaled FP8 tensor; it unpacks to the pair that the GEMMs take.
+
+    Attributes:
+        data: e4m3 [..., N, K], row-major.
+        scale_inv: fp32, one per block: [..., N, ceil(K/128)] for 1x128 blocks,
+            [..., ceil(N/128), ceil(K/128)] for 128x128. `data * scale_inv` is the value.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+def quantize_1x128(x: torch.Tensor, *, ue8m0: bool = False) -> BlockScaled:
+    """Quantize activations, one scale per 128 elements of a row.
+
+    `scale_inv = max(amax, 1e-4) / 448` and `data = x / scale_inv` (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3).
+
+    Args:
+        x: [..., K] bf16, fp16 or fp32, of any shape. NaN and Inf make their own block NaN.
+        ue8m0: round each scale up to a power of two, before quantizing with it.
+
+    Returns:
+        data e4m3 [..., K], contiguous; scale_inv fp32 [..., ceil(K/128)] in the memory order of a
+        TMA load: of the last two axes, M is contiguous and padded to a multiple of 4.
+
+    Raises:
+        TypeError: `x` has another dtype.
+        ValueError: `x` has no dimension.
+    """
+    return BlockScaled(*ops.quantize_1x128(x, ue8m0))
+
+
+def quantize_128x128(w: torch.Tensor, *, ue8m0: bool = False) -> BlockScaled:
+    """Quantize weights, one scale per 128x128 block; blocks at the edges are smaller.
+
+    Args:
+        w: [..., N, K] bf16, fp16 or fp32; leading axes (experts) are quantized one by one.
+        ue8m0: round each scale up to a power of two, before quantizing with it.
+
+    Returns:
+        data e4m3 [..., N, K] and scale_inv fp32 [..., ceil(N/128), ceil(K/128)], contiguous.
+
+    Raises:
+        TypeError: `w` has another dtype.
+        ValueError: `w` has fewer than two dimensions.
+    """
+    return BlockScaled(*ops.quantize_128x128(w, ue8m0))
+
+
+def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`data * scale_inv` in FP32, rounded to `dtype`.
+
+    Args:
+        q: (data [..., N, K], scale_inv) with 1x128 or 128x128 blocks; the shape of the scales
+            tells which. A one-dimensional `data` [K] has 1x128 blocks.
+
+    Raises:
+        TypeError: `data` is not e4m3.
+        ValueError: the shape of `scale_inv` fits neither kind of block.
+    """
+    data, scale_inv = q
+    if data.dtype != kernels.E4M3:
+        raise TypeError(f"dequantize: data must be float8_e4m3fn, got {data.dtype}")
+    k = data.shape[-1]
+    by_column = scale_inv.float().repeat_interleave(BLOCK, dim=-1)[..., :k]
+    if scale_inv.shape == (*data.shape[:-1], num_blocks(k)):
+        scale = by_column
+    elif data.ndim >= 2 and scale_inv.shape == (
+        *data.shape[:-2],
+        num_blocks(data.shape[-2]),
+        num_blocks(k),
+    ):
+        scale = by_column.repeat_interleave(BLOCK, dim=-2)[..., : data.shape[-2], :]
+    else:
+        raise ValueError(
+            "dequantize: scale_inv must be [..., N, ceil(K/128)] or [..., ceil(N/128), "
+            f"ceil(K/128)] for data {list(data.shape)}, got {list(scale_inv.shape)}"
+        )
+    return (kernels.e4m3_to_float(data) * scale).to(dtype)

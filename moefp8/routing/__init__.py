@@ -1,0 +1,14 @@
+"""Which token goes where: top-k choices, the routing plan, dispatch and combine."""
+
+from .plan import RoutingPlan, build_plan, combine, dispatch
+from .top_k import TopK, sigmoid_group_topk, softmax_topk
+
+__all__ = [
+    "RoutingPlan",
+    "TopK",
+    "build_plan",
+    "combine",
+    "dispatch",
+    "sigmoid_group_topk",
+    "softmax_topk",
+]
