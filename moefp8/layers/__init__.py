@@ -1,0 +1,9 @@
+"""Modules: `FP8Linear`, `GroupedExperts`, `TopKRouter`, `MoE`, and `convert`."""
+
+from .convert import convert
+from .experts import GroupedExperts
+from .linear import FP8Linear
+from .moe import MoE
+from .router import TopKRouter
+
+__all__ = ["FP8Linear", "GroupedExperts", "MoE", "TopKRouter", "convert"]

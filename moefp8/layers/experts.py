@@ -1,0 +1,251 @@
+"""`GroupedExperts`: the routed SwiGLU experts of a MoE layer, in FP8.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R rows of the layout.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+
+from .. import kernels
+from ..kernels import num_blocks
+from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..quant import BlockScaled, quantize_1x128, quantize_128x128
+from ..routing import RoutingPlan, build_plan, combine, dispatch
+from .module import (
+    FixedDtypeModule,
+    fp8_parameter,
+    no_backward,
+    save_for_no_backward,
+    scale_parameter,
+)
+
+ExpertLayout = Literal["auto", "contiguous", "masked"]
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """`silu(gate) * up` in FP32; with `limit`, of gate below it and up within +-limit."""
+    gate, up = gate.float(), up.float()
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return F.silu(gate) * up
+
+
+def grouped_gemm(a: BlockScaled, b: BlockScaled, plan: RoutingPlan) -> torch.Tensor:
+    """Every row of `a`, laid out as `plan` says, times the weight of its expert -> bf16."""
+    n = b.data.shape[1]
+    d = torch.empty(*plan.row_shape, n, dtype=torch.bfloat16, device=a.data.device)
+    if plan.max_m is None:
+        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=plan.expert_offsets)
+    else:
+        num_experts, top_k = b.data.shape[0], plan.token_to_row.shape[1]
+        expected_m = kernels.ceil_div(plan.token_to_row.shape[0] * top_k, num_experts)
+        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, plan.tokens_per_expert, expected_m)
+    return d
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """The forward of `GroupedExperts`; the place where a backward will live."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        gate_up_proj: torch.Tensor,
+        gate_up_proj_scale_inv: torch.Tensor,
+        down_proj: torch.Tensor,
+        down_proj_scale_inv: torch.Tensor,
+        layout: Literal["contiguous", "masked"],
+        swiglu_limit: float | None,
+    ) -> torch.Tensor:
+        weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+        inputs = (hidden_states, top_k_index, top_k_weights, *weights, None, None)
+        save_for_no_backward(ctx, "GroupedExperts", *inputs)
+        intermediate_size = down_proj.shape[2]
+        gate_blocks = num_blocks(intermediate_size)
+        gate = gate_up_proj[:, :intermediate_size], gate_up_proj_scale_inv[:, :gate_blocks]
+        up = gate_up_proj[:, intermediate_size:], gate_up_proj_scale_inv[:, gate_blocks:]
+
+        # 1. Quantize every token once, then copy it to its rows.
+        plan = build_plan(top_k_index, gate_up_proj.shape[0], layout)
+        x = BlockScaled(*(dispatch(part, plan) for part in quantize_1x128(hidden_states)))
+        # 2. Gate and up: two GEMMs, because their scale blocks are cut separately.
+        gate_rows = grouped_gemm(x, BlockScaled(*gate), plan)
+        up_rows = grouped_gemm(x, BlockScaled(*up), plan)
+        # 3. SwiGLU, and down.
+        activated = quantize_1x128(swiglu(gate_rows, up_rows, swiglu_limit))
+        y = grouped_gemm(activated, BlockScaled(down_proj, down_proj_scale_inv), plan)
+        # 4. The weighted sum of every token's rows.
+        return combine(y, plan, top_k_weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return no_backward(ctx, grads[0])
+
+
+class GroupedExperts(FixedDtypeModule):
+    """E SwiGLU experts with FP8 weights: `down(silu(gate(x)) * up(x))`, weighted and summed.
+
+    A drop-in for the experts modules of transformers 5: same names, shapes and forward.
+
+    Args:
+        num_experts: E, those held here.
+        hidden_size: H, any size.
+        intermediate_size: I, any size.
+        swiglu_limit: clamps gate from above and up on both sides before they meet.
+        layout: of the rows between the GEMMs. "contiguous" packs them, "masked" gives every
+            expert T rows (E * T * (H + 6 * I) bytes and more). "auto" is contiguous today.
+        device: as in `nn.Linear`; "meta" allocates nothing.
+
+    Attributes:
+        gate_up_proj: e4m3 [E, 2I, H], gate rows first.
+        gate_up_proj_scale_inv: fp32 [E, 2 * ceil(I/128), ceil(H/128)]; gate and up are cut into
+            blocks separately, as checkpoints do.
+        down_proj: e4m3 [E, H, I].
+        down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
+    """
+
+    fp8_names = ("gate_up_proj", "down_proj")
+    fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        swiglu_limit: float | None = None,
+        layout: ExpertLayout = "auto",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if layout not in ("auto", "contiguous", "masked"):
+            raise ValueError(
+                f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
+            )
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.swiglu_limit = swiglu_limit
+        self.layout: ExpertLayout = layout
+        h_blocks, i_blocks = num_blocks(hidden_size), num_blocks(intermediate_size)
+        self.gate_up_proj = fp8_parameter((num_experts, 2 * intermediate_size, hidden_size), device)
+        self.gate_up_proj_scale_inv = scale_parameter((num_experts, 2 * i_blocks, h_blocks), device)
+        self.down_proj = fp8_parameter((num_experts, hidden_size, intermediate_size), device)
+        self.down_proj_scale_inv = scale_parameter((num_experts, h_blocks, i_blocks), device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
+        h, i = self.hidden_size, self.intermediate_size
+        for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
+            gate_up = torch.empty(2 * i, h, device=self.gate_up_proj.device)
+            down = torch.empty(h, i, device=self.gate_up_proj.device)
+            bounds = (1 / math.sqrt(max(h, 1)), 1 / math.sqrt(max(i, 1)))
+            gate_up.uniform_(-bounds[0], bounds[0])
+            down.uniform_(-bounds[1], bounds[1])
+            self._assign_expert(expert, gate_up, down)
+
+    @torch.no_grad()
+    def _assign_expert(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Quantize gate_up [2I, H] and down [H, I] into their slots."""
+        halves = gate_up.view(2, self.intermediate_size, self.hidden_size)
+        data, scale_inv = quantize_128x128(halves)
+        self.gate_up_proj[expert].copy_(data.flatten(0, 1))
+        self.gate_up_proj_scale_inv[expert].copy_(scale_inv.flatten(0, 1))
+        data, scale_inv = quantize_128x128(down)
+        self.down_proj[expert].copy_(data)
+        self.down_proj_scale_inv[expert].copy_(scale_inv)
+
+    @classmethod
+    @torch.no_grad()
+    def from_weights(
+        cls,
+        gate_up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        *,
+        swiglu_limit: float | None = None,
+        layout: ExpertLayout = "auto",
+    ) -> "GroupedExperts":
+        """Quantize stacked weights: gate_up_proj [E, 2I, H], gate first, and down_proj [E, H, I].
+
+        Raises:
+            TypeError: a dtype other than bf16, fp16 or fp32.
+            ValueError: shapes that do not fit one another.
+        """
+        op = "GroupedExperts.from_weights"
+        check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
+        check_tensor(op, "down_proj", down_proj, FLOATS, 3)
+        num_experts, hidden_size, intermediate_size = down_proj.shape
+        shape = [num_experts, 2 * intermediate_size, hidden_size]
+        check_shape(op, "gate_up_proj", gate_up_proj, shape, "[E, 2I, H] for down_proj [E, H, I]")
+        sizes = (num_experts, hidden_size, intermediate_size)
+        experts = cls(*sizes, swiglu_limit=swiglu_limit, layout=layout, device="meta")
+        experts.to_empty(device=gate_up_proj.device)
+        for expert in range(0 if gate_up_proj.is_meta else num_experts):
+            experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
+        return experts
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Run every token through its experts; with no device synchronisation.
+
+        Args:
+            hidden_states: [T, H] bf16, fp16 or fp32. NaN and Inf stay in their own token's row.
+            top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
+                counts with weight 0. Checked on the CPU; on a GPU other ids count as E too.
+            top_k_weights: [T, k], any float dtype.
+
+        Returns:
+            [T, H] in the dtype of `hidden_states`, rounded to BF16 on the way.
+
+        Raises:
+            TypeError, ValueError: naming the argument, the rule and what came.
+            NotImplementedError: in `backward()`; training is not supported yet.
+        """
+        self._check(hidden_states, top_k_index, top_k_weights)
+        y = _ExpertsFunction.apply(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.gate_up_proj_scale_inv,
+            self.down_proj,
+            self.down_proj_scale_inv,
+            "masked" if self.layout == "masked" else "contiguous",
+            self.swiglu_limit,
+        )
+        return y.to(hidden_states.dtype)
+
+    def _check(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        op = "GroupedExperts"
+        check_tensor(op, "hidden_states", hidden_states, FLOATS, 2)
+        check_tensor(op, "top_k_index", top_k_index, (torch.int32, torch.int64), 2)
+        check_tensor(op, "top_k_weights", top_k_weights, FLOATS, 2)
+        num_tokens = hidden_states.shape[0]
+        check_shape(op, "hidden_states", hidden_states, [num_tokens, self.hidden_size], "[T, H]")
+        shape = [num_tokens, top_k_index.shape[1]]
+        check_shape(op, "top_k_index", top_k_index, shape, "[T, k]")
+        check_shape(op, "top_k_weights", top_k_weights, shape, "[T, k] as top_k_index")
+        check_same_device(
+            op,
+            hidden_states=hidden_states,
+            top_k_index=top_k_index,
+            top_k_weights=top_k_weights,
+            gate_up_proj=self.gate_up_proj,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, swiglu_limit={self.swiglu_limit}, "
+            f"layout={self.layout!r}"
+        )

@@ -1,0 +1,136 @@
+"""`FP8Linear`: `nn.Linear` with FP8 weights and activations."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels import fp8_gemm_nt, num_blocks
+from ..quant import BlockScaled, quantize_1x128, quantize_128x128
+from .module import (
+    FixedDtypeModule,
+    fp8_parameter,
+    no_backward,
+    save_for_no_backward,
+    scale_parameter,
+)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """x [M, K] -> bf16 [M, N]; the place where a backward will live."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        save_for_no_backward(ctx, "FP8Linear", x, weight, weight_scale_inv, bias)
+        y = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+        fp8_gemm_nt(quantize_1x128(x), (weight, weight_scale_inv), y, bias=bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return no_backward(ctx, grads[0])
+
+
+class FP8Linear(FixedDtypeModule):
+    """`y = x @ dequantize(weight).T + bias`, with FP8 operands and FP32 accumulation.
+
+    Activations are quantized to 1x128 blocks on the way in; the result is rounded to BF16, then
+    given in the dtype of `x`.
+
+    Args:
+        in_features: K, any size.
+        out_features: N, any size.
+        bias: whether there is one.
+        device: as in `nn.Linear`; "meta" allocates nothing.
+        dtype: of the bias; bf16, fp16 or fp32. Weight and scales keep theirs.
+
+    Attributes:
+        weight: e4m3 [N, K].
+        weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize.
+        bias: [N] or None.
+    """
+
+    fp8_names = ("weight",)
+    fp32_names = ("weight_scale_inv",)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = fp8_parameter((out_features, in_features), device)
+        scale_shape = (num_blocks(out_features), num_blocks(in_features))
+        self.weight_scale_inv = scale_parameter(scale_shape, device)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            empty = torch.empty(out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weight and bias as `nn.Linear` does, and quantize the weight."""
+        if self.weight.is_meta:
+            return
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        values = torch.empty(self.weight.shape, device=self.weight.device).uniform_(-bound, bound)
+        self._assign(quantize_128x128(values))
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound)
+
+    @torch.no_grad()
+    def _assign(self, q: BlockScaled) -> None:
+        self.weight.copy_(q.data)
+        self.weight_scale_inv.copy_(q.scale_inv)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear) -> "FP8Linear":
+        """Quantize the weight of `linear`; the bias is kept as it is. `linear` is not changed.
+
+        Raises:
+            TypeError: `linear` is no `nn.Linear`, or its weight is no bf16, fp16 or fp32.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"FP8Linear.from_linear: expected nn.Linear, got {type(linear)}")
+        bias, device = linear.bias, linear.weight.device
+        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        q = quantize_128x128(linear.weight.detach())
+        layer.to_empty(device=device)._assign(q)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return layer.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.
+
+        Raises:
+            ValueError: the last dimension of `x` is not `in_features`.
+            NotImplementedError: in `backward()`; training is not supported yet.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"FP8Linear: the last dimension of x must be in_features = {self.in_features}, "
+                f"got shape {list(x.shape)}"
+            )
+        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        y = _LinearFunction.apply(rows, self.weight, self.weight_scale_inv, self.bias)
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

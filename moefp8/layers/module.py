@@ -1,0 +1,103 @@
+"""What every FP8 module shares: FP8 data and FP32 scales that stay so, and no backward yet."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..kernels import E4M3
+from ..kernels.registry import register
+
+
+class FixedDtypeModule(nn.Module):
+    """A module some of whose tensors keep their dtype through `.to(dtype)`, `.half()` and such.
+
+    Subclasses name them: `fp8_names` are E4M3 and quantized data, `fp32_names` are FP32.
+    """
+
+    fp8_names: ClassVar[tuple[str, ...]] = ()
+    fp32_names: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Apply `fn` (what `.to`, `.half`, `.cuda` pass) for its device, not for its dtype."""
+        fixed = {id(getattr(self, name, None)) for name in self.fp8_names + self.fp32_names}
+
+        def keeping_dtype(x: torch.Tensor) -> torch.Tensor:
+            if id(x) not in fixed:
+                return fn(x)
+            probe = fn(x.new_empty(0))
+            return fn(x) if probe.dtype == x.dtype else x.to(probe.device)
+
+        return super()._apply(keeping_dtype, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse weights that are not FP8, instead of casting them; upcast scales (exact)."""
+        error_msgs: list[str] = args[-1]
+        for name in self.fp8_names:
+            came = state_dict.get(prefix + name)
+            if came is not None and came.dtype != E4M3:
+                error_msgs.append(
+                    f"{type(self).__name__}: {prefix}{name} must be float8_e4m3fn, got "
+                    f"{came.dtype}; quantize with moefp8.convert or quantize_128x128 first"
+                )
+                return
+        for name in self.fp32_names:
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = state_dict[prefix + name].float()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: FP8 data as bytes, since FP8 storages do not unpickle."""
+        state = dict(self.__dict__)
+        as_bytes = {n: self.get_parameter(n).detach().view(torch.uint8) for n in self.fp8_names}
+        state["_parameters"] = {**self._parameters, **as_bytes}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self.fp8_names:
+            data = self.get_parameter(name).view(E4M3)
+            self._parameters[name] = nn.Parameter(data, requires_grad=False)
+
+
+def fp8_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
+    """An uninitialised e4m3 parameter that asks for no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=E4M3, device=device), requires_grad=False)
+
+
+def scale_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
+    """An uninitialised fp32 parameter that asks for no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device), requires_grad=False)
+
+
+def _raise_no_backward(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> torch.Tensor:
+    raise NotImplementedError(
+        f"{layer}: training is not supported yet, so there is no gradient through it; "
+        "run it under torch.no_grad() or torch.inference_mode(), or detach its output"
+    )
+
+
+# An op, so that torch.compile can trace a backward that only fails when it runs.
+_no_backward = register(
+    "no_backward(Tensor grad, str layer, SymInt[] shape) -> Tensor",
+    cpu=_raise_no_backward,
+    fake=lambda grad, layer, shape: grad.new_empty(shape),
+    cuda=_raise_no_backward,
+)
+
+
+def save_for_no_backward(ctx: Any, layer: str, *inputs: torch.Tensor | None) -> None:
+    """In the forward of an autograd function: what `no_backward` needs to know of `inputs`."""
+    ctx.layer = layer
+    ctx.shapes = [None if x is None else x.shape for x in inputs]
+
+
+def no_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The backward of an autograd function that has none: an error as soon as it is run."""
+    return tuple(
+        _no_backward(grad, ctx.layer, shape) if needed and shape is not None else None
+        for needed, shape in zip(ctx.needs_input_grad, ctx.shapes, strict=True)
+    )

@@ -1,0 +1,105 @@
+"""`MoE`: router, routed experts and optional shared experts: the whole feed-forward of a layer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .experts import ExpertLayout, GroupedExperts, swiglu
+from .linear import FP8Linear
+from .router import TopKRouter
+
+
+class SharedExperts(nn.Module):
+    """A SwiGLU feed-forward that every token takes: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        swiglu_limit: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.swiglu_limit = swiglu_limit
+        self.gate_proj = FP8Linear(hidden_size, intermediate_size, bias=False, device=device)
+        self.up_proj = FP8Linear(hidden_size, intermediate_size, bias=False, device=device)
+        self.down_proj = FP8Linear(intermediate_size, hidden_size, bias=False, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.swiglu_limit)).to(
+            x.dtype
+        )
+
+
+class MoE(nn.Module):
+    """`experts(x, router(x)) + sigmoid(shared_gate(x)) * shared(x)`, with DeepSeek's names.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I of a routed expert (`moe_intermediate_size`).
+        num_experts: E (`n_routed_experts`).
+        top_k: k (`num_experts_per_tok`).
+        shared_intermediate_size: of the shared experts together (`n_shared_experts * I`); 0 for
+            none.
+        shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
+        swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
+        router: the further arguments of `TopKRouter`: scoring, renormalize, num_groups,
+            topk_groups, scaling_factor, correction_bias.
+
+    Attributes:
+        gate: `TopKRouter`.
+        experts: `GroupedExperts`.
+        shared_experts: `gate_proj`, `up_proj`, `down_proj` as `FP8Linear`; or None.
+        shared_expert_gate: `nn.Linear` to one number, or None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared_intermediate_size: int = 0,
+        shared_expert_gate: bool = False,
+        swiglu_limit: float | None = None,
+        layout: ExpertLayout = "auto",
+        device: torch.device | str | None = None,
+        **router: Any,
+    ) -> None:
+        super().__init__()
+        self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
+        self.experts = GroupedExperts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            swiglu_limit=swiglu_limit,
+            layout=layout,
+            device=device,
+        )
+        self.shared_experts: SharedExperts | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_intermediate_size:
+            self.shared_experts = SharedExperts(
+                hidden_size, shared_intermediate_size, swiglu_limit=swiglu_limit, device=device
+            )
+        if shared_expert_gate:
+            if not shared_intermediate_size:
+                raise ValueError(
+                    "MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0"
+                )
+            self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [..., H] bf16, fp16 or fp32 -> the same shape and dtype."""
+        tokens = hidden_states.flatten(0, -2)
+        y = self.experts(tokens, *self.gate(tokens))
+        if self.shared_experts is not None:
+            shared = self.shared_experts(tokens)
+            if self.shared_expert_gate is not None:
+                logit = self.shared_expert_gate(tokens.to(self.shared_expert_gate.weight.dtype))
+                shared = shared * logit.sigmoid().to(shared.dtype)
+            y = y + shared
+        return y.view(hidden_states.shape)

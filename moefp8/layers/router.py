@@ -1,0 +1,109 @@
+"""`TopKRouter`: a linear gate in FP32 and one of the two choice formulas."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels.checks import FLOATS, check_tensor
+from ..routing import TopK, sigmoid_group_topk, softmax_topk
+from ..routing.top_k import check_choice
+from .module import FixedDtypeModule
+
+
+class TopKRouter(FixedDtypeModule):
+    """Score E experts for every token and choose k; weight and bias stay FP32.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        top_k: k, experts per token.
+        scoring: "softmax" (Qwen3-MoE, Mixtral) or "sigmoid" (DeepSeek-V3, GLM, Kimi, MiniMax).
+        renormalize: `norm_topk_prob`.
+        num_groups, topk_groups: `n_group` and `topk_group`; sigmoid only.
+        scaling_factor: `routed_scaling_factor`; sigmoid only.
+        correction_bias: hold an `e_score_correction_bias`; sigmoid only.
+
+    Attributes:
+        weight: fp32 [E, H].
+        e_score_correction_bias: fp32 [E] buffer, or None. It steers the choice and not the
+            weights.
+    """
+
+    fp32_names = ("weight", "e_score_correction_bias")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = True,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        scaling_factor: float = 1.0,
+        correction_bias: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"TopKRouter: scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
+        if scoring == "softmax" and (
+            num_groups != 1 or topk_groups != 1 or scaling_factor != 1.0 or correction_bias
+        ):
+            raise ValueError(
+                "TopKRouter: num_groups, topk_groups, scaling_factor and correction_bias are for "
+                "scoring='sigmoid'"
+            )
+        check_choice("TopKRouter", num_experts, top_k, num_groups, topk_groups)
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.scoring, self.renormalize = scoring, renormalize
+        self.num_groups, self.topk_groups = num_groups, topk_groups
+        self.scaling_factor = scaling_factor
+        empty = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(empty)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.e_score_correction_bias: torch.Tensor | None
+        self.register_buffer("e_score_correction_bias", bias if correction_bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.hidden_size)
+        self.weight.uniform_(-bound, bound)
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias.zero_()
+
+    def forward(self, hidden_states: torch.Tensor) -> TopK:
+        """hidden_states: [T, H], any float dtype -> (top_k_index int64, top_k_weights fp32) [T, k].
+
+        Raises:
+            ValueError: `hidden_states` is not [T, hidden_size].
+        """
+        check_tensor("TopKRouter", "hidden_states", hidden_states, FLOATS, 2)
+        if hidden_states.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got "
+                f"{list(hidden_states.shape)}"
+            )
+        logits = F.linear(hidden_states.float(), self.weight)
+        if self.scoring == "softmax":
+            return softmax_topk(logits, self.top_k, self.renormalize)
+        return sigmoid_group_topk(
+            logits,
+            self.e_score_correction_bias,
+            self.top_k,
+            self.num_groups,
+            self.topk_groups,
+            self.renormalize,
+            self.scaling_factor,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}, scoring={self.scoring!r}"
+        )
