@@ -1,0 +1,19 @@
+"""What users need to property-test a model of their own: measures, references, strategies."""
+
+from .errors import assert_matches_reference, relative_error, row_errors
+from .reference import ReferenceExperts, ReferenceLinear, reference_model
+from .strategies import Spread, gemm_shapes, routings, sizes, spread
+
+__all__ = [
+    "ReferenceExperts",
+    "ReferenceLinear",
+    "Spread",
+    "assert_matches_reference",
+    "gemm_shapes",
+    "reference_model",
+    "relative_error",
+    "routings",
+    "row_errors",
+    "sizes",
+    "spread",
+]

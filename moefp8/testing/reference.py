@@ -1,0 +1,118 @@
+"""Slow models of the FP8 modules, in plain PyTorch, that share no code with them.
+
+What is dequantized is multiplied in FP32, one expert after the other; results are rounded to BF16
+where the FP8 modules round them.
+"""
+
+import copy
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..layers import FP8Linear, GroupedExperts
+
+
+def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.Module:
+    """A copy of `model` whose FP8 modules are replaced by slow references on the same weights.
+
+    Args:
+        model: any model; the copy shares its weights and takes no memory for others.
+        quantize_activations: with it, the reference answers *are the kernels right*: only the
+            order of sums differs. Without it, *what do FP8 activations cost*: the reference
+            computes with dequantized weights and unquantized activations.
+    """
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    reference = copy.deepcopy(model, memo={**shared, **_modules_kept(model)})
+    if isinstance(reference, FP8Linear | GroupedExperts):
+        return _reference_of(reference, quantize_activations)
+    for parent in list(reference.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, FP8Linear | GroupedExperts):
+                setattr(parent, name, _reference_of(child, quantize_activations))
+    return reference
+
+
+def _modules_kept(model: nn.Module) -> dict[int, nn.Module]:
+    # Not copied: FP8 modules copy their bytes, and the references read the originals.
+    return {id(m): m for m in model.modules() if isinstance(m, FP8Linear | GroupedExperts)}
+
+
+def _reference_of(module: FP8Linear | GroupedExperts, quantize_activations: bool) -> nn.Module:
+    if isinstance(module, GroupedExperts):
+        return ReferenceExperts(module, quantize_activations)
+    return ReferenceLinear(module, quantize_activations)
+
+
+class ReferenceLinear(nn.Module):
+    """`FP8Linear` in FP32."""
+
+    def __init__(self, linear: FP8Linear, quantize_activations: bool) -> None:
+        super().__init__()
+        self.linear, self.quantize_activations = linear, quantize_activations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = dequantized_blocks(self.linear.weight, self.linear.weight_scale_inv)
+        values = rounded_to_fp8(x) if self.quantize_activations else x.float()
+        y = values @ weight.T
+        if self.linear.bias is not None:
+            y = y + self.linear.bias.float()
+        return y.bfloat16().to(x.dtype)
+
+
+class ReferenceExperts(nn.Module):
+    """`GroupedExperts` in FP32, one expert after the other."""
+
+    def __init__(self, experts: GroupedExperts, quantize_activations: bool) -> None:
+        super().__init__()
+        self.experts, self.quantize_activations = experts, quantize_activations
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        num_tokens, top_k = top_k_index.shape
+        terms = torch.zeros(num_tokens, top_k, hidden_states.shape[1])
+        terms = terms.to(hidden_states.device)
+        for expert in range(self.experts.num_experts):
+            tokens, choices = torch.where(top_k_index == expert)
+            if tokens.numel():
+                terms[tokens, choices] = self._expert(expert, hidden_states[tokens])
+        terms = terms * top_k_weights.float()[:, :, None]
+        return terms.sum(dim=1).bfloat16().to(hidden_states.dtype)
+
+    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        experts, size = self.experts, self.experts.intermediate_size
+        rounded = rounded_to_fp8 if self.quantize_activations else torch.Tensor.float
+        scale_rows = experts.gate_up_proj_scale_inv[expert].chunk(2)
+        weight_rows = experts.gate_up_proj[expert].split(size) if size else ()
+        gate, up = (
+            (rounded(x) @ dequantized_blocks(rows, scales).T).bfloat16().float()
+            for rows, scales in zip(weight_rows, scale_rows, strict=True)
+        )
+        if experts.swiglu_limit is not None:
+            gate = gate.clamp(max=experts.swiglu_limit)
+            up = up.clamp(min=-experts.swiglu_limit, max=experts.swiglu_limit)
+        down = dequantized_blocks(experts.down_proj[expert], experts.down_proj_scale_inv[expert])
+        return (rounded(F.silu(gate) * up) @ down.T).bfloat16().float()
+
+
+def dequantized_blocks(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """fp32 [N, K] of e4m3 [N, K] with one scale per 128x128 block; one block at a time."""
+    result = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for i in range(scale_inv.shape[0]):
+        for j in range(scale_inv.shape[1]):
+            block = slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128)
+            result[block] = weight[block].float() * scale_inv[i, j]
+    return result
+
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., K]: every 1x128 block of `x` quantized to E4M3 and back."""
+    result = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    for j in range(math.ceil(x.shape[-1] / 128)):
+        block = x[..., j * 128 : (j + 1) * 128].float()
+        scale = block.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4) / 448
+        codes = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        result[..., j * 128 : (j + 1) * 128] = codes.float() * scale
+    return result

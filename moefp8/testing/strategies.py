@@ -1,0 +1,103 @@
+"""Hypothesis strategies for what FP8 layers must survive: shapes, magnitudes, routings.
+
+Hypothesis is imported when a strategy is made, so the rest of `moefp8.testing` works without it.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..routing import TopK
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+class Spread(NamedTuple):
+    """What `spread` draws: a seed and how far apart the magnitudes lie. `tensor` makes the data."""
+
+    seed: int
+    octaves: int
+    zero_fraction: float
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Normal numbers [..., K] whose rows and 1x128 blocks differ by up to 2**octaves."""
+        generator = torch.Generator().manual_seed(self.seed)
+        values = torch.randn(shape, generator=generator)
+        if not shape or values.numel() == 0:
+            return values.to(dtype)
+        num_blocks = -(-shape[-1] // 128)
+        exponents = (torch.rand(*shape[:-1], num_blocks, generator=generator) - 0.5) * self.octaves
+        zeros = torch.rand(*shape[:-1], num_blocks, generator=generator) < self.zero_fraction
+        magnitudes = torch.exp2(exponents).masked_fill(zeros, 0.0)
+        return (values * magnitudes.repeat_interleave(128, dim=-1)[..., : shape[-1]]).to(dtype)
+
+
+def spread(max_octaves: int = 24) -> "SearchStrategy[Spread]":
+    """Data whose scales spread over up to `max_octaves` powers of two, with some blocks zero."""
+    from hypothesis import strategies as st
+
+    return st.builds(
+        Spread,
+        seed=st.integers(0, 2**32 - 1),
+        octaves=st.integers(0, max_octaves),
+        zero_fraction=st.sampled_from((0.0, 0.0, 0.3)),
+    )
+
+
+def sizes(max_size: int, min_size: int = 0) -> "SearchStrategy[int]":
+    """A length: small, odd, and at, below and above multiples of 128."""
+    from hypothesis import strategies as st
+
+    edges = {n + d for n in range(0, max_size + 1, 128) for d in (-1, 0, 1)}
+    edges = {n for n in edges if min_size <= n <= max_size} or {min_size}
+    return st.one_of(st.integers(min_size, max_size), st.sampled_from(sorted(edges)))
+
+
+def gemm_shapes(
+    max_m: int = 70, max_n: int = 300, max_k: int = 400
+) -> "SearchStrategy[tuple[int, int, int]]":
+    """(M, N, K), zero included."""
+    from hypothesis import strategies as st
+
+    return st.tuples(sizes(max_m), sizes(max_n), sizes(max_k))
+
+
+def routings(
+    num_experts: int, top_k: int, max_tokens: int = 40, sentinels: bool = True
+) -> "SearchStrategy[TopK]":
+    """Router choices of 0 to `max_tokens` tokens: (top_k_index int64, top_k_weights fp32) [T, k].
+
+    Even ones, ones where some experts get no token, one where a single expert gets them all, and,
+    with `sentinels`, ones where choices are held elsewhere (id E). Ids of a token are distinct.
+    """
+    from hypothesis import strategies as st
+
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"routings: top_k must be in [1, E] = [1, {num_experts}], got {top_k}")
+    return st.builds(
+        _routing,
+        num_experts=st.just(num_experts),
+        top_k=st.just(top_k),
+        num_tokens=st.integers(0, max_tokens),
+        seed=st.integers(0, 2**32 - 1),
+        num_favoured=st.sampled_from((num_experts, max(top_k, num_experts // 2), top_k)),
+        sentinel_fraction=st.sampled_from((0.0, 0.2, 1.0) if sentinels else (0.0,)),
+    )
+
+
+def _routing(
+    num_experts: int,
+    top_k: int,
+    num_tokens: int,
+    seed: int,
+    num_favoured: int,
+    sentinel_fraction: float,
+) -> TopK:
+    generator = torch.Generator().manual_seed(seed)
+    favoured = torch.randperm(num_experts, generator=generator)[:num_favoured]
+    preference = torch.rand(num_tokens, num_favoured, generator=generator)
+    index = favoured[preference.argsort(dim=-1)[:, :top_k]]
+    elsewhere = torch.rand(num_tokens, top_k, generator=generator) < sentinel_fraction
+    weights = torch.rand(num_tokens, top_k, generator=generator) + 0.05
+    return TopK(index.masked_fill(elsewhere, num_experts), weights / weights.sum(-1, keepdim=True))
