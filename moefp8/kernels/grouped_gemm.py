@@ -135,15 +135,16 @@ def _masked(
     expected_m: int,
 ) -> None:
     _check_masked(a, a_scale_inv, b, b_scale_inv, d, masked_m, expected_m)
-    for group, m in enumerate(masked_m.tolist()):
-        if not 0 <= m <= a.shape[1]:
+    counts, max_m = masked_m.tolist(), a.shape[1]
+    for group, m in enumerate(counts):
+        if not 0 <= m <= max_m:
             raise ValueError(
-                f"{_MASKED}: masked_m must be in [0, max_m] = [0, {a.shape[1]}], got {m} for "
-                f"group {group}"
+                f"{_MASKED}: masked_m must be in [0, max_m] = [0, {max_m}], got {m} for group "
+                f"{group}"
             )
-        d[group, :m] = block_scaled_matmul(
-            a[group, :m], a_scale_inv[group, :m], b[group], b_scale_inv[group]
-        )
+    for group, m in enumerate(counts):
+        operands = (a[group, :m], a_scale_inv[group, :m], b[group], b_scale_inv[group])
+        d[group, :m] = block_scaled_matmul(*operands)
 
 
 _contiguous_op = register(

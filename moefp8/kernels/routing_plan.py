@@ -20,6 +20,8 @@ def num_contiguous_rows(num_choices: int, num_experts: int, alignment: int) -> i
 
 def _check(top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: int | None) -> None:
     check_tensor(_OP, "top_k_index", top_k_index, (torch.int32, torch.int64), 2)
+    if top_k_index.shape[1] < 1:
+        raise ValueError(f"{_OP}: top_k_index must be [T, k] with k of at least 1, got k = 0")
     if num_experts < 1:
         raise ValueError(f"{_OP}: num_experts must be at least 1, got {num_experts}")
     if alignment < 1:
@@ -89,7 +91,7 @@ def _build(
     row = torch.where(has_row, expert_offsets[sorted_expert] + rank, num_rows)
 
     # 4. The maps both ways; slot R collects the choices that have no row.
-    for row_map, value in ((row_to_token, order // max(top_k, 1)), (row_to_expert, sorted_expert)):
+    for row_map, value in ((row_to_token, order // top_k), (row_to_expert, sorted_expert)):
         row_map.copy_(expert.new_full((num_rows + 1,), -1).scatter_(0, row, value)[:num_rows])
     choice_to_row = torch.empty_like(expert).scatter_(0, order, torch.where(has_row, row, -1))
     token_to_row.copy_(choice_to_row.view(top_k_index.shape).gather(1, first_same))

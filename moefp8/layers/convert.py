@@ -25,7 +25,7 @@ _EXPERTS_FLAGS = {
 @torch.no_grad()
 def convert(
     model: nn.Module,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: str | Iterable[str] = DEFAULT_SKIP,
     only: Collection[str] | None = None,
 ) -> nn.Module:
     """Swap every `nn.Linear` and every experts module for `FP8Linear` and `GroupedExperts`.
@@ -48,7 +48,7 @@ def convert(
         ValueError: an experts module of another make, or a name in `only` that is none of both.
             The model is then unchanged.
     """
-    skip = tuple(skip)
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
     chosen: dict[str, nn.Module] = {}
     limits: dict[str, float | None] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -59,7 +59,7 @@ class FixedDtypeModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name in self.fp8_names:
-            data = self.get_parameter(name).view(E4M3)
+            data = getattr(self, name).view(E4M3)
             self._parameters[name] = nn.Parameter(data, requires_grad=False)
 
 

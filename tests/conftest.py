@@ -1,0 +1,17 @@
+"""Hypothesis profiles: `default` in CI; `MOEFP8_HYPOTHESIS_PROFILE=thorough` for long runs."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
+settings.register_profile("thorough", max_examples=1000, **quiet)
+settings.load_profile(os.environ.get("MOEFP8_HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)

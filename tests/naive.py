@@ -1,0 +1,130 @@
+"""References for the ops: bit by bit and expert by expert, in FP64; they call nothing of moefp8."""
+
+import math
+
+import torch
+
+
+def decode_e4m3(code: int) -> float:
+    """1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, 0x7f is NaN."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code >> 3) & 0xF, code & 0x7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+E4M3_VALUES = torch.tensor([decode_e4m3(code) for code in range(256)], dtype=torch.float64)
+
+
+def decode(data: torch.Tensor) -> torch.Tensor:
+    return E4M3_VALUES[data.contiguous().view(torch.uint8).long()]
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest E4M3 values, ties to even, saturating at 448; NaN is 0x7f."""
+    positive = E4M3_VALUES[:127]  # rises with the code, and even codes have even mantissas
+    magnitude = x.double().abs().clamp(max=448)
+    above = torch.searchsorted(positive, magnitude).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = positive[above] - magnitude, magnitude - positive[below]
+    take_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    code = torch.where(take_above, above, below)
+    code = torch.where(magnitude == positive[above], above, code)
+    code = code + 128 * torch.signbit(x).long()
+    return torch.where(x.isnan(), 127, code)
+
+
+def quantize(x: torch.Tensor, block_rows: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> (codes [M, K], scales), one block after the other."""
+    m, k = x.shape
+    codes = torch.zeros(m, k, dtype=torch.long)
+    scales = torch.zeros(math.ceil(m / block_rows), math.ceil(k / 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(i * block_rows, (i + 1) * block_rows), slice(j * 128, (j + 1) * 128)
+            amax = max(1e-4, *(abs(v) for v in x[block].float().flatten().tolist()))
+            scale = (torch.tensor(amax, dtype=torch.float32) / 448).item()
+            if ue8m0:
+                scale = 2.0 ** math.ceil(math.log2(scale))
+            scales[i, j] = scale
+            codes[block] = encode(x[block].float() / torch.tensor(scale, dtype=torch.float32))
+    return codes, scales
+
+
+def values(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """fp64 [M, K]: every element times the scale of its block, found by its own indices."""
+    m, k = data.shape
+    if m == 0 or k == 0:
+        return torch.zeros(m, k, dtype=torch.float64)
+    rows, columns = torch.arange(m) // block_rows, torch.arange(k) // 128
+    return decode(data) * scale_inv.double()[rows][:, columns]
+
+
+def gemm(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """fp64 [M, N]."""
+    return values(*a, block_rows=1) @ values(*b, block_rows=128).T
+
+
+def softmax_topk(logits: list[float], k: int, renormalize: bool) -> tuple[list[int], list[float]]:
+    exponentials = [math.exp(v - max(logits)) for v in logits]
+    scores = [v / sum(exponentials) for v in exponentials]
+    index = sorted(range(len(scores)), key=lambda e: (-scores[e], e))[:k]
+    weights = [scores[e] for e in index]
+    total = sum(weights) if renormalize else 1.0
+    return index, [w / total for w in weights]
+
+
+def group_choice(biased: list[float], k: int, num_groups: int, topk_groups: int) -> list[int]:
+    """The k best of the groups whose two best have the largest sums; of equals the lowest id."""
+    size = len(biased) // num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
+    best_two = [sorted((biased[e] for e in group), reverse=True)[:2] for group in groups]
+    strength = [torch.tensor(best).sum().item() for best in best_two]  # in FP32: ties are ties
+    kept = sorted(range(num_groups), key=lambda g: (-strength[g], g))[:topk_groups]
+    return sorted((e for g in kept for e in groups[g]), key=lambda e: (-biased[e], e))[:k]
+
+
+def sigmoid_group_topk(
+    logits: list[float],
+    bias: list[float],
+    k: int,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    factor: float,
+) -> tuple[list[int], list[float]]:
+    scores = [1 / (1 + math.exp(-v)) for v in logits]
+    biased = [s + b for s, b in zip(scores, bias, strict=True)]
+    index = group_choice(biased, k, num_groups, topk_groups)
+    weights = [scores[e] for e in index]
+    total = sum(weights) + 1e-20 if renormalize else 1.0
+    return index, [w / total * factor for w in weights]
+
+
+def experts(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts on plain weights gate_up [E, 2I, H] and down [E, H, I]; token by token."""
+    result = torch.zeros(hidden_states.shape, dtype=torch.float64)
+    for token, (ids, weights) in enumerate(
+        zip(top_k_index.tolist(), top_k_weights.tolist(), strict=True)
+    ):
+        for expert, weight in zip(ids, weights, strict=True):
+            if expert == gate_up.shape[0]:
+                continue
+            x = hidden_states[token].double()
+            gate, up = (gate_up[expert].double() @ x).chunk(2)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            result[token] += weight * (down[expert].double() @ (gate / (1 + (-gate).exp()) * up))
+    return result

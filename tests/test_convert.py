@@ -1,0 +1,189 @@
+"""`convert`: what is swapped, what is left, and what is refused before anything changes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moefp8 import FP8Linear, GroupedExperts, convert
+from moefp8.testing import relative_error
+
+
+class Experts(nn.Module):
+    """Stacked experts as transformers 5 holds them."""
+
+    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40, limit=None):
+        super().__init__()
+        shape = num_experts, 2 * intermediate_size, hidden_size
+        self.gate_up_proj = nn.Parameter(torch.randn(shape) * 0.1)
+        self.down_proj = nn.Parameter(
+            torch.randn(num_experts, hidden_size, intermediate_size) * 0.1
+        )
+        self.limit = limit
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return F.silu(gate) * up
+
+    def forward(self, x, index, weights):
+        y = torch.zeros_like(x)
+        for choice in range(index.shape[1]):
+            for token, expert in enumerate(index[:, choice]):
+                inner = self._apply_gate(self.gate_up_proj[expert] @ x[token])
+                y[token] += weights[token, choice] * (self.down_proj[expert] @ inner)
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, **experts):
+        super().__init__()
+        self.proj, self.gate, self.experts = nn.Linear(64, 64), nn.Linear(64, 4), Experts(**experts)
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return self.proj(x) + self.experts(x, index, weights)
+
+
+def kinds(model):
+    return {name: type(m).__name__ for name, m in model.named_modules() if "." not in name and name}
+
+
+@pytest.mark.parametrize("limit", [None, 0.1])
+def test_swaps_linears_and_experts_and_keeps_routers(limit):
+    model, x = Block(limit=limit), torch.randn(20, 64)
+    before = model(x).detach()
+    assert convert(model) is model
+    assert kinds(model) == {"proj": "FP8Linear", "gate": "Linear", "experts": "GroupedExperts"}
+    assert model.experts.swiglu_limit == limit
+    assert relative_error(model(x), before) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        (("lm_head",), ["0.weight"]),
+        (("2.weight", "block"), ["block.proj.weight"]),
+        (("bl*",), ["block.proj.weight"]),
+    ],
+)
+def test_skip_takes_names_parts_and_patterns(skip, left):
+    model = nn.ModuleDict(
+        {"lm_head": nn.Linear(8, 8), "block": nn.ModuleDict({"proj": nn.Linear(8, 8)})}
+    )
+    convert(model, skip=skip)
+    kept = {name for name, m in model.named_modules() if type(m) is nn.Linear}
+    assert kept == ({"lm_head"} if skip == ("lm_head",) else {"block.proj"})
+
+
+def test_only_takes_exact_names():
+    model = Block()
+    convert(model, only=["gate"])
+    assert kinds(model) == {"proj": "Linear", "gate": "FP8Linear", "experts": "Experts"}
+    with pytest.raises(ValueError, match=r"only must be an nn\.Linear .*got head"):
+        convert(model, only=["proj", "head"])
+    assert type(model.proj) is nn.Linear
+
+
+def test_a_linear_itself_is_replaced():
+    assert isinstance(convert(nn.Linear(3, 3)), FP8Linear)
+
+
+def test_a_shared_module_stays_shared():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model.append(model[0])
+    convert(model)
+    assert isinstance(model[0], FP8Linear)
+    assert model[0] is model[2]
+
+
+def test_subclasses_of_linear_are_left_alone():
+    attention = nn.MultiheadAttention(8, 2)
+    convert(attention)
+    assert not any(isinstance(m, FP8Linear) for m in attention.modules())
+
+
+def test_a_meta_model_is_swapped_without_weights():
+    with torch.device("meta"):
+        model = Block()
+    convert(model)
+    assert kinds(model)["experts"] == "GroupedExperts"
+    assert all(x.is_meta for x in model.state_dict().values())
+    assert model.experts.gate_up_proj_scale_inv.shape == (4, 2, 1)
+
+
+def test_mode_and_bias_are_kept():
+    model = Block().eval()
+    bias = model.proj.bias.detach().clone()
+    convert(model)
+    assert not any(m.training for m in model.modules())
+    assert torch.equal(model.proj.bias, bias)
+
+
+def test_converting_twice_changes_nothing():
+    model = convert(Block())
+    experts, proj = model.experts, model.proj
+    convert(model)
+    assert (model.experts, model.proj) == (experts, proj)
+
+
+class Gelu(Experts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate) * up
+
+
+def with_attribute(name, value):
+    def make():
+        experts = Experts()
+        setattr(experts, name, value)
+        return experts
+
+    return make
+
+
+def transposed():
+    experts = Experts()
+    experts.gate_up_proj = nn.Parameter(torch.randn(4, 64, 80))
+    return experts
+
+
+def without_gate():
+    experts = nn.Module()
+    experts.gate_up_proj, experts.down_proj = Experts().gate_up_proj, Experts().down_proj
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Gelu, "must compute silu"),
+        (with_attribute("is_transposed", True), "must have is_transposed = False, got True"),
+        (with_attribute("is_concatenated", False), "must have is_concatenated = True, got False"),
+        (
+            with_attribute("extra", nn.Parameter(torch.ones(1))),
+            r"no parameters but .*got \['extra'\]",
+        ),
+        (transposed, r"got \[4, 64, 80\] and \[4, 64, 40\]"),
+        (without_gate, "neither act_fn nor _apply_gate"),
+    ],
+)
+def test_other_experts_are_refused_and_nothing_changes(make, message):
+    model = Block()
+    model.experts = make()
+    with pytest.raises(ValueError, match=f"convert: experts .*{message}.*; add it to skip"):
+        convert(model)
+    assert type(model.proj) is nn.Linear
+    convert(model, skip=("experts", "gate"))
+    assert kinds(model)["experts"] != "GroupedExperts"
+    assert isinstance(model.proj, FP8Linear)
+
+
+def test_quantized_weights_are_those_of_each_expert():
+    experts = Experts(hidden_size=200, intermediate_size=150)
+    ours = GroupedExperts.from_weights(experts.gate_up_proj, experts.down_proj)
+    one = GroupedExperts.from_weights(experts.gate_up_proj[2:3], experts.down_proj[2:3])
+    for name in ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        ours_bytes = getattr(ours, name)[2].contiguous().view(torch.uint8)
+        assert torch.equal(ours_bytes, getattr(one, name)[0].contiguous().view(torch.uint8))

@@ -1,0 +1,114 @@
+"""The package from outside: what it imports, what it exports, and that a wheel of it works."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import moefp8
+
+ROOT = Path(moefp8.__file__).parent
+REPOSITORY = ROOT.parent
+
+# Rooms and what each may import: arrows point down only.
+ALLOWED = {
+    "kernels": {"kernels"},
+    "quant": {"kernels", "quant"},
+    "routing": {"kernels", "routing"},
+    "layers": {"kernels", "quant", "routing", "layers"},
+    "testing": {"kernels", "quant", "routing", "layers", "testing"},
+    "checkpoint": {"kernels", "quant", "layers", "checkpoint", "progress"},
+    "progress": {"progress"},
+}
+OUTSIDE = {"torch", "einops", "safetensors", "hypothesis"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute dotted names that a file imports, also inside functions."""
+    package = ["moefp8", *path.relative_to(ROOT).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module.split(".") if node.module else [])]
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    room = path.relative_to(ROOT).with_suffix("").parts[0]
+    for name in imports_of(path):
+        head, *rest = name.split(".")
+        if head == "moefp8" and room != "__init__":
+            assert rest[0] in ALLOWED[room], f"{path.name} imports {name}"
+        elif head != "moefp8":
+            assert head in OUTSIDE or head in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_the_arrow_test_sees_an_upward_arrow(tmp_path):
+    assert "moefp8.kernels.checks.check_shape" in imports_of(ROOT / "routing" / "plan.py")
+    assert "layers" not in ALLOWED["kernels"]
+
+
+def test_public_names():
+    expected = {
+        moefp8: "FP8Linear GroupedExperts TopKRouter MoE convert load_checkpoint save_checkpoint",
+        moefp8.quant: "BlockScaled quantize_1x128 quantize_128x128 dequantize",
+        moefp8.routing: "softmax_topk sigmoid_group_topk RoutingPlan build_plan dispatch combine",
+        moefp8.kernels: "fp8_gemm_nt m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_gemm_nt_masked "
+        "get_mk_alignment_for_contiguous_layout",
+    }
+    for module, names in expected.items():
+        for name in names.split():
+            assert name in module.__all__
+            assert getattr(module, name).__doc__
+
+
+IMPORT = """
+import sys, time
+import torch
+start = time.perf_counter()
+import moefp8
+print(time.perf_counter() - start)
+heavy = {"transformers", "hypothesis", "pytest", "triton", "numpy.testing"} & set(sys.modules)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+"""
+
+
+def run_python(code: str, *flags: str, **environment: str) -> str:
+    command = [sys.executable, *flags, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_needs_nothing_and_costs_little():
+    """No home, no PATH to an nvcc, no CUDA device: still imports, in a fraction of torch's time."""
+    seconds = min(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) for _ in range(3))
+    assert seconds < 0.5
+
+
+def test_a_wheel_works_elsewhere(tmp_path):
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert "moefp8/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+import torch, moefp8
+assert moefp8.__file__.startswith({str(tmp_path)!r}), moefp8.__file__
+print(moefp8.FP8Linear(8, 4)(torch.ones(2, 8)).shape)
+"""
+    assert "torch.Size([2, 4])" in run_python(code, "-I")
