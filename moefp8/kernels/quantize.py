@@ -22,7 +22,8 @@ def _check(op: str, name: str, x: torch.Tensor, min_ndim: int, layout: str) -> N
 
 
 def _scale_from_amax(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
-    scale_inv = amax.clamp(min=MIN_AMAX) / E4M3_MAX
+    # By a tensor: on a GPU, PyTorch divides by a number by multiplying with its reciprocal.
+    scale_inv = amax.clamp(min=MIN_AMAX) / amax.new_full((), E4M3_MAX)
     if not ue8m0:
         return scale_inv
     mantissa, exponent = torch.frexp(scale_inv)  # scale_inv = mantissa * 2**exponent, 0.5 <= m < 1

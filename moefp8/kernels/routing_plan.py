@@ -5,6 +5,7 @@ follow from T, k and E, so nothing has to be read back from the device.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from .checks import check_tensor
 from .registry import register
@@ -80,8 +81,7 @@ def _build(
         segment_rows = (counts[:num_experts] + alignment - 1) // alignment * alignment
     else:
         segment_rows = torch.full_like(counts[:num_experts], max_m)
-    expert_offsets[0] = 0
-    expert_offsets[1:] = segment_rows.cumsum(0)
+    expert_offsets.copy_(pad(segment_rows.cumsum(0), (1, 0)))
 
     # 3. The row of every choice: the start of its segment plus its rank among that expert's.
     order = expert.argsort(stable=True)

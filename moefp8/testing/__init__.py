@@ -1,7 +1,7 @@
 """What users need to property-test a model of their own: measures, references, strategies."""
 
 from .errors import assert_matches_reference, relative_error, row_errors
-from .reference import ReferenceExperts, ReferenceLinear, reference_model
+from .reference import ReferenceExperts, ReferenceLinear, reference_model, teacher_forced
 from .strategies import Spread, gemm_shapes, routings, sizes, spread
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "row_errors",
     "sizes",
     "spread",
+    "teacher_forced",
 ]

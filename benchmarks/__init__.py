@@ -1,0 +1,1 @@
+"""Measurements, each run with `python -m benchmarks.<name>`."""

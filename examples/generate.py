@@ -1,0 +1,117 @@
+"""Load an FP8 MoE checkpoint into transformers' own model, generate, and show how close it is.
+
+    python examples/generate.py                    # writes two small checkpoints and runs them
+    python examples/generate.py --checkpoint DIR   # DeepSeek-V3 or Qwen3-MoE, block-FP8
+
+Needs the extra `hf` (pip install "moefp8[hf]"); no GPU.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+import moefp8
+from moefp8.checkpoint import LoadReport, fp8_modules
+from moefp8.testing import reference_model, row_errors, teacher_forced
+
+
+def load(directory: Path, device: str) -> tuple[PreTrainedModel, LoadReport]:
+    """transformers' model with our modules where the checkpoint holds FP8 weights."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):  # allocates nothing: no BF16 weights on the way
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    moefp8.convert(model, only=fp8_modules(directory))
+    rotary = model.model.rotary_emb  # computed from the config, stored in no checkpoint
+    model.model.rotary_emb = type(rotary)(config).to(device)
+    return model, moefp8.load_checkpoint(model, directory, device=device)
+
+
+def weight_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """(bytes as loaded, bytes if all weights were BF16)."""
+    tensors = model.state_dict().items()
+    as_loaded = sum(x.numel() * x.element_size() for _, x in tensors)
+    as_bf16 = sum(x.numel() * 2 for name, x in tensors if not name.endswith("scale_inv"))
+    return as_loaded, as_bf16
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> tuple[list[int], float]:
+    """Greedy decoding: the new tokens, and how many a second."""
+    start = time.perf_counter()
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens
+    )
+    new = output[0, ids.shape[1] :].tolist()
+    return new, len(new) / (time.perf_counter() - start)
+
+
+def show(what: str, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Print how far logits are from others, by position: the worst and the median."""
+    errors = row_errors(logits, expected)
+    same = (logits.argmax(-1) == expected.argmax(-1)).double().mean()
+    print(
+        f"  logits against {what:<46} worst {errors.max():.1e}   median {errors.median():.1e}   "
+        f"same token {same:4.0%}"
+    )
+
+
+def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namespace) -> None:
+    model, report = load(directory, arguments.device)
+    as_loaded, as_bf16 = weight_bytes(model)
+    print(f"\n{model.config.model_type} from {directory}")
+    print(f"  loaded {report.num_bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s")
+    print(
+        f"  weights take {as_loaded / 2**20:,.1f} MiB, {as_loaded / as_bf16:.0%} of the "
+        f"{as_bf16 / 2**20:,.1f} MiB of BF16"
+    )
+    if (directory / "tokenizer_config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
+    else:
+        tokenizer = None
+        ids = torch.randint(2, model.config.vocab_size, (1, 64), device=arguments.device)
+    tokens, rate = generate(model, ids, arguments.max_new_tokens)
+    text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
+    print(f"  generated {len(tokens)} tokens at {rate:.1f} tokens/s: {text}")
+
+    with torch.inference_mode():
+        output, reference = teacher_forced(model, ids)
+        show("FP32 sums of the same FP8 operands", output.logits, reference.logits)
+        dequantized = reference_model(model, quantize_activations=False)
+        show("dequantized weights, BF16 activations", output.logits, dequantized(ids).logits)
+        if bf16_directory is not None:
+            original = AutoModelForCausalLM.from_pretrained(bf16_directory, dtype=torch.bfloat16)
+            show(
+                "the BF16 model it comes from",
+                output.logits,
+                original(ids.cpu()).logits.to(ids.device),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, help="an FP8 checkpoint; default: small ones")
+    parser.add_argument("--prompt", default="The key idea of mixture-of-experts models is")
+    parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.checkpoint:
+        run(arguments.checkpoint, None, arguments)
+        return
+    from small_checkpoint import SCALE_DTYPE, write_small_checkpoint
+
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as directory:
+        for family in SCALE_DTYPE:
+            original = write_small_checkpoint(Path(directory) / family, family)
+            run(Path(directory) / family, original, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Which modules a checkpoint stores in FP8; told by its scales, never by lists in its config."""
+
+import os
+from collections.abc import Iterable
+
+from torch import nn
+
+from .config import is_leftover
+from .errors import CheckpointError
+from .names import split_expert, weight_of_scale
+from .plan import Rename, kept_entries, renamed
+from .slots import Inventory
+from .source import Source, open_source
+
+
+def fp8_modules(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    ignore: Iterable[str] = (),
+    rename: Rename | None = None,
+) -> list[str]:
+    """Names of the modules whose weights have a scale, for `convert(model, only=...)`.
+
+    With model, the names are the model's own where families spell them differently (a
+    checkpoint's `block_sparse_moe.experts` may be a model's `mlp.experts`); without, the
+    checkpoint's. path, ignore, rename: as in load_checkpoint. Raises CheckpointError.
+    """
+    source = open_source(path)
+    weights = _scaled_weights(source, ignore, rename)
+    if model is None:
+        return list(dict.fromkeys(_module_of(name) for name in weights.values()))
+    inventory = Inventory(model)
+    modules: dict[str, None] = {}
+    for key, name in weights.items():
+        slot = inventory.find(name)
+        if slot is None:
+            raise CheckpointError(f"{source.entries[key]}: FP8, but the model has no such weight")
+        modules[slot.module] = None
+    return list(modules)
+
+
+def _scaled_weights(source: Source, ignore: Iterable[str], rename: Rename | None) -> dict[str, str]:
+    """Checkpoint key -> model name of every weight beside which there is a scale."""
+    names = {
+        renamed(key, rename): key
+        for key in kept_entries(source, ignore)
+        if not is_leftover(source.config, key)
+    }
+    weights = (weight_of_scale(name) for name in names)
+    return {names[weight]: weight for weight in weights if weight in names}
+
+
+def _module_of(weight: str) -> str:
+    expert = split_expert(weight)
+    return expert[0] if expert else weight.rpartition(".")[0]

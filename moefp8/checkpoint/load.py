@@ -1,0 +1,87 @@
+"""Fill a model from a checkpoint: check everything, then read every byte once."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .errors import CheckpointError
+from .plan import Plan, make_plan
+from .read import check_twins, open_files, read_copies
+from .record import remember
+from .slots import Inventory, ModelTensor
+from .source import open_source
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one load did. ignored: keys of the checkpoint that were left out."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    ignored: tuple[str, ...]
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    ignore: Iterable[str] = (),
+    rename: Callable[[str], str] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> LoadReport:
+    """Fill every parameter and persistent buffer of model, in place.
+
+    1. Read the headers of all shards. 2. Match them to the model; every key must have its place
+    and every place its key. 3. Materialise what is on meta. 4. Read, each byte once.
+
+    path: a directory with model.safetensors or its index, or a .safetensors file.
+    ignore: patterns (fnmatch) of checkpoint keys to leave out.
+    rename: checkpoint key -> model key, where a model has names of its own.
+    device: where tensors on meta are made, CPU by default; others stay where they are.
+    progress: show a bar on stderr; None means if it is a terminal.
+
+    A parameter of another float dtype is cast to the model's, except that scales are upcast to
+    FP32 exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
+    Raises CheckpointError; up to step 3 the model is then unchanged.
+    """
+    started = time.perf_counter()
+    source = open_source(path)
+    plan = make_plan(source, Inventory(model), ignore, rename)
+    entries = [copy.entry for copy in plan.copies] + [
+        entry for twin in plan.twins for entry in twin
+    ]
+    with ExitStack() as stack:
+        files = open_files(stack, entries, source.shards)
+        check_twins(plan.twins, files)
+        _materialise(plan, torch.device(device or "cpu"))
+        num_bytes = read_copies(plan.copies, files, progress)
+    remember(model, source.config, plan.names)
+    seconds = time.perf_counter() - started
+    return LoadReport(len(plan.copies), num_bytes, seconds, tuple(plan.ignored))
+
+
+@torch.inference_mode(False)  # parameters outlive the mode in which they are loaded
+def _materialise(plan: Plan, device: torch.device) -> None:
+    """Give memory to meta tensors, and FP32 to widened ones; all or none."""
+    made: dict[ModelTensor, torch.Tensor] = {}
+    for owner in [copy.slot.owner for copy in plan.copies]:
+        old = owner.tensor
+        if owner in made or not (old.is_meta or owner in plan.widened):
+            continue
+        dtype = torch.float32 if owner in plan.widened else old.dtype
+        place = device if old.is_meta else old.device
+        try:
+            made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"{owner.names[0]}: no memory on {place} ({error}); the model is unchanged"
+            ) from error
+    for owner, data in made.items():
+        owner.replace(data)

@@ -1,0 +1,58 @@
+"""One tensor, many spellings: fold the names that model families use into one.
+
+Names in the wild: expert w1/w3/w2 for gate/up/down_proj; weight_scale, scale for
+weight_scale_inv; block_sparse_moe, ffn for mlp; shared_expert for shared_experts; three homes
+for e_score_correction_bias. Two names are the same tensor if `canonical` makes them equal.
+"""
+
+import re
+
+SCALE_SUFFIX = "_scale_inv"
+
+_FOLDS = (
+    (re.compile(r"\.(?:weight_scale|scale)$"), ".weight_scale_inv"),
+    (re.compile(r"\.(gate_up_proj|down_proj)_scale$"), r".\1_scale_inv"),
+    (re.compile(r"\.(?:block_sparse_moe|ffn)\."), ".mlp."),
+    (re.compile(r"\.shared_expert\."), ".shared_experts."),
+    (re.compile(r"experts\.(\d+\.)?w1\."), r"experts.\1gate_proj."),
+    (re.compile(r"experts\.(\d+\.)?w3\."), r"experts.\1up_proj."),
+    (re.compile(r"experts\.(\d+\.)?w2\."), r"experts.\1down_proj."),
+    (
+        re.compile(r"\.mlp\.(?:experts\.)?e_score_correction_bias$"),
+        ".mlp.gate.e_score_correction_bias",
+    ),
+)
+_SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
+_FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(?:gate_proj|up_proj|down_proj|w[123])\.")
+
+
+def canonical(name: str) -> str:
+    """The one spelling of name; DeepSeek-V3's."""
+    for pattern, replacement in _FOLDS:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def weight_of_scale(name: str) -> str | None:
+    """`X.weight` for `X.weight_scale_inv` and its like; None if name is not that of a scale."""
+    if match := _SCALE.fullmatch(name):
+        return f"{match[1]}weight"
+    if match := _FUSED_SCALE.fullmatch(name):
+        return match[1]
+    return None
+
+
+def scale_of_weight(name: str) -> str:
+    """`X.weight_scale_inv` for `X.weight`, `X.down_proj_scale_inv` for `X.down_proj`."""
+    return name + SCALE_SUFFIX
+
+
+def split_expert(name: str) -> tuple[str, int] | None:
+    """(`X.experts`, 3) for `X.experts.3.gate_proj.weight`; None for other names."""
+    match = _EXPERT.match(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,203 @@
+"""Match a checkpoint to a model, from headers alone; nothing here reads or writes a tensor.
+
+A copy is one entry of the checkpoint and the slot of the model that it fills.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from .config import block_problem, is_leftover
+from .errors import CheckpointError, raise_if_any
+from .header import DTYPE_NAMES, Entry
+from .names import SCALE_SUFFIX, canonical, split_expert, weight_of_scale
+from .slots import Inventory, ModelTensor, Role, Slot
+from .source import Source
+
+FP8 = "F8_E4M3"
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_WAY_OUT = "convert(model, only=fp8_modules(path)) before loading"
+
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Copy:
+    entry: Entry
+    slot: Slot
+
+
+@dataclass
+class Plan:
+    """copies: all that is to be read; twins: second entries of tied tensors, to be compared.
+
+    ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
+    widened: 16-bit correction biases that the checkpoint holds in FP32.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    twins: list[tuple[Entry, Entry]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    widened: set[ModelTensor] = field(default_factory=set)
+
+
+def make_plan(
+    source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
+) -> Plan:
+    """Raises CheckpointError listing every key that is missing, extra or does not fit."""
+    matcher = _Matcher(source, inventory, rename)
+    kept = kept_entries(source, ignore)
+    matcher.plan.ignored += [key for key in source.entries if key not in kept]
+    matcher.match(kept)
+    matcher.check_missing()
+    headline = f"checkpoint {source.path} does not fit the model; the model is unchanged"
+    raise_if_any(matcher.problems, headline)
+    return matcher.plan
+
+
+def renamed(key: str, rename: Rename | None) -> str:
+    """The key under the user's own naming."""
+    name = rename(key) if rename else key
+    if not isinstance(name, str):
+        raise CheckpointError(f"{key}: rename must return a str, got {name!r}")
+    return name
+
+
+def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:
+    if isinstance(ignore, str):  # its characters would be patterns, and '*' matches everything
+        raise TypeError(f"ignore must be an iterable of patterns, got the str {ignore!r}")
+    patterns = tuple(ignore)
+    return {
+        key: entry
+        for key, entry in source.entries.items()
+        if not any(fnmatchcase(key, pattern) for pattern in patterns)
+    }
+
+
+class _Matcher:
+    """Fills a plan and collects problems. taken: part -> the entry that fills it."""
+
+    def __init__(self, source: Source, inventory: Inventory, rename: Rename | None) -> None:
+        self.source, self.inventory, self.rename = source, inventory, rename
+        self.plan = Plan()
+        self.problems = list(inventory.problems)
+        self.taken: dict[str, Entry] = {}
+        self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
+        self.scaled: set[str] = set()  # canonical names of weights whose scale is stored
+
+    def match(self, entries: dict[str, Entry]) -> None:
+        names = {key: renamed(key, self.rename) for key in entries}
+        for key, name in names.items():
+            if weight := weight_of_scale(name):
+                self.scaled.add(canonical(weight))
+            elif entries[key].dtype == FP8:
+                self.fp8[canonical(name)] = entries[key]
+        if (problem := block_problem(self.source.config)) and self.scaled & self.fp8.keys():
+            self.problems.append(problem)
+        for key, name in names.items():
+            slot = self.inventory.find(name)
+            if slot is not None:
+                self._fill(entries[key], slot)
+            elif is_leftover(self.source.config, key):
+                self.plan.ignored.append(key)
+            elif not self._told_at_weight(name):
+                self.problems.append(self._extra(entries[key], name))
+
+    def check_missing(self) -> None:
+        unscaled: dict[Entry, str] = {}
+        for part, slot in self.inventory.parts.items():
+            if part in self.taken:
+                continue
+            weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
+            if weight in self.taken:
+                unscaled.setdefault(self.taken[weight], part)
+            else:
+                names = slot.owner.names if part in slot.owner.names else [part]
+                self.problems.append(f"{' or '.join(names)}: missing from {self.source.path}")
+        self.problems += [
+            f"{entry}: an FP8 weight without its scale: {part} is missing"
+            for entry, part in unscaled.items()
+            if entry.dtype == FP8  # others were told that their dtype does not fit
+        ]
+
+    def _fill(self, entry: Entry, slot: Slot) -> None:
+        other = next((self.taken[part] for part in slot.parts if part in self.taken), None)
+        if other is not None and self._are_twins(entry, other, slot):
+            self.plan.twins.append((other, entry))
+            return
+        if other is not None:
+            self.problems.append(f"{entry}: {other} fills {slot.name} already; ignore one of them")
+            return
+        self.taken.update(dict.fromkeys(slot.parts, entry))
+        if problem := self._misfit(entry, slot):
+            self.problems.append(f"{entry}: {problem}")
+            return
+        if _is_correction_bias(slot) and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2:
+            self.plan.widened.add(slot.owner)
+        self.plan.copies.append(Copy(entry, slot))
+        name = slot.name if slot.is_fused else slot.parts[0]
+        if slot.is_fused or entry.key != name:
+            self.plan.names[name] = entry.key
+
+    def _are_twins(self, entry: Entry, other: Entry, slot: Slot) -> bool:
+        """Whether both fill one tied tensor, under two of its names."""
+        first = self.inventory.find(renamed(other.key, self.rename))
+        is_tied = first is not None and first.parts == slot.parts and first.name != slot.name
+        return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
+
+    def _misfit(self, entry: Entry, slot: Slot) -> str | None:
+        problem = _DTYPE_RULES[slot.role](entry, slot)
+        if problem:
+            return problem
+        if entry.shape != slot.shape:
+            return f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
+        return None
+
+    def _told_at_weight(self, name: str) -> bool:
+        """Whether name is the scale of an FP8 weight whose slot takes no FP8: reported there."""
+        weight = weight_of_scale(name)
+        if weight is None or canonical(weight) not in self.fp8:
+            return False
+        entry, slot = self.fp8[canonical(weight)], self.inventory.find(weight)
+        return slot is not None and slot.role is Role.PLAIN and bool(_plain_rule(entry, slot))
+
+    def _extra(self, entry: Entry, name: str) -> str:
+        expert = split_expert(canonical(name))
+        num_experts = self.inventory.experts.get(expert[0]) if expert else None
+        if expert and num_experts is not None and expert[1] >= num_experts:
+            return f"{entry}: expert {expert[1]}, but {expert[0]} has {num_experts} experts"
+        return f"{entry}: extra, the model has no place for it; ignore= it if that is intended"
+
+
+def _weight_rule(entry: Entry, slot: Slot) -> str | None:
+    if entry.dtype == FP8:
+        return None
+    return f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}"
+
+
+def _scale_rule(entry: Entry, slot: Slot) -> str | None:
+    if slot.owner.tensor.dtype != torch.float32:
+        return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
+    if entry.dtype in _SCALES:
+        return None
+    return f"dtype of a scale must be one of {', '.join(_SCALES)}, got {entry.dtype}"
+
+
+def _plain_rule(entry: Entry, slot: Slot) -> str | None:
+    wanted = DTYPE_NAMES.get(slot.owner.tensor.dtype, str(slot.owner.tensor.dtype))
+    if entry.dtype == wanted or (entry.dtype in _FLOATS and wanted in _FLOATS):
+        return None
+    if entry.dtype == FP8:
+        return f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; {_WAY_OUT}"
+    return f"dtype must be {wanted}, got {entry.dtype}"
+
+
+_DTYPE_RULES = {Role.WEIGHT: _weight_rule, Role.SCALE: _scale_rule, Role.PLAIN: _plain_rule}
+
+
+def _is_correction_bias(slot: Slot) -> bool:
+    return slot.name.rpartition(".")[2] == "e_score_correction_bias"

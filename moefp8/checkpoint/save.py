@@ -1,0 +1,133 @@
+"""Write a model as a checkpoint: the keys and the config it was loaded with, all or nothing."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import FP8_QUANTIZATION
+from .errors import CheckpointError, raise_if_any
+from .names import SCALE_SUFFIX, scale_of_weight
+from .record import Record, recall
+from .slots import Inventory, ModelTensor, Role, Slot
+from .source import INDEX_NAME, SINGLE_NAME
+from .write import num_bytes_of, sync_directory, write_bytes, write_shard
+
+
+def save_checkpoint(
+    model: nn.Module, path: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write model into the directory path, which must not exist or be empty.
+
+    Experts are written one by one under DeepSeek's names, other tensors under the model's; a
+    model that was loaded gets its checkpoint's names and config.json back. A tied tensor is
+    written once. More than max_shard_bytes are split into shards with an index.
+    Raises CheckpointError. The directory appears under its name when it is complete.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    path = Path(os.path.abspath(path))
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
+    inventory, record = Inventory(model), recall(model)
+    tensors = _named_tensors(inventory, record)
+    config = _config(model, inventory, record)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        partial.mkdir(parents=True)
+        _write_all(partial, tensors, config, max_shard_bytes)
+        partial.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tensor]:
+    """Checkpoint key -> view of the model's tensor."""
+    tensors: dict[str, torch.Tensor] = {}
+    problems = []
+    for slot in _slots_to_save(inventory, record):
+        key = _key(slot, record)
+        if slot.owner.tensor.is_meta:
+            problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
+        elif key in tensors:
+            problems.append(f"{slot.name}: its key {key} is that of another tensor already")
+        else:
+            tensors[key] = slot.view()
+    raise_if_any(problems, "the model cannot be saved")
+    return tensors
+
+
+def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
+    """Every part once; a stacked tensor whole if the checkpoint had it whole."""
+    whole: set[ModelTensor] = set()
+    for slot in inventory.slots.values():
+        if slot.is_fused and slot.name in record.names:
+            whole.add(slot.owner)
+            yield slot
+    for slot in inventory.parts.values():
+        if slot.owner not in whole:
+            yield slot
+
+
+def _key(slot: Slot, record: Record) -> str:
+    """The recorded name; a scale that has none follows its weight's."""
+    name = slot.name if slot.is_fused else slot.parts[0]
+    weight = name.removesuffix(SCALE_SUFFIX)
+    if slot.role is Role.SCALE and name not in record.names and weight in record.names:
+        return scale_of_weight(record.names[weight])
+    return record.names.get(name, name)
+
+
+def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Any]:
+    has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
+    config = dict(record.config)
+    own: Any = getattr(model, "config", None)
+    if not config and hasattr(own, "to_dict"):
+        config = own.to_dict()
+        config.pop("quantization_config", None)  # a plug-in's; what is written here is plain fp8
+    if has_fp8 and not config.get("quantization_config"):
+        config["quantization_config"] = FP8_QUANTIZATION
+    return config
+
+
+def _write_all(
+    directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], max_bytes: int
+) -> None:
+    shards = list(_shards(tensors, max_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_shard(directory / (name if len(shards) > 1 else SINGLE_NAME), shard)
+        weight_map.update(dict.fromkeys(shard, name))
+    if len(shards) > 1:
+        total = sum(num_bytes_of(tensor) for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_bytes(directory / INDEX_NAME, _json(index))
+    write_bytes(directory / "config.json", _json(config))
+    sync_directory(directory)
+
+
+def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Fill one shard after the other, in the model's order; at least one, even if it is empty."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for key, tensor in tensors.items():
+        if shard and size + num_bytes_of(tensor) > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[key] = tensor
+        size += num_bytes_of(tensor)
+    yield shard
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

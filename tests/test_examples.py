@@ -1,0 +1,65 @@
+"""What a newcomer runs: the three examples, and every code block of the README."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_checkpoint import write_small_checkpoint
+
+REPOSITORY = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def errors(output: str, what: str) -> list[float]:
+    return [float(x) for x in re.findall(rf"{what}\s+worst (\S+)", output)]
+
+
+def test_generate_writes_loads_and_compares_both_families():
+    output = run("examples/generate.py", "--max-new-tokens", "4")
+    assert "deepseek_v3 from" in output
+    assert "qwen3_moe from" in output
+    exact = errors(output, "same FP8 operands")
+    close = errors(output, "BF16 model it comes from")
+    assert len(exact) == len(close) == 2
+    assert max(exact) < 6e-3
+    assert max(close) < 0.5
+    assert output.count("generated 4 tokens at") == 2
+
+
+def test_generate_takes_a_checkpoint(tmp_path):
+    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", num_shards=1)
+    output = run("examples/generate.py", "--checkpoint", str(tmp_path / "fp8"))
+    assert len(errors(output, "same FP8 operands")) == 1
+
+
+def test_swap_linears():
+    assert "FP8Linear(in_features=512" in run("examples/swap_linears.py")
+
+
+def test_moe_block():
+    assert "output [2, 64, 512] torch.bfloat16" in run("examples/moe_block.py")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_blocks_run(block, tmp_path):
+    names = {"path": tmp_path / "fp8", "copy": tmp_path / "copy"}
+    if "path" in block:
+        write_small_checkpoint(names["path"], "deepseek_v3")
+    (tmp_path / "block.py").write_text(block)
+    runpy.run_path(str(tmp_path / "block.py"), init_globals=names)
+    if "path" in block:
+        assert (names["copy"] / "config.json").exists()
+
+
+def test_the_readme_shows_all_four_uses():
+    assert len(BLOCKS) == 4

@@ -1,0 +1,168 @@
+"""Whole transformers models of both families, loaded from FP8 checkpoints: the main job."""
+
+import json
+from pathlib import Path
+
+import naive
+import pytest
+import torch
+from generate import load
+from safetensors.torch import load_file, save_file
+from small_checkpoint import SCALE_DTYPE, small_config, write_small_checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from moefp8 import FP8Linear, GroupedExperts, TopKRouter, convert
+from moefp8.testing import (
+    assert_matches_reference,
+    reference_model,
+    row_errors,
+    teacher_forced,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module", params=sorted(SCALE_DTYPE))
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "fp8"
+    return directory, write_small_checkpoint(directory, request.param)
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(2, 512, (3, 40))
+
+
+@torch.inference_mode()
+def test_logits_match_the_reference_to_bf16_rounding(checkpoint):
+    model, _ = load(checkpoint[0], "cpu")
+    ours, expected = teacher_forced(model, prompt())
+    assert_matches_reference(ours.logits, expected.logits, 6e-3)
+    assert float(row_errors(ours.logits, expected.logits).median()) < 2e-3
+
+
+@torch.inference_mode()
+def test_teacher_forcing_notices_one_wrong_scale(checkpoint):
+    model, _ = load(checkpoint[0], "cpu")
+    reference = reference_model(model)
+    experts = next(m for m in model.modules() if isinstance(m, GroupedExperts))
+    ids = prompt()
+    right, expected = teacher_forced(model, ids)
+    experts.down_proj_scale_inv[3, 0, 0] *= 1.5
+    wrong = model(ids).logits
+    experts.down_proj_scale_inv[3, 0, 0] /= 1.5
+    del reference, right
+    with pytest.raises(AssertionError):
+        assert_matches_reference(wrong, expected.logits, 6e-3)
+
+
+def dequantized_checkpoint(source: Path, target: Path) -> Path:
+    """The same checkpoint in FP32, by the reference's own arithmetic on the raw tensors."""
+    tensors = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    plain = {}
+    for key, tensor in tensors.items():
+        if key.endswith("_scale_inv") or key.startswith("model.layers.3."):
+            continue
+        scale = tensors.get(f"{key}_scale_inv")
+        plain[key] = tensor if scale is None else naive.values(tensor, scale, 128).float()
+    target.mkdir()
+    save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@torch.inference_mode()
+def test_loaded_weights_are_those_of_transformers(checkpoint, tmp_path):
+    """transformers' own modules on the dequantized weights, in FP32, give the same logits."""
+    plain = dequantized_checkpoint(checkpoint[0], tmp_path / "plain")
+    theirs = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    model, _ = load(checkpoint[0], "cpu")
+    ours = reference_model(model.float(), quantize_activations=False)
+    use_choices_of(theirs, ours)
+    ids = prompt()
+    expected = theirs(ids).logits
+    assert_matches_reference(ours(ids).logits, expected, 6e-3)
+
+
+def use_choices_of(source: torch.nn.Module, follower: torch.nn.Module) -> None:
+    """Where two experts score almost the same, rounding chooses: let it choose once for both."""
+    chosen = {}
+    for name, module in source.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda m, a, output, n=name: chosen.update({n: output}))
+            gate = follower.get_submodule(name)
+            gate.register_forward_hook(lambda m, a, output, n=name: chosen[n])
+
+
+@torch.inference_mode()
+def test_fp8_is_good_enough(checkpoint):
+    """Logits against the BF16 model: what the example prints and the README states."""
+    model, _ = load(checkpoint[0], "cpu")
+    original = AutoModelForCausalLM.from_pretrained(checkpoint[1], dtype=torch.bfloat16)
+    ids = prompt()
+    errors = row_errors(model(ids).logits, original(ids).logits)
+    assert float(errors.median()) < 0.15
+
+
+def test_every_fp8_weight_became_ours(checkpoint):
+    model, report = load(checkpoint[0], "cpu")
+    experts = [m for m in model.modules() if isinstance(m, GroupedExperts)]
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    assert len(experts) == (2 if model.config.model_type == "deepseek_v3" else 3)
+    assert linears == [model.lm_head]
+    assert all(key.startswith("model.layers.3.") for key in report.ignored)
+    assert bool(report.ignored) == (model.config.model_type == "deepseek_v3")
+    bias = [x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert all(x.dtype == torch.float32 and x.unique().numel() > 9 for x in bias)
+
+
+@torch.inference_mode()
+def test_generates_the_same_text_every_time(checkpoint):
+    model, _ = load(checkpoint[0], "cpu")
+    ids = prompt()[:1]
+    arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+    first = model.generate(ids, **arguments)
+    assert first.shape[1] > ids.shape[1]
+    assert torch.equal(first, model.generate(ids, **arguments))
+
+
+@pytest.mark.parametrize("family", sorted(SCALE_DTYPE))
+@torch.inference_mode()
+def test_convert_quantizes_a_bf16_model(family):
+    model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16).eval()
+    ids = prompt()
+    before = model(ids).logits
+    convert(model)
+    assert sum(isinstance(m, FP8Linear) for m in model.modules()) > 10
+    assert type(model.lm_head) is torch.nn.Linear
+    assert float(row_errors(model(ids).logits, before).median()) < 0.15
+
+
+def test_our_routers_choose_as_transformers_do():
+    config = small_config("deepseek_v3")
+    theirs = DeepseekV3TopkRouter(config)
+    theirs.weight.data.normal_(std=0.06)
+    theirs.e_score_correction_bias.normal_(std=0.1)
+    ours = TopKRouter(
+        256, 16, 4, scoring="sigmoid", num_groups=4, topk_groups=2, scaling_factor=2.5,
+        correction_bias=True,
+    )  # fmt: skip
+    check_router(ours, theirs)
+    theirs = Qwen3MoeTopKRouter(small_config("qwen3_moe"))
+    theirs.weight.data.normal_(std=0.06)
+    check_router(TopKRouter(256, 8, 2), theirs)
+
+
+def check_router(ours: TopKRouter, theirs: torch.nn.Module) -> None:
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(200, 256)
+    _, weights, index = theirs(x)
+    their_order, ours_index, ours_weights = index.argsort(), *ours(x)
+    our_order = ours_index.argsort()
+    assert torch.equal(ours_index.gather(1, our_order), index.gather(1, their_order))
+    torch.testing.assert_close(ours_weights.gather(1, our_order), weights.gather(1, their_order))
