@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 
 import pytest
@@ -197,12 +198,11 @@ def test_refusals_leave_nothing_behind(tmp_path, monkeypatch, what):
     elif what == "meta":
         model, match = FP8Linear(H, H, device="meta"), "weight: on the meta device"
     else:
-        from moefp8.checkpoint import write as module
 
         def full(*arguments):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(module.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         match = "No space left"
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=match):

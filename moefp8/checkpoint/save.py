@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from .config import FP8_QUANTIZATION
 from .errors import CheckpointError, raise_if_any
+from .header import DTYPE_NAMES
 from .names import SCALE_SUFFIX, scale_of_weight
 from .record import Record, recall
 from .slots import Inventory, ModelTensor, Role, Slot
 from .source import INDEX_NAME, SINGLE_NAME
-from .write import num_bytes_of, sync_directory, write_bytes, write_shard
 
 
 def save_checkpoint(
@@ -43,8 +45,8 @@ def save_checkpoint(
         partial.mkdir(parents=True)
         _write_all(partial, tensors, config, max_shard_bytes)
         partial.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,6 +62,8 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
         elif key in tensors:
             problems.append(f"{slot.name}: its key {key} is that of another tensor already")
+        elif slot.owner.tensor.dtype not in DTYPE_NAMES:
+            problems.append(f"{slot.name}: safetensors has no dtype {slot.owner.tensor.dtype}")
         else:
             tensors[key] = slot.view()
     raise_if_any(problems, "the model cannot be saved")
@@ -106,14 +110,16 @@ def _write_all(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_shard(directory / (name if len(shards) > 1 else SINGLE_NAME), shard)
+        whole = {key: tensor.contiguous() for key, tensor in shard.items()}
+        save_file(whole, directory / (name if len(shards) > 1 else SINGLE_NAME), {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, name))
     if len(shards) > 1:
-        total = sum(num_bytes_of(tensor) for tensor in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_bytes(directory / INDEX_NAME, _json(index))
-    write_bytes(directory / "config.json", _json(config))
-    sync_directory(directory)
+        _write_json(directory / INDEX_NAME, index)
+    _write_json(directory / "config.json", config)
+    for file in (*directory.iterdir(), directory):
+        _sync(file)
 
 
 def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -121,13 +127,22 @@ def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[s
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for key, tensor in tensors.items():
-        if shard and size + num_bytes_of(tensor) > max_bytes:
+        if shard and size + tensor.nbytes > max_bytes:
             yield shard
             shard, size = {}, 0
         shard[key] = tensor
-        size += num_bytes_of(tensor)
+        size += tensor.nbytes
     yield shard
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a directory, outlast a power failure."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
