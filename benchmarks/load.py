@@ -9,20 +9,19 @@ of the checkpoint.
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from benchmarks.circumstances import circumstances
 
 GOAL_GIB_PER_S, GOAL_EXTRA_PERCENT = 2.0, 10.0
 _SIZES: dict[str, Any] = {"num_experts": 32, "hidden_size": 4096, "intermediate_size": 2048}
@@ -100,7 +99,7 @@ def _compare(path: Path, repeats: int) -> dict:
             if runs[name][-1].pop("checksum") != checksum:
                 raise RuntimeError(f"{name} loaded other bytes than were saved")
     num_bytes = sum(file.stat().st_size for file in files)
-    return {**_circumstances(), "gib": num_bytes / 2**30, "num_shards": len(files)} | {
+    return {**circumstances(), "gib": num_bytes / 2**30, "num_shards": len(files)} | {
         name: {
             "gib_per_s": statistics.median(num_bytes / 2**30 / run["seconds"] for run in each),
             "extra_percent": 100 * max(run["extra_bytes"] for run in each) / num_bytes,
@@ -157,22 +156,6 @@ def _status_bytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
-
-
-def _circumstances() -> dict:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or "unknown",
-        "cpu": f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs",
-        "torch": torch.__version__,
-    }
 
 
 def _print(results: dict) -> None:
