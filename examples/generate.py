@@ -63,7 +63,8 @@ def show(what: str, logits: torch.Tensor, expected: torch.Tensor) -> None:
 def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namespace) -> None:
     model, report = load(directory, arguments.device)
     as_loaded, as_bf16 = weight_bytes(model)
-    print(f"\n{model.config.model_type} from {directory}")
+    origin = directory if bf16_directory is None else "a small random checkpoint"
+    print(f"\n{model.config.model_type} from {origin}")
     print(f"  loaded {report.num_bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s")
     print(
         f"  weights take {as_loaded / 2**20:,.1f} MiB, {as_loaded / as_bf16:.0%} of the "

@@ -108,6 +108,14 @@ def test_fp8_weight_for_an_ordinary_module(tmp_path):
     assert f"({1 + 3 * E} problems)" in message  # the scales are not listed as well
 
 
+def test_a_scale_is_never_dropped(tmp_path):
+    """Not even where the model has an FP8 parameter of its own, without a scale."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(128, 128).to(torch.float8_e4m3fn), requires_grad=False)
+    path = write(tmp_path / "c", {k[2:]: t for k, t in fp8_pair("m", 128, 128).items()})
+    refuse(path, f"weight_scale_inv in {path / 'model.safetensors'}: extra", model=model)
+
+
 def test_bf16_experts_load_into_stacked_bf16(tmp_path):
     tensors = deepseek_tensors(1)
     for key in [key for key in tensors if ".mlp.experts." in key]:
@@ -219,6 +227,8 @@ def test_bad_arguments(tmp_path):
     path = write(tmp_path / "c", deepseek_tensors())
     with pytest.raises(TypeError, match="iterable of patterns"):
         load_checkpoint(Tiny(), path, ignore="lm_head*")
+    with pytest.raises(ValueError, match="device must be a real one"):
+        load_checkpoint(Tiny(), path, device="meta")
     refuse(path, "rename must return a str", rename=lambda key: None)
 
 
@@ -319,7 +329,7 @@ def test_corrupt_header(tmp_path, header):
     write_raw(path, header, bytes(4))
     model = nn.Module()
     model.register_buffer("k", torch.zeros(4, dtype=torch.uint8))
-    refuse(path, path, model=model)
+    refuse(path, path, "is broken", model=model)
     write_raw(path, {"k": tensor()}, bytes([1, 2, 3, 4]))  # the same, intact
     load_checkpoint(model, path)
     assert model.k.tolist() == [1, 2, 3, 4]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from small_checkpoint import write_small_checkpoint
 
+from benchmarks import report
+
 REPOSITORY = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
 
@@ -59,6 +61,12 @@ def test_readme_blocks_run(block, tmp_path):
     runpy.run_path(str(tmp_path / "block.py"), init_globals=names)
     if "path" in block:
         assert (names["copy"] / "config.json").exists()
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results():
+    text = (REPOSITORY / "README.md").read_text()
+    assert report.with_tables(text) == text
+    assert text.count("<!-- /") == len(report.TABLES)
 
 
 def test_the_readme_shows_all_four_uses():
