@@ -37,9 +37,8 @@ def with_tables(text: str) -> str:
         marks = f"<!-- {name} -->", f"<!-- /{name} -->"
         results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         block = "\n".join((marks[0], table(results), marks[1]))
-        text = re.sub(
-            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.S
-        )
+        before, rest = text.split(marks[0])
+        text = before + block + rest.split(marks[1])[1]
     return text
 
 
