@@ -1,6 +1,7 @@
 # One truth for tooling: CI runs exactly these targets.
 PYTHON ?= python3
-TORCH  ?= torch==2.13.0   # pinned for development; users bring any torch >= 2.8
+# Pinned for development; users bring any torch >= 2.8.
+TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
 .PHONY: help demo test test-gpu check format bench-load clean

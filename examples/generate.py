@@ -25,7 +25,7 @@ def load(directory: Path, device: str) -> tuple[PreTrainedModel, LoadReport]:
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):  # allocates nothing: no BF16 weights on the way
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    moefp8.convert(model, only=fp8_modules(directory))
+    moefp8.convert(model, only=fp8_modules(directory, model=model))
     rotary = model.model.rotary_emb  # computed from the config, stored in no checkpoint
     model.model.rotary_emb = type(rotary)(config).to(device)
     return model, moefp8.load_checkpoint(model, directory, device=device)

@@ -134,12 +134,14 @@ def test_meta_model_is_materialised(tmp_path):
     with torch.device("meta"):
         model = Tiny(tied=True)
     model.lm_head.weight.requires_grad_(False)
+    model.lm_head.weight.tag = "kept"
     del tensors["lm_head.weight"]
     load_checkpoint(model, write(tmp_path / "c", tensors))
     assert_holds(model, tensors)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, nn.Parameter)
     assert not model.lm_head.weight.requires_grad
+    assert model.lm_head.weight.tag == "kept"
     assert model.model.layers[0].norm.weight.requires_grad
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, nn.Parameter)
 

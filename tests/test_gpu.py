@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from moefp8 import FP8Linear, GroupedExperts, MoE
+from moefp8 import FP8Linear, GroupedExperts, MoE, load_checkpoint, save_checkpoint
 from moefp8.kernels import (
     fp8_gemm_nt,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -145,6 +145,21 @@ def test_modules_equal_the_cpu():
     z = torch.randn(4, 300)
     expected = linear(z)
     assert_matches_reference(linear.to("cuda")(z.cuda()).cpu(), expected, 8e-3)
+
+
+def test_checkpoints_load_onto_the_gpu(tmp_path):
+    moe = MoE(256, 200, 8, 2, shared_intermediate_size=130)
+    save_checkpoint(moe, tmp_path / "moe")
+    with torch.device("meta"):
+        on_gpu = MoE(256, 200, 8, 2, shared_intermediate_size=130)
+    load_checkpoint(on_gpu, tmp_path / "moe", device="cuda")
+    in_place = MoE(256, 200, 8, 2, shared_intermediate_size=130).cuda()
+    load_checkpoint(in_place, tmp_path / "moe")
+    expected = moe.state_dict()
+    for model in (on_gpu, in_place):
+        for name, tensor in model.state_dict().items():
+            assert tensor.is_cuda
+            assert torch.equal(tensor.cpu().view(torch.uint8), expected[name].view(torch.uint8))
 
 
 def test_mixed_devices_are_named():

@@ -41,17 +41,25 @@ def load_checkpoint(
     1. Read the headers of all shards. 2. Match them to the model; every key must have its place
     and every place its key. 3. Materialise what is on meta. 4. Read, each byte once.
 
-    path: a directory with model.safetensors or its index, or a .safetensors file.
-    ignore: patterns (fnmatch) of checkpoint keys to leave out.
-    rename: checkpoint key -> model key, where a model has names of its own.
-    device: where tensors on meta are made, CPU by default; others stay where they are.
-    progress: show a bar on stderr; None means if it is a terminal.
+    A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
+    exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
 
-    A parameter of another float dtype is cast to the model's, except that scales are upcast to
-    FP32 exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
-    Raises CheckpointError; up to step 3 the model is then unchanged.
+    Args:
+        model: experts stacked or not, in FP8 where the checkpoint is.
+        path: a directory with model.safetensors or its index, or a .safetensors file.
+        ignore: patterns (fnmatch) of checkpoint keys to leave out.
+        rename: checkpoint key -> model key, where a model has names of its own.
+        device: where tensors on meta are made, CPU by default; others stay where they are.
+        progress: show a bar on stderr; None means if it is a terminal.
+
+    Raises:
+        CheckpointError: naming keys and files; before step 3 the model is then unchanged.
+        ValueError, TypeError: a device or an ignore that cannot be meant.
     """
     started = time.perf_counter()
+    place = torch.device(device or "cpu")
+    if place.type == "meta":  # copying there does nothing, silently
+        raise ValueError("load_checkpoint: device must be a real one, got meta")
     source = open_source(path)
     plan = make_plan(source, Inventory(model), ignore, rename)
     entries = [copy.entry for copy in plan.copies] + [
@@ -60,7 +68,7 @@ def load_checkpoint(
     with ExitStack() as stack:
         files = open_files(stack, entries, source.shards)
         check_twins(plan.twins, files)
-        _materialise(plan, torch.device(device or "cpu"))
+        _materialise(plan, place)
         num_bytes = read_copies(plan.copies, files, progress)
     remember(model, source.config, plan.names)
     seconds = time.perf_counter() - started
