@@ -103,6 +103,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.checkpoint:
+        if not arguments.checkpoint.is_dir():
+            parser.error(f"--checkpoint must be a directory, got {arguments.checkpoint}")
         run(arguments.checkpoint, None, arguments)
         return
     from small_checkpoint import SCALE_DTYPE, write_small_checkpoint

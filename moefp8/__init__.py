@@ -1,6 +1,10 @@
-"""FP8 mixture-of-experts layers for PyTorch."""
+"""FP8 mixture-of-experts layers for PyTorch.
 
-from . import kernels, quant, routing
+Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.testing` compares with references,
+`moefp8.quant`, `moefp8.routing` and `moefp8.kernels` are what the modules are made of.
+"""
+
+from . import checkpoint, kernels, quant, routing, testing
 from .checkpoint import load_checkpoint, save_checkpoint
 from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert
 
@@ -11,10 +15,12 @@ __all__ = [
     "GroupedExperts",
     "MoE",
     "TopKRouter",
+    "checkpoint",
     "convert",
     "kernels",
     "load_checkpoint",
     "quant",
     "routing",
     "save_checkpoint",
+    "testing",
 ]

@@ -63,9 +63,11 @@ def test_swaps_linears_and_experts_and_keeps_routers(limit):
 @pytest.mark.parametrize(
     ("skip", "left"),
     [
-        (("lm_head",), ["0.weight"]),
-        (("2.weight", "block"), ["block.proj.weight"]),
-        (("bl*",), ["block.proj.weight"]),
+        (("lm_head", "router"), {"lm_head"}),
+        ("block", {"block.proj"}),
+        (["proj"], {"block.proj"}),
+        (("bl*",), {"block.proj"}),
+        ((), set()),
     ],
 )
 def test_skip_takes_names_parts_and_patterns(skip, left):
@@ -74,7 +76,14 @@ def test_skip_takes_names_parts_and_patterns(skip, left):
     )
     convert(model, skip=skip)
     kept = {name for name, m in model.named_modules() if type(m) is nn.Linear}
-    assert kept == ({"lm_head"} if skip == ("lm_head",) else {"block.proj"})
+    assert kept == left
+
+
+def test_a_name_in_skip_that_is_nowhere_is_an_error():
+    model = Block()
+    with pytest.raises(ValueError, match="every name in skip must be in the model, got 'lm_haed'"):
+        convert(model, skip=("gate", "lm_haed"))
+    assert type(model.proj) is nn.Linear
 
 
 def test_only_takes_exact_names():
@@ -84,6 +93,7 @@ def test_only_takes_exact_names():
     with pytest.raises(ValueError, match=r"only must be an nn\.Linear .*got head"):
         convert(model, only=["proj", "head"])
     assert type(model.proj) is nn.Linear
+    convert(model, only="gate")  # FP8 already
 
 
 def test_a_linear_itself_is_replaced():
@@ -104,10 +114,28 @@ def test_subclasses_of_linear_are_left_alone():
     assert not any(isinstance(m, FP8Linear) for m in attention.modules())
 
 
+def test_encoder_layers_are_left_alone():
+    """Their fast path reads the weights of their linears."""
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(encoder, nn.Linear(16, 16))
+    convert(model).eval()
+    assert [type(m) for m in (model[0].linear1, model[1])] == [nn.Linear, FP8Linear]
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 16)).isfinite().all()
+
+
+def test_other_dtypes_are_refused_by_name_and_nothing_changes():
+    model = Block()
+    model.gate.double()
+    with pytest.raises(TypeError, match=r"convert: gate\.weight must be .*, got float64"):
+        convert(model, skip=())
+    assert type(model.proj) is nn.Linear
+
+
 def test_a_meta_model_is_swapped_without_weights():
     with torch.device("meta"):
         model = Block()
-    convert(model)
+        convert(model)
     assert kinds(model)["experts"] == "GroupedExperts"
     assert all(x.is_meta for x in model.state_dict().values())
     assert model.experts.gate_up_proj_scale_inv.shape == (4, 2, 1)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from moefp8 import FP8Linear, GroupedExperts, TopKRouter, convert
+from moefp8 import FP8Linear, GroupedExperts, TopKRouter, convert, save_checkpoint
 from moefp8.testing import (
     assert_matches_reference,
     reference_model,
@@ -38,8 +38,10 @@ def prompt() -> torch.Tensor:
 def test_logits_match_the_reference_to_bf16_rounding(checkpoint):
     model, _ = load(checkpoint[0], "cpu")
     ours, expected = teacher_forced(model, prompt())
-    assert_matches_reference(ours.logits, expected.logits, 6e-3)
-    assert float(row_errors(ours.logits, expected.logits).median()) < 2e-3
+    assert_matches_reference(ours.logits, expected.logits, 2e-2)
+    errors = row_errors(ours.logits, expected.logits)
+    assert float(errors.median()) < 1e-3
+    assert float((errors > 6e-3).double().mean()) < 0.02
 
 
 @torch.inference_mode()
@@ -107,6 +109,24 @@ def test_fp8_is_good_enough(checkpoint):
     ids = prompt()
     errors = row_errors(model(ids).logits, original(ids).logits)
     assert float(errors.median()) < 0.15
+
+
+def test_saving_gives_keys_and_config_back(checkpoint, tmp_path):
+    model, report = load(checkpoint[0], "cpu")
+    save_checkpoint(model, tmp_path / "copy")
+    keys, configs = [], []
+    for directory in (checkpoint[0], tmp_path / "copy"):
+        shards = sorted(directory.glob("*.safetensors"))
+        keys.append({key for shard in shards for key in load_file(shard)})
+        configs.append(json.loads((directory / "config.json").read_text()))
+    assert keys[1] == keys[0] - set(report.ignored)
+    has_mtp = configs[0].pop("num_nextn_predict_layers", 0)
+    assert has_mtp == (model.config.model_type == "deepseek_v3")
+    assert configs[1].pop("num_nextn_predict_layers", 0) == 0
+    assert configs[0] == configs[1]
+    again, _ = load(tmp_path / "copy", "cpu")
+    ids = prompt()
+    assert torch.equal(model(ids).logits, again(ids).logits)
 
 
 def test_every_fp8_weight_became_ours(checkpoint):

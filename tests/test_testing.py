@@ -9,12 +9,14 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import (
+    ReferenceLinear,
     assert_matches_reference,
     gemm_shapes,
     reference_model,
     relative_error,
     routings,
     spread,
+    teacher_forced,
 )
 
 
@@ -138,6 +140,38 @@ def test_a_reference_shares_weights_and_leaves_the_model():
     assert reference[0].linear.weight is model[0].weight
     assert reference[1].weight is model[1].weight
     assert reference[2].experts.down_proj is model[2].down_proj
+
+
+def test_a_shared_module_is_replaced_in_both_places():
+    model = nn.Sequential(FP8Linear(8, 8), nn.ReLU())
+    model.append(model[0])
+    reference = reference_model(model)
+    assert isinstance(reference[0], ReferenceLinear)
+    assert reference[0] is reference[2]
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 256), FP8Linear(256, 8)
+
+    def forward(self, x):
+        return self.second(x=self.first(x))
+
+
+def test_teacher_forcing_reaches_calls_by_keyword():
+    model, x = ByKeyword(), torch.randn(4, 8)
+    seen = []
+
+    def shift(module, arguments, y):
+        """By another amount in the model and in its reference."""
+        seen.append(module)
+        return y + 100 * len(seen)
+
+    model.first.register_forward_hook(shift)
+    output, expected = teacher_forced(model, x)
+    assert len(seen) == 2
+    assert_matches_reference(output, expected)
 
 
 def test_unquantized_activations_are_another_reference():

@@ -1,4 +1,8 @@
-"""Strict, streaming safetensors <-> modules: everything is checked before one byte is written."""
+"""Strict, streaming safetensors <-> modules: everything is checked before one byte is written.
+
+Reading order: `source` and `header` (what the files hold), `slots` and `names` (where it goes in
+a model), `plan` (match the two), `read` (move the bytes); `load` and `save` call them.
+"""
 
 from .config import read_config
 from .errors import CheckpointError

@@ -63,6 +63,16 @@ def _block_sizes(quantization: dict[str, Any]) -> list[Any]:
     ]
 
 
+def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    """config, saying that there are no MTP layers: models do not hold them, so no save has them."""
+    changed = dict(config)
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = without_mtp(config["text_config"])
+    if config.get("num_nextn_predict_layers"):
+        changed["num_nextn_predict_layers"] = 0
+    return changed
+
+
 def is_leftover(config: dict[str, Any], key: str) -> bool:
     """Whether the family of config stores key for others: MTP layers, rotary tables."""
     if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):

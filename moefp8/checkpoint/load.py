@@ -38,8 +38,9 @@ def load_checkpoint(
 ) -> LoadReport:
     """Fill every parameter and persistent buffer of model, in place.
 
-    1. Read the headers of all shards. 2. Match them to the model; every key must have its place
-    and every place its key. 3. Materialise what is on meta. 4. Read, each byte once.
+    1. Read the headers of all shards. 2. Match them to the model; every place must have its key,
+    and every key its place, but for MTP layers and rotary tables. 3. Materialise what is on meta.
+    4. Read, each byte once.
 
     A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
     exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.

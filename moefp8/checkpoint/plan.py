@@ -19,7 +19,7 @@ from .source import Source
 FP8 = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_WAY_OUT = "convert(model, only=fp8_modules(path)) before loading"
+_WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 Rename = Callable[[str], str]
 
@@ -176,7 +176,10 @@ class _Matcher:
 def _weight_rule(entry: Entry, slot: Slot) -> str | None:
     if entry.dtype == FP8:
         return None
-    return f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}"
+    return (
+        f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
+        "or load the unconverted model, then convert it"
+    )
 
 
 def _scale_rule(entry: Entry, slot: Slot) -> str | None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from .config import FP8_QUANTIZATION
+from .config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .errors import CheckpointError, raise_if_any
 from .header import DTYPE_NAMES
 from .names import SCALE_SUFFIX, scale_of_weight
@@ -28,8 +28,9 @@ def save_checkpoint(
     """Write model into the directory path, which must not exist or be empty.
 
     Experts are written one by one under DeepSeek's names, other tensors under the model's; a
-    model that was loaded gets its checkpoint's names and config.json back. A tied tensor is
-    written once. More than max_shard_bytes are split into shards with an index.
+    model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
+    model holds, are not written, and config.json then says so. A tied tensor is written once.
+    More than max_shard_bytes are split into shards with an index.
     Raises CheckpointError. The directory appears under its name when it is complete.
     """
     if max_shard_bytes <= 0:
@@ -40,6 +41,8 @@ def save_checkpoint(
     inventory, record = Inventory(model), recall(model)
     tensors = _named_tensors(inventory, record)
     config = _config(model, inventory, record)
+    if not any(is_leftover(config, key) for key in tensors):
+        config = without_mtp(config)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)

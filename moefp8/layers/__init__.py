@@ -1,9 +1,9 @@
 """Modules: `FP8Linear`, `GroupedExperts`, `TopKRouter`, `MoE`, and `convert`."""
 
-from .convert import convert
+from .convert import DEFAULT_SKIP, convert
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .moe import MoE
 from .router import TopKRouter
 
-__all__ = ["FP8Linear", "GroupedExperts", "MoE", "TopKRouter", "convert"]
+__all__ = ["DEFAULT_SKIP", "FP8Linear", "GroupedExperts", "MoE", "TopKRouter", "convert"]

@@ -1,11 +1,12 @@
 """`convert`: swap the linears and experts of a model for FP8 ones, in place."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from ..kernels.checks import FLOATS, check_tensor
 from .experts import GroupedExperts, swiglu
 from .linear import FP8Linear
 
@@ -26,7 +27,7 @@ _EXPERTS_FLAGS = {
 def convert(
     model: nn.Module,
     skip: str | Iterable[str] = DEFAULT_SKIP,
-    only: Collection[str] | None = None,
+    only: str | Iterable[str] | None = None,
 ) -> nn.Module:
     """Swap every `nn.Linear` and every experts module for `FP8Linear` and `GroupedExperts`.
 
@@ -35,44 +36,74 @@ def convert(
     with stacked `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I], as
     transformers 5 has them, with SwiGLU or its clamped variant.
 
+    Left alone are subclasses of `nn.Linear`, and linears of `nn.TransformerEncoderLayer`: code
+    that holds those reads their weights instead of calling them.
+
     Args:
-        model: changed in place. Subclasses of `nn.Linear` are left alone.
+        model: changed in place.
         skip: names to leave as they are, with all below them: a dotted name or part of one
-            ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*").
+            ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*"). It takes the place of the
+            default, `moefp8.layers.DEFAULT_SKIP`: output heads, routers and gates.
         only: exact dotted names to swap, and no others; then `skip` is not looked at.
 
     Returns:
         `model`; or its replacement, if `model` itself is to be swapped.
 
     Raises:
-        ValueError: an experts module of another make, or a name in `only` that is none of both.
-            The model is then unchanged.
+        TypeError: a weight that is no bf16, fp16 or fp32.
+        ValueError: an experts module of another make, a name in `only` that is neither a linear
+            nor experts, a name in `skip` that is nowhere in the model. In all cases the model is
+            unchanged.
     """
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    chosen: dict[str, nn.Module] = {}
-    limits: dict[str, float | None] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name not in only if only is not None else _is_skipped(name, skip):
-            continue
-        if type(module) is nn.Linear:
-            chosen[name] = module
-        elif _expert_weights(module):
-            chosen[name] = module
-            limits[name] = _check_experts(name, module)
-    if only is not None and (unknown := sorted(set(only) - set(chosen))):
-        raise ValueError(
-            f"convert: every name in only must be an nn.Linear or an experts module of the model, "
-            f"got {', '.join(unknown[:5])}"
-        )
+    only = (only,) if isinstance(only, str) else only
+    chosen = _skipping(model, skip) if only is None else _named(model, tuple(only))
+    limits = {name: _check(name, module) for name, module in chosen.items()}
     swapped: dict[int, nn.Module] = {}  # a module under two names stays one module
     for name, module in chosen.items():
         if id(module) not in swapped:
-            swapped[id(module)] = _swap(module, limits.get(name))
+            swapped[id(module)] = _swap(module, limits[name])
         if not name:
             return swapped[id(module)]
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, swapped[id(module)])
     return model
+
+
+def _skipping(model: nn.Module, skip: tuple[str, ...]) -> dict[str, nn.Module]:
+    """All that can be swapped, but for what `skip` names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for part in skip:
+        if part not in DEFAULT_SKIP and not any(_matches(name, part) for name in modules):
+            raise ValueError(f"convert: every name in skip must be in the model, got {part!r}")
+    return {
+        name: module
+        for name, module in modules.items()
+        if _can_swap(module)
+        and not any(_matches(name, part) for part in skip)
+        and not isinstance(modules[name.rpartition(".")[0]], nn.TransformerEncoderLayer)
+    }
+
+
+def _named(model: nn.Module, only: tuple[str, ...]) -> dict[str, nn.Module]:
+    """What `only` names, but for what is FP8 already."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    done = {n for n, m in modules.items() if isinstance(m, FP8Linear | GroupedExperts)}
+    wrong = [n for n in only if n not in done and (n not in modules or not _can_swap(modules[n]))]
+    if wrong:
+        raise ValueError(
+            "convert: every name in only must be an nn.Linear or an experts module of the model, "
+            f"got {', '.join(wrong[:5])}"
+        )
+    return {name: modules[name] for name in only if name not in done}
+
+
+def _matches(name: str, part: str) -> bool:
+    return f".{part}." in f".{name}." or fnmatchcase(name, part)
+
+
+def _can_swap(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or bool(_expert_weights(module))
 
 
 def _swap(module: nn.Module, swiglu_limit: float | None) -> nn.Module:
@@ -82,10 +113,6 @@ def _swap(module: nn.Module, swiglu_limit: float | None) -> nn.Module:
     return experts.train(module.training)
 
 
-def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
-    return any(f".{part}." in f".{name}." or fnmatchcase(name, part) for part in skip)
-
-
 def _expert_weights(module: nn.Module) -> tuple[torch.Tensor, ...]:
     """(gate_up_proj, down_proj) if `module` stacks experts in BF16 or such, else ()."""
     weights = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
@@ -93,6 +120,13 @@ def _expert_weights(module: nn.Module) -> tuple[torch.Tensor, ...]:
         return ()
     stacked = tuple(w for w in weights if isinstance(w, torch.Tensor) and w.ndim == 3)
     return stacked if len(stacked) == 2 else ()
+
+
+def _check(name: str, module: nn.Module) -> float | None:
+    """Raise unless `module` can be swapped; return the SwiGLU limit if it is experts."""
+    for parameter_name, parameter in module.named_parameters():
+        check_tensor("convert", f"{name}.{parameter_name}".lstrip("."), parameter, FLOATS)
+    return None if isinstance(module, nn.Linear) else _check_experts(name, module)
 
 
 def _check_experts(name: str, module: nn.Module) -> float | None:
@@ -112,9 +146,8 @@ def _check_experts(name: str, module: nn.Module) -> float | None:
         raise refuse(
             f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
         )
-    gate, up = torch.meshgrid(
-        torch.linspace(-30, 30, 61), torch.linspace(-30, 30, 61), indexing="ij"
-    )
+    grid = torch.linspace(-30, 30, 61, device="cpu")  # even where meta is the default device
+    gate, up = torch.meshgrid(grid, grid, indexing="ij")
     came = _gated(module, gate, up)
     if came is None:
         raise refuse("has neither act_fn nor _apply_gate, so its activation is unknown")

@@ -194,7 +194,7 @@ class GroupedExperts(FixedDtypeModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run every token through its experts; with no device synchronisation.
+        """Run every token through its experts.
 
         Args:
             hidden_states: [T, H] bf16, fp16 or fp32. NaN and Inf stay in their own token's row.
