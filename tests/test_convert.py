@@ -124,6 +124,25 @@ def test_encoder_layers_are_left_alone():
         assert model(torch.randn(2, 3, 16)).isfinite().all()
 
 
+def test_hooks_are_not_lost_silently():
+    model = Block()
+    model.proj.register_forward_pre_hook(lambda module, x: None)
+    with pytest.raises(ValueError, match=r"convert: proj \(Linear\) must have no forward hooks"):
+        convert(model)
+    assert type(model.experts) is Experts
+
+
+def test_default_dtypes_do_not_matter():
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            model = Block().float()
+            assert kinds(convert(model))["experts"] == "GroupedExperts"
+            assert FP8Linear(8, 8).weight_scale_inv.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_other_dtypes_are_refused_by_name_and_nothing_changes():
     model = Block()
     model.gate.double()
@@ -200,7 +219,7 @@ def without_gate():
 def test_other_experts_are_refused_and_nothing_changes(make, message):
     model = Block()
     model.experts = make()
-    with pytest.raises(ValueError, match=f"convert: experts .*{message}.*; add it to skip"):
+    with pytest.raises(ValueError, match=f"convert: experts .*{message}.*DEFAULT_SKIP"):
         convert(model)
     assert type(model.proj) is nn.Linear
     convert(model, skip=("experts", "gate"))

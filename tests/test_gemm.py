@@ -143,6 +143,18 @@ def test_ops_agree_with_their_fake_bodies():
         torch.library.opcheck(ops.build_plan, (index, 3, 1, max_m), test_utils=checks)
 
 
+def test_operands_must_be_pairs():
+    with pytest.raises(TypeError, match=r"fp8_gemm_nt: a must be a pair \(data, scale_inv\), got"):
+        fp8_gemm_nt(A.data, B, D)
+
+
+def test_ops_are_not_differentiable():
+    x, d = torch.randn(2, 300, requires_grad=True), torch.empty(2, 200, dtype=torch.bfloat16)
+    a = quantize_1x128(x)
+    fp8_gemm_nt(a, B, d)
+    assert not any(y.requires_grad for y in (*a, d))
+
+
 @given(seed=st.integers(0, 2**16))
 def test_repeated_runs_are_identical(seed):
     torch.manual_seed(seed)

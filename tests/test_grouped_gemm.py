@@ -107,7 +107,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def layout_with(row: int, group: int) -> torch.Tensor:
+def layout_with(row: int | slice, group: int) -> torch.Tensor:
     layout = torch.zeros(256, dtype=torch.int32)
     layout[row] = group
     return layout
@@ -118,7 +118,11 @@ CONTIGUOUS = {
     "id too small": ({"grouped_layout": layout_with(3, -2)}, "below 2, got -2 at row 3"),
     "unaligned": (
         {"grouped_layout": layout_with(60, 1)},
-        "multiples of 128 rows, got groups 0 and 1",
+        "multiples of 128 rows, got group 1 from row 60",
+    ),
+    "unaligned after padding": (
+        {"grouped_layout": layout_with(slice(250), -1)},
+        "multiples of 128 rows, got group 0 from row 250",
     ),
     "dtype": ({"grouped_layout": torch.zeros(256)}, "grouped_layout must be int32, got float32"),
     "length": (

@@ -1,17 +1,14 @@
-"""The modules: right against references, good enough against BF16, and hard to break."""
-
-import copy
-import pickle
+"""The modules: right against references, good enough against BF16, and what they refuse."""
 
 import naive
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_cases import E, H, I, K, hidden, make_moe
 from torch import nn
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
-from moefp8.quant import BlockScaled, dequantize
 from moefp8.testing import (
     assert_matches_reference,
     reference_model,
@@ -21,29 +18,6 @@ from moefp8.testing import (
     sizes,
     spread,
 )
-
-FP8 = torch.float8_e4m3fn
-E, H, I, K = 6, 256, 200, 2
-
-
-def make_moe() -> MoE:
-    torch.manual_seed(0)
-    return MoE(
-        H,
-        I,
-        E,
-        K,
-        shared_intermediate_size=130,
-        shared_expert_gate=True,
-        scoring="sigmoid",
-        num_groups=3,
-        topk_groups=2,
-        correction_bias=True,
-    )
-
-
-def hidden(num_tokens: int = 9, size: int = H) -> torch.Tensor:
-    return torch.randn(num_tokens, size, dtype=torch.bfloat16)
 
 
 def dequantized_experts(experts: GroupedExperts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,9 +40,6 @@ def assert_matches_up_to_codes(actual: torch.Tensor, expected: torch.Tensor) -> 
     assert_matches_reference(actual, expected, 5e-2)
     errors = row_errors(actual, expected)
     assert int((errors > 6e-3).sum()) <= 1 + 0.05 * errors.numel()
-
-
-# --- right ---
 
 
 @given(m=sizes(20), n=sizes(200), k=sizes(300), bias=st.booleans(), data=spread(16))
@@ -123,7 +94,7 @@ def test_layouts_agree_bit_for_bit():
         experts.layout = layout
         results.append(experts(x, *router(x)))
     assert torch.equal(results[0], results[1])
-    assert_matches_reference(results[2], results[1])
+    assert_matches_up_to_codes(results[2], results[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -137,9 +108,6 @@ def test_bad_activations_stay_with_their_token(bad, layout):
     assert bool(y[3].isnan().all())
     keep = [0, 1, 2, 4]
     assert torch.equal(y[keep], clean[keep])
-
-
-# --- good enough ---
 
 
 def test_linear_is_close_to_bf16():
@@ -163,7 +131,7 @@ def test_moe_is_the_sum_of_its_parts():
     shared = reference_model(moe.shared_experts)(x)
     gate = (x.float() @ moe.shared_expert_gate.weight.float().T).sigmoid()
     expected = reference_model(moe.experts)(x, *moe.gate(x)).float() + gate * shared.float()
-    assert_matches_reference(moe(x), expected.detach(), 1.2e-2)
+    assert_matches_reference(moe(x), expected.detach(), 5e-2)
     assert torch.equal(moe(x.view(2, 5, H)), moe(x).view(2, 5, H))
 
 
@@ -190,174 +158,6 @@ def test_experts_take_no_tokens(layout):
     experts = GroupedExperts(E, H, I, layout=layout)
     y = experts(hidden(0), torch.zeros(0, 2, dtype=torch.int64), torch.ones(0, 2))
     assert (y.shape, y.dtype) == ((0, H), torch.bfloat16)
-
-
-# --- hard to break ---
-
-FIXED = {
-    "experts.gate_up_proj": FP8,
-    "experts.down_proj": FP8,
-    "experts.gate_up_proj_scale_inv": torch.float32,
-    "experts.down_proj_scale_inv": torch.float32,
-    "shared_experts.up_proj.weight": FP8,
-    "shared_experts.up_proj.weight_scale_inv": torch.float32,
-    "gate.weight": torch.float32,
-    "gate.e_score_correction_bias": torch.float32,
-}
-
-
-def same_bytes(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].dtype == b[k].dtype and torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8))
-        for k in a
-    )
-
-
-@pytest.mark.parametrize(
-    "cast",
-    [
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.double().float(),
-        lambda m: m.to(torch.float16),
-        lambda m: m.to("cpu", torch.bfloat16),
-    ],
-)
-def test_casts_leave_fp8_scales_and_router_alone(cast):
-    moe = make_moe()
-    moe.gate.e_score_correction_bias.copy_(torch.randn(E))
-    before = {name: moe.state_dict()[name].clone() for name in FIXED}
-    cast(moe)
-    after = {name: moe.state_dict()[name] for name in FIXED}
-    assert {name: x.dtype for name, x in after.items()} == FIXED
-    assert same_bytes(before, after)
-
-
-def test_casts_reach_the_bias():
-    linear = FP8Linear(8, 8)
-    assert linear.bias.dtype == torch.bfloat16
-    assert linear.half().bias.dtype == torch.float16
-    assert linear(torch.ones(1, 8, dtype=torch.float16)).dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
-    ids=["deepcopy", "pickle"],
-)
-def test_copies_are_equal_and_independent(duplicate):
-    moe, x = make_moe(), hidden()
-    twin = duplicate(moe)
-    assert same_bytes(moe.state_dict(), twin.state_dict())
-    assert torch.equal(moe(x), twin(x))
-    twin.experts.down_proj.view(torch.uint8).zero_()
-    assert not torch.equal(moe(x), twin(x))
-    assert not any(p.requires_grad for p in twin.experts.parameters())
-
-
-def test_torch_save_and_load(tmp_path):
-    moe, x = make_moe(), hidden()
-    torch.save(moe, tmp_path / "moe.pt")
-    assert torch.equal(torch.load(tmp_path / "moe.pt", weights_only=False)(x), moe(x))
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dict_round_trip(tmp_path, assign):
-    moe, x = make_moe(), hidden()
-    torch.save(moe.state_dict(), tmp_path / "moe.pt")
-    state = torch.load(tmp_path / "moe.pt")
-    with torch.device("meta" if assign else "cpu"):
-        twin = make_moe()
-    twin.load_state_dict(state, assign=assign)
-    assert torch.equal(twin(x), moe(x))
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
-def test_scales_of_a_state_dict_are_upcast(assign, dtype):
-    linear = FP8Linear(300, 200)
-    state = linear.state_dict()
-    scales = torch.exp2(torch.randint(-9, 9, (2, 3)).float())
-    linear.load_state_dict({**state, "weight_scale_inv": scales.to(dtype)}, assign=assign)
-    assert linear.weight_scale_inv.dtype == torch.float32
-    assert torch.equal(linear.weight_scale_inv, scales)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_of_bf16_weights_is_refused(assign):
-    linear = FP8Linear(16, 16)
-    before = {name: x.clone() for name, x in linear.state_dict().items()}
-    state = {**linear.state_dict(), "weight": torch.randn(16, 16).bfloat16()}
-    with pytest.raises(RuntimeError, match=r"weight must be float8_e4m3fn, got torch\.bfloat16"):
-        linear.load_state_dict(state, assign=assign)
-    assert same_bytes(before, linear.state_dict())
-
-
-def test_meta_modules_become_real():
-    with torch.device("meta"):
-        moe = make_moe()
-    assert all(x.is_meta for x in moe.state_dict().values())
-    assert moe(torch.empty(3, H, device="meta", dtype=torch.bfloat16)).shape == (3, H)
-    moe.to_empty(device="cpu")
-    assert {name: moe.state_dict()[name].dtype for name in FIXED} == FIXED
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "masked"])
-def test_compiles_whole_for_any_number_of_tokens(layout):
-    torch._dynamo.reset()
-    moe = make_moe()
-    moe.experts.layout = layout
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
-    with torch.inference_mode():
-        for num_tokens in (7, 12, 3):
-            x = hidden(num_tokens)
-            assert_matches_reference(compiled(x), moe(x), 2e-2)
-
-
-def test_compiled_linear_is_bit_equal():
-    torch._dynamo.reset()
-    linear, x = FP8Linear(300, 200), hidden(5, 300)
-    assert torch.equal(torch.compile(linear, fullgraph=True)(x), linear(x))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["FP8Linear", "GroupedExperts"])
-def test_a_gradient_is_an_error_that_says_so(name, compiled):
-    torch._dynamo.reset()
-    x = hidden().requires_grad_()
-    if name == "FP8Linear":
-        module, arguments = FP8Linear(H, 40), (x,)
-    else:
-        module = GroupedExperts(E, H, I)
-        arguments = (x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1))
-    if compiled:
-        module = torch.compile(module, fullgraph=True)
-    y = module(*arguments)
-    with pytest.raises(NotImplementedError, match=f"{name}: training is not supported yet"):
-        y.float().sum().backward()
-    with torch.no_grad():
-        assert not module(*arguments).requires_grad
-
-
-def test_a_gradient_of_the_weights_of_the_choice_is_an_error_too():
-    weights = torch.ones(9, 1, requires_grad=True)
-    y = GroupedExperts(E, H, I)(hidden(), torch.zeros(9, 1, dtype=torch.int64), weights)
-    with pytest.raises(NotImplementedError, match="GroupedExperts: training"):
-        y.float().sum().backward()
-
-
-def test_inference_mode():
-    with torch.inference_mode():
-        moe, x = make_moe(), hidden()
-        y = moe(x)
-    assert torch.equal(make_moe()(hidden() * 0 + x.clone()), y.clone())
-
-
-def test_a_fresh_linear_is_a_random_linear():
-    torch.manual_seed(1)
-    ours = FP8Linear(300, 200)
-    weight = dequantize(BlockScaled(ours.weight, ours.weight_scale_inv))
-    assert 0.9 < weight.std() / (300**-0.5 / 3**0.5) < 1.1
 
 
 ONES = torch.ones(4, 2)
@@ -402,6 +202,7 @@ def test_experts_name_bad_input(case):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: FP8Linear(8, 8)(torch.tensor(1.0)), r"in_features = 8, got shape \[\]"),
         (lambda: FP8Linear(8, 8)(torch.ones(2, 9)), r"in_features = 8, got shape \[2, 9\]"),
         (lambda: FP8Linear(8, 8)(torch.ones(2, 8, dtype=torch.int64)), "got int64"),
         (lambda: FP8Linear.from_linear(nn.Identity()), "expected nn.Linear, got"),
@@ -418,6 +219,11 @@ def test_experts_name_bad_input(case):
             r"hidden_states must be \[T, 8\], got \[3, 9\]",
         ),
         (lambda: MoE(8, 8, 4, 5), "TopKRouter: top_k must be in"),
+        (
+            lambda: MoE(8, 8, 4, 2)(torch.ones(3, 9)),
+            r"MoE: .*\[\.\.\., H = 8\], got shape \[3, 9\]",
+        ),
+        (lambda: MoE(8, 8, 4, 2)(torch.tensor(1.0)), r"got shape \[\]"),
         (lambda: MoE(8, 8, 4, 2, shared_expert_gate=True), "needs shared_intermediate_size"),
     ],
 )

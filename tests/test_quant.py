@@ -165,5 +165,9 @@ def test_dequantize_refuses_scales_that_fit_no_block():
     q = quantize_1x128(torch.randn(4, 300))
     with pytest.raises(ValueError, match=r"\[4, 300\], got \[4, 2\]"):
         dequantize(BlockScaled(q.data, q.scale_inv[:, :2]))
-    with pytest.raises(TypeError, match=r"float8_e4m3fn, got torch\.uint8"):
+    with pytest.raises(TypeError, match="data must be float8_e4m3fn, got uint8"):
         dequantize(BlockScaled(q.data.view(torch.uint8), q.scale_inv))
+    with pytest.raises(TypeError, match="scale_inv must be float32, got uint8"):
+        dequantize(BlockScaled(q.data, torch.ones(4, 3, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=r"data must be \[\.\.\., K\], got shape \[\]"):
+        dequantize(BlockScaled(q.data[0, 0], q.scale_inv[0, 0]))

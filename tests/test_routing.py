@@ -190,6 +190,16 @@ def test_dispatch_and_combine(routing, seed, layout, dtype):
     assert torch.equal(result, again)
 
 
+def test_dispatch_and_combine_pass_gradients():
+    x, weights = torch.randn(3, 4, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    index = torch.tensor([[0, 1], [1, 2], [2, 2]])
+    plan = build_plan(index, 2)
+    combine(dispatch(x, plan), plan, weights).sum().backward()
+    here = (index < 2).float()
+    torch.testing.assert_close(x.grad, (weights * here).sum(1, keepdim=True).expand(3, 4))
+    torch.testing.assert_close(weights.grad, x.sum(1, keepdim=True) * here)
+
+
 def test_combine_ignores_the_weight_of_a_choice_held_elsewhere():
     plan = build_plan(torch.tensor([[0, 2]]), 2)
     y = torch.ones(2, 4, dtype=torch.bfloat16)
@@ -209,6 +219,14 @@ def test_combine_ignores_the_weight_of_a_choice_held_elsewhere():
         (lambda i: build_plan(i, 8, "masked", max_m=1), "max_m must be at least T = 2.*got 1"),
         (lambda i: build_plan(i, 8, max_m=4), "max_m is for 'masked' only, got 4"),
         (lambda i: build_plan(i, 8, "masked", alignment=4), "alignment is for 'contiguous' only"),
+        (
+            lambda i: dispatch(torch.ones(2, 4, device="meta"), build_plan(i, 8)),
+            "x on meta, plan on",
+        ),
+        (
+            lambda i: combine(torch.ones(4, 4), build_plan(i, 8), torch.ones(2, 2).int()),
+            "combine: top_k_weights must be .* got int32",
+        ),
         (lambda i: build_plan(i, 8, "ragged"), "must be 'contiguous' or 'masked', got 'ragged'"),
         (
             lambda i: dispatch(torch.ones(3, 4), build_plan(i, 8)),

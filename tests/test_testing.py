@@ -150,6 +150,12 @@ def test_a_shared_module_is_replaced_in_both_places():
     assert reference[0] is reference[2]
 
 
+def test_the_reference_ignores_the_weight_of_a_choice_held_elsewhere():
+    experts, x = GroupedExperts(2, 8, 8), torch.randn(1, 8)
+    routing = torch.tensor([[0, 2]]), torch.tensor([[1.0, torch.nan]])
+    assert_matches_reference(experts(x, *routing), reference_model(experts)(x, *routing), 2e-2)
+
+
 class ByKeyword(nn.Module):
     def __init__(self):
         super().__init__()

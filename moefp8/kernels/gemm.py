@@ -3,7 +3,14 @@
 import torch
 
 from .blocks import BLOCK, e4m3_to_float, num_blocks
-from .checks import FLOATS, check_operands, check_same_device, check_shape, check_tensor
+from .checks import (
+    FLOATS,
+    check_operands,
+    check_pairs,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from .registry import register
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
@@ -98,6 +105,7 @@ def fp8_gemm_nt(
     check_recipe(_OP, recipe)
     if c is not None:
         raise ValueError(f"{_OP}: c must be None, accumulation into c is not supported")
+    check_pairs(_OP, a, b)
     _fp8_gemm_nt(*a, *b, d, bias)
 
 

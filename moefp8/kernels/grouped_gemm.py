@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from .blocks import BLOCK
-from .checks import check_operands, check_same_device, check_shape, check_tensor
+from .checks import check_operands, check_pairs, check_same_device, check_shape, check_tensor
 from .gemm import Operand, block_scaled_matmul, check_recipe
 from .registry import register
 
@@ -60,11 +60,11 @@ def _segments_of_layout(grouped_layout: torch.Tensor, num_groups: int) -> list[S
                 f"{num_groups}, got {group} at row {row}"
             )
         if group >= 0:
-            if row // BLOCK == owned_block and group != owner:
+            if row % BLOCK and (row // BLOCK, group) != (owned_block, owner):
                 raise ValueError(
                     f"{_CONTIGUOUS}: segments in grouped_layout must start at multiples of "
-                    f"{BLOCK} rows, got groups {owner} and {group} in the {BLOCK} rows of row "
-                    f"{row}; align them, or pass expert_offsets, which needs no alignment"
+                    f"{BLOCK} rows, got group {group} from row {row}; align it, or pass "
+                    "expert_offsets, which needs no alignment"
                 )
             owner, owned_block = group, (row + count - 1) // BLOCK
             segments.append((group, row, row + count))
@@ -155,7 +155,7 @@ _contiguous_op = register(
 )
 _masked_op = register(
     f"{_MASKED}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
-    "Tensor masked_m, int expected_m) -> ()",
+    "Tensor masked_m, SymInt expected_m) -> ()",
     _masked,
     _check_masked,
 )
@@ -191,6 +191,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             would cost a synchronisation.
     """
     check_recipe(_CONTIGUOUS, recipe)
+    check_pairs(_CONTIGUOUS, a, b)
     _contiguous_op(*a, *b, d, grouped_layout, expert_offsets)
 
 
@@ -218,4 +219,5 @@ def m_grouped_fp8_gemm_nt_masked(
         TypeError, ValueError: naming the argument, the rule and what came.
     """
     check_recipe(_MASKED, recipe)
+    check_pairs(_MASKED, a, b)
     _masked_op(*a, *b, d, masked_m, expected_m)

@@ -8,9 +8,8 @@ NaN, and no other.
 
 import torch
 from einops import rearrange, reduce
-from torch.nn.functional import pad
 
-from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks
+from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_tensor
 from .registry import register
 
@@ -37,10 +36,15 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_to_blocks(x: torch.Tensor, rows: bool = False) -> torch.Tensor:
-    padding = [0, -x.shape[-1] % BLOCK]
+    """fp32, with zeros up to a multiple of 128 columns, and of 128 rows if `rows`."""
+    shape = [*x.shape[:-1], round_up(x.shape[-1], BLOCK)]
     if rows:
-        padding += [0, -x.shape[-2] % BLOCK]
-    return pad(x.float(), padding) if any(padding) else x.float()
+        shape[-2] = round_up(shape[-2], BLOCK)
+    if shape == list(x.shape):
+        return x.float()
+    padded = x.new_zeros(shape, dtype=torch.float32)
+    padded[tuple(slice(size) for size in x.shape)] = x
+    return padded
 
 
 def _quantize_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:

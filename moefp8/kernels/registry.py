@@ -6,6 +6,7 @@ The dispatcher picks the body by the device of the tensors, so no caller ever as
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -31,21 +32,42 @@ def register(
         fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
         cuda: the same on a GPU; without it a GPU runs `cpu`, with a warning.
 
-    The ops are not differentiable: `moefp8.layers` says what a gradient through them means.
+    The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
+    through them means.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, _isolated(cpu), "CPU")
     LIBRARY.impl(name, cuda or _portable(name, cpu), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.moefp8, name).default
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Where FP32 is part of the contract, autocast must not turn a matmul to 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _isolated(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A PyTorch body as a kernel: it neither records a graph nor heeds autocast."""
+
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        with torch.no_grad(), without_autocast(args[0].device):
+            return body(*args)
+
+    return run
+
+
 def _portable(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    isolated = _isolated(body)
+
     @wraps(body)
     def on_gpu(*args: Any) -> Any:
-        _announce_portable(name, torch.cuda.get_device_name())
-        return body(*args)
+        _announce_portable(name, torch.cuda.get_device_name(args[0].device))
+        return isolated(*args)
 
     return on_gpu
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
@@ -124,17 +125,23 @@ def _expert_weights(module: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def _check(name: str, module: nn.Module) -> float | None:
     """Raise unless `module` can be swapped; return the SwiGLU limit if it is experts."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise _refusal(name, module, "must have no forward hooks, which would be lost")
     for parameter_name, parameter in module.named_parameters():
         check_tensor("convert", f"{name}.{parameter_name}".lstrip("."), parameter, FLOATS)
     return None if isinstance(module, nn.Linear) else _check_experts(name, module)
 
 
+def _refusal(name: str, module: nn.Module, what: str) -> ValueError:
+    return ValueError(
+        f"convert: {name} ({type(module).__name__}) {what}; to leave it as it is, pass "
+        f"skip=(*moefp8.layers.DEFAULT_SKIP, {name!r})"
+    )
+
+
 def _check_experts(name: str, module: nn.Module) -> float | None:
     """The SwiGLU limit of an experts module; ValueError if it computes anything else."""
-
-    def refuse(what: str) -> ValueError:
-        return ValueError(f"convert: {name} ({type(module).__name__}) {what}; add it to skip")
-
+    refuse = partial(_refusal, name, module)
     for attribute, wanted in _EXPERTS_FLAGS.items():
         if getattr(module, attribute, wanted) != wanted:
             raise refuse(f"must have {attribute} = {wanted}, got {not wanted}")
@@ -146,7 +153,7 @@ def _check_experts(name: str, module: nn.Module) -> float | None:
         raise refuse(
             f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
         )
-    grid = torch.linspace(-30, 30, 61, device="cpu")  # even where meta is the default device
+    grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     came = _gated(module, gate, up)
     if came is None:

@@ -13,7 +13,7 @@ from .. import kernels
 from ..kernels import num_blocks
 from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
-from ..routing import RoutingPlan, build_plan, combine, dispatch
+from ..routing import Layout, RoutingPlan, build_plan, combine, dispatch
 from .module import (
     FixedDtypeModule,
     fp8_parameter,
@@ -59,7 +59,7 @@ class _ExpertsFunction(torch.autograd.Function):
         gate_up_proj_scale_inv: torch.Tensor,
         down_proj: torch.Tensor,
         down_proj_scale_inv: torch.Tensor,
-        layout: Literal["contiguous", "masked"],
+        layout: Layout,
         swiglu_limit: float | None,
     ) -> torch.Tensor:
         weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
@@ -85,6 +85,15 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return no_backward(ctx, grads[0])
+
+
+def _resolve(layout: ExpertLayout) -> Layout:
+    """The layout that "auto" stands for, or `layout` itself."""
+    if layout not in ("auto", "contiguous", "masked"):
+        raise ValueError(
+            f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
+        )
+    return "contiguous" if layout == "auto" else layout
 
 
 class GroupedExperts(FixedDtypeModule):
@@ -123,10 +132,7 @@ class GroupedExperts(FixedDtypeModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if layout not in ("auto", "contiguous", "masked"):
-            raise ValueError(
-                f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
-            )
+        _resolve(layout)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -144,11 +150,13 @@ class GroupedExperts(FixedDtypeModule):
         """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
         h, i = self.hidden_size, self.intermediate_size
         for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
-            gate_up = torch.empty(2 * i, h, device=self.gate_up_proj.device)
-            down = torch.empty(h, i, device=self.gate_up_proj.device)
-            bounds = (1 / math.sqrt(max(h, 1)), 1 / math.sqrt(max(i, 1)))
-            gate_up.uniform_(-bounds[0], bounds[0])
-            down.uniform_(-bounds[1], bounds[1])
+            gate_up, down = (
+                torch.empty(shape, dtype=torch.float32, device=self.down_proj.device)
+                for shape in ((2 * i, h), (h, i))
+            )
+            for weight in (gate_up, down):
+                bound = 1 / math.sqrt(max(weight.shape[1], 1))
+                weight.uniform_(-bound, bound)
             self._assign_expert(expert, gate_up, down)
 
     @torch.no_grad()
@@ -218,7 +226,7 @@ class GroupedExperts(FixedDtypeModule):
             self.gate_up_proj_scale_inv,
             self.down_proj,
             self.down_proj_scale_inv,
-            "masked" if self.layout == "masked" else "contiguous",
+            _resolve(self.layout),
             self.swiglu_limit,
         )
         return y.to(hidden_states.dtype)

@@ -85,8 +85,8 @@ class FP8Linear(FixedDtypeModule):
         if self.weight.is_meta:
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
-        values = torch.empty(self.weight.shape, device=self.weight.device).uniform_(-bound, bound)
-        self._assign(quantize_128x128(values))
+        values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+        self._assign(quantize_128x128(values.uniform_(-bound, bound)))
         if self.bias is not None:
             self.bias.uniform_(-bound, bound)
 
@@ -120,7 +120,7 @@ class FP8Linear(FixedDtypeModule):
             ValueError: the last dimension of `x` is not `in_features`.
             NotImplementedError: in `backward()`; training is not supported yet.
         """
-        if x.shape[-1] != self.in_features:
+        if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"FP8Linear: the last dimension of x must be in_features = {self.in_features}, "
                 f"got shape {list(x.shape)}"

@@ -1,5 +1,6 @@
 """What every FP8 module shares: FP8 data and FP32 scales that stay so, and no backward yet."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from ..kernels import E4M3
+from ..kernels.checks import FLOATS, check_shape, check_tensor
 from ..kernels.registry import register
 
 
@@ -34,33 +36,60 @@ class FixedDtypeModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse weights that are not FP8, instead of casting them; upcast scales (exact)."""
+        """Take data and scales together or not at all; upcast scales, which is exact."""
         error_msgs: list[str] = args[-1]
-        for name in self.fp8_names:
-            came = state_dict.get(prefix + name)
-            if came is not None and came.dtype != E4M3:
-                error_msgs.append(
-                    f"{type(self).__name__}: {prefix}{name} must be float8_e4m3fn, got "
-                    f"{came.dtype}; quantize with moefp8.convert or quantize_128x128 first"
-                )
-                return
+        problems = self._problems(state_dict, prefix)
+        if problems:
+            error_msgs += problems
+            return
         for name in self.fp32_names:
             if prefix + name in state_dict:
                 state_dict[prefix + name] = state_dict[prefix + name].float()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def _problems(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """What forbids to load the fixed tensors; nothing is cast that cannot be cast exactly."""
+        names = [n for n in self.fp8_names + self.fp32_names if getattr(self, n) is not None]
+        came = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        layer, problems = type(self).__name__, []
+        for name, tensor in came.items():
+            allowed = (E4M3,) if name in self.fp8_names else (*FLOATS, torch.float8_e8m0fnu)
+            shape = list(getattr(self, name).shape)
+            try:
+                check_tensor(layer, prefix + name, tensor, allowed)
+                check_shape(layer, prefix + name, tensor, shape, "the model's")
+            except TypeError as error:
+                problems.append(f"{error}; quantize weights with moefp8.convert")
+            except ValueError as error:
+                problems.append(str(error))
+        missing = [prefix + name for name in names if name not in came]
+        if came and missing and self.fp8_names:
+            problems.append(f"{layer}: {', '.join(missing)} must come with {', '.join(came)}")
+        return problems
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FixedDtypeModule":
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: FP8 data as bytes, since FP8 storages do not unpickle."""
+        """For pickle: FP8 data as (bytes, requires_grad), since FP8 storages do not unpickle."""
         state = dict(self.__dict__)
-        as_bytes = {n: self.get_parameter(n).detach().view(torch.uint8) for n in self.fp8_names}
-        state["_parameters"] = {**self._parameters, **as_bytes}
+        parameters = dict(self._parameters)
+        state["_parameters"] = parameters
+        state["_fp8_bytes"] = {}
+        for name in self.fp8_names:
+            data = self.get_parameter(name)
+            state["_fp8_bytes"][name] = data.detach().view(torch.uint8), data.requires_grad
+            parameters[name] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        fp8_bytes = state.pop("_fp8_bytes")
         super().__setstate__(state)
-        for name in self.fp8_names:
-            data = getattr(self, name).view(E4M3)
-            self._parameters[name] = nn.Parameter(data, requires_grad=False)
+        for name, (data, requires_grad) in fp8_bytes.items():
+            self._parameters[name] = nn.Parameter(data.view(E4M3), requires_grad)
 
 
 def fp8_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:

@@ -1,10 +1,12 @@
 """`MoE`: router, routed experts and optional shared experts: the whole feed-forward of a layer."""
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..kernels.checks import FLOATS, check_tensor
 from .experts import ExpertLayout, GroupedExperts, swiglu
 from .linear import FP8Linear
 from .router import TopKRouter
@@ -93,8 +95,19 @@ class MoE(nn.Module):
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [..., H] bf16, fp16 or fp32 -> the same shape and dtype."""
-        tokens = hidden_states.flatten(0, -2)
+        """hidden_states: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
+
+        Raises:
+            TypeError, ValueError: naming the argument, the rule and what came.
+        """
+        check_tensor("MoE", "hidden_states", hidden_states, FLOATS)
+        hidden_size = self.experts.hidden_size
+        if hidden_states.ndim < 1 or hidden_states.shape[-1] != hidden_size:
+            raise ValueError(
+                f"MoE: hidden_states must be [..., H = {hidden_size}], got shape "
+                f"{list(hidden_states.shape)}"
+            )
+        tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), hidden_size)
         y = self.experts(tokens, *self.gate(tokens))
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)

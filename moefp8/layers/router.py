@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.checks import FLOATS, check_tensor
+from ..kernels.checks import FLOATS, check_same_device, check_tensor
+from ..kernels.registry import without_autocast
 from ..routing import TopK, sigmoid_group_topk, softmax_topk
 from ..routing.top_k import check_choice
 from .module import FixedDtypeModule
@@ -89,7 +90,9 @@ class TopKRouter(FixedDtypeModule):
                 f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got "
                 f"{list(hidden_states.shape)}"
             )
-        logits = F.linear(hidden_states.float(), self.weight)
+        check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
+        with without_autocast(hidden_states.device):
+            logits = F.linear(hidden_states.float(), self.weight)
         if self.scoring == "softmax":
             return softmax_topk(logits, self.top_k, self.renormalize)
         return sigmoid_group_topk(

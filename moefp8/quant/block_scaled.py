@@ -7,6 +7,7 @@ import torch
 from .. import kernels
 from ..kernels import quantize as ops
 from ..kernels.blocks import BLOCK, num_blocks
+from ..kernels.checks import check_same_device, check_tensor
 
 
 class BlockScaled(NamedTuple):
@@ -68,14 +69,17 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
             tells which. A one-dimensional `data` [K] has 1x128 blocks.
 
     Raises:
-        TypeError: `data` is not e4m3.
+        TypeError: `data` is not e4m3, or `scale_inv` not fp32.
         ValueError: the shape of `scale_inv` fits neither kind of block.
     """
     data, scale_inv = q
-    if data.dtype != kernels.E4M3:
-        raise TypeError(f"dequantize: data must be float8_e4m3fn, got {data.dtype}")
+    check_tensor("dequantize", "data", data, (kernels.E4M3,))
+    check_tensor("dequantize", "scale_inv", scale_inv, (torch.float32,))
+    check_same_device("dequantize", data=data, scale_inv=scale_inv)
+    if data.ndim < 1:
+        raise ValueError("dequantize: data must be [..., K], got shape []")
     k = data.shape[-1]
-    by_column = scale_inv.float().repeat_interleave(BLOCK, dim=-1)[..., :k]
+    by_column = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
     if scale_inv.shape == (*data.shape[:-1], num_blocks(k)):
         scale = by_column
     elif data.ndim >= 2 and scale_inv.shape == (

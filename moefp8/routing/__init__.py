@@ -1,9 +1,10 @@
 """Which token goes where: top-k choices, the routing plan, dispatch and combine."""
 
-from .plan import RoutingPlan, build_plan, combine, dispatch
+from .plan import Layout, RoutingPlan, build_plan, combine, dispatch
 from .top_k import TopK, sigmoid_group_topk, softmax_topk
 
 __all__ = [
+    "Layout",
     "RoutingPlan",
     "TopK",
     "build_plan",

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..kernels import routing_plan as ops
-from ..kernels.checks import check_shape
+from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
 
 Layout = Literal["contiguous", "masked"]
 
@@ -98,17 +98,23 @@ def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         [R, ...] in the contiguous layout, [E, max_m, ...] in the masked one.
 
     Raises:
-        ValueError: `x` has another number of tokens than the plan.
+        ValueError: `x` has another number of tokens than the plan, or is on another device.
     """
     num_tokens = plan.token_to_row.shape[0]
     if x.ndim < 1 or x.shape[0] != num_tokens:
         raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
+    check_same_device("dispatch", x=x, plan=plan.row_to_token)
     if num_tokens == 0:
-        return x.new_zeros((*plan.row_shape, *x.shape[1:]))
-    values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few ops of its own
-    rows = values.index_select(0, plan.row_to_token.clamp(min=0))
+        return x.new_empty((*plan.row_shape, *x.shape[1:]))
+    if x.dtype.itemsize == 1:  # FP8 has few ops of its own
+        return _dispatch(x.view(torch.uint8), plan).view(x.dtype)
+    return _dispatch(x, plan)
+
+
+def _dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    rows = x.index_select(0, plan.row_to_token.clamp(min=0))
     is_padding = (plan.row_to_token < 0).view(-1, *[1] * (x.ndim - 1))
-    return rows.masked_fill_(is_padding, 0).view(x.dtype).view(*plan.row_shape, *x.shape[1:])
+    return rows.masked_fill_(is_padding, 0).view(*plan.row_shape, *x.shape[1:])
 
 
 def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -118,15 +124,18 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     a choice without a row counts as zero, whatever its weight.
 
     Args:
-        y: [R, H] or [E, max_m, H], as `dispatch` returns.
-        top_k_weights: [T, k], any float dtype.
+        y: [R, H] or [E, max_m, H], as `dispatch` returns; bf16, fp16 or fp32.
+        top_k_weights: [T, k] bf16, fp16 or fp32.
 
     Returns:
         [T, H] in the dtype of `y`.
 
     Raises:
-        ValueError: `y` or `top_k_weights` does not fit the plan.
+        TypeError, ValueError: `y` or `top_k_weights` does not fit the plan.
     """
+    check_tensor("combine", "y", y, FLOATS, len(plan.row_shape) + 1)
+    check_tensor("combine", "top_k_weights", top_k_weights, FLOATS, 2)
+    check_same_device("combine", y=y, top_k_weights=top_k_weights, plan=plan.row_to_token)
     check_shape("combine", "y", y, [*plan.row_shape, y.shape[-1]], "[rows of the plan, H]")
     check_shape("combine", "top_k_weights", top_k_weights, plan.token_to_row.shape, "[T, k]")
     rows = y.flatten(0, -2)

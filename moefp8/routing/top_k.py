@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.checks import check_same_device
+
 
 class TopK(NamedTuple):
     """The choices of T tokens, in the order in which `GroupedExperts.forward` takes them.
@@ -101,6 +103,7 @@ def _check(
     if not logits.is_floating_point():
         raise TypeError(f"{op}: logits must be a float dtype, got {logits.dtype}")
     check_choice(op, logits.shape[1], k, num_groups, topk_groups)
+    check_same_device(op, logits=logits, bias=bias)
     if bias is not None and bias.shape != logits.shape[1:]:
         raise ValueError(
             f"{op}: bias must be [E] = {list(logits.shape[1:])}, got {list(bias.shape)}"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
 
 
@@ -81,7 +82,8 @@ class ReferenceLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = dequantized_blocks(self.linear.weight, self.linear.weight_scale_inv)
         values = rounded_to_fp8(x) if self.quantize_activations else x.float()
-        y = values @ weight.T
+        with without_autocast(x.device):
+            y = values @ weight.T
         if self.linear.bias is not None:
             y = y + self.linear.bias.float()
         return y.bfloat16().to(x.dtype)
@@ -103,8 +105,11 @@ class ReferenceExperts(nn.Module):
         for expert in range(self.experts.num_experts):
             tokens, choices = torch.where(top_k_index == expert)
             if tokens.numel():
-                terms[tokens, choices] = self._expert(expert, hidden_states[tokens])
-        terms = terms * top_k_weights.float()[:, :, None]
+                with without_autocast(hidden_states.device):
+                    values = self._expert(expert, hidden_states[tokens])
+                terms[tokens, choices] = values
+        held_here = top_k_index < self.experts.num_experts
+        terms = terms * top_k_weights.float().where(held_here, 0.0)[:, :, None]
         return terms.sum(dim=1).bfloat16().to(hidden_states.dtype)
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,27 @@
+"""The MoE that the tests of the layers share."""
+
+import torch
+
+from moefp8 import MoE
+
+E, H, I, K = 6, 256, 200, 2
+
+
+def make_moe() -> MoE:
+    torch.manual_seed(0)
+    return MoE(
+        H,
+        I,
+        E,
+        K,
+        shared_intermediate_size=130,
+        shared_expert_gate=True,
+        scoring="sigmoid",
+        num_groups=3,
+        topk_groups=2,
+        correction_bias=True,
+    )
+
+
+def hidden(num_tokens: int = 9, size: int = H) -> torch.Tensor:
+    return torch.randn(num_tokens, size, dtype=torch.bfloat16)
