@@ -46,7 +46,7 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
 
 def check_pairs(op: str, a: object, b: object) -> None:
     for name, pair in (("a", a), ("b", b)):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{op}: {name} must be a pair (data, scale_inv), got {type(pair)}")
 
 

@@ -45,9 +45,9 @@ def register(
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Where FP32 is part of the contract, autocast must not turn a matmul to 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    if device.type == "meta":  # which autocast does not know
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _isolated(body: Callable[..., Any]) -> Callable[..., Any]:
