@@ -58,10 +58,9 @@ class FixedDtypeModule(nn.Module):
             try:
                 check_tensor(layer, prefix + name, tensor, allowed)
                 check_shape(layer, prefix + name, tensor, shape, "the model's")
-            except TypeError as error:
-                problems.append(f"{error}; quantize weights with moefp8.convert")
-            except ValueError as error:
-                problems.append(str(error))
+            except (TypeError, ValueError) as error:
+                way_out = "; quantize with moefp8.convert" if tensor.dtype in FLOATS else ""
+                problems.append(f"{error}{way_out if name in self.fp8_names else ''}")
         missing = [prefix + name for name in names if name not in came]
         if came and missing and self.fp8_names:
             problems.append(f"{layer}: {', '.join(missing)} must come with {', '.join(came)}")
