@@ -108,9 +108,7 @@ def test_a_state_dict_of_bf16_weights_is_refused(assign):
     linear = FP8Linear(16, 16)
     before = {name: x.clone() for name, x in linear.state_dict().items()}
     state = {**linear.state_dict(), "weight": torch.randn(16, 16).bfloat16()}
-    with pytest.raises(
-        RuntimeError, match=r"weight must be float8_e4m3fn, got bfloat16; quantize with"
-    ):
+    with pytest.raises(RuntimeError, match=r"float8_e4m3fn, got bfloat16; quantize with"):
         linear.load_state_dict(state, assign=assign)
     assert same_bytes(before, linear.state_dict())
 
