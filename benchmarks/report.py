@@ -28,7 +28,13 @@ def load_table(results: dict[str, Any]) -> str:
     return "\n".join([head, "|---|---|---|", *rows])
 
 
-TABLES = {"accuracy": accuracy_table, "load": load_table}
+def cpu_table(results: dict[str, Any]) -> str:
+    head = f"| `FP8Linear` 7168 -> 4096, {results['cpu']} | FP8, ms | BF16, ms |"
+    rows = [f"| {r['tokens']} tokens | {r['fp8']:.0f} | {r['bf16']:.1f} |" for r in results["ms"]]
+    return "\n".join([head, "|---|---|---|", *rows])
+
+
+TABLES = {"accuracy": accuracy_table, "load": load_table, "cpu": cpu_table}
 
 
 def with_tables(text: str) -> str:

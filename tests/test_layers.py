@@ -36,7 +36,7 @@ def dequantized_experts(experts: GroupedExperts) -> tuple[torch.Tensor, torch.Te
 
 
 def assert_matches_up_to_codes(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Between the GEMMs one activation in 10**5 may round to the neighbouring E4M3 code."""
+    """Between the GEMMs one activation in a million may round to the neighbouring E4M3 code."""
     assert_matches_reference(actual, expected, 5e-2)
     errors = row_errors(actual, expected)
     assert int((errors > 6e-3).sum()) <= 1 + 0.05 * errors.numel()

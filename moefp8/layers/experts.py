@@ -107,7 +107,7 @@ class GroupedExperts(FixedDtypeModule):
         intermediate_size: I, any size.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
         layout: of the rows between the GEMMs. "contiguous" packs them, "masked" gives every
-            expert T rows (E * T * (H + 6 * I) bytes and more). "auto" is contiguous today.
+            expert T rows, E * T in all. "auto" is contiguous today.
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:

@@ -26,8 +26,8 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
         model: any model; the copy shares its weights and takes no memory for others.
         quantize_activations: with it, the reference answers *are the kernels right*: it computes
             with the same FP8 operands, and only the order of sums differs. Between two FP8 GEMMs
-            that can, once in thousands of rows, round one activation to the neighbouring E4M3
-            code, which is 2**-4 of it off (see `teacher_forced`). Without it, *what do FP8
+            that can, in about one row of a thousand, round an activation to the neighbouring
+            E4M3 code, 2**-4 of it off (see `teacher_forced`). Without it, *what do FP8
             activations cost*: dequantized weights, unquantized activations.
     """
     fp8_modules = {m for m in model.modules() if isinstance(m, FP8Linear | GroupedExperts)}
