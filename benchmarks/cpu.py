@@ -40,9 +40,7 @@ def main() -> None:
     layers, rows = {"fp8": FP8Linear.from_linear(bf16), "bf16": bf16}, []
     for num_tokens in NUM_TOKENS:
         x = torch.randn(num_tokens, IN_FEATURES).bfloat16()
-        times = {
-            name: milliseconds(lambda m=m, x=x: m(x)) for name, m in (("fp8", fp8), ("bf16", bf16))
-        }
+        times = {name: milliseconds(partial(layer, x)) for name, layer in layers.items()}
         rows.append({"tokens": num_tokens, **times})
         print(f"{num_tokens:4} tokens   FP8 {times['fp8']:7.1f} ms   BF16 {times['bf16']:7.1f} ms")
     if options.json:
