@@ -5,7 +5,7 @@ import torch
 from hypothesis import find
 from torch import nn
 
-from moefp8 import FP8Linear, GroupedExperts
+from moefp8 import FP8Linear, GroupedExperts, MoE
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import (
@@ -154,6 +154,12 @@ def test_the_reference_ignores_the_weight_of_a_choice_held_elsewhere():
     experts, x = GroupedExperts(2, 8, 8), torch.randn(1, 8)
     routing = torch.tensor([[0, 2]]), torch.tensor([[1.0, torch.nan]])
     assert_matches_reference(experts(x, *routing), reference_model(experts)(x, *routing), 2e-2)
+
+
+def test_a_whole_moe_has_a_reference():
+    moe, x = MoE(64, 48, 4, 2, shared_intermediate_size=40), torch.randn(5, 64)
+    assert_matches_reference(moe(x), reference_model(moe)(x), 8e-2)
+    assert_matches_reference(*teacher_forced(moe, x), 2e-2)
 
 
 class ByKeyword(nn.Module):

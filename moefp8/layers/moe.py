@@ -72,6 +72,7 @@ class MoE(nn.Module):
         **router: Any,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
         self.experts = GroupedExperts(
             num_experts,
@@ -101,13 +102,12 @@ class MoE(nn.Module):
             TypeError, ValueError: naming the argument, the rule and what came.
         """
         check_tensor("MoE", "hidden_states", hidden_states, FLOATS)
-        hidden_size = self.experts.hidden_size
-        if hidden_states.ndim < 1 or hidden_states.shape[-1] != hidden_size:
+        if hidden_states.ndim < 1 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
-                f"MoE: hidden_states must be [..., H = {hidden_size}], got shape "
+                f"MoE: hidden_states must be [..., H = {self.hidden_size}], got shape "
                 f"{list(hidden_states.shape)}"
             )
-        tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), hidden_size)
+        tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), self.hidden_size)
         y = self.experts(tokens, *self.gate(tokens))
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
