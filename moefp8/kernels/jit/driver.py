@@ -1,0 +1,143 @@
+"""The CUDA driver, libcuda, through ctypes: bound on first use, every result checked."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from .cubin import JitError
+from .once import Once
+
+OUT_OF_MEMORY: Final = 2
+INVALID_IMAGE: Final = 200
+INVALID_CONTEXT: Final = 201
+NO_BINARY_FOR_GPU: Final = 209
+UNSUPPORTED_PTX_VERSION: Final = 222
+INVALID_HANDLE: Final = 400
+
+_CAPTURE_MODE_RELAXED = 2
+_HANDLE = POINTER(c_void_p)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (_HANDLE, c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (_HANDLE,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuModuleLoadData": (_HANDLE, c_char_p),
+    "cuModuleGetFunction": (_HANDLE, c_void_p, c_char_p),
+    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuTensorMapEncodeTiled": (
+        *(c_void_p, c_int, c_uint32, c_void_p),  # map, data type, rank, address
+        *(POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32)),
+        *(c_int, c_int, c_int, c_int),  # interleave, swizzle, L2 promotion, out-of-bounds fill
+    ),
+}
+
+
+@cache
+def library() -> Any:
+    """libcuda, initialised. Raises JitError without a driver or a GPU."""
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+        for name, types in _SIGNATURES.items():
+            getattr(lib, name).argtypes = types
+    except (OSError, AttributeError) as error:  # AttributeError: a function it does not have yet
+        raise JitError(
+            f"no NVIDIA driver of version 525 or newer ({error}); install one, or keep the tensors "
+            "on the CPU"
+        ) from error
+    if result := lib.cuInit(0):
+        raise JitError(
+            f"cuInit: {describe(lib, result)}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return lib
+
+
+def describe(lib: Any, result: int) -> str:
+    """e.g. `CUDA_ERROR_INVALID_VALUE (1): invalid argument`"""
+    name, text = c_char_p(), c_char_p()
+    lib.cuGetErrorName(result, ctypes.byref(name))
+    lib.cuGetErrorString(result, ctypes.byref(text))
+    known, meaning = (x.value or b"unknown error" for x in (name, text))
+    return f"{known.decode()} ({result}): {meaning.decode()}"
+
+
+def check(result: int, doing: str, way_out: str = "") -> None:
+    """Raises JitError, or OutOfMemoryError, `<doing>: <the driver's error>; <way_out>`."""
+    if not result:
+        return
+    message = f"{doing}: {describe(library(), result)}"
+    if result == OUT_OF_MEMORY:
+        raise torch.cuda.OutOfMemoryError(
+            f"{message}; kernels lie outside PyTorch's memory: torch.cuda.empty_cache() frees what "
+            "it keeps unused"
+        )
+    raise JitError(f"{message}; {way_out}" if way_out else message)
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver knows, e.g. `13.0`."""
+    version = c_int()
+    check(library().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def device_attribute(device_index: int, attribute: int) -> int:
+    value = c_int()
+    result = library().cuDeviceGetAttribute(ctypes.byref(value), attribute, _device(device_index))
+    check(result, f"attribute {attribute} of cuda:{device_index}")
+    return value.value
+
+
+def _device(device_index: int) -> c_int:
+    """PyTorch and the driver count devices alike: both heed CUDA_VISIBLE_DEVICES."""
+    device = c_int()
+    check(library().cuDeviceGet(ctypes.byref(device), device_index), f"cuda:{device_index}")
+    return device
+
+
+_contexts: Once[int, int] = Once()
+
+
+def primary_context(device_index: int) -> int:
+    """The context that PyTorch uses too; retained for good."""
+
+    def retain() -> int:
+        context = c_void_p()
+        result = library().cuDevicePrimaryCtxRetain(ctypes.byref(context), _device(device_index))
+        check(result, f"context of cuda:{device_index}")
+        return context.value or 0
+
+    return _contexts.get(device_index, retain)
+
+
+@contextmanager
+def current(context: int) -> Iterator[None]:
+    """Make context the thread's current one."""
+    lib = library()
+    check(lib.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        check(lib.cuCtxPopCurrent_v2(ctypes.byref(c_void_p())), "cuCtxPopCurrent")
+
+
+@contextmanager
+def outside_capture() -> Iterator[None]:
+    """Let a CUDA graph that is being captured survive the allocations within."""
+    lib, mode = library(), c_int(_CAPTURE_MODE_RELAXED)
+    check(lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
+    try:
+        yield
+    finally:
+        check(lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")

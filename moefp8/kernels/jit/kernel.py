@@ -1,0 +1,113 @@
+"""A kernel variant: its source, its name, and how it becomes a cubin."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cache import cached
+from .compiler import CompileError, Compiler, Program
+from .cubin import Cubin, JitError
+from .nvcc import Nvcc
+from .nvrtc import Nvrtc
+from .once import Once
+
+ARCHITECTURE = "sm_90a"
+OPTIONS = (
+    f"--gpu-architecture={ARCHITECTURE}",
+    "--std=c++20",
+    "--ptxas-options=-v",  # registers and spills, for `Cubin.problems`
+    "--ptxas-options=-warn-spills",
+)
+DEVICE_FOLDER = Path(__file__).parent.parent / "device"
+_FORMAT = 1  # of a cache entry
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+_COMPILERS: dict[str, Callable[[], Compiler]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
+_found: Once[str, Compiler] = Once()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel variant.
+
+    source: the .cu file; `#include "x.cuh"`, in headers too, means the file beside source, else
+        the one in `moefp8/kernels/device`.
+    name: C++ name of the `__global__` function, e.g. `gemm_kernel<GemmShape<128, 192, 4, true>>`.
+    """
+
+    source: Path
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.source.name}: {self.name}"
+
+
+def compile_kernel(kernel: Kernel) -> Cubin:
+    """From the cache, else compiled; needs no GPU. Raises JitError with the compiler's log."""
+    program = _program(kernel)
+    compiler = _compiler()
+    return cached(_key(program, compiler), lambda: _compile(kernel, program, compiler))
+
+
+def compile_kernels(kernels: Iterable[Kernel], num_threads: int | None = None) -> list[Cubin]:
+    """As many at a time as there are processors, or num_threads; raises the first JitError."""
+    kernels = list(kernels)
+    num_threads = min(num_threads or os.cpu_count() or 1, len(kernels)) or 1
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(compile_kernel, kernels))
+
+
+def _compiler() -> Compiler:
+    """NVRTC, or what `MOEFP8_COMPILER` names; both see the same text and options."""
+    name = os.environ.get("MOEFP8_COMPILER", "nvrtc")
+    if name not in _COMPILERS:
+        raise JitError(f"MOEFP8_COMPILER must be nvrtc or nvcc, got {name!r}")
+    return _found.get(name, _COMPILERS[name])
+
+
+def _compile(kernel: Kernel, program: Program, compiler: Compiler) -> Cubin:
+    try:
+        return compiler.compile(program, OPTIONS)
+    except CompileError as error:
+        raise JitError(
+            f"{kernel} does not compile\n"
+            f"source: {kernel.source}\n"
+            f"options: {' '.join(OPTIONS)}\n"
+            f"compiler: {compiler.version}\n{error}"
+        ) from None
+
+
+def _program(kernel: Kernel) -> Program:
+    """The source and all that it includes, as text: what is compiled is what the key covers."""
+    folders = (kernel.source.parent, DEVICE_FOLDER)
+    files = {kernel.source.name: _read(kernel.source)}
+    missing = _INCLUDE.findall(files[kernel.source.name])
+    while missing:
+        name = missing.pop()
+        if name in files:
+            continue
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is None or ".." in Path(name).parts:
+            raise JitError(f'{kernel}: includes "{name}", not found in {folders[0]}, {folders[1]}')
+        files[name] = _read(path)
+        missing += _INCLUDE.findall(files[name])
+    return Program(kernel.name, kernel.source.name, files)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise JitError(f"{path} cannot be read ({error.strerror}); reinstall moefp8") from error
+
+
+def _key(program: Program, compiler: Compiler) -> str:
+    """Everything the cubin depends on; not the GPU, since a cubin is fixed per architecture."""
+    files = sorted(program.files.items())
+    parts = [_FORMAT, compiler.version, OPTIONS, program.main, program.expression, files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,85 @@
+"""nvcc, the compiler of an installed CUDA toolkit: `MOEFP8_COMPILER=nvcc`."""
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .compiler import CompileError, Program
+from .cubin import Cubin, JitError
+
+_SYMTAB = 2
+_FUNCTION = 2
+_CUDA_ENTRY = 0x10  # STO_CUDA_ENTRY in st_other: a __global__ function, not a device function
+
+
+class Nvcc:
+    """nvcc as a process of its own, in a folder that holds just the program's files."""
+
+    def __init__(self) -> None:
+        self._path = _find_nvcc()
+        self.version = f"nvcc {self._run('--version').stdout}"
+
+    def _run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [self._path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def compile(self, program: Program, options: Sequence[str]) -> Cubin:
+        with tempfile.TemporaryDirectory(prefix="moefp8-") as folder:
+            for name, text in program.files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            # Taking its address instantiates the kernel, and nothing else is.
+            use = f"const void* used = (const void*)({program.expression});"
+            main, output = Path(folder, "_main.cu"), Path(folder, "_main.cubin")
+            main.write_text(f'#include "{program.main}"\n{use}\n')
+            done = self._run("-cubin", *options, f"-I{folder}", "-o", str(output), str(main))
+            log = done.stdout + done.stderr
+            if done.returncode:
+                raise CompileError(log)
+            image = output.read_bytes()
+        return Cubin(image, _entry_point(image, program.expression), log)
+
+
+def _entry_point(image: bytes, expression: str) -> str:
+    """The mangled name of `a::kernel<...>`, in which `6kernel` is a part."""
+    name = expression.partition("<")[0].split("::")[-1].strip()
+    part = re.compile(rf"(?<!\d){len(name)}{name}")
+    found = [symbol for symbol in _entry_points(image) if part.search(symbol)]
+    if len(found) != 1:
+        raise CompileError(f"expected one kernel {name} in nvcc's output, got {found}")
+    return found[0]
+
+
+def _find_nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = (home and shutil.which("nvcc", path=os.path.join(home, "bin"))) or shutil.which("nvcc")
+    if not path:
+        raise JitError(
+            "MOEFP8_COMPILER=nvcc, but no nvcc is in $CUDA_HOME/bin or PATH; set one of them, or "
+            "unset MOEFP8_COMPILER to compile with NVRTC"
+        )
+    return path
+
+
+def _entry_points(image: bytes) -> list[str]:
+    """Mangled names of the kernels in a 64-bit little-endian ELF file."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count = struct.unpack_from("<2H", image, 0x3A)
+    sections = [struct.unpack_from("<2I4Q2I2Q", image, table + i * size) for i in range(count)]
+    names = []
+    for _, kind, _, _, offset, length, link, _, _, step in sections:
+        if kind != _SYMTAB:
+            continue
+        strings = sections[link][4]
+        for at in range(offset, offset + length, step):
+            name, info, other = struct.unpack_from("<I2B", image, at)
+            if info & 0xF == _FUNCTION and other & _CUDA_ENTRY:
+                begin = strings + name
+                names.append(image[begin : image.index(b"\0", begin)].decode())
+    return names

@@ -1,0 +1,131 @@
+"""Tensor maps: how the tensor memory accelerator (TMA) finds a box of a tensor."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64
+from functools import lru_cache
+
+import torch
+
+from . import driver
+
+# CUtensorMapDataType of cuda.h. TMA copies e4m3 as bytes.
+_DATA_TYPES = {
+    torch.float8_e4m3fn: 0,
+    torch.uint8: 0,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_INTERLEAVE_NONE = 0
+_L2_PROMOTION_256B = 3
+_FILL_ZEROS = 0
+_MAP_BYTES = 128
+_ALIGNMENT = 128  # cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
+
+
+class TensorMap:
+    """A CUtensorMap at address, in host memory; pass it to `Launch`."""
+
+    __slots__ = ("_storage", "address")
+
+    def __init__(self) -> None:
+        self._storage = ctypes.create_string_buffer(_MAP_BYTES + _ALIGNMENT)
+        self.address = -(-ctypes.addressof(self._storage) // _ALIGNMENT) * _ALIGNMENT
+
+
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides_bytes: Sequence[int],
+    box: Sequence[int],
+    swizzle_bytes: int,
+) -> TensorMap:
+    """The map of a tensor at a device address, whose copies move boxes; zeros beyond its edges.
+
+    shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
+    swizzle_bytes: 0, 32, 64 or 128. Equal arguments give the same map.
+
+    Raises ValueError or TypeError if a rule of the TMA is broken (CUDA driver API,
+    cuTensorMapEncodeTiled), and JitError without a driver.
+    """
+    strides = tuple(strides_bytes)
+    return _encode(address, _layout(dtype, tuple(shape), strides, tuple(box), swizzle_bytes))
+
+
+class _Layout:
+    """All arguments of a map but the address, checked, as the driver wants them."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle_bytes: int,
+    ) -> None:
+        rank = len(shape)
+        self.name = f"{dtype} {list(shape)}, strides {list(strides_bytes)} bytes, box {list(box)}"
+        self.before_address = (_DATA_TYPES[dtype], rank)
+        self.after_address = (
+            (c_uint64 * rank)(*shape),
+            (c_uint64 * rank)(*strides_bytes),
+            (c_uint32 * rank)(*box),
+            (c_uint32 * rank)(*[1] * rank),  # every element of a box, not each second, ...
+            _INTERLEAVE_NONE,
+            _SWIZZLES[swizzle_bytes],
+            _L2_PROMOTION_256B,
+            _FILL_ZEROS,
+        )
+
+
+@lru_cache(4096)
+def _encode(address: int, layout: _Layout) -> TensorMap:
+    _require("address must be a multiple of 16 bytes", address % 16 == 0, f"{address:#x}")
+    made = TensorMap()
+    arguments = (made.address, *layout.before_address, address, *layout.after_address)
+    result = driver.library().cuTensorMapEncodeTiled(*arguments)
+    if result == driver.INVALID_CONTEXT:  # a thread that has not used CUDA yet; any GPU will do
+        with driver.current(driver.primary_context(torch.cuda.current_device())):
+            result = driver.library().cuTensorMapEncodeTiled(*arguments)
+    driver.check(result, f"tensor_map: {layout.name} at {address:#x}")
+    return made
+
+
+# Cached apart from addresses, which are new most often.
+@lru_cache(4096)
+def _layout(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle_bytes: int,
+) -> _Layout:
+    if dtype not in _DATA_TYPES:
+        allowed = ", ".join(str(x).removeprefix("torch.") for x in _DATA_TYPES)
+        raise TypeError(f"tensor_map: dtype must be one of {allowed}, got {dtype}")
+    rank = len(shape)
+    _require("shape must have 1 to 5 dimensions", 1 <= rank <= 5, list(shape))
+    _require(
+        "box must be as long as shape, and strides_bytes one shorter",
+        (len(strides_bytes) + 1, len(box)) == (rank, rank),
+        f"{list(shape)}, {list(strides_bytes)}, {list(box)}",
+    )
+    sizes = all(1 <= size <= 1 << 32 for size in shape)
+    _require("sizes must be 1 to 2**32 (nothing to copy? launch nothing)", sizes, list(shape))
+    strides = all(0 <= stride < 1 << 40 and stride % 16 == 0 for stride in strides_bytes)
+    rule = "strides_bytes must be multiples of 16 below 2**40 (pad the rows)"
+    _require(rule, strides, list(strides_bytes))
+    _require("sides of box must be 1 to 256", all(1 <= x <= 256 for x in box), list(box))
+    _require("swizzle_bytes must be 0, 32, 64 or 128", swizzle_bytes in _SWIZZLES, swizzle_bytes)
+    inner = box[0] * dtype.itemsize
+    _require("the inner side of box must be a multiple of 16 bytes", inner % 16 == 0, inner)
+    rule = f"the inner side of box must be at most swizzle_bytes = {swizzle_bytes}"
+    _require(rule, not swizzle_bytes or inner <= swizzle_bytes, f"{inner} bytes")
+    return _Layout(dtype, shape, strides_bytes, box, swizzle_bytes)
+
+
+def _require(rule: str, holds: bool, came: object) -> None:
+    if not holds:
+        raise ValueError(f"tensor_map: {rule}, got {came}")
