@@ -1,6 +1,7 @@
 """One torch op per kernel: `moefp8::<name>` with a CPU body, a CUDA body and a fake body.
 
 The dispatcher picks the body by the device of the tensors, so no caller ever asks `x.is_cuda`.
+Our kernels are for Hopper; on any other GPU the CPU body runs, made of PyTorch's operations.
 """
 
 import os
@@ -22,22 +23,27 @@ def register(
     schema: str,
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
+    hopper: Callable[..., Any] | None = None,
+    *,
     cuda: Callable[..., Any] | None = None,
 ) -> Any:
     """Register the op `moefp8::<schema>` and return its overload, ready to be called.
 
     Args:
-        schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`.
+        schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`. The
+            first argument is a tensor.
         cpu: the numerics in PyTorch.
         fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
-        cuda: the same on a GPU; without it a GPU runs `cpu`, with a warning.
+        hopper: launches kernels of ours, on GPUs of compute capability 9. What it raises is not
+            caught: no kernel, no result. Other GPUs run `cpu`, with a warning.
+        cuda: instead of both on every GPU, without a warning.
 
     The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
     through them means.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, _isolated(cpu), "CPU")
-    LIBRARY.impl(name, cuda or _portable(name, cpu), "CUDA")
+    LIBRARY.impl(name, cuda or _on_gpu(name, cpu, hopper), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.moefp8, name).default
@@ -61,20 +67,36 @@ def _isolated(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _portable(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    isolated = _isolated(body)
+def _on_gpu(
+    name: str, portable: Callable[..., Any], hopper: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    isolated = _isolated(portable)
 
-    @wraps(body)
+    @wraps(portable)
     def on_gpu(*args: Any) -> Any:
-        _announce_portable(name, torch.cuda.get_device_name(args[0].device))
+        device_index = args[0].get_device()
+        if device_index < 0:  # another argument is on a GPU: the check of the body tells
+            return isolated(*args)
+        if hopper is not None and runs_our_kernels(device_index):
+            return hopper(*args)
+        _announce_portable(name, device_index)
         return isolated(*args)
 
     return on_gpu
 
 
 @cache
-def _announce_portable(name: str, gpu: str) -> None:
+def runs_our_kernels(device_index: int) -> bool:
+    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else."""
+    if torch.version.hip is not None:  # AMD's GPUs count otherwise, and have reached 9
+        return False
+    return torch.cuda.get_device_capability(device_index)[0] == 9
+
+
+@cache
+def _announce_portable(name: str, device_index: int) -> None:
     """Warn once per op and GPU that a portable body runs; an error under `MOEFP8_STRICT=1`."""
+    gpu = torch.cuda.get_device_name(device_index)
     message = f"moefp8::{name} runs its portable PyTorch body on {gpu}: correct, but slow"
     if os.environ.get("MOEFP8_STRICT") == "1":
         raise RuntimeError(f"{message}; MOEFP8_STRICT=1 forbids that, unset it to allow it")

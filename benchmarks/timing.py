@@ -1,0 +1,181 @@
+"""Timers for calls that launch CUDA kernels. All give microseconds: the median over many calls.
+
+`device_us`, `device_us_many`: how long the device works for one call, without gaps.
+`graph_us`: how long one replay of the call takes as a CUDA graph.
+`eager_us`: how long the stream takes for one call from an idle start, launches included.
+`host_us`: how long one call keeps the calling thread.
+
+The first three flush L2 before every call; caches are warm for `host_us`, which no kernel slows.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[], object]
+Event = tuple[str, float]  # name of a kernel, memset or copy; microseconds
+
+FLUSH_BYTES = 512 << 20
+_ATTEMPTS = 3
+
+
+class Flush:
+    """Evict everything from L2 by reading 512 MB.
+
+    Reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing it
+    back. `marker` holds the names of what one flush runs on the device, as the profiler saw them.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device="cuda")
+        self.marker = self._see_own_kernels()
+
+    def __call__(self) -> torch.Tensor:
+        return self._buffer.prod()
+
+    def _see_own_kernels(self) -> tuple[str, ...]:
+        repeats = 3
+        for _ in range(_ATTEMPTS):  # the first profile of a process may miss its beginning
+            names = [name for name, _ in _device_events(lambda: [self() for _ in range(repeats)])]
+            marker = names[: len(names) // repeats]
+            if marker and marker * repeats == names:
+                return tuple(marker)
+        raise RuntimeError(f"the profiler saw {names} for {repeats} equal flushes of L2")
+
+
+@cache
+def flush() -> Flush:
+    return Flush()
+
+
+def device_us(call: Call, repeats: int = 20) -> float:
+    """The summed durations of all that one call runs on the device: kernels, memsets, copies."""
+    return device_us_many({"": call}, repeats)[""]
+
+
+def device_us_many(
+    calls: Mapping[str, Call], repeats: int = 20, warm_up_seconds: float = 0.1
+) -> dict[str, float]:
+    """`device_us` of each of `calls`, from one profile.
+
+    The calls take turns in an order drawn anew every round, so that all meet the same clocks and
+    temperature and none always follows the same neighbour.
+    """
+    clear_l2, order = flush(), random.Random(0)
+    turns: list[str] = []
+    for _ in range(repeats):
+        turns += order.sample(list(calls), len(calls))
+
+    def take_turns() -> None:
+        for name in turns:
+            clear_l2()
+            calls[name]()
+
+    started = time.perf_counter()
+    while time.perf_counter() - started < warm_up_seconds:
+        for call in calls.values():
+            clear_l2()
+            call()
+        torch.cuda.synchronize()
+    for _ in range(_ATTEMPTS):
+        events = _device_events(take_turns)
+        sums = sums_after(clear_l2.marker, events)
+        if len(sums) == len(turns):
+            break
+    else:
+        names = sorted({name[:80] for name, _ in events})
+        raise RuntimeError(f"the profiler saw {len(sums)} of {len(turns)} calls; it saw {names}")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, microseconds in zip(turns, sums, strict=True):
+        times[name].append(microseconds)
+    idle = [name for name, each in times.items() if not min(each)]
+    if idle:
+        raise RuntimeError(f"the profiler saw calls of {idle} that ran nothing on the device")
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def sums_after(marker: Sequence[str], events: Sequence[Event]) -> list[float]:
+    """Sum the durations between occurrences of `marker`, a run of names, in `events`.
+
+    One sum follows each marker; what precedes the first marker belongs to no call.
+    """
+    names, marker = [name for name, _ in events], list(marker)
+    sums: list[float] = []
+    at = 0
+    while at < len(events):
+        if names[at : at + len(marker)] == marker:
+            sums.append(0.0)
+            at += len(marker)
+        else:
+            if sums:
+                sums[-1] += events[at][1]
+            at += 1
+    return sums
+
+
+def _device_events(work: Call) -> list[Event]:
+    """What `work` runs on the device, in the order in which it starts there."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    seen = [e for e in recorded.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    seen.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us()) for event in seen]
+
+
+def graph_us(call: Call, repeats: int = 20) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    # The replay is queued behind the flush, so that launching it costs nothing that is measured.
+    return statistics.median(_between_events(graph.replay, False) for _ in range(repeats))
+
+
+def eager_us(call: Call, repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    return statistics.median(_between_events(call, True) for _ in range(repeats))
+
+
+def _between_events(call: Call, idle_first: bool) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush()()
+    if idle_first:
+        torch.cuda.synchronize()
+    before.record()
+    call()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) * 1e3
+
+
+def host_us(call: Call, repeats: int = 300) -> float:
+    def once() -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - started) / 1e3
+
+    times = [once() for _ in range(10 + repeats)][10:]
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def copy_gbps(num_bytes: int = 1 << 30, repeats: int = 20) -> float:
+    """The bandwidth of a copy on the device, bytes read plus bytes written, in GB/s."""
+    source = torch.empty(num_bytes // 8, dtype=torch.int64, device="cuda").random_()
+    target = torch.empty_like(source)
+    microseconds = device_us(lambda: target.copy_(source), repeats)
+    return 2 * num_bytes / microseconds / 1e3

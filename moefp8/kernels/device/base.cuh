@@ -1,0 +1,87 @@
+// Integers, addresses, warps and clusters: what every kernel starts from. No header is included.
+#pragma once
+
+#ifdef __CUDACC_RTC__  // NVRTC has no <stdint.h>
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+#else
+#include <stdint.h>
+#endif
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+
+__host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+__host__ __device__ constexpr int round_up(int x, int multiple) { return ceil_div(x, multiple) * multiple; }
+
+// A generic pointer into shared memory as the 32-bit address that PTX takes.
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The value of lane 0: tells the compiler that it is the same in the whole warp.
+__device__ inline int warp_uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
+// True in one lane of a converged warp.
+__device__ inline bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// Waits for the `kThreads` threads that use the named barrier `id`; 0 is __syncthreads'.
+template <int kThreads>
+__device__ inline void named_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Counts as one of them without waiting.
+template <int kThreads>
+__device__ inline void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Moves registers between warpgroups; the whole warpgroup calls it.
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- Clusters ----
+
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Meets all threads of all CTAs of the cluster. Orders no memory accesses: that would be a fence of
+// the whole GPU, about a microsecond.
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The same shared-memory address in the CTA `rank` of the cluster.
+__device__ inline uint32_t address_in_cluster(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// ---- Programmatic dependent launch ----
+
+// Waits until the kernel before this one is complete and its writes are visible.
+__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel start its prologue. Only after `wait_for_previous_kernel`: the next kernel
+// may read, before its own wait, what is older than this kernel (its weights).
+__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
