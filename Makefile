@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
-.PHONY: help demo test test-gpu check format bench-load clean
+.PHONY: help demo test test-gpu sanitize check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -22,6 +22,12 @@ test: .venv/ready  ## every test that needs no GPU
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-sanitizer
+	for tool in memcheck racecheck synccheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(BIN)/python tests/sanitizer_cases.py || exit 1; \
+	done
 
 check: .venv/ready  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -172,11 +172,16 @@ def test_mixed_devices_are_named():
 def test_portable_bodies_are_announced(monkeypatch):
     from moefp8.kernels import registry
 
+    a = quantize_1x128(torch.ones(2, 128, device="cuda"))
+    b = quantize_128x128(torch.ones(1, 8, 128, device="cuda"))
+    d = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+    offsets = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    name = "m_grouped_fp8_gemm_nt_contiguous"
     registry._announce_portable.cache_clear()
-    with pytest.warns(UserWarning, match="quantize_1x128 runs its portable PyTorch body on NVIDIA"):
-        quantize_1x128(torch.ones(1, 128, device="cuda"))
+    with pytest.warns(UserWarning, match=f"{name} runs its portable PyTorch body on NVIDIA"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
     registry._announce_portable.cache_clear()
     monkeypatch.setenv("MOEFP8_STRICT", "1")
     with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
-        quantize_1x128(torch.ones(1, 128, device="cuda"))
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
     registry._announce_portable.cache_clear()

@@ -83,3 +83,25 @@ def check_operands(
     check_shape(op, "d", d, [*a_groups, m, n], f"[{of_a}M, N]")
     for name, x in (("a", a), ("b", b), ("d", d)):
         check_rows_contiguous(op, name, x)
+
+
+def check_dense_gemm(
+    op: str,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """All that a dense GEMM asks of its arguments."""
+    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(op, **operands, bias=bias)
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 2))
+    check_bias(op, bias, b.shape[0])
+
+
+def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
+    if bias is not None:
+        check_tensor(op, "bias", bias, FLOATS, 1)
+        check_shape(op, "bias", bias, [n], "[N]")

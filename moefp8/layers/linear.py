@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels import fp8_gemm_nt, num_blocks
-from ..quant import BlockScaled, quantize_1x128, quantize_128x128
+from ..kernels import num_blocks
+from ..kernels.linear import fp8_linear
+from ..quant import BlockScaled, quantize_128x128
 from .module import (
     FixedDtypeModule,
     fp8_parameter,
@@ -29,8 +30,7 @@ class _LinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         save_for_no_backward(ctx, "FP8Linear", x, weight, weight_scale_inv, bias)
-        y = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
-        fp8_gemm_nt(quantize_1x128(x), (weight, weight_scale_inv), y, bias=bias)
+        y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias)
         return y
 
     @staticmethod
@@ -125,8 +125,13 @@ class FP8Linear(FixedDtypeModule):
                 f"FP8Linear: the last dimension of x must be in_features = {self.in_features}, "
                 f"got shape {list(x.shape)}"
             )
-        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        y = _LinearFunction.apply(rows, self.weight, self.weight_scale_inv, self.bias)
+        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        operands = rows, self.weight, self.weight_scale_inv, self.bias
+        # An autograd function costs the host as much as a launch does.
+        recorded = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in operands
+        )
+        y = _LinearFunction.apply(*operands) if recorded else fp8_linear(*operands)
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -1,0 +1,545 @@
+// Dense FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16.
+//
+// a [M, K] and b [N, K] are E4M3 with K innermost; a has a scale for each 1x128 block, b for each
+// 128x128 block. Tokens are the M rows of a, weights the N rows of b.
+//
+// Each CTA owns one tile of kRows x kCols at a time. WGMMA computes it as rows x columns, and either
+// operand may be the rows: tokens for large M; weights for small M, since WGMMA's rows come in 64s
+// and its columns in 8s. Whoever is what, "row" and "column" below mean WGMMA's.
+#include "matrix.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+constexpr int kBlock = 128;  // of K: one scale, one promotion
+
+enum class Bias { kNone, kFloat, kBFloat16, kHalf };
+
+__host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
+
+__host__ __device__ constexpr int largest_divisor(int x, int limit) {
+  return x % limit == 0 ? limit : largest_divisor(x, limit - 1);
+}
+
+// What the configuration chooses.
+template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_,
+          bool kShareRows_, int kSplit_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
+struct Config {
+  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup
+  static constexpr int kCols = kCols_;          // of the CTA's tile
+  static constexpr int kParts = kParts_;        // WGMMAs beside each other that cover kCols
+  static constexpr int kDepth = kDepth_;        // k-blocks of a stage
+  static constexpr int kStages = kStages_;      // stages in flight
+  static constexpr int kShare = kShare_;        // neighbouring CTAs that share one operand by multicast
+  static constexpr bool kShareRows = kShareRows_;  // which one
+  static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kWeightsAreRows = kWeightsAreRows_;
+  static constexpr Bias kBias = kBias_;
+  static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
+
+  static constexpr int kMathGroups = kRows / 64;
+  static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
+  static constexpr int kPartCols = kCols / kParts;
+  static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
+  static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
+  // A tile starts at a multiple of kWeights, so at most so many scale blocks of the weights meet it.
+  static constexpr int kWeightBlocks = ceil_div(kBlock - gcd(kWeights, kBlock) + kWeights, kBlock);
+
+  // CTAs that divided K each write out a slice of the columns, as many as get equal slices.
+  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
+  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
+  // The output leaves in boxes that are one swizzle span wide.
+  static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
+  static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
+  static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
+  static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
+
+  static constexpr int kUnroll = 4;
+  static constexpr int kStageBytes = kDepth * ((kRows + kCols) * kBlock + kTokens * 4);  // that TMA writes
+
+  static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
+  static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
+};
+
+template <class C>
+struct Shared {
+  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
+  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
+  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
+  struct alignas(128) {  // 128 B: required by TMA
+    float scales[C::kDepth][C::kTokens];
+  } tokens[C::kStages];
+  struct alignas(16) {
+    float scales[C::kDepth][C::kWeightBlocks];
+  } weights[C::kStages];
+  alignas(8) Barrier full[C::kStages];
+  Barrier empty[C::kStages];
+  Barrier inbox;
+};
+
+struct Arguments {
+  const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
+  int64_t weight_scale_stride, weight_scale_stride_k;
+  const void* bias;  // [N]
+  int num_weights, num_k_blocks;
+  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
+  int band;                          // row tiles that are walked together, for the L2 cache
+};
+
+// Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
+// loading and the multiplying warps each walk for themselves and meet at the barriers.
+template <class C>
+struct Walk {
+  const Arguments* args;
+  int k_begin, k_end, num_clusters, tile;
+  int row, col, k;  // first row and column of the tile; which stage along K
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ explicit Walk(const Arguments& arguments) : args(&arguments) {
+    const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
+    const int num_k = ceil_div(args->num_k_blocks, C::kDepth);  // < 2^24
+    k_begin = num_k * split / C::kSplit;
+    k_end = num_k * (split + 1) / C::kSplit;
+    num_clusters = gridDim.x / (C::kShare * C::kSplit);
+    tile = blockIdx.x / (C::kShare * C::kSplit);
+    start_tile();
+  }
+  __device__ void start_tile() {
+    const int share = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    if (args->num_row_tiles == 1) {  // no divisions where latency counts
+      row = 0, col = tile;
+    } else if (args->num_col_tiles == 1) {
+      row = tile, col = 0;
+    } else {
+      const uint32_t band_tiles = args->band * args->num_col_tiles, band = uint32_t(tile) / band_tiles;
+      const uint32_t in_band = tile - band * band_tiles, first = band * args->band;
+      const uint32_t height = min(args->band, args->num_row_tiles - int(first));
+      col = in_band / height, row = first + in_band - col * height;
+    }
+    if (C::kShareRows) col = col * C::kShare + share;
+    else row = row * C::kShare + share;
+    row *= C::kRows, col *= C::kCols, k = k_begin;
+  }
+  __device__ bool done() const { return tile >= args->num_row_tiles * args->num_col_tiles; }
+  __device__ void next_tile() {
+    tile += num_clusters;
+    if (!done()) start_tile();
+  }
+  __device__ void next_stage() {
+    if (++stage == C::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ void next() {
+    next_stage();
+    if (++k == k_end) next_tile();
+  }
+  __device__ int token() const { return C::kWeightsAreRows ? col : row; }
+  __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
+};
+
+// ---- The loading thread ----
+
+// One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
+template <int kSize, bool kShared, class C>
+__device__ void load_operand(bool elected, uint8_t* destination, const TensorMap& map, Barrier& full, int k_block, int first) {
+  if constexpr (!kShared || C::kShare == 1) {
+    tma_load(elected, destination, map, full, k_block * kBlock, first);
+  } else {
+    const int rank = cluster_rank(), share = rank % C::kShare, slice = kSize / C::kShare;
+    const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
+    tma_load_multicast(elected, destination + share * slice * kBlock, map, full, k_block * kBlock, first + share * slice, ranks);
+  }
+}
+
+// One warp: both operands of every stage and the scales of its tokens, by TMA.
+template <class C>
+struct Loader {
+  Shared<C>& shared;
+  const TensorMap &row_map, &col_map, &token_scale_map;
+  bool elected;
+
+  __device__ void load_rows(const Walk<C>& walk) {
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i)
+      load_operand<C::kRows, C::kShareRows, C>(elected, shared.rows[walk.stage][i], row_map, shared.full[walk.stage],
+                                                   walk.k * C::kDepth + i, walk.row);
+  }
+  __device__ void load_cols(const Walk<C>& walk) {
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i)
+      load_operand<C::kCols, !C::kShareRows, C>(elected, shared.cols[walk.stage][i], col_map, shared.full[walk.stage],
+                                                walk.k * C::kDepth + i, walk.col);
+  }
+  __device__ void load_weights(const Walk<C>& walk) {
+    shared.full[walk.stage].arrive_and_expect(elected, C::kStageBytes);
+    if constexpr (C::kWeightsAreRows) load_rows(walk);
+    else load_cols(walk);
+  }
+  __device__ void load_tokens(const Walk<C>& walk) {
+    if constexpr (C::kWeightsAreRows) load_cols(walk);
+    else load_rows(walk);
+    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.token(), walk.k * C::kDepth);
+  }
+
+  // The weights are older than the previous kernel: fill the pipeline with them while it ends.
+  __device__ void begin(Walk<C> walk) {
+    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) load_weights(walk);
+  }
+  __device__ void run(Walk<C> walk) {
+    wait_for_previous_kernel();
+    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) load_tokens(walk);
+    let_next_kernel_start();
+    for (; !walk.done(); walk.next()) {
+      shared.empty[walk.stage].wait(walk.parity ^ 1);
+      load_weights(walk), load_tokens(walk);
+    }
+  }
+};
+
+// One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows.
+template <class C>
+__device__ void load_weight_scales(Shared<C>& shared, const Arguments& args, Walk<C> walk) {
+  const int lane = threadIdx.x % kWarp, last_block = (args.num_weights - 1) / kBlock;
+  constexpr int kChunk = kWarp / C::kDepth;  // stages for which the lanes read at once: a lane, a k-block
+  for (; !walk.done(); walk.next_tile()) {
+    for (int begin = walk.k_begin; begin < walk.k_end; begin += kChunk) {
+      // Beyond the edges any scale will do: its operands are zeros.
+      const int64_t k_block = min(begin * C::kDepth + lane, args.num_k_blocks - 1);
+      float scales[C::kWeightBlocks];
+#pragma unroll
+      for (int i = 0; i < C::kWeightBlocks; ++i) {
+        const int64_t block = min(walk.weight() / kBlock + i, last_block);
+        scales[i] = args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
+      }
+      const int end = min(begin + kChunk, walk.k_end);
+      for (int k = begin; k < end; ++k, walk.next_stage()) {
+        shared.empty[walk.stage].wait(walk.parity ^ 1);
+        if (lane / C::kDepth == k - begin) {
+#pragma unroll
+          for (int i = 0; i < C::kWeightBlocks; ++i) {
+            shared.weights[walk.stage].scales[lane % C::kDepth][i] = scales[i];
+          }
+        }
+        __syncwarp();
+        if (lane == 0) shared.full[walk.stage].arrive();
+      }
+    }
+  }
+}
+
+// ---- The math warpgroups ----
+
+// Where this thread stands in the fragments of a 64-row WGMMA.
+struct Thread {
+  int group, index, warp, lane;
+  __device__ Thread()
+      : group(warp_uniform(threadIdx.x / kWarpgroup)),
+        index(threadIdx.x % kWarpgroup),
+        warp(index / kWarp),
+        lane(index % kWarp),
+        row(group * 64 + warp * 16 + lane / 4),
+        col(lane % 4 * 2) {}
+  int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
+};
+
+// The scales of one k-block that this thread needs for all columns.
+template <class C>
+struct Scales {
+  float weight[C::kWeightBlocks];  // of all blocks that meet the tile
+  float token[2];                  // of its two rows, where tokens are the rows
+
+  __device__ void load(const Shared<C>& shared, int stage, int d, const Thread& thread) {
+#pragma unroll
+    for (int b = 0; b < C::kWeightBlocks; ++b) weight[b] = shared.weights[stage].scales[d][b];
+    if constexpr (!C::kWeightsAreRows) {
+      token[0] = shared.tokens[stage].scales[d][thread.row];
+      token[1] = shared.tokens[stage].scales[d][thread.row + 8];
+    }
+  }
+  // `offset`: from the start of the first block that meets the tile, in weights.
+  __device__ float of_weight(int offset) const {
+    float result = weight[0];
+#pragma unroll
+    for (int b = 1; b < C::kWeightBlocks; ++b)
+      if (offset >= b * kBlock) result = weight[b];
+    return result;
+  }
+};
+
+// The second level of accumulation: total += partial * (token scale * weight scale).
+template <class C>
+__device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)[C::kPartCols / 2],
+                        const Scales<C>& scales, const float* token_scales, int part, int first_weight,
+                        const Thread& thread) {
+  constexpr int kGroups = C::kPartCols / 8;
+  const int offset = C::kWeights % kBlock == 0 ? 0 : first_weight % kBlock;
+  float scale[2];
+  if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
+    const float weight = scales.of_weight(offset + thread.group * 64);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const int col = part * C::kPartCols + 8 * j + thread.col;
+      const float2 token = *reinterpret_cast<const float2*>(token_scales + col);
+      scale[0] = token.x * weight, scale[1] = token.y * weight;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[i % 2] * partial[4 * j + i];
+    }
+  } else {  // two token scales; the weight scale changes where a block of 128 weights ends
+    constexpr int kStep = gcd(C::kCols, gcd(C::kPartCols, kBlock)) / 8;  // groups of 8 that share a block
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      if (j % kStep == 0) {
+        const float weight = scales.of_weight(offset + part * C::kPartCols + 8 * j);
+        scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[i / 2] * partial[4 * j + i];
+    }
+  }
+}
+
+template <Bias kBias>
+__device__ float load_bias(const void* bias, int i, int size) {
+  if (i >= size) return 0.0f;
+  if constexpr (kBias == Bias::kFloat) return static_cast<const float*>(bias)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(bias)[i];
+  if constexpr (kBias == Bias::kBFloat16) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Writes 64 rows x kStoreCols of the output, whose first element is (row, col), through shared memory.
+template <class C>
+__device__ void store(float (&total)[C::kStoreCols / 2], Shared<C>& shared, const TensorMap& d_map,
+                      const Arguments& args, int row, int col, const Thread& thread) {
+  constexpr int kGroups = C::kStoreCols / 8;
+  uint8_t* output = shared.output[thread.group][0];
+  if (thread.index == 0) tma_store_wait_read();  // what was in `output` has left
+  named_barrier<kWarpgroup>(1 + thread.group);
+  // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
+  // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
+  constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;
+#pragma unroll
+  for (int j = 0; j < kGroups; j += 2) {
+    if constexpr (C::kBias != Bias::kNone) {  // here, since all at once would need too many registers
+#pragma unroll
+      for (int i = 4 * j; i < 4 * (j + 2 < kGroups ? j + 2 : kGroups); ++i) {
+        const int weight = C::kWeightsAreRows ? row + thread.row % 64 + i / 2 % 2 * 8
+                                              : col + i / 4 * 8 + thread.col + i % 2;
+        total[i] += load_bias<C::kBias>(args.bias, weight, args.num_weights);
+      }
+    }
+    const int group = j + thread.lane / 16, half = thread.lane / 8 % 2;
+    const int y = C::kWeightsAreRows ? group * 8 + thread.lane % 8 : thread.warp * 16 + half * 8 + thread.lane % 8;
+    const int x = C::kWeightsAreRows ? thread.warp * 16 + half * 8 : group * 8;
+    const int unit = x % C::kBoxCols / 8 ^ y * kPitch / 128 % kUnits;  // the swizzle
+    const uint32_t address = shared_address(output) + x / C::kBoxCols * C::kBoxBytes + y * kPitch + unit * 16;
+    const auto packed = [&](int i) { return pack_bf16(total[4 * j + 2 * i], total[4 * j + 2 * i + 1]); };
+    if (j + 1 < kGroups) {
+      store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1), packed(2), packed(3));
+    } else {
+      store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1));
+    }
+  }
+  fence_for_async();
+  named_barrier<kWarpgroup>(1 + thread.group);
+  if (thread.index == 0) {
+#pragma unroll
+    for (int i = 0; i < C::kBoxes; ++i) {
+      const int x = C::kWeightsAreRows ? row : col + i * C::kBoxCols, y = C::kWeightsAreRows ? col : row;
+      tma_store(d_map, output + i * C::kBoxBytes, x, y);
+    }
+    tma_store_commit();
+  }
+}
+
+// Sums over the CTAs that divided K. Each owns a slice of the columns, and gets it from all others.
+template <class C>
+__device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::kCols / 2], Shared<C>& shared,
+                       const Thread& thread) {
+  constexpr int kVectors = C::kStoreCols / 8, kMathThreads = C::kMathGroups * kWarpgroup;
+  constexpr int kBytes = kVectors * kMathThreads * 16;  // from one CTA to another
+  static_assert(C::kSplit * kBytes <= sizeof(shared.rows) + sizeof(shared.cols), "the inbox fits into the stages");
+  const int rank = cluster_rank(), split = rank / C::kShare, share = rank % C::kShare;
+  float4* inbox = reinterpret_cast<float4*>(&shared.rows[0][0][0]);  // [kSplit][kVectors][kMathThreads]
+  shared.inbox.arrive_and_expect(threadIdx.x == 0, split < C::kOwners ? (C::kSplit - 1) * kBytes : 0);
+  cluster_barrier();  // all stages are free
+#pragma unroll
+  for (int owner = 0; owner < C::kOwners; ++owner) {
+    if (owner == split) continue;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      store_in_cluster(inbox + (split * kVectors + i) * kMathThreads + threadIdx.x, shared.inbox,
+                       owner * C::kShare + share, total + (owner * kVectors + i) * 4);
+    }
+  }
+  shared.inbox.wait(0);
+#pragma unroll
+  for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
+    if (owner != split) continue;
+#pragma unroll
+    for (int i = 0; i < 4 * kVectors; ++i) sum[i] = total[owner * kVectors * 4 + i];
+  }
+  if (split >= C::kOwners) return;
+#pragma unroll
+  for (int other = 1; other < C::kSplit; ++other) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 v = inbox[((split + other) % C::kSplit * kVectors + i) * kMathThreads + threadIdx.x];
+      sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+    }
+  }
+}
+
+// This warp has read the stage: the CTAs that load it may fill it again.
+template <class C>
+__device__ void release(Shared<C>& shared, int stage, const Thread& thread) {
+  __syncwarp();  // all lanes have read their scales
+  if constexpr (C::kShare == 1) {
+    if (thread.lane == 0) shared.empty[stage].arrive();
+  } else {
+    if (thread.lane < C::kShare) {
+      shared.empty[stage].arrive_in_cluster(cluster_rank() / C::kShare * C::kShare + thread.lane);
+    }
+  }
+}
+
+template <class C>
+__device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, Walk<C> walk) {
+  constexpr int kAccumulators = C::kPartCols / 2;
+  const Thread thread;
+  float total[C::kParts][kAccumulators] = {};
+  float partial[C::kDepth][kAccumulators];
+  int finished_row = -1, finished_col = 0;  // a tile that is in `total`, to be stored
+
+  const auto store_part = [&](int part) {
+    if constexpr (C::kSplit == 1) {
+      store<C>(total[part], shared, d_map, args, finished_row + thread.group * 64,
+               finished_col + part * C::kPartCols, thread);
+    }
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) total[part][i] = 0.0f;
+  };
+
+  const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock);
+  const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]);
+  const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
+    const uint32_t stage_rows = rows + walk.stage * (sizeof(shared.rows[0]) / 16);
+    const uint32_t stage_cols = cols + walk.stage * (sizeof(shared.cols[0]) / 16);
+    shared.full[walk.stage].wait(walk.parity);
+    Scales<C> scales[C::kDepth];
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d) scales[d].load(shared, walk.stage, d, thread);
+#pragma unroll
+    for (int part = 0; part < C::kParts; ++part) {
+#pragma unroll
+      for (int d = 0; d < C::kDepth; ++d) pin_registers(partial[d]);
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < C::kDepth; ++d) {
+#pragma unroll
+        for (int i = 0; i < kBlock / 32; ++i) {
+          const uint32_t a = stage_rows + d * C::kRows * kBlock / 16 + i * kDescriptorStepK;
+          const uint32_t b = stage_cols + (d * C::kCols + part * C::kPartCols) * kBlock / 16 + i * kDescriptorStepK;
+          wgmma<C::kPartCols>(partial[d], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
+        }
+      }
+      wgmma_commit();
+      // The tile before this one leaves while the tensor cores compute the first products.
+      if (is_first && finished_row >= 0) store_part(part);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int d = 0; d < C::kDepth; ++d) pin_registers(partial[d]);
+      if (part == C::kParts - 1 && !C::kWeightsAreRows) release(shared, walk.stage, thread);
+#pragma unroll
+      for (int d = 0; d < C::kDepth; ++d) {
+        promote<C>(total[part], partial[d], scales[d], shared.tokens[walk.stage].scales[d], part, walk.weight(),
+                   thread);
+      }
+      if (part == C::kParts - 1 && C::kWeightsAreRows) release(shared, walk.stage, thread);
+    }
+    walk.next_stage();
+  };
+
+  for (; !walk.done(); walk.next_tile()) {
+    compute_stage(true);
+#pragma unroll C::kUnroll
+    for (int k = walk.k_begin + 1; k < walk.k_end; ++k) compute_stage(false);
+    finished_row = walk.row, finished_col = walk.col;
+  }
+
+  if constexpr (C::kSplit == 1) {
+#pragma unroll
+    for (int part = 0; part < C::kParts; ++part)
+      if (finished_row >= 0) store_part(part);
+  } else {
+    const int split = cluster_rank() / C::kShare;
+    float sum[C::kStoreCols / 2];
+    reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, thread);
+    if (split < C::kOwners) {
+      store<C>(sum, shared, d_map, args, finished_row + thread.group * 64, finished_col + split * C::kStoreCols,
+               thread);
+    }
+  }
+  if (thread.index == 0) tma_store_wait_read();
+}
+
+// Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
+// Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; with kSplit > 1 each
+//           cluster computes one tile.
+// Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out.
+// Barriers  full[stage]: both loading warps, and TMA's bytes;
+//           empty[stage]: each math warp of the kShare CTAs that the stage is loaded for;
+//           inbox: what other CTAs of the cluster computed of this CTA's slice.
+// Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
+    gemm_kernel(const __grid_constant__ TensorMap row_map, const __grid_constant__ TensorMap col_map,
+                const __grid_constant__ TensorMap token_scale_map, const __grid_constant__ TensorMap d_map,
+                const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<Shared<C>*>(memory);
+  static_assert(sizeof(Shared<C>) == C::kSharedBytes, "the host counts as the compiler does");
+  constexpr bool kClustered = C::kShare * C::kSplit > 1;
+  // What no other CTA sends to or gets from may be loaded before all CTAs of the cluster run.
+  constexpr bool kBeginsEarly = C::kShare == 1 || C::kShareRows != C::kWeightsAreRows;
+  // Registers follow the work: the loading thread needs few of them.
+  constexpr bool kMoveRegisters = C::kMathGroups > 1 && C::kCtasPerSm == 1;
+
+  const int group = warp_uniform(threadIdx.x / kWarpgroup);
+  const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp);
+  const bool loads = group == C::kMathGroups && warp == 0;
+  const Walk<C> walk(args);
+  Loader<C> loader{shared, row_map, col_map, token_scale_map, elect_one()};
+  if (loads) {
+    if (loader.elected) {
+      for (int i = 0; i < C::kStages; ++i) {
+        shared.full[i].init(2);
+        shared.empty[i].init(C::kMathGroups * 4 * C::kShare);
+      }
+      shared.inbox.init(1);
+      fence_barrier_init();
+    }
+    __syncwarp();
+    if constexpr (kBeginsEarly) loader.begin(walk);
+  }
+  if constexpr (kClustered) cluster_barrier();
+  else __syncthreads();
+
+  if (group == C::kMathGroups) {
+    if constexpr (kMoveRegisters) give_registers<C::kMathGroups == 2 ? 24 : 32>();
+    if (loads) {
+      if constexpr (!kBeginsEarly) loader.begin(walk);
+      loader.run(walk);
+    } else if (warp == 1) {
+      load_weight_scales<C>(shared, args, walk);
+    }
+    if constexpr (C::kSplit > 1) cluster_barrier();  // that of `reduce`
+  } else {
+    if constexpr (kMoveRegisters) take_registers<C::kMathGroups == 2 ? 240 : 160>();
+    multiply<C>(shared, d_map, args, walk);
+  }
+  if constexpr (kClustered) cluster_barrier();  // no CTA leaves while another may signal it
+}

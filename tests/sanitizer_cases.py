@@ -1,0 +1,88 @@
+"""Small launches of every family of kernels, for NVIDIA's compute-sanitizer: `make sanitize`.
+
+No pytest and no torch operation more than needed: under the sanitizer each one costs seconds.
+"""
+
+import torch
+
+from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch
+from moefp8.kernels.gemm_config import GemmConfig, with_most_stages
+from moefp8.kernels.linear import launch_linear
+from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
+
+# Of gemm.cu, each with as many stages as fit.
+FAMILIES = {
+    "tokens are rows": GemmConfig(128, 128, 0),
+    "three math groups": GemmConfig(192, 112, 0),
+    "uneven columns": GemmConfig(128, 176, 0),
+    "two parts": GemmConfig(128, 256, 0, parts=2),
+    "shared columns": GemmConfig(128, 176, 0, share=2),
+    "shared rows": GemmConfig(128, 256, 0, parts=2, share=2, share_rows=True),
+    "split": GemmConfig(128, 192, 0, share=2, split=3),
+    "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2),
+    "one math group, deep": GemmConfig(64, 24, 0, depth=2),
+    "one math group, split and shared": GemmConfig(
+        64, 32, 0, depth=4, share=2, share_rows=True, split=2
+    ),
+    "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
+    "weights are rows, split": GemmConfig(
+        64, 16, 0, share=2, split=4, ctas_per_sm=2, weights_are_rows=True
+    ),
+    "weights are rows, shared": GemmConfig(
+        128, 64, 0, share=4, split=2, ctas_per_sm=1, weights_are_rows=True
+    ),
+    "weights are rows, deep": GemmConfig(
+        64, 16, 0, depth=4, split=4, ctas_per_sm=2, weights_are_rows=True
+    ),
+}
+FAMILIES = {name: with_most_stages(config) for name, config in FAMILIES.items()}
+
+
+def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
+    """(M, N, K) that this configuration may be chosen for, odd in every way."""
+    k = 128 * max(3, config.split * config.depth) + 40
+    return [
+        (77, 200, k),
+        (130, 331, 2 * k),
+    ]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    chosen = gemm_config.choose_config
+    for name, config in FAMILIES.items():
+        for m, n, k in shapes_of(config):
+            gemm_config.choose_config = lambda *shape, config=config: config
+            gemm_launch._plans.clear()  # that of another family, for this very shape
+            gemm_launch._launches.clear()
+            run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
+    gemm_config.choose_config = chosen
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.ones(9, 296, dtype=dtype, device="cuda")
+        launch_quantize_1x128(x, False)
+        launch_quantize_1x128(x[:, 1:], True)
+        launch_quantize_128x128(x, False)
+        weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
+        launch_linear(x, *weight, None)
+        print(f"quantize and linear, {dtype}", flush=True)
+    torch.cuda.synchronize()
+
+
+def run_gemm(name: str, m: int, n: int, k: int) -> None:
+    """On ones: d[i, j] = K, exactly representable sums, so that a wrong box is seen at once."""
+    k_blocks = -(-k // 128)
+    a = torch.full((m, k), 0x38, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    b = torch.full((n, k), 0x38, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    a_scale_inv = empty_tma_aligned([m, k_blocks], a.device).fill_(0.5)
+    b_scale_inv = torch.full((-(-n // 128), k_blocks), 2.0, device="cuda")
+    bias = torch.full((n,), 8.0, device="cuda")
+    d = torch.zeros(m, n, dtype=torch.bfloat16, device="cuda")
+    gemm_launch.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias)
+    wrong = int((d.cpu() != torch.tensor(k + 8.0).bfloat16()).sum())
+    print(f"{name}: {wrong} wrong", flush=True)
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
