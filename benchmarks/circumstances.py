@@ -10,15 +10,31 @@ import torch
 
 
 def circumstances() -> dict[str, str]:
-    """date, commit, cpu and torch."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
+    """date, commit, cpu and torch; where there is a GPU also gpu, driver and cuda.
+
+    The environment variable MOEFP8_COMMIT names the commit where the sources have no git history.
+    """
+    commit = os.environ.get("MOEFP8_COMMIT") or _output_of("git", "rev-parse", "--short", "HEAD")
+    found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or "unknown",
         "cpu": f"{_cpu_name()}, {os.cpu_count()} CPUs",
         "torch": torch.__version__,
     }
+    if torch.cuda.is_available():
+        drivers = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["gpu"] = torch.cuda.get_device_name()
+        found["driver"] = drivers.partition("\n")[0] or "unknown"
+        found["cuda"] = torch.version.cuda or "unknown"
+    return found
+
+
+def _output_of(*command: str) -> str:
+    """What it prints, or nothing where there is no such program."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _cpu_name() -> str:

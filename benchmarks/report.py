@@ -1,10 +1,19 @@
-"""Write the README's tables from `benchmarks/results`: `python -m benchmarks.report`."""
+"""Write the README's tables, and draw its plot: `python -m benchmarks.report`.
+
+Both are made of the JSON files in `benchmarks/results`.
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import roofline
+from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us
+from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
+
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def accuracy_table(results: dict[str, Any]) -> str:
@@ -34,20 +43,103 @@ def cpu_table(results: dict[str, Any]) -> str:
     return "\n".join([head, "|---|---|---|", *rows])
 
 
-TABLES = {"accuracy": accuracy_table, "load": load_table, "cpu": cpu_table}
+def gemm_tables(results: dict[str, Any]) -> str:
+    """How many times as fast as each peer, the plot, and all times folded away."""
+    rows, host = results["rows"], results["host_us"]
+    num_shapes = len({(row["n"], row["k"]) for row in rows})
+    errors = {
+        PEERS[name].title: max(found, default=None)
+        for name in (OURS, DEEP_GEMM)
+        if (found := [e["error"] for row in rows if "error" in (e := row["peers"].get(name, {}))])
+    }
+    return "\n".join(
+        [
+            _gemm_speedups(rows),
+            "",
+            f"`fp8_gemm_nt` on one {results['gpu']}: how many times as fast as each, geometric "
+            f"mean over {num_shapes} shapes of DeepSeek-V3, and the worst of them. cuBLASLt "
+            "per-tensor applies no block scales: it gives another result, and is a ceiling to "
+            "reach for. Worst row against FP64 sums of the same FP8 operands: "
+            + ", ".join(f"{title} {error:.1e}" for title, error in errors.items())
+            + f". Host time of one call ({HOST_CASE}), us: "
+            + ", ".join(f"{PEERS[name].title} {us:.1f}" for name, us in host.items())
+            + ".",
+            "",
+            f"![Roofline of the GEMM on one {results['gpu']}](benchmarks/results/gemm.png)",
+            "",
+            f"<details><summary>All {len(rows)} times</summary>",
+            "",
+            f"Device time in us, L2 flushed before every call. Bold: the fastest that applies "
+            f"block scales. {results['gpu']}, driver {results['driver']}, torch "
+            f"{results['torch']}, {results['deep_gemm']}; {results['date'][:10]}, commit "
+            f"{results['commit']}.",
+            "",
+            _gemm_times(rows),
+            "",
+            "</details>",
+        ]
+    )
 
 
-def with_tables(text: str) -> str:
-    """`text` with what stands between `<!-- NAME -->` and `<!-- /NAME -->` made anew."""
+def _gemm_speedups(rows: list[dict[str, Any]]) -> str:
+    def cell(m: int, against: str) -> str:
+        found = compare(rows, (m,), against)
+        return f"{found.geomean:.2f}, worst {found.worst:.2f}" if found else "-"
+
+    head = "| times as fast as | " + " | ".join(title for title, _ in AGAINST.values()) + " |"
+    lines = [
+        f"| M = {m} | " + " | ".join(cell(m, against) for against in AGAINST) + " |"
+        for m in sorted({row["m"] for row in rows})
+    ]
+    return "\n".join([head, "|---" * (1 + len(AGAINST)) + "|", *lines])
+
+
+def _gemm_times(rows: list[dict[str, Any]]) -> str:
+    def cell(row: dict[str, Any], name: str) -> str:
+        us = fastest_us(row, (name,))
+        if us is None:
+            return "-"
+        is_best = name in same_result and us == fastest_us(row, same_result)
+        return f"**{us:.1f}**" if is_best else f"{us:.1f}"
+
+    same_result = (OURS, DEEP_GEMM, BLOCK_SCALED)
+    names = [name for name in PEERS if any("us" in row["peers"].get(name, {}) for row in rows)]
+    head = "| M | N x K | " + " | ".join(PEERS[name].title for name in names) + " |"
+    lines = []
+    for row in rows:
+        m, n, k = case_of(row)
+        lines.append(f"| {m} | {n}x{k} | " + " | ".join(cell(row, name) for name in names) + " |")
+    return "\n".join([head, "|---" * (2 + len(names)) + "|", *lines])
+
+
+TABLES = {"accuracy": accuracy_table, "load": load_table, "cpu": cpu_table, "gemm": gemm_tables}
+
+
+def with_tables(text: str, directory: Path = RESULTS) -> str:
+    """`text` with what stands between `<!-- NAME -->` and `<!-- /NAME -->` made anew.
+
+    What has no NAME.json in `directory` was not measured, and stays as it is.
+    """
     for name, table in TABLES.items():
-        marks = f"<!-- {name} -->", f"<!-- /{name} -->"
-        results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        block = "\n".join((marks[0], table(results), marks[1]))
+        marks, file = (f"<!-- {name} -->", f"<!-- /{name} -->"), directory / f"{name}.json"
+        if not file.exists():
+            continue
+        block = "\n".join((marks[0], table(json.loads(file.read_text())), marks[1]))
         before, rest = text.split(marks[0])
         text = before + block + rest.split(marks[1])[1]
     return text
 
 
+def draw_plots(directory: Path = RESULTS) -> None:
+    file = directory / "gemm.json"
+    if file.exists():
+        roofline.draw(json.loads(file.read_text()), file.with_suffix(".png"))
+
+
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text()))
+    try:
+        draw_plots()
+    except ImportError as error:
+        sys.exit(f"the tables are written, the plot is not ({error}): pip install '.[bench]'")
