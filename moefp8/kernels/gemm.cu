@@ -221,8 +221,7 @@ __device__ void load_weight_scales(Shared<C>& shared, const Arguments& args, Wal
             shared.weights[walk.stage].scales[lane % C::kDepth][i] = scales[i];
           }
         }
-        __syncwarp();
-        if (lane == 0) shared.full[walk.stage].arrive();
+        shared.full[walk.stage].arrive();
       }
     }
   }
@@ -393,16 +392,14 @@ __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::
   }
 }
 
-// This warp has read the stage: the CTAs that load it may fill it again.
+// This thread has read the stage: the CTAs that load it may fill it again. Every lane says so to its
+// own CTA, and one to each other: to those the lanes need no order, since TMA alone writes there.
 template <class C>
 __device__ void release(Shared<C>& shared, int stage, const Thread& thread) {
-  __syncwarp();  // all lanes have read their scales
-  if constexpr (C::kShare == 1) {
-    if (thread.lane == 0) shared.empty[stage].arrive();
-  } else {
-    if (thread.lane < C::kShare) {
-      shared.empty[stage].arrive_in_cluster(cluster_rank() / C::kShare * C::kShare + thread.lane);
-    }
+  shared.empty[stage].arrive();
+  if constexpr (C::kShare > 1) {
+    const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + thread.lane;
+    if (thread.lane < C::kShare && other != rank) shared.empty[stage].arrive_in_cluster(other);
   }
 }
 
@@ -490,8 +487,8 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 // Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; with kSplit > 1 each
 //           cluster computes one tile.
 // Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out.
-// Barriers  full[stage]: both loading warps, and TMA's bytes;
-//           empty[stage]: each math warp of the kShare CTAs that the stage is loaded for;
+// Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
+//           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
 //           inbox: what other CTAs of the cluster computed of this CTA's slice.
 // Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
 template <class C>
@@ -516,8 +513,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   if (loads) {
     if (loader.elected) {
       for (int i = 0; i < C::kStages; ++i) {
-        shared.full[i].init(2);
-        shared.empty[i].init(C::kMathGroups * 4 * C::kShare);
+        shared.full[i].init(1 + kWarp);
+        shared.empty[i].init(C::kMathGroups * (kWarpgroup + (C::kShare - 1) * 4));
       }
       shared.inbox.init(1);
       fence_barrier_init();

@@ -131,6 +131,8 @@ def is_possible(config: GemmConfig, k: int) -> bool:
     token_scales = config.depth * config.cols // 16 if config.weights_are_rows else 0
     if config.accumulators + token_scales + 32 > registers or config.stages < 2:
         return False
+    if config.cluster > 8:  # what every GPU of compute capability 9 can run
+        return False
     # Partial sums meet in the shared memory of the stages; see `reduce` in gemm.cu.
     inbox = config.split * config.math_groups * 64 * config.store_cols * 4
     stages = config.stages * config.depth * (config.rows + config.cols) * BLOCK

@@ -1,0 +1,126 @@
+"""How far is `choose_config` from the best configuration? `python -m benchmarks.gemm_configs`.
+
+Times every configuration of `gemm.cu` that fits, of a grid wider than the list that `choose_config`
+takes from, on random data and with L2 flushed; then compares its choice with the best one.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks.circumstances import circumstances
+from benchmarks.gemm import geomean
+from benchmarks.peers import Case, Operands
+from benchmarks.timing import device_us_many
+from moefp8.kernels import gemm_config, gemm_launch, jit, round_up
+from moefp8.kernels.gemm_config import GemmConfig
+
+RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
+M = (1, 16, 64, 128, 512, 4096)
+N_K = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+_AT_ONCE = 64  # in one profile
+
+
+def grid(case: Case) -> Iterator[GemmConfig]:
+    """`stages` is left open."""
+    m, depths, splits = case.m, (1, 2), (1, 2, 3, 4)
+    if m <= 128:
+        for rows, depth, split, ctas in product((64, 128), depths, splits, splits):
+            yield GemmConfig(
+                *(rows, round_up(m, 8), 0),
+                depth=depth,
+                split=split,
+                ctas_per_sm=ctas,
+                weights_are_rows=True,
+            )
+    if m < 32:
+        return
+    shares = ((1, False), (2, False), (2, True), (4, True))
+    rows = (64,) if m <= 64 else (128, 192)
+    for row, col, depth, split in product(rows, (32, 64, 96, 128, 160, 192, 256), depths, splits):
+        for (share, share_rows), ctas in product(shares, (1, 2)):
+            yield GemmConfig(
+                *(row, col, 0),
+                parts=2 if col > 192 else 1,
+                depth=depth,
+                share=share,
+                share_rows=share_rows,
+                split=split,
+                ctas_per_sm=ctas,
+            )
+
+
+def possible(case: Case) -> list[GemmConfig]:
+    """The choice, then all of the grid whose CTAs can run as they must."""
+    m, n, k = case
+    num_sms = gemm_launch.get_num_sms()
+    found = {gemm_config.choose_config(m, n, k, num_sms): None}
+    for config in map(gemm_config.with_most_stages, grid(case)):
+        slice_of = config.rows if config.share_rows else config.cols
+        fits = slice_of % (8 * config.share) == 0 and gemm_config.is_possible(config, k)
+        if fits and gemm_config.estimate_us(config, m, n, k, num_sms) < float("inf"):
+            found[config] = None
+    return list(found)
+
+
+def launch_of(config: GemmConfig, operands: Operands) -> jit.Launch:
+    """A launch of this configuration, whatever would be chosen."""
+    chosen = gemm_config.choose_config
+    d = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0])
+    gemm_launch._plans.clear()
+    gemm_launch._launches.clear()
+    gemm_config.choose_config = lambda *shape: config  # type: ignore[assignment]
+    try:
+        gemm_launch.launch_gemm(*operands.a, *operands.b, d, None)
+    finally:
+        gemm_config.choose_config = chosen
+    (launch,) = gemm_launch._launches.values()
+    return launch
+
+
+def measure(case: Case) -> dict[str, object]:
+    configs, operands = possible(case), Operands.random(case)
+    launches = {str(i): launch_of(config, operands) for i, config in enumerate(configs)}
+    names, us = list(launches), {}
+    for start in range(0, len(names), _AT_ONCE):
+        some = {name: launches[name] for name in names[start : start + _AT_ONCE]}
+        us |= device_us_many({"0": launches["0"], **some}, repeats=5, warm_up_seconds=0.02)
+    # The choice and the best once more, side by side: the minimum of many flatters.
+    best = min(us, key=us.__getitem__)
+    again = device_us_many({"0": launches["0"], best: launches[best]}, repeats=15)
+    ratio = again["0"] / again[best]
+    describe = {name: repr(replace(configs[int(name)])) for name in ("0", best)}
+    print(f"{case}: {again['0']:.1f} us, best {again[best]:.1f}: x{ratio:.3f}", flush=True)
+    return {
+        **case._asdict(),
+        "configurations": len(configs),
+        "chosen": {"config": describe["0"], "us": again["0"]},
+        "best": {"config": describe[best], "us": again[best]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gemm_configs needs a Hopper GPU, and there is no CUDA device here")
+    torch.manual_seed(0)
+    cases = [Case(m, n, k) for m in M for n, k in N_K]
+    kernels = {gemm_launch.kernel_of(c, None) for case in cases for c in possible(case)}
+    jit.compile_kernels(list(kernels))
+    rows = [measure(case) for case in cases]
+    ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]
+    summary = {"geomean": geomean(ratios), "worst": max(ratios), "kernels": len(kernels)}
+    print(f"choose_config over the best of {len(kernels)} kernels: {summary}")
+    out.write_text(json.dumps({**circumstances(), **summary, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
