@@ -150,7 +150,8 @@ def _candidates(m: int, n: int, k: int) -> Iterator[GemmConfig]:
             yield GemmConfig(
                 64, cols, 0, depth=2, split=split, ctas_per_sm=2, weights_are_rows=True
             )
-        yield GemmConfig(128, cols, 0, ctas_per_sm=3, weights_are_rows=True)
+        for ctas in (4, 3) if k <= 512 else (3,):  # of equal estimates the first wins
+            yield GemmConfig(128, cols, 0, ctas_per_sm=ctas, weights_are_rows=True)
     elif m <= 64:
         for cols, ctas in ((32, 2), (64, 2), (64, 1), (96, 1)):
             for split in splits:
@@ -202,16 +203,17 @@ def estimate_us(
     # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share, or
     # one warpgroup's products and what it does between them.
     area, on_sm = config.rows * config.cols, min(config.ctas_per_sm, ceil_div(num_ctas, num_sms))
-    products = on_sm * area * config.depth / 32 * 1.045
-    latency = 2 * config.cols * config.depth + 122 + 109 * config.parts
-    tile_cycles = num_stages * max(products, latency) + 568 + 2.9 * config.cols
+    products = on_sm * area * config.depth / 32 * 1.09
+    latency = 2 * config.cols * config.depth + 125 + 163 * config.parts
+    tile_cycles = num_stages * max(products, latency) + 313 + 2.8 * config.cols
+    tile_cycles += 124 * config.math_groups
     compute = waves * tile_cycles / 1600
     from_l2 = num_ctas * num_stages * config.depth * BLOCK * (config.row_box + config.col_box)
-    memory = max((n * k + m * k + 2 * m * n) / 4.3e6, from_l2 / 16.6e6)
-    result = 2.7 + max(compute, memory) + 0.33 * min(compute, memory)
+    memory = max((n * k + m * k + 2 * m * n) / 3.95e6, from_l2 / 16.6e6)
+    result = 2.7 + max(compute, memory) + 0.17 * min(compute, memory)
     if config.split > 1:
-        result += 0.19 + 2.5e-4 * area * (1 - 1 / config.split)
-    return result + (0.4 if config.share > 1 else 0.0)
+        result += 0.07 + 0.11 * config.split + 2.15e-4 * area * (1 - 1 / config.split)
+    return result + (0.5 if config.share > 1 else 0.0)
 
 
 @lru_cache(16384)
