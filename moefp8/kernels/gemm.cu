@@ -55,7 +55,7 @@ struct Config {
   static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
   static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
 
-  static constexpr int kUnroll = 4;
+  static constexpr int kUnroll = 4;  // stages: lets the compiler prepare descriptors ahead
   static constexpr int kStageBytes = kDepth * ((kRows + kCols) * kBlock + kTokens * 4);  // that TMA writes
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
