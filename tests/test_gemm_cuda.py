@@ -790,6 +790,8 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
             for name in names
         ),
     ]
+    for header in room._SOURCE.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
     source = tmp_path / "checked.cu"
     source.write_text("\n".join([room._SOURCE.read_text(), *checks]))
     jit.compile_kernel(jit.Kernel(source, configs()[0].kernel_name("kNone")))

@@ -6,149 +6,25 @@
 // Each CTA owns one tile of kRows x kCols at a time. WGMMA computes it as rows x columns, and either
 // operand may be the rows: tokens for large M; weights for small M, since WGMMA's rows come in 64s
 // and its columns in 8s. Whoever is what, "row" and "column" below mean WGMMA's.
-#include "matrix.cuh"
+#include "gemm_output.cuh"
+#include "gemm_tile.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int kBlock = 128;  // of K: one scale, one promotion
-
-enum class Bias { kNone, kFloat, kBFloat16, kHalf };
-
-__host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
-
-__host__ __device__ constexpr int largest_divisor(int x, int limit) {
-  return x % limit == 0 ? limit : largest_divisor(x, limit - 1);
-}
-
-// What the configuration chooses.
-template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_,
-          bool kShareRows_, int kSplit_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
-struct Config {
-  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup
-  static constexpr int kCols = kCols_;          // of the CTA's tile
-  static constexpr int kParts = kParts_;        // WGMMAs beside each other that cover kCols
-  static constexpr int kDepth = kDepth_;        // k-blocks of a stage
-  static constexpr int kStages = kStages_;      // stages in flight
-  static constexpr int kShare = kShare_;        // neighbouring CTAs that share one operand by multicast
-  static constexpr bool kShareRows = kShareRows_;  // which one
-  static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
-  static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kWeightsAreRows = kWeightsAreRows_;
-  static constexpr Bias kBias = kBias_;
-  static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
-
-  static constexpr int kMathGroups = kRows / 64;
-  static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
-  static constexpr int kPartCols = kCols / kParts;
-  static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
-  static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
-  // A tile starts at a multiple of kWeights, so at most so many scale blocks of the weights meet it.
-  static constexpr int kWeightBlocks = ceil_div(kBlock - gcd(kWeights, kBlock) + kWeights, kBlock);
-
-  // CTAs that divided K each write out a slice of the columns, as many as get equal slices.
-  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
-  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
-  // The output leaves in boxes that are one swizzle span wide.
-  static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
-  static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
-  static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
-  static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
-
-  static constexpr int kUnroll = 4;  // stages: lets the compiler prepare descriptors ahead
-  static constexpr int kStageBytes = kDepth * ((kRows + kCols) * kBlock + kTokens * 4);  // that TMA writes
-
-  static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
-  static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
-};
-
-template <class C>
-struct Shared {
-  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
-  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
-  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
-  struct alignas(128) {  // 128 B: required by TMA
-    float scales[C::kDepth][C::kTokens];
-  } tokens[C::kStages];
-  struct alignas(16) {
-    float scales[C::kDepth][C::kWeightBlocks];
-  } weights[C::kStages];
-  alignas(8) Barrier full[C::kStages];
-  Barrier empty[C::kStages];
-  Barrier inbox;
-};
-
-struct Arguments {
-  const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
-  int64_t weight_scale_stride, weight_scale_stride_k;
-  const void* bias;  // [N]
-  int num_weights, num_k_blocks;
-  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
-  int band;                          // row tiles that are walked together, for the L2 cache
-};
-
-// Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
-// loading and the multiplying warps each walk for themselves and meet at the barriers.
-template <class C>
-struct Walk {
-  const Arguments* args;
-  int k_begin, k_end, num_clusters, tile;
-  int row, col, k;  // first row and column of the tile; which stage along K
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ explicit Walk(const Arguments& arguments) : args(&arguments) {
-    const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
-    const int num_k = ceil_div(args->num_k_blocks, C::kDepth);  // < 2^24
-    k_begin = num_k * split / C::kSplit;
-    k_end = num_k * (split + 1) / C::kSplit;
-    num_clusters = gridDim.x / (C::kShare * C::kSplit);
-    tile = blockIdx.x / (C::kShare * C::kSplit);
-    start_tile();
-  }
-  __device__ void start_tile() {
-    const int share = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
-    if (args->num_row_tiles == 1) {  // no divisions where latency counts
-      row = 0, col = tile;
-    } else if (args->num_col_tiles == 1) {
-      row = tile, col = 0;
-    } else {
-      const uint32_t band_tiles = args->band * args->num_col_tiles, band = uint32_t(tile) / band_tiles;
-      const uint32_t in_band = tile - band * band_tiles, first = band * args->band;
-      const uint32_t height = min(args->band, args->num_row_tiles - int(first));
-      col = in_band / height, row = first + in_band - col * height;
-    }
-    if (C::kShareRows) col = col * C::kShare + share;
-    else row = row * C::kShare + share;
-    row *= C::kRows, col *= C::kCols, k = k_begin;
-  }
-  __device__ bool done() const { return tile >= args->num_row_tiles * args->num_col_tiles; }
-  __device__ void next_tile() {
-    tile += num_clusters;
-    if (!done()) start_tile();
-  }
-  __device__ void next_stage() {
-    if (++stage == C::kStages) stage = 0, parity ^= 1;
-  }
-  __device__ void next() {
-    next_stage();
-    if (++k == k_end) next_tile();
-  }
-  __device__ int token() const { return C::kWeightsAreRows ? col : row; }
-  __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
-};
-
-// ---- The loading thread ----
+// ---- The loading warps ----
 
 // One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
 template <int kSize, bool kShared, class C>
-__device__ void load_operand(bool elected, uint8_t* destination, const TensorMap& map, Barrier& full, int k_block, int first) {
+__device__ void load_operand(bool elected, uint8_t* destination, const TensorMap& map, Barrier& full, int k_block,
+                             int first) {
   if constexpr (!kShared || C::kShare == 1) {
     tma_load(elected, destination, map, full, k_block * kBlock, first);
   } else {
     const int rank = cluster_rank(), share = rank % C::kShare, slice = kSize / C::kShare;
     const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
-    tma_load_multicast(elected, destination + share * slice * kBlock, map, full, k_block * kBlock, first + share * slice, ranks);
+    tma_load_multicast(elected, destination + share * slice * kBlock, map, full, k_block * kBlock,
+                       first + share * slice, ranks);
   }
 }
 
@@ -229,19 +105,6 @@ __device__ void load_weight_scales(Shared<C>& shared, const Arguments& args, Wal
 
 // ---- The math warpgroups ----
 
-// Where this thread stands in the fragments of a 64-row WGMMA.
-struct Thread {
-  int group, index, warp, lane;
-  __device__ Thread()
-      : group(warp_uniform(threadIdx.x / kWarpgroup)),
-        index(threadIdx.x % kWarpgroup),
-        warp(index / kWarp),
-        lane(index % kWarp),
-        row(group * 64 + warp * 16 + lane / 4),
-        col(lane % 4 * 2) {}
-  int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
-};
-
 // The scales of one k-block that this thread needs for all columns.
 template <class C>
 struct Scales {
@@ -294,100 +157,6 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[i / 2] * partial[4 * j + i];
-    }
-  }
-}
-
-template <Bias kBias>
-__device__ float load_bias(const void* bias, int i, int size) {
-  if (i >= size) return 0.0f;
-  if constexpr (kBias == Bias::kFloat) return static_cast<const float*>(bias)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(bias)[i];
-  if constexpr (kBias == Bias::kBFloat16) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// Writes 64 rows x kStoreCols of the output, whose first element is (row, col), through shared memory.
-template <class C>
-__device__ void store(float (&total)[C::kStoreCols / 2], Shared<C>& shared, const TensorMap& d_map,
-                      const Arguments& args, int row, int col, const Thread& thread) {
-  constexpr int kGroups = C::kStoreCols / 8;
-  uint8_t* output = shared.output[thread.group][0];
-  if (thread.index == 0) tma_store_wait_read();  // what was in `output` has left
-  named_barrier<kWarpgroup>(1 + thread.group);
-  // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
-  // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
-  constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;
-#pragma unroll
-  for (int j = 0; j < kGroups; j += 2) {
-    if constexpr (C::kBias != Bias::kNone) {  // here, since all at once would need too many registers
-#pragma unroll
-      for (int i = 4 * j; i < 4 * (j + 2 < kGroups ? j + 2 : kGroups); ++i) {
-        const int weight = C::kWeightsAreRows ? row + thread.row % 64 + i / 2 % 2 * 8
-                                              : col + i / 4 * 8 + thread.col + i % 2;
-        total[i] += load_bias<C::kBias>(args.bias, weight, args.num_weights);
-      }
-    }
-    const int group = j + thread.lane / 16, half = thread.lane / 8 % 2;
-    const int y = C::kWeightsAreRows ? group * 8 + thread.lane % 8 : thread.warp * 16 + half * 8 + thread.lane % 8;
-    const int x = C::kWeightsAreRows ? thread.warp * 16 + half * 8 : group * 8;
-    const int unit = x % C::kBoxCols / 8 ^ y * kPitch / 128 % kUnits;  // the swizzle
-    const uint32_t address = shared_address(output) + x / C::kBoxCols * C::kBoxBytes + y * kPitch + unit * 16;
-    const auto packed = [&](int i) { return pack_bf16(total[4 * j + 2 * i], total[4 * j + 2 * i + 1]); };
-    if (j + 1 < kGroups) {
-      store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1), packed(2), packed(3));
-    } else {
-      store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1));
-    }
-  }
-  fence_for_async();
-  named_barrier<kWarpgroup>(1 + thread.group);
-  if (thread.index == 0) {
-#pragma unroll
-    for (int i = 0; i < C::kBoxes; ++i) {
-      const int x = C::kWeightsAreRows ? row : col + i * C::kBoxCols, y = C::kWeightsAreRows ? col : row;
-      tma_store(d_map, output + i * C::kBoxBytes, x, y);
-    }
-    tma_store_commit();
-  }
-}
-
-// Sums over the CTAs that divided K. Each owns a slice of the columns, and gets it from all others.
-template <class C>
-__device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::kCols / 2], Shared<C>& shared,
-                       const Thread& thread) {
-  constexpr int kVectors = C::kStoreCols / 8, kMathThreads = C::kMathGroups * kWarpgroup;
-  constexpr int kBytes = kVectors * kMathThreads * 16;  // from one CTA to another
-  static_assert(C::kSplit * kBytes <= sizeof(shared.rows) + sizeof(shared.cols), "the inbox fits into the stages");
-  const int rank = cluster_rank(), split = rank / C::kShare, share = rank % C::kShare;
-  float4* inbox = reinterpret_cast<float4*>(&shared.rows[0][0][0]);  // [kSplit][kVectors][kMathThreads]
-  shared.inbox.arrive_and_expect(threadIdx.x == 0, split < C::kOwners ? (C::kSplit - 1) * kBytes : 0);
-  cluster_barrier();  // all stages are free
-#pragma unroll
-  for (int owner = 0; owner < C::kOwners; ++owner) {
-    if (owner == split) continue;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      store_in_cluster(inbox + (split * kVectors + i) * kMathThreads + threadIdx.x, shared.inbox,
-                       owner * C::kShare + share, total + (owner * kVectors + i) * 4);
-    }
-  }
-  shared.inbox.wait(0);
-#pragma unroll
-  for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
-    if (owner != split) continue;
-#pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) sum[i] = total[owner * kVectors * 4 + i];
-  }
-  if (split >= C::kOwners) return;
-#pragma unroll
-  for (int other = 1; other < C::kSplit; ++other) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float4 v = inbox[((split + other) % C::kSplit * kVectors + i) * kMathThreads + threadIdx.x];
-      sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
     }
   }
 }

@@ -1,0 +1,144 @@
+// What a variant of the dense GEMM is made of, what it keeps in shared memory, and the order in which
+// its CTAs walk over tiles and K. "Row" and "column" are WGMMA's, see gemm.cu.
+#pragma once
+#include "mbarrier.cuh"
+
+constexpr int kBlock = 128;  // of K: one scale, one promotion
+
+enum class Bias { kNone, kFloat, kBFloat16, kHalf };
+
+__host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
+
+__host__ __device__ constexpr int largest_divisor(int x, int limit) {
+  return x % limit == 0 ? limit : largest_divisor(x, limit - 1);
+}
+
+// What the configuration chooses.
+template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
+          int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
+struct Config {
+  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup
+  static constexpr int kCols = kCols_;          // of the CTA's tile
+  static constexpr int kParts = kParts_;        // WGMMAs beside each other that cover kCols
+  static constexpr int kDepth = kDepth_;        // k-blocks of a stage
+  static constexpr int kStages = kStages_;      // stages in flight
+  static constexpr int kShare = kShare_;        // neighbouring CTAs that share one operand by multicast
+  static constexpr bool kShareRows = kShareRows_;  // which one
+  static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kWeightsAreRows = kWeightsAreRows_;
+  static constexpr Bias kBias = kBias_;
+  static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
+
+  static constexpr int kMathGroups = kRows / 64;
+  static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
+  static constexpr int kPartCols = kCols / kParts;
+  static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
+  static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
+  // A tile starts at a multiple of kWeights, so at most so many scale blocks of the weights meet it.
+  static constexpr int kWeightBlocks = ceil_div(kBlock - gcd(kWeights, kBlock) + kWeights, kBlock);
+
+  // CTAs that divided K each write out a slice of the columns, as many as get equal slices.
+  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
+  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
+  // The output leaves in boxes that are one swizzle span wide.
+  static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
+  static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
+  static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
+  static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
+
+  static constexpr int kUnroll = 4;  // stages: lets the compiler prepare descriptors ahead
+  static constexpr int kStageBytes = kDepth * ((kRows + kCols) * kBlock + kTokens * 4);  // that TMA writes
+
+  static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
+  static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
+};
+
+template <class C>
+struct Shared {
+  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
+  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
+  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
+  struct alignas(128) {  // 128 B: required by TMA
+    float scales[C::kDepth][C::kTokens];
+  } tokens[C::kStages];
+  struct alignas(16) {
+    float scales[C::kDepth][C::kWeightBlocks];
+  } weights[C::kStages];
+  alignas(8) Barrier full[C::kStages];
+  Barrier empty[C::kStages];
+  Barrier inbox;
+};
+
+struct Arguments {
+  const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
+  int64_t weight_scale_stride, weight_scale_stride_k;
+  const void* bias;  // [N]
+  int num_weights, num_k_blocks;
+  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
+  int band;                          // row tiles that are walked together, for the L2 cache
+};
+
+// Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
+// loading and the multiplying warps each walk for themselves and meet at the barriers.
+template <class C>
+struct Walk {
+  const Arguments* args;
+  int k_begin, k_end, num_clusters, tile;
+  int row, col, k;  // first row and column of the tile; which stage along K
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ explicit Walk(const Arguments& arguments) : args(&arguments) {
+    const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
+    const int num_k = ceil_div(args->num_k_blocks, C::kDepth);  // < 2^24
+    k_begin = num_k * split / C::kSplit;
+    k_end = num_k * (split + 1) / C::kSplit;
+    num_clusters = gridDim.x / (C::kShare * C::kSplit);
+    tile = blockIdx.x / (C::kShare * C::kSplit);
+    start_tile();
+  }
+  __device__ void start_tile() {
+    const int share = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    if (args->num_row_tiles == 1) {  // no divisions where latency counts
+      row = 0, col = tile;
+    } else if (args->num_col_tiles == 1) {
+      row = tile, col = 0;
+    } else {
+      const uint32_t band_tiles = args->band * args->num_col_tiles, band = uint32_t(tile) / band_tiles;
+      const uint32_t in_band = tile - band * band_tiles, first = band * args->band;
+      const uint32_t height = min(args->band, args->num_row_tiles - int(first));
+      col = in_band / height, row = first + in_band - col * height;
+    }
+    if (C::kShareRows) col = col * C::kShare + share;
+    else row = row * C::kShare + share;
+    row *= C::kRows, col *= C::kCols, k = k_begin;
+  }
+  __device__ bool done() const { return tile >= args->num_row_tiles * args->num_col_tiles; }
+  __device__ void next_tile() {
+    tile += num_clusters;
+    if (!done()) start_tile();
+  }
+  __device__ void next_stage() {
+    if (++stage == C::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ void next() {
+    next_stage();
+    if (++k == k_end) next_tile();
+  }
+  __device__ int token() const { return C::kWeightsAreRows ? col : row; }
+  __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
+};
+
+// Where this thread stands in the fragments of a 64-row WGMMA.
+struct Thread {
+  int group, index, warp, lane;
+  __device__ Thread()
+      : group(warp_uniform(threadIdx.x / kWarpgroup)),
+        index(threadIdx.x % kWarpgroup),
+        warp(index / kWarp),
+        lane(index % kWarp),
+        row(group * 64 + warp * 16 + lane / 4),
+        col(lane % 4 * 2) {}
+  int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
+};
