@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -24,27 +23,30 @@ from moefp8.kernels.gemm_config import GemmConfig
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
 N_K = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+_COLS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 _AT_ONCE = 64  # in one profile
 
 
 def grid(case: Case) -> Iterator[GemmConfig]:
     """`stages` is left open."""
-    m, depths, splits = case.m, (1, 2), (1, 2, 3, 4)
+    m, depths, up_to_4 = case.m, (1, 2), (1, 2, 3, 4)
     if m <= 128:
-        for rows, depth, split, ctas in product((64, 128), depths, splits, splits):
-            yield GemmConfig(
-                *(rows, round_up(m, 8), 0),
-                depth=depth,
-                split=split,
-                ctas_per_sm=ctas,
-                weights_are_rows=True,
-            )
+        for rows, depth, split, ctas in product((64, 128), depths, up_to_4, up_to_4):
+            for teams in (1, 2, 3):
+                yield GemmConfig(
+                    *(rows, round_up(m, 8), 0),
+                    depth=depth,
+                    split=split,
+                    ctas_per_sm=ctas,
+                    weights_are_rows=True,
+                    teams=teams,
+                )
     if m < 32:
         return
-    shares = ((1, False), (2, False), (2, True), (4, True))
-    rows = (64,) if m <= 64 else (128, 192)
-    for row, col, depth, split in product(rows, (32, 64, 96, 128, 160, 192, 256), depths, splits):
-        for (share, share_rows), ctas in product(shares, (1, 2)):
+    shares = ((1, False), (2, False), (2, True))
+    rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (128, 192)
+    for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
+        for (share, share_rows), ctas, teams in product(shares, (1, 2), (1, 2)):
             yield GemmConfig(
                 *(row, col, 0),
                 parts=2 if col > 192 else 1,
@@ -53,6 +55,7 @@ def grid(case: Case) -> Iterator[GemmConfig]:
                 share_rows=share_rows,
                 split=split,
                 ctas_per_sm=ctas,
+                teams=teams,
             )
 
 
@@ -95,7 +98,7 @@ def measure(case: Case) -> dict[str, object]:
     best = min(us, key=us.__getitem__)
     again = device_us_many({"0": launches["0"], best: launches[best]}, repeats=15)
     ratio = again["0"] / again[best]
-    describe = {name: repr(replace(configs[int(name)])) for name in ("0", best)}
+    describe = {name: repr(configs[int(name)]) for name in ("0", best)}
     print(f"{case}: {again['0']:.1f} us, best {again[best]:.1f}: x{ratio:.3f}", flush=True)
     return {
         **case._asdict(),

@@ -10,7 +10,7 @@ from moefp8.kernels.gemm_config import GemmConfig, with_most_stages
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
 
-# Of gemm.cu, each with as many stages as fit.
+# Of gemm.cu; 0 stages: as many as fit.
 FAMILIES = {
     "tokens are rows": GemmConfig(128, 128, 0),
     "three math groups": GemmConfig(192, 112, 0),
@@ -24,6 +24,9 @@ FAMILIES = {
     "one math group, split and shared": GemmConfig(
         64, 32, 0, depth=4, share=2, share_rows=True, split=2
     ),
+    "two teams": GemmConfig(64, 48, 0, depth=2, teams=2),
+    "three teams, split": GemmConfig(64, 64, 0, split=2, teams=3),
+    "four math groups": GemmConfig(128, 64, 0, share=2, teams=2),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
     "weights are rows, split": GemmConfig(
         64, 16, 0, share=2, split=4, ctas_per_sm=2, weights_are_rows=True
@@ -31,16 +34,21 @@ FAMILIES = {
     "weights are rows, shared": GemmConfig(
         128, 64, 0, share=4, split=2, ctas_per_sm=1, weights_are_rows=True
     ),
+    "weights are rows, teams with one stage each": GemmConfig(
+        64, 16, 3, depth=2, split=2, ctas_per_sm=2, weights_are_rows=True, teams=3
+    ),
     "weights are rows, deep": GemmConfig(
         64, 16, 0, depth=4, split=4, ctas_per_sm=2, weights_are_rows=True
     ),
 }
-FAMILIES = {name: with_most_stages(config) for name, config in FAMILIES.items()}
+FAMILIES = {
+    name: config if config.stages else with_most_stages(config) for name, config in FAMILIES.items()
+}
 
 
 def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
     """(M, N, K) that this configuration may be chosen for, odd in every way."""
-    k = 128 * max(3, config.split * config.depth) + 40
+    k = 128 * max(3, config.sums * config.depth) + 40
     return [
         (77, 200, k),
         (130, 331, 2 * k),

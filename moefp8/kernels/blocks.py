@@ -13,7 +13,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 MIN_AMAX = 1e-4  # DeepSeek-V3's floor: a block of zeros still has a scale to divide by
 
-_TMA_ALIGNMENT = 4  # FP32 elements: a TMA row pitch is a multiple of 16 bytes
+TMA_BYTES = 16  # of which addresses and row pitches are multiples, where TMA loads or stores
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -22,6 +22,11 @@ def ceil_div(x: int, y: int) -> int:
 
 def round_up(x: int, multiple: int) -> int:
     return ceil_div(x, multiple) * multiple
+
+
+def round_up_to_tma(columns: int, element_size: int) -> int:
+    """The smallest row pitch for TMA, in elements; `element_size` in bytes divides `TMA_BYTES`."""
+    return round_up(columns, TMA_BYTES // element_size)
 
 
 def num_blocks(size: int) -> int:
@@ -36,7 +41,7 @@ def empty_tma_aligned(shape: Sequence[int], device: torch.device) -> torch.Tenso
     (..., 1, M rounded up to 4).
     """
     *batch, m, k_blocks = shape
-    pitch = round_up(m, _TMA_ALIGNMENT)
+    pitch = round_up_to_tma(m, torch.float32.itemsize)
     strides = [1, pitch]
     size = k_blocks * pitch
     for extent in reversed(batch):

@@ -48,24 +48,37 @@ struct Loader {
                                                 walk.k * C::kDepth + i, walk.col);
   }
   __device__ void load_weights(const Walk<C>& walk) {
-    shared.full[walk.stage].arrive_and_expect(elected, C::kStageBytes);
+    shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes);
     if constexpr (C::kWeightsAreRows) load_rows(walk);
     else load_cols(walk);
   }
   __device__ void load_tokens(const Walk<C>& walk) {
     if constexpr (C::kWeightsAreRows) load_cols(walk);
     else load_rows(walk);
-    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.token(), walk.k * C::kDepth);
+    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.token(),
+             walk.k * C::kDepth);
   }
 
-  // The weights are older than the previous kernel: fill the pipeline with them while it ends.
-  __device__ void begin(Walk<C> walk) {
-    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) load_weights(walk);
-  }
-  __device__ void run(Walk<C> walk) {
+  // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
+  // as a whole; but while the previous kernel may still write the tokens, the stages get their weights.
+  __device__ void fill(Walk<C> walk, bool programmatic) {
+    if (programmatic) {
+      Walk<C> ahead = walk;
+      for (int i = 0; i < C::kStages && !ahead.done(); ++i, ahead.next()) load_weights(ahead);
+    }
     wait_for_previous_kernel();
-    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) load_tokens(walk);
+#pragma unroll 1
+    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
+      if (!programmatic) load_weights(walk);
+      load_tokens(walk);
+    }
     let_next_kernel_start();
+  }
+  // All other rounds.
+  __device__ void run(Walk<C> walk) {
+#pragma unroll 1
+    for (int i = 0; i < C::kStages && !walk.done(); ++i) walk.next();
+#pragma unroll 1
     for (; !walk.done(); walk.next()) {
       shared.empty[walk.stage].wait(walk.parity ^ 1);
       load_weights(walk), load_tokens(walk);
@@ -75,96 +88,91 @@ struct Loader {
 
 // One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows.
 template <class C>
-__device__ void load_weight_scales(Shared<C>& shared, const Arguments& args, Walk<C> walk) {
-  const int lane = threadIdx.x % kWarp, last_block = (args.num_weights - 1) / kBlock;
-  constexpr int kChunk = kWarp / C::kDepth;  // stages for which the lanes read at once: a lane, a k-block
-  for (; !walk.done(); walk.next_tile()) {
-    for (int begin = walk.k_begin; begin < walk.k_end; begin += kChunk) {
-      // Beyond the edges any scale will do: its operands are zeros.
-      const int64_t k_block = min(begin * C::kDepth + lane, args.num_k_blocks - 1);
-      float scales[C::kWeightBlocks];
+struct ScaleLoader {
+  static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
+  const Arguments& args;
+  const int lane;
+  float scales[C::kWeightBlocks];
+
+  // Those of the chunk that begins at the stage `k`. Beyond the edges any will do: the operands are zeros.
+  __device__ void read(const Walk<C>& walk, int k) {
+    const int last_block = (args.num_weights - 1) / kBlock;
+    const int64_t k_block = min(k * C::kDepth + lane, args.num_k_blocks - 1);
 #pragma unroll
-      for (int i = 0; i < C::kWeightBlocks; ++i) {
-        const int64_t block = min(walk.weight() / kBlock + i, last_block);
-        scales[i] = args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
-      }
-      const int end = min(begin + kChunk, walk.k_end);
-      for (int k = begin; k < end; ++k, walk.next_stage()) {
-        shared.empty[walk.stage].wait(walk.parity ^ 1);
-        if (lane / C::kDepth == k - begin) {
-#pragma unroll
-          for (int i = 0; i < C::kWeightBlocks; ++i) {
-            shared.weights[walk.stage].scales[lane % C::kDepth][i] = scales[i];
-          }
-        }
-        shared.full[walk.stage].arrive();
-      }
+    for (int i = 0; i < C::kWeightBlocks; ++i) {
+      const int64_t block = min(walk.weight() / kBlock + i, last_block);
+      scales[i] = args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
     }
   }
-}
+  __device__ void write(Shared<C>& shared, const Walk<C>& walk) {
+#pragma unroll
+    for (int i = 0; i < C::kWeightScales; ++i) {
+      float scale = scales[0];
+#pragma unroll
+      for (int b = 1; b < C::kWeightBlocks; ++b)
+        if (walk.weight() % kBlock + i * C::kScaleWeights >= b * kBlock) scale = scales[b];
+      shared.weights[walk.stage].scales[lane % C::kDepth][i] = scale;
+    }
+  }
+  // After `read` of the first chunk.
+  __device__ void run(Shared<C>& shared, Walk<C> walk) {
+    for (bool is_read = true; !walk.done(); walk.next(), is_read = false) {
+      const int in_chunk = (walk.k - walk.k_begin) % kChunk;
+      if (in_chunk == 0 && !is_read) read(walk, walk.k);
+      shared.empty[walk.stage].wait(walk.parity ^ 1);
+      if (lane / C::kDepth == in_chunk) write(shared, walk);
+      shared.full[walk.stage].arrive();
+    }
+  }
+};
 
 // ---- The math warpgroups ----
 
 // The scales of one k-block that this thread needs for all columns.
 template <class C>
 struct Scales {
-  float weight[C::kWeightBlocks];  // of all blocks that meet the tile
-  float token[2];                  // of its two rows, where tokens are the rows
+  float weight[C::kWeightsAreRows ? 1 : C::kWeightScales];
+  float token[2];  // of its two rows, where tokens are the rows
 
-  __device__ void load(const Shared<C>& shared, int stage, int d, const Thread& thread) {
+  __device__ void load(const Shared<C>& shared, int stage, int d, const Thread<C>& thread) {
+    const float* weights = shared.weights[stage].scales[d];
+    if constexpr (C::kWeightsAreRows) {
+      weight[0] = weights[thread.group * 64 / C::kScaleWeights];
+    } else {
 #pragma unroll
-    for (int b = 0; b < C::kWeightBlocks; ++b) weight[b] = shared.weights[stage].scales[d][b];
-    if constexpr (!C::kWeightsAreRows) {
+      for (int i = 0; i < C::kWeightScales; ++i) weight[i] = weights[i];
       token[0] = shared.tokens[stage].scales[d][thread.row];
       token[1] = shared.tokens[stage].scales[d][thread.row + 8];
     }
-  }
-  // `offset`: from the start of the first block that meets the tile, in weights.
-  __device__ float of_weight(int offset) const {
-    float result = weight[0];
-#pragma unroll
-    for (int b = 1; b < C::kWeightBlocks; ++b)
-      if (offset >= b * kBlock) result = weight[b];
-    return result;
   }
 };
 
 // The second level of accumulation: total += partial * (token scale * weight scale).
 template <class C>
 __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)[C::kPartCols / 2],
-                        const Scales<C>& scales, const float* token_scales, int part, int first_weight,
-                        const Thread& thread) {
-  constexpr int kGroups = C::kPartCols / 8;
-  const int offset = C::kWeights % kBlock == 0 ? 0 : first_weight % kBlock;
+                        const Scales<C>& scales, const float* token_scales, int part, const Thread<C>& thread) {
   float scale[2];
-  if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
-    const float weight = scales.of_weight(offset + thread.group * 64);
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      const int col = part * C::kPartCols + 8 * j + thread.col;
-      const float2 token = *reinterpret_cast<const float2*>(token_scales + col);
-      scale[0] = token.x * weight, scale[1] = token.y * weight;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[i % 2] * partial[4 * j + i];
+  for (int j = 0; j < C::kPartCols / 8; ++j) {
+    const int col = part * C::kPartCols + 8 * j;
+    if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
+      const float2 token = *reinterpret_cast<const float2*>(token_scales + col + thread.col);
+      scale[0] = token.x * scales.weight[0], scale[1] = token.y * scales.weight[0];
+    } else if (j == 0 || col % C::kScaleWeights == 0) {  // two token scales; here the weight scale may change
+      const float weight = scales.weight[col / C::kScaleWeights];
+      scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
     }
-  } else {  // two token scales; the weight scale changes where a block of 128 weights ends
-    constexpr int kStep = gcd(C::kCols, gcd(C::kPartCols, kBlock)) / 8;  // groups of 8 that share a block
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      if (j % kStep == 0) {
-        const float weight = scales.of_weight(offset + part * C::kPartCols + 8 * j);
-        scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[i / 2] * partial[4 * j + i];
-    }
+    for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[C::kWeightsAreRows ? i % 2 : i / 2] * partial[4 * j + i];
   }
 }
 
 // This thread has read the stage: the CTAs that load it may fill it again. Every lane says so to its
 // own CTA, and one to each other: to those the lanes need no order, since TMA alone writes there.
 template <class C>
-__device__ void release(Shared<C>& shared, int stage, const Thread& thread) {
+__device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
+  // An arrival may overtake reads that were just issued, while others keep the shared memory busy.
+  if constexpr (C::kWeightsAreRows || C::kSums > 1) fence_cta();
   shared.empty[stage].arrive();
   if constexpr (C::kShare > 1) {
     const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + thread.lane;
@@ -175,14 +183,17 @@ __device__ void release(Shared<C>& shared, int stage, const Thread& thread) {
 template <class C>
 __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, Walk<C> walk) {
   constexpr int kAccumulators = C::kPartCols / 2;
-  const Thread thread;
+  const Thread<C> thread;
   float total[C::kParts][kAccumulators] = {};
   float partial[C::kDepth][kAccumulators];
   int finished_row = -1, finished_col = 0;  // a tile that is in `total`, to be stored
+  // How many stages, from this one on, will be filled again. Only those are released, so that no signal
+  // is on its way to a CTA that has left; so none waits for the others at the end.
+  int refills = walk.num_stages() - C::kStages - thread.team;
 
-  const auto store_part = [&](int part) {
-    if constexpr (C::kSplit == 1) {
-      store<C>(total[part], shared, d_map, args, finished_row + thread.group * 64,
+  const auto store_part = [&](int part, Staging staging) {
+    if constexpr (C::kSums == 1) {
+      store<C>(total[part], staging, d_map, args, finished_row + thread.group * 64,
                finished_col + part * C::kPartCols, thread);
     }
 #pragma unroll
@@ -214,51 +225,53 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
       }
       wgmma_commit();
       // The tile before this one leaves while the tensor cores compute the first products.
-      if (is_first && finished_row >= 0) store_part(part);
+      if (is_first && finished_row >= 0) store_part(part, output_staging(shared, thread));
       wgmma_wait<0>();
 #pragma unroll
       for (int d = 0; d < C::kDepth; ++d) pin_registers(partial[d]);
-      if (part == C::kParts - 1 && !C::kWeightsAreRows) release(shared, walk.stage, thread);
+      if (part == C::kParts - 1 && !C::kWeightsAreRows && refills > 0) release(shared, walk.stage, thread);
 #pragma unroll
       for (int d = 0; d < C::kDepth; ++d) {
-        promote<C>(total[part], partial[d], scales[d], shared.tokens[walk.stage].scales[d], part, walk.weight(),
-                   thread);
+        promote<C>(total[part], partial[d], scales[d], shared.tokens[walk.stage].scales[d], part, thread);
       }
-      if (part == C::kParts - 1 && C::kWeightsAreRows) release(shared, walk.stage, thread);
+      if (part == C::kParts - 1 && C::kWeightsAreRows && refills > 0) release(shared, walk.stage, thread);
     }
-    walk.next_stage();
+    walk.next_stage(C::kTeams), refills -= C::kTeams;
   };
 
+  walk.next_stage(thread.team);
   for (; !walk.done(); walk.next_tile()) {
     compute_stage(true);
 #pragma unroll C::kUnroll
-    for (int k = walk.k_begin + 1; k < walk.k_end; ++k) compute_stage(false);
+    for (int k = walk.k_begin + thread.team + C::kTeams; k < walk.k_end; k += C::kTeams) compute_stage(false);
     finished_row = walk.row, finished_col = walk.col;
   }
 
-  if constexpr (C::kSplit == 1) {
+  if constexpr (C::kSums == 1) {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part)
-      if (finished_row >= 0) store_part(part);
+      if (finished_row >= 0)
+        store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
-    const int split = cluster_rank() / C::kShare;
+    const int slice = cluster_rank() / C::kShare * C::kTeams + thread.team;
     float sum[C::kStoreCols / 2];
-    reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, thread);
-    if (split < C::kOwners) {
-      store<C>(sum, shared, d_map, args, finished_row + thread.group * 64, finished_col + split * C::kStoreCols,
-               thread);
+    reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, slice, thread);
+    if (slice < C::kOwners) {
+      store<C>(sum, output_staging(shared, thread), d_map, args, finished_row + thread.group * 64,
+               finished_col + slice * C::kStoreCols, thread);
     }
   }
   if (thread.index == 0) tma_store_wait_read();
 }
 
 // Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
-// Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; with kSplit > 1 each
-//           cluster computes one tile.
+// Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; if sums must meet
+//           (kSplit x kTeams > 1), each cluster computes one tile.
 // Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out.
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
-//           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
-//           inbox: what other CTAs of the cluster computed of this CTA's slice.
+//           empty[stage]: each math thread of the stage's team, and each such warp of the CTAs that
+//           share an operand;
+//           delivered[team]: the sums of other teams for this one's slice are in its inbox.
 // Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
@@ -268,44 +281,42 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
   static_assert(sizeof(Shared<C>) == C::kSharedBytes, "the host counts as the compiler does");
-  constexpr bool kClustered = C::kShare * C::kSplit > 1;
-  // What no other CTA sends to or gets from may be loaded before all CTAs of the cluster run.
-  constexpr bool kBeginsEarly = C::kShare == 1 || C::kShareRows != C::kWeightsAreRows;
-  // Registers follow the work: the loading thread needs few of them.
+  // Registers follow the work: the loading warps need few of them.
   constexpr bool kMoveRegisters = C::kMathGroups > 1 && C::kCtasPerSm == 1;
 
   const int group = warp_uniform(threadIdx.x / kWarpgroup);
-  const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp);
-  const bool loads = group == C::kMathGroups && warp == 0;
+  const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp), lane = threadIdx.x % kWarp;
+  const bool loads = group == C::kMathGroups && warp == 0, loads_scales = group == C::kMathGroups && warp == 1;
   const Walk<C> walk(args);
-  Loader<C> loader{shared, row_map, col_map, token_scale_map, elect_one()};
+  ScaleLoader<C> scale_loader{args, lane};
   if (loads) {
-    if (loader.elected) {
+    if (elect_one()) {
       for (int i = 0; i < C::kStages; ++i) {
         shared.full[i].init(1 + kWarp);
-        shared.empty[i].init(C::kMathGroups * (kWarpgroup + (C::kShare - 1) * 4));
+        shared.empty[i].init(C::kTeamGroups * (kWarpgroup + (C::kShare - 1) * 4));
       }
-      shared.inbox.init(1);
+      for (int i = 0; i < C::kTeams; ++i) shared.delivered[i].init(1 + (C::kTeams - 1) * C::kTeamGroups * kWarpgroup);
       fence_barrier_init();
     }
     __syncwarp();
-    if constexpr (kBeginsEarly) loader.begin(walk);
+  } else if (loads_scales) {
+    scale_loader.read(walk, walk.k_begin);  // before the operands, behind which they would queue
   }
-  if constexpr (kClustered) cluster_barrier();
-  else __syncthreads();
+  Loader<C> loader{shared, row_map, col_map, token_scale_map, elect_one()};
+  // Before all else, for this is what everyone waits for; but where others write into this CTA's shared
+  // memory from the start, they and it must have initialised their barriers.
+  if (loads && C::kShare == 1) loader.fill(walk, args.programmatic);
+  __syncthreads();
+  if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // `reduce` waits for it, if only that sends
+  if constexpr (C::kShare > 1) cluster_wait();
 
   if (group == C::kMathGroups) {
-    if constexpr (kMoveRegisters) give_registers<C::kMathGroups == 2 ? 24 : 32>();
-    if (loads) {
-      if constexpr (!kBeginsEarly) loader.begin(walk);
-      loader.run(walk);
-    } else if (warp == 1) {
-      load_weight_scales<C>(shared, args, walk);
-    }
-    if constexpr (C::kSplit > 1) cluster_barrier();  // that of `reduce`
+    if constexpr (kMoveRegisters) give_registers<C::kLoadRegisters>();
+    if (loads && C::kShare > 1) loader.fill(walk, args.programmatic);
+    if (loads) loader.run(walk);
+    if (loads_scales) scale_loader.run(shared, walk);
   } else {
-    if constexpr (kMoveRegisters) take_registers<C::kMathGroups == 2 ? 240 : 160>();
+    if constexpr (kMoveRegisters) take_registers<C::kMathRegisters>();
     multiply<C>(shared, d_map, args, walk);
   }
-  if constexpr (kClustered) cluster_barrier();  // no CTA leaves while another may signal it
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from .blocks import BLOCK, e4m3_to_float, num_blocks, round_up, tma_aligned
+from .blocks import BLOCK, TMA_BYTES, e4m3_to_float, num_blocks, round_up_to_tma, tma_aligned
 from .checks import check_dense_gemm, check_pairs, check_tensor
 from .gemm_launch import launch_gemm
 from .registry import register
@@ -10,7 +10,6 @@ from .registry import register
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
 
 _OP = "fp8_gemm_nt"
-_TMA_BYTES = 16  # of which the pitch of TMA's rows is a multiple
 
 
 def block_scaled_matmul(
@@ -119,11 +118,11 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
     Raises:
         ValueError: `element_size` does not divide 16.
     """
-    if element_size < 1 or _TMA_BYTES % element_size:
+    if element_size < 1 or TMA_BYTES % element_size:
         raise ValueError(
-            f"get_tma_aligned_size: element_size must divide {_TMA_BYTES}, got {element_size}"
+            f"get_tma_aligned_size: element_size must divide {TMA_BYTES}, got {element_size}"
         )
-    return round_up(x, _TMA_BYTES // element_size)
+    return round_up_to_tma(x, element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,17 @@
 """How a dense GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each configuration of a short list and takes the best. The
-list and the constants of the estimate come from timing many more configurations on an H200, for 14
-shapes of weights and M = 1 to 4096; `python -m benchmarks.gemm_configs` repeats that, and says how
-far the choice is from the best of all.
+list and the constants of the estimate come from timing 480 configurations on an H200, for 14
+shapes of weights and M = 1 to 4096; `python -m benchmarks.gemm_configs` says how far the choice is
+from the best of still more.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 
-from .blocks import BLOCK, ceil_div, round_up
+from .blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the system
@@ -28,6 +28,7 @@ class GemmConfig:
     share: neighbouring CTAs of a cluster that share one operand.
     share_rows: whether that is the row operand.
     split: CTAs of a cluster that divide K among them.
+    teams: of math warpgroups in each CTA, that divide K among them.
     ctas_per_sm: how many must fit on one SM.
     weights_are_rows: whether the rows are weights (and the columns tokens) or the reverse.
     """
@@ -42,6 +43,7 @@ class GemmConfig:
     split: int = 1
     ctas_per_sm: int = 1
     weights_are_rows: bool = False
+    teams: int = 1
 
     @property
     def cluster(self) -> int:
@@ -49,11 +51,21 @@ class GemmConfig:
 
     @property
     def math_groups(self) -> int:
-        return self.rows // 64
+        return self.rows // 64 * self.teams
+
+    @property
+    def sums(self) -> int:
+        """Partial sums that meet in each tile."""
+        return self.split * self.teams
 
     @property
     def threads(self) -> int:
         return (self.math_groups + 1) * 128
+
+    @property
+    def cta_tile(self) -> tuple[int, int]:
+        """(tokens, weights) of the tile of one CTA."""
+        return (self.cols, self.rows) if self.weights_are_rows else (self.rows, self.cols)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -64,11 +76,11 @@ class GemmConfig:
 
     @property
     def store_cols(self) -> int:
-        """Columns of one output slice: of a part, or of one of the CTAs that divided K."""
-        if self.split == 1:
+        """Columns of one output slice: of a part, or of one of the teams that divided K."""
+        if self.sums == 1:
             return self.cols // self.parts
         groups = self.cols // 8
-        owners = max(x for x in range(1, self.split + 1) if groups % x == 0)
+        owners = max(x for x in range(1, self.sums + 1) if groups % x == 0)
         return self.cols // owners
 
     @property
@@ -78,6 +90,30 @@ class GemmConfig:
     @property
     def col_box(self) -> int:
         return self.cols // (1 if self.share_rows else self.share)
+
+    def token_box(self, m: int) -> int:
+        """Tokens in one TMA load: the tile's, or a slice of those that CTAs share.
+
+        No more than there are: what is out of bounds takes TMA long. The rest of such a tile is
+        what shared memory happens to hold; nothing of it is stored.
+        """
+        box = self.col_box if self.weights_are_rows else self.row_box
+        return min(m, box) if box == self.cta_tile[0] else box
+
+    @property
+    def weight_box(self) -> int:
+        return self.row_box if self.weights_are_rows else self.col_box
+
+    def last_token(self, m: int) -> int:
+        """Where the last tile of tokens begins: early enough to be full, see `token_box`, at a
+        multiple of 16 bytes in each row of scales, as TMA wants it."""
+        return max(0, round_up_to_tma(m - self.cta_tile[0], 4))
+
+    def stage_bytes(self, m: int) -> int:
+        """What TMA writes in one stage: both operands, and the scales of the tokens."""
+        tokens, weights = self.cta_tile
+        loaded = min(m, tokens) if self.token_box(tokens) == tokens else tokens
+        return self.depth * ((loaded + weights) * BLOCK + tokens * 4)
 
     @property
     def store_box(self) -> tuple[int, int]:
@@ -94,21 +130,21 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<Config>)`, which the kernel asserts."""
-        weights, tokens = (
-            (self.rows, self.cols) if self.weights_are_rows else (self.cols, self.rows)
-        )
-        weight_blocks = ceil_div(BLOCK - gcd(weights, BLOCK) + weights, BLOCK)
+        tokens, weights = self.cta_tile
+        weight_scales = weights // gcd(weights, BLOCK)
         operands = self.stages * self.depth * (self.rows + self.cols) * BLOCK
         output = self.math_groups * 64 * self.store_cols * 2
+        inbox = self.math_groups * 64 * self.store_cols * 4 * (self.sums - 1)
         scales = self.stages * round_up(self.depth * tokens * 4, 128)
-        scales += self.stages * round_up(self.depth * weight_blocks * 4, 16)
-        barriers = (2 * self.stages + 1) * 8
-        return round_up(round_up(operands, 1024) + round_up(output, 128) + scales + barriers, 1024)
+        scales += self.stages * round_up(self.depth * weight_scales * 4, 16)
+        barriers = (2 * self.stages + self.teams) * 8
+        used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + barriers
+        return round_up(used, 1024)
 
     def kernel_name(self, bias: str) -> str:
-        numbers = (self.rows, self.cols, self.parts, self.depth, self.stages, self.share)
         arguments = (
-            *(*numbers, self.share_rows, self.split, self.ctas_per_sm, self.weights_are_rows),
+            *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
+            *(self.share_rows, self.split, self.teams, self.ctas_per_sm, self.weights_are_rows),
             *(f"Bias::{bias}", self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
@@ -119,13 +155,14 @@ class GemmConfig:
 def with_most_stages(config: GemmConfig) -> GemmConfig:
     """`config` with as many stages as shared memory holds, 16 at most; 0 if it holds none."""
     budget = min(MAX_SHARED_BYTES, _SHARED_BYTES_PER_SM // config.ctas_per_sm - 1024)
-    fitting = (replace(config, stages=stages) for stages in range(16, 0, -1))
+    counts = (stages for stages in range(16, 0, -1) if stages % config.teams == 0)
+    fitting = (replace(config, stages=stages) for stages in counts)
     return next((c for c in fitting if c.shared_bytes <= budget), replace(config, stages=0))
 
 
 def is_possible(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, and every CTA that divides K gets some of it."""
-    registers = {1: 248, 2: 232, 3: 160}[config.math_groups]
+    registers = {1: 248, 2: 232, 3: 160, 4: 112}.get(config.math_groups, 0)
     if config.ctas_per_sm > 1:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
     token_scales = config.depth * config.cols // 16 if config.weights_are_rows else 0
@@ -133,48 +170,46 @@ def is_possible(config: GemmConfig, k: int) -> bool:
         return False
     if config.cluster > 8:  # what every GPU of compute capability 9 can run
         return False
-    # Partial sums meet in the shared memory of the stages; see `reduce` in gemm.cu.
-    inbox = config.split * config.math_groups * 64 * config.store_cols * 4
-    stages = config.stages * config.depth * (config.rows + config.cols) * BLOCK
-    return config.split == 1 or (
-        inbox <= stages and config.split * config.depth <= ceil_div(k, BLOCK)
-    )
+    return config.sums == 1 or config.sums * config.depth <= ceil_div(k, BLOCK)
 
 
 def _candidates(m: int, n: int, k: int) -> Iterator[GemmConfig]:
     """What has been the best for some shape, or near it. `stages` is left open."""
-    splits = (1, 2, 3, 4)
+    splits = (1, 2) if m <= 512 else (1,)
     if m <= 32:  # tokens are few: they are the columns, which come in eights
-        cols = round_up(m, 8)
-        for split in splits:
-            yield GemmConfig(
-                64, cols, 0, depth=2, split=split, ctas_per_sm=2, weights_are_rows=True
-            )
-        for ctas in (4, 3) if k <= 512 else (3,):  # of equal estimates the first wins
-            yield GemmConfig(128, cols, 0, ctas_per_sm=ctas, weights_are_rows=True)
+        few = partial(GemmConfig, cols=round_up(m, 8), stages=0, weights_are_rows=True)
+        for split in (1, 2, 3, 4):
+            yield few(64, depth=2, split=split, ctas_per_sm=2)
+            yield few(128, depth=2, split=split)
+        for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
+            yield few(64, depth=depth, ctas_per_sm=ctas)
+        yield few(128, ctas_per_sm=3)
     elif m <= 64:
-        for cols, ctas in ((32, 2), (64, 2), (64, 1), (96, 1)):
+        for cols in (32, 48, 64, 96):
             for split in splits:
-                yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=ctas)
-    if m <= 64:
-        if n >= 12288:
-            yield GemmConfig(64, 96, 0, share=4, share_rows=True, ctas_per_sm=2)
-        return
-    if m <= 96:
-        for split in (1, 2):
-            yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
-    for cols in (32, 64) if m > 96 else (32,):
+                yield GemmConfig(64, cols, 0, depth=2, split=split)
+                yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=2)
+                yield GemmConfig(64, cols, 0, depth=2, split=split, teams=2)
+        for cols in (48, 64, 96):
+            yield GemmConfig(64, cols, 0, ctas_per_sm=2)
+    elif m <= 128:
         for split in splits:
-            yield GemmConfig(128, cols, 0, depth=2, split=split)
-    for cols in (96, 128, 160, 192, 256) if m > 128 else (96, 128, 160, 192):
-        parts = 2 if cols > 192 else 1
-        for split in (1, 2) if m <= 512 else (1,):
-            yield GemmConfig(128, cols, 0, parts=parts, split=split)
-        if cols >= 192 and m >= 1024:
-            yield GemmConfig(128, cols, 0, parts=parts, share=2)
-    if m > 256:
+            yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
+        for cols in (32, 64, 96, 112):
+            yield GemmConfig(64, cols, 0, depth=2)
+            yield GemmConfig(64, cols, 0, depth=2, teams=2)
+            yield GemmConfig(64, cols, 0, ctas_per_sm=2)
+    if m > 64:
+        for split in splits:
+            for cols in (32, 64):
+                yield GemmConfig(128, cols, 0, depth=2, split=split)
+            for cols in (80, 96, 112, 128, 144, 160, 192):
+                yield GemmConfig(128, cols, 0, split=split)
+    if m > 128:
+        for split in splits:
+            for cols in (224, 256):
+                yield GemmConfig(128, cols, 0, parts=2, split=split)
         yield GemmConfig(192, 128, 0)
-        yield GemmConfig(192, 128, 0, share=2)
 
 
 def _usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
@@ -196,24 +231,25 @@ def estimate_us(
     num_tiles = ceil_div(m, tokens) * ceil_div(n, weights)
     num_ctas = num_tiles * config.cluster
     at_once = _usable_ctas(config, num_sms, all_sms)
-    if at_once < (num_ctas if config.split > 1 else config.cluster):
+    if at_once < (num_ctas if config.sums > 1 else config.cluster):
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
     # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share, or
     # one warpgroup's products and what it does between them.
     area, on_sm = config.rows * config.cols, min(config.ctas_per_sm, ceil_div(num_ctas, num_sms))
-    products = on_sm * area * config.depth / 32 * 1.09
-    latency = 2 * config.cols * config.depth + 125 + 163 * config.parts
-    tile_cycles = num_stages * max(products, latency) + 313 + 2.8 * config.cols
-    tile_cycles += 124 * config.math_groups
-    compute = waves * tile_cycles / 1600
-    from_l2 = num_ctas * num_stages * config.depth * BLOCK * (config.row_box + config.col_box)
-    memory = max((n * k + m * k + 2 * m * n) / 3.95e6, from_l2 / 16.6e6)
-    result = 2.7 + max(compute, memory) + 0.17 * min(compute, memory)
-    if config.split > 1:
-        result += 0.07 + 0.11 * config.split + 2.15e-4 * area * (1 - 1 / config.split)
-    return result + (0.5 if config.share > 1 else 0.0)
+    products = 1.03 * on_sm * area * config.depth / 32
+    latency = (2 * config.cols * config.depth + 83 + 210 * config.parts) / config.teams
+    tile_cycles = num_stages * max(products, latency) + 1530 + 1.56 * config.cols
+    compute = waves * (tile_cycles + 81 * config.math_groups) / 1600
+    # Bytes from memory to the GPU, and from the L2 cache to one SM, with their rates.
+    into_sm = waves * num_stages * config.depth * BLOCK * (config.rows + config.cols) * on_sm
+    memory = max((n * k + m * k + 2 * m * n) / 4.0e6, into_sm / 1.2e5)
+    result = 2.62 + max(compute, memory) + 0.17 * min(compute, memory)
+    if config.sums > 1:
+        result += 0.18 + 0.13 * (config.split - 1) + 0.11 * (config.teams - 1)
+        result += 3.3e-4 * area * (1 - 1 / config.sums)
+    return result
 
 
 @lru_cache(16384)

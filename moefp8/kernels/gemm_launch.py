@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm_config
-from .blocks import E4M3, ceil_div, num_blocks, round_up, tma_aligned
+from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, round_up_to_tma, tma_aligned
 from .checks import check_dense_gemm
 from .gemm_config import GemmConfig
 from .jit import Function, Kernel, Launch, load, tensor_map
@@ -25,7 +25,6 @@ _BIASES = {
     torch.bfloat16: "kBFloat16",
     torch.float16: "kHalf",
 }
-_TMA_BYTES = 16  # of which addresses and row pitches are multiples
 _MAX_SIZE = 2**31 - 2**10  # coordinates are int, also those of the last tile's end
 
 _Operands = tuple[
@@ -43,7 +42,9 @@ class _Arguments(ctypes.Structure):
         *(("weight_scale_stride", c_int64), ("weight_scale_stride_k", c_int64)),
         ("bias", c_void_p),
         *(("num_weights", c_int), ("num_k_blocks", c_int)),
-        *(("num_row_tiles", c_int), ("num_col_tiles", c_int), ("band", c_int)),
+        *(("last_token", c_int), ("stage_bytes", c_int)),
+        *(("num_row_tiles", c_int), ("num_col_tiles", c_int)),
+        *(("band", c_int), ("inverse", c_int64), ("programmatic", c_int)),
     )
 
 
@@ -61,7 +62,7 @@ class _Plan(NamedTuple):
     b_box: _Box
     d_box: _Box
     b_scale_strides: tuple[int, ...]
-    sizes: tuple[int, int, int, int, int]  # from num_weights on in _Arguments
+    sizes: tuple[int, ...]  # from num_weights on in _Arguments
 
 
 # Dictionaries whose entries never change: threads may share them.
@@ -211,7 +212,7 @@ def _fitting(
     if bias is not None:
         bias = bias.contiguous()
     # A store moves whole units of 16 bytes, also at the end of a row.
-    ends_even = d.shape[1] * d.element_size() % _TMA_BYTES == 0
+    ends_even = d.shape[1] * d.element_size() % TMA_BYTES == 0
     if not (_fits(d) and (ends_even or d_is_padded)):
         d = _empty_fitting(d)
     return a, a_scale_inv, b, b_scale_inv, d, bias
@@ -223,27 +224,23 @@ def _fits(x: torch.Tensor) -> bool:
     if columns > 1 and x.stride(1) != 1:
         return False
     pitch = _pitch(x)
-    aligned = not (pitch * x.element_size() % _TMA_BYTES or x.data_ptr() % _TMA_BYTES)
+    aligned = not (pitch * x.element_size() % TMA_BYTES or x.data_ptr() % TMA_BYTES)
     return aligned and pitch >= columns
 
 
 def _pitch(x: torch.Tensor) -> int:
     """From one row of x to the next, in elements; what a single row says of its stride is void."""
-    return x.stride(0) if x.shape[0] > 1 else _round_up_to_tma(x.shape[1], x.element_size())
-
-
-def _round_up_to_tma(columns: int, element_size: int) -> int:
-    return round_up(columns, _TMA_BYTES // element_size)
+    return x.stride(0) if x.shape[0] > 1 else round_up_to_tma(x.shape[1], x.element_size())
 
 
 def _empty_fitting(x: torch.Tensor) -> torch.Tensor:
     rows, columns = x.shape
-    return x.new_empty(rows, _round_up_to_tma(columns, x.element_size()))[:, :columns]
+    return x.new_empty(rows, round_up_to_tma(columns, x.element_size()))[:, :columns]
 
 
 def _aligned(addresses: tuple[int, ...]) -> bool:
     a, a_scale_inv, b, _, d, *_ = addresses
-    return (a | a_scale_inv | b | d) % _TMA_BYTES == 0
+    return (a | a_scale_inv | b | d) % TMA_BYTES == 0
 
 
 def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
@@ -260,11 +257,8 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
     # A GPU fills idle SMs first: where SMs are to be left idle, each CTA counts as one.
     num_ctas = num_sms if num_sms < all_sms else num_sms * config.ctas_per_sm
+    band = min(_band(config), num_row_tiles)
     clusters = _num_clusters(config, num_row_tiles * num_col_tiles, num_ctas)
-    token_side, weight_side = config.row_box, config.col_box
-    if config.weights_are_rows:
-        token_side, weight_side = weight_side, token_side
-    tokens = config.cols if config.weights_are_rows else config.rows
     store_columns = config.store_box[0]
     return _Plan(
         layouts,
@@ -273,13 +267,16 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
         config.shared_bytes,
         config.cluster,
         config.weights_are_rows,
-        _box(a, E4M3, (128, token_side), 128),
-        _box(a_scale_inv.T, torch.float32, (tokens, config.depth), 0),
-        _box(b, E4M3, (128, weight_side), 128),
+        _box(a, E4M3, (128, config.token_box(m)), 128),
+        _box(a_scale_inv.T, torch.float32, (config.cta_tile[0], config.depth), 0),
+        _box(b, E4M3, (128, config.weight_box), 128),
         # 16 bytes of a row are one unit of the swizzle.
         _box(d, torch.bfloat16, config.store_box, store_columns * 2 if store_columns > 8 else 0),
         b_scale_inv.stride(),
-        (n, num_blocks(k), num_row_tiles, num_col_tiles, _band(config)),
+        (
+            *(n, num_blocks(k), config.last_token(m), config.stage_bytes(m)),
+            *(num_row_tiles, num_col_tiles, band, ceil_div(1 << 33, band)),
+        ),
     )
 
 
@@ -289,8 +286,8 @@ def kernel_of(config: GemmConfig, bias: torch.Tensor | None) -> Kernel:
 
 
 def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
-    """One for each tile if a cluster divides K; else as many as run at a time, and these walk."""
-    if config.split > 1:
+    """One for each tile if its teams divide K; else as many as run at a time, and these walk."""
+    if config.sums > 1:
         return num_tiles
     return min(num_tiles, max(1, num_ctas // config.cluster))
 
@@ -315,7 +312,8 @@ def _prepare(plan: _Plan, addresses: tuple[int, ...], stream: int, programmatic:
         maps.reverse()
     maps += [tensor_map(a_scale_inv, *plan.a_scale_box), tensor_map(d, *plan.d_box)]
     arguments = _Arguments(
-        b_scale_inv, *plan.b_scale_strides, bias[0] if bias else None, *plan.sizes
+        *(b_scale_inv, *plan.b_scale_strides, bias[0] if bias else None),
+        *(*plan.sizes, programmatic),
     )
     return Launch(
         plan.function,

@@ -15,14 +15,40 @@ __device__ float load_bias(const void* bias, int i, int size) {
   return value;
 }
 
+// Where boxes of output pass through shared memory: in slices of kSlice bytes, `pitch` bytes apart.
+constexpr int kSlice = 64 * kBlock;  // what a warpgroup's rows take of a k-block
+struct Staging {
+  uint8_t* first;
+  int pitch;
+
+  template <class C>
+  __device__ uint8_t* box(int i) const {
+    constexpr int kInSlice = C::kBoxes == 1 ? 1 : kSlice / C::kBoxBytes;
+    return first + i / kInSlice * pitch + i % kInSlice * C::kBoxBytes;
+  }
+};
+
+// The memory for it; what was there may still be leaving.
+template <class C>
+__device__ Staging output_staging(Shared<C>& shared, const Thread<C>& thread) {
+  if (thread.index == 0) tma_store_wait_read();
+  return {shared.output[thread.warpgroup][0], kSlice};
+}
+// Once nothing is loaded any more, the parts of the last tile need not wait for each other: the first k-blocks
+// of the stages are free, and each warpgroup takes there the rows that it alone has read.
+template <class C>
+__device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& thread) {
+  constexpr int kSlices = ceil_div(C::kBoxes * C::kBoxBytes, kSlice);
+  static_assert((C::kParts - 1) * kSlices <= C::kStages && (C::kParts == 1 || !C::kWeightsAreRows));
+  return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
+}
+
 // Writes 64 rows x kStoreCols of the output, whose first element is (row, col), through shared memory.
 template <class C>
-__device__ void store(float (&total)[C::kStoreCols / 2], Shared<C>& shared, const TensorMap& d_map,
-                      const Arguments& args, int row, int col, const Thread& thread) {
+__device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
+                      const Arguments& args, int row, int col, const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
-  uint8_t* output = shared.output[thread.group][0];
-  if (thread.index == 0) tma_store_wait_read();  // what was in `output` has left
-  named_barrier<kWarpgroup>(1 + thread.group);
+  named_barrier<kWarpgroup>(1 + thread.warpgroup);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
   // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
   constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;
@@ -40,7 +66,7 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Shared<C>& shared, cons
     const int y = C::kWeightsAreRows ? group * 8 + thread.lane % 8 : thread.warp * 16 + half * 8 + thread.lane % 8;
     const int x = C::kWeightsAreRows ? thread.warp * 16 + half * 8 : group * 8;
     const int unit = x % C::kBoxCols / 8 ^ y * kPitch / 128 % kUnits;  // the swizzle
-    const uint32_t address = shared_address(output) + x / C::kBoxCols * C::kBoxBytes + y * kPitch + unit * 16;
+    const uint32_t address = shared_address(staging.box<C>(x / C::kBoxCols)) + y * kPitch + unit * 16;
     const auto packed = [&](int i) { return pack_bf16(total[4 * j + 2 * i], total[4 * j + 2 * i + 1]); };
     if (j + 1 < kGroups) {
       store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1), packed(2), packed(3));
@@ -49,50 +75,57 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Shared<C>& shared, cons
     }
   }
   fence_for_async();
-  named_barrier<kWarpgroup>(1 + thread.group);
+  named_barrier<kWarpgroup>(1 + thread.warpgroup);
   if (thread.index == 0) {
 #pragma unroll
     for (int i = 0; i < C::kBoxes; ++i) {
       const int x = C::kWeightsAreRows ? row : col + i * C::kBoxCols, y = C::kWeightsAreRows ? col : row;
-      tma_store(d_map, output + i * C::kBoxBytes, x, y);
+      tma_store(d_map, staging.box<C>(i), x, y);
     }
     tma_store_commit();
   }
 }
 
-// Sums over the CTAs that divided K. Each owns a slice of the columns, and gets it from all others.
+// Sums over the teams that divided K, of all CTAs of the cluster. Each owns a slice of the columns, and
+// gets it from all others; `slice` is the place of this one.
 template <class C>
 __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::kCols / 2], Shared<C>& shared,
-                       const Thread& thread) {
-  constexpr int kVectors = C::kStoreCols / 8, kMathThreads = C::kMathGroups * kWarpgroup;
-  constexpr int kBytes = kVectors * kMathThreads * 16;  // from one CTA to another
-  static_assert(C::kSplit * kBytes <= sizeof(shared.rows) + sizeof(shared.cols), "the inbox fits into the stages");
-  const int rank = cluster_rank(), split = rank / C::kShare, share = rank % C::kShare;
-  float4* inbox = reinterpret_cast<float4*>(&shared.rows[0][0][0]);  // [kSplit][kVectors][kMathThreads]
-  shared.inbox.arrive_and_expect(threadIdx.x == 0, split < C::kOwners ? (C::kSplit - 1) * kBytes : 0);
-  cluster_barrier();  // all stages are free
+                       int slice, const Thread<C>& thread) {
+  constexpr int kVectors = C::kStoreCols / 8;
+  constexpr int kBytes = (C::kSplit - 1) * C::kTeams * kVectors * C::kTeamGroups * kWarpgroup * 16;
+  const int share = cluster_rank() % C::kShare, column = thread.group * kWarpgroup + thread.index;
+  if constexpr (C::kSplit > 1 && C::kShare == 1) cluster_wait();  // the barriers of the others are ready
+  shared.delivered[thread.team].arrive_and_expect(column == 0, slice < C::kOwners ? kBytes : 0);
 #pragma unroll
   for (int owner = 0; owner < C::kOwners; ++owner) {
-    if (owner == split) continue;
+    if (owner == slice) continue;
+    const int team = owner % C::kTeams, first = (slice - (slice > owner)) * kVectors;
+    const bool is_here = C::kSplit == 1 || owner / C::kTeams == slice / C::kTeams;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      store_in_cluster(inbox + (split * kVectors + i) * kMathThreads + threadIdx.x, shared.inbox,
-                       owner * C::kShare + share, total + (owner * kVectors + i) * 4);
+      const float* v = total + (owner * kVectors + i) * 4;
+      float4* destination = &shared.inbox[team][first + i][column];
+      if (is_here) {
+        *destination = make_float4(v[0], v[1], v[2], v[3]);
+      } else {
+        store_in_cluster(destination, shared.delivered[team], owner / C::kTeams * C::kShare + share, v);
+      }
     }
+    if (is_here) shared.delivered[team].arrive();
   }
-  shared.inbox.wait(0);
 #pragma unroll
   for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
-    if (owner != split) continue;
+    if (owner != slice) continue;
 #pragma unroll
     for (int i = 0; i < 4 * kVectors; ++i) sum[i] = total[owner * kVectors * 4 + i];
   }
-  if (split >= C::kOwners) return;
+  if (slice >= C::kOwners) return;
+  shared.delivered[thread.team].wait(0);
 #pragma unroll
-  for (int other = 1; other < C::kSplit; ++other) {
+  for (int other = 0; other < C::kSums - 1; ++other) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const float4 v = inbox[((split + other) % C::kSplit * kVectors + i) * kMathThreads + threadIdx.x];
+      const float4 v = shared.inbox[thread.team][other * kVectors + i][column];
       sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
     }
   }

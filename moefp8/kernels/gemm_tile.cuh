@@ -15,9 +15,9 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
+          int kTeams_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
 struct Config {
-  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup
+  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup of a team
   static constexpr int kCols = kCols_;          // of the CTA's tile
   static constexpr int kParts = kParts_;        // WGMMAs beside each other that cover kCols
   static constexpr int kDepth = kDepth_;        // k-blocks of a stage
@@ -25,22 +25,31 @@ struct Config {
   static constexpr int kShare = kShare_;        // neighbouring CTAs that share one operand by multicast
   static constexpr bool kShareRows = kShareRows_;  // which one
   static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
+  static constexpr int kTeams = kTeams_;           // of math warpgroups in a CTA that take turns along K
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kWeightsAreRows = kWeightsAreRows_;
   static constexpr Bias kBias = kBias_;
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
-  static constexpr int kMathGroups = kRows / 64;
+  static constexpr int kTeamGroups = kRows / 64;
+  static constexpr int kMathGroups = kTeams * kTeamGroups;
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
+  // Of a thread. At launch all threads have the same number, a multiple of 8 that fits; these use it up.
+  static constexpr int kMathRegisters = kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112;
+  static constexpr int kLoadRegisters = kMathGroups == 2 ? 24 : 32;
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
-  // A tile starts at a multiple of kWeights, so at most so many scale blocks of the weights meet it.
-  static constexpr int kWeightBlocks = ceil_div(kBlock - gcd(kWeights, kBlock) + kWeights, kBlock);
+  // A tile starts at a multiple of kWeights, so so many of its weights always share a scale.
+  static constexpr int kScaleWeights = gcd(kWeights, kBlock);
+  static constexpr int kWeightScales = kWeights / kScaleWeights;
+  static constexpr int kWeightBlocks = ceil_div(kBlock - kScaleWeights + kWeights, kBlock);  // at most
 
-  // CTAs that divided K each write out a slice of the columns, as many as get equal slices.
-  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
-  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
+  // The sums of all teams of the CTAs that divided K meet. Each team writes out a slice of the columns,
+  // as many teams as get equal slices.
+  static constexpr int kSums = kSplit * kTeams;
+  static constexpr int kOwners = largest_divisor(kCols / 8, kSums);
+  static constexpr int kStoreCols = kSums == 1 ? kPartCols : kCols / kOwners;
   // The output leaves in boxes that are one swizzle span wide.
   static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
   static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
@@ -48,14 +57,23 @@ struct Config {
   static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
 
   static constexpr int kUnroll = 4;  // stages: lets the compiler prepare descriptors ahead
-  static constexpr int kStageBytes = kDepth * ((kRows + kCols) * kBlock + kTokens * 4);  // that TMA writes
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
+  // A team that waits for a stage must have seen every phase of its barrier: parity tells two apart.
+  static_assert(kStages % kTeams == 0, "each stage belongs to one team");
   static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
 };
 
+// Where the other teams that divided K put their sums of this team's slice.
+template <class C, bool kNeeded = (C::kSums > 1)>
+struct Inbox {
+  float4 inbox[C::kTeams][(C::kSums - 1) * C::kStoreCols / 8][C::kTeamGroups * kWarpgroup];
+};
 template <class C>
-struct Shared {
+struct Inbox<C, false> {};
+
+template <class C>
+struct Shared : Inbox<C> {
   alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
   alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
   alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
@@ -63,11 +81,11 @@ struct Shared {
     float scales[C::kDepth][C::kTokens];
   } tokens[C::kStages];
   struct alignas(16) {
-    float scales[C::kDepth][C::kWeightBlocks];
+    float scales[C::kDepth][C::kWeightScales];
   } weights[C::kStages];
   alignas(8) Barrier full[C::kStages];
   Barrier empty[C::kStages];
-  Barrier inbox;
+  Barrier delivered[C::kTeams];
 };
 
 struct Arguments {
@@ -75,8 +93,12 @@ struct Arguments {
   int64_t weight_scale_stride, weight_scale_stride_k;
   const void* bias;  // [N]
   int num_weights, num_k_blocks;
+  int last_token;                    // where the last tile of tokens begins
+  int stage_bytes;                   // that TMA writes
   int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
   int band;                          // row tiles that are walked together, for the L2 cache
+  int64_t inverse;                   // 2^33 / band, rounded up: a division takes long
+  int programmatic;                  // whether the previous kernel may still write the tokens
 };
 
 // Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
@@ -105,22 +127,34 @@ struct Walk {
     } else if (args->num_col_tiles == 1) {
       row = tile, col = 0;
     } else {
-      const uint32_t band_tiles = args->band * args->num_col_tiles, band = uint32_t(tile) / band_tiles;
-      const uint32_t in_band = tile - band * band_tiles, first = band * args->band;
-      const uint32_t height = min(args->band, args->num_row_tiles - int(first));
-      col = in_band / height, row = first + in_band - col * height;
+      uint32_t first = 0, height = args->band, in_band = tile;
+      if (args->band < args->num_row_tiles) {
+        const uint32_t band_tiles = args->band * args->num_col_tiles, band = uint32_t(tile) / band_tiles;
+        in_band -= band * band_tiles, first = band * args->band;
+        height = min(args->band, args->num_row_tiles - int(first));
+      }
+      col = height == args->band ? in_band * args->inverse >> 33 : in_band / height;
+      row = first + in_band - col * height;
     }
     if (C::kShareRows) col = col * C::kShare + share;
     else row = row * C::kShare + share;
     row *= C::kRows, col *= C::kCols, k = k_begin;
+    int& token = C::kWeightsAreRows ? col : row;
+    token = min(token, args->last_token);  // some tokens are computed twice, and stored twice, as the same
+  }
+  // Of all tiles of this CTA.
+  __device__ int num_stages() const {
+    const int num_tiles = ceil_div(args->num_row_tiles * args->num_col_tiles - tile, num_clusters);
+    return num_tiles * (k_end - k_begin);
   }
   __device__ bool done() const { return tile >= args->num_row_tiles * args->num_col_tiles; }
   __device__ void next_tile() {
     tile += num_clusters;
     if (!done()) start_tile();
   }
-  __device__ void next_stage() {
-    if (++stage == C::kStages) stage = 0, parity ^= 1;
+  __device__ void next_stage(int step = 1) {
+    stage += step;
+    if (stage >= C::kStages) stage -= C::kStages, parity ^= 1;
   }
   __device__ void next() {
     next_stage();
@@ -130,11 +164,14 @@ struct Walk {
   __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
 };
 
-// Where this thread stands in the fragments of a 64-row WGMMA.
+// Where this math thread stands: its team, its warpgroup there, and the fragments of a 64-row WGMMA.
+template <class C>
 struct Thread {
-  int group, index, warp, lane;
+  int warpgroup, team, group, index, warp, lane;
   __device__ Thread()
-      : group(warp_uniform(threadIdx.x / kWarpgroup)),
+      : warpgroup(warp_uniform(threadIdx.x / kWarpgroup)),
+        team(warpgroup / C::kTeamGroups),
+        group(warpgroup % C::kTeamGroups),
         index(threadIdx.x % kWarpgroup),
         warp(index / kWarp),
         lane(index % kWarp),

@@ -15,7 +15,6 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 
 __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
-__host__ __device__ constexpr int round_up(int x, int multiple) { return ceil_div(x, multiple) * multiple; }
 
 // A generic pointer into shared memory as the 32-bit address that PTX takes.
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -40,12 +39,6 @@ __device__ inline void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Counts as one of them without waiting.
-template <int kThreads>
-__device__ inline void named_barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-
 // Moves registers between warpgroups; the whole warpgroup calls it.
 template <int kRegisters>
 __device__ inline void take_registers() {
@@ -64,11 +57,13 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// Meets all threads of all CTAs of the cluster. Orders no memory accesses: that would be a fence of
-// the whole GPU, about a microsecond.
-__device__ inline void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+// The two halves of a barrier for all threads of all CTAs of the cluster. It orders no memory accesses:
+// that would be a fence of the whole GPU, about a microsecond.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Orders this thread's reads and writes before its later ones, for the threads of its CTA.
+__device__ inline void fence_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // The same shared-memory address in the CTA `rank` of the cluster.
 __device__ inline uint32_t address_in_cluster(uint32_t address, uint32_t rank) {

@@ -51,5 +51,5 @@ __device__ inline void store_in_cluster(void* destination, Barrier& barrier, uin
 
 // Makes initialised barriers visible to TMA and to the other CTAs; a barrier of threads follows.
 __device__ inline void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -8,10 +8,6 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-__device__ inline void prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // The whole warp calls these loads, and the `elected` lane of it issues them. A branch around them would
 // do the same, but the compiler keeps addresses in uniform registers only where no lane may be missing.
 
