@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("gemm_cases", "gpu_cases")
+
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
 settings.register_profile("thorough", max_examples=1000, **quiet)
@@ -15,3 +17,9 @@ settings.load_profile(os.environ.get("MOEFP8_HYPOTHESIS_PROFILE", "default"))
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Compiled kernels go to a folder of this test."""
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(tmp_path / "cache"))

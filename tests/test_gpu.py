@@ -1,11 +1,10 @@
 """What needs a GPU: every op there equals the CPU body, and routing never waits for the device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 
 import pytest
 import torch
+from gpu_cases import NEEDS_GPU, no_synchronisation
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, load_checkpoint, save_checkpoint
 from moefp8.kernels import (
@@ -18,8 +17,7 @@ from moefp8.routing import build_plan, combine, dispatch, sigmoid_group_topk, so
 from moefp8.testing import assert_matches_reference
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    *NEEDS_GPU,
     pytest.mark.filterwarnings("ignore:.*portable PyTorch body"),
 ]
 
@@ -28,16 +26,6 @@ NAN = float("nan")
 
 def to_gpu(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.cuda() for x in tensors]
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Any wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

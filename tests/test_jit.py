@@ -35,9 +35,8 @@ __global__ void refill() {}
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tmp_path, monkeypatch):
+def _fresh(own_cache, monkeypatch):
     """An empty cache, in memory and on disk; nothing loaded."""
-    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("MOEFP8_COMPILER", raising=False)
     _forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))

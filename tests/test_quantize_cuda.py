@@ -3,34 +3,26 @@
 On a GPU every result equals the CPU body's bit for bit; a NaN equals a NaN.
 """
 
-import ctypes
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_cases import NUM_SMS, assert_arguments_fit, no_synchronisation, on_gpu
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moefp8.kernels import quantize as room
-from moefp8.kernels.jit import Kernel, compile_kernel, compile_kernels
+from moefp8.kernels.jit import Kernel, compile_kernels
 from moefp8.kernels.quantize import Cut, launch_quantize_1x128, launch_quantize_128x128
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAN, INF = float("nan"), float("inf")
-NUM_SMS = 132
 
 # ---- Without a GPU: compiling ----
 
 
-@pytest.fixture
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_variant_compiles_and_spills_nothing(dtype):
     kernels = room.kernels_of(dtype)
@@ -41,21 +33,10 @@ def test_every_variant_compiles_and_spills_nothing(dtype):
             assert registers <= 64, kernel.name  # 1024 threads of an SM keep their bytes in flight
 
 
-@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.usefixtures("own_cache")
 def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    names = [name for name, *_ in room._Arguments._fields_]
-    in_order = ", ".join(f".{name} = {{}}" for name in names)  # C++ refuses any other order
-    checks = [
-        f"constexpr Arguments kInOrder = {{{in_order}}};",
-        f"static_assert(sizeof(Arguments) == {ctypes.sizeof(room._Arguments)});",
-        *(
-            f"static_assert(sizeof(Arguments::{name}) == {getattr(room._Arguments, name).size});"
-            for name in names
-        ),
-    ]
-    source = tmp_path / "checked.cu"
-    source.write_text("\n".join([room._SOURCE.read_text(), *checks]))
-    compile_kernel(Kernel(source, "quantize_128x128_kernel<Input::kFloat, true>"))
+    kernel = Kernel(room._SOURCE, "quantize_128x128_kernel<Input::kFloat, true>")
+    assert_arguments_fit(room._Arguments, kernel, tmp_path)
 
 
 # ---- Without a GPU: the launcher ----
@@ -281,11 +262,6 @@ def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
 # ---- On a GPU ----
 
 
-def on_gpu(test):
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-    return pytest.mark.gpu(missing(test))
-
-
 BODIES = {
     "1x128": (launch_quantize_1x128, room._quantize_1x128),
     "128x128": (launch_quantize_128x128, room._quantize_128x128),
@@ -330,15 +306,6 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
         x[2 * i % 20 + 72, 7 * i : 7 * i + 300 : 50 + i] = value
         x[100 + i, 130] = value
     return x
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def poison(*tensors: torch.Tensor) -> None:

@@ -1,0 +1,90 @@
+"""The dense GEMM's configurations and their cubins: compiled and read, but not run."""
+
+import re
+import subprocess
+
+import cuda.pathfinder
+import pytest
+import sanitizer_cases
+from gemm_cases import KINDS, MS, SHAPES
+from gpu_cases import NUM_SMS, assert_arguments_fit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8 import kernels
+from moefp8.kernels import gemm_config, jit
+from moefp8.kernels import gemm_launch as room
+from moefp8.testing import sizes
+
+
+def configs(num_sms: int = NUM_SMS) -> list[gemm_config.GemmConfig]:
+    """All that are chosen over a broad grid of shapes."""
+    found = {gemm_config.choose_config(m, n, k, num_sms): None for m in MS for n, k in SHAPES}
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
+    """Compiled anew, so that their logs are those of today's compiler."""
+    chosen = {c: None for num_sms in (132, 78, 8, 1) for c in configs(num_sms)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        compiled = jit.compile_kernels(
+            jit.Kernel(room._SOURCE, c.kernel_name("kNone")) for c in chosen
+        )
+    return dict(zip(chosen, compiled, strict=True))
+
+
+def test_every_configuration_compiles_and_spills_nothing(cubins):
+    problems = {config: cubin.problems() for config, cubin in cubins.items()}
+    assert {config: found for config, found in problems.items() if found} == {}
+
+
+@given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
+def test_every_configuration_fits_an_sm(m, n, k, num_sms):
+    config = gemm_config.choose_config(m, n, k, num_sms)
+    assert config.stages >= 2
+    assert config.shared_bytes <= 227 * 1024
+    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
+    assert config.cluster <= 8
+    assert config.cols % config.store_cols == 0
+    assert config.sums <= kernels.ceil_div(kernels.num_blocks(k), config.depth)
+    assert config.stages % config.teams == 0
+    assert config == gemm_config.choose_config(m, n, k, num_sms)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_bias_makes_nothing_spill(cubins):
+    """It comes on top when most registers are in use. One kind for each configuration."""
+    some = [
+        jit.Kernel(room._SOURCE, config.kernel_name(KINDS[1 + i % 3]))
+        for i, config in enumerate(cubins)
+    ]
+    problems = [cubin.problems() for cubin in jit.compile_kernels(some)]
+    assert {k.name: found for k, found in zip(some, problems, strict=True) if found} == {}
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
+    kernel = jit.Kernel(room._SOURCE, configs()[0].kernel_name("kNone"))
+    assert_arguments_fit(room._Arguments, kernel, tmp_path)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_machine_code_is_what_was_meant(tmp_path):
+    """Of every family, and with every bias."""
+    families = list(sanitizer_cases.FAMILIES.values())
+    names = [config.kernel_name(KINDS[i % 4]) for i, config in enumerate(families)]
+    cubins = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
+    tool = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
+    if tool is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    for config, cubin in zip(families, cubins, strict=True):
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(cubin.image)
+        done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True)
+        code = done.stdout
+        assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
+        assert ("UTMALDG.2D.MULTICAST" in code) == (config.share > 1), config
+        assert "UTMASTG.2D" in code, config
+        assert not re.search(r"MEMBAR\S*\.(GPU|SYS)", code), config
