@@ -2,7 +2,7 @@
 
 BF16 to E4M3. Device time, L2 flushed before every call; GB/s of all bytes that must move (elements
 read, codes and scales written), and their share of what a plain copy moves on the same GPU.
-`--sweep` times every way to cut the 1x128 kernel, to choose `quantize.cut_1x128` by.
+`--sweep` times every way to cut the 1x128 kernel, to choose `quantize_launch.cut_1x128` by.
 """
 
 import argparse
@@ -18,12 +18,13 @@ import torch
 from benchmarks.circumstances import circumstances
 from benchmarks.timing import copy_gbps, device_us, device_us_many, host_us
 from moefp8.kernels import quantize
+from moefp8.kernels.quantize_launch import Cut
 
 K = 7168
 ROWS = 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 WEIGHTS = (4096, K), (24576, K), (K, 16384), (32, 4096, K)
 CUTS = [
-    quantize.Cut(rows, lanes, threads)
+    Cut(rows, lanes, threads)
     for rows, lanes in ((1, 16), (1, 8), (2, 16), (2, 8), (4, 16), (4, 8), (8, 16))
     for threads in (32, 64, 128, 256)
 ]

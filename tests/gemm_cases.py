@@ -16,9 +16,9 @@ import torch
 from gpu_cases import NUM_SMS
 
 from moefp8 import kernels
-from moefp8.kernels import gemm, gemm_config, jit, round_up
+from moefp8.kernels import gemm, gemm_config, jit, quantize, round_up
 from moefp8.kernels import gemm_launch as room
-from moefp8.kernels import quantize as quantize_room
+from moefp8.kernels import quantize_launch as quantize_room
 from moefp8.kernels.jit import driver, launch, module, tma
 from moefp8.quant import quantize_1x128, quantize_128x128
 
@@ -196,7 +196,7 @@ class Emulator:
         )
         assert x.num_matrices == 1
         source = memory(x.x, dtype, [x.num_rows, x.k], [x.row_bytes // dtype.itemsize, 1])
-        data, scale_inv = quantize_room._quantize_1x128(source, bool(x.ue8m0))
+        data, scale_inv = quantize._quantize_1x128(source, bool(x.ue8m0))
         memory(x.data, torch.float8_e4m3fn, [x.num_rows, x.k], [x.k, 1]).copy_(data)
         memory(x.scale_inv, torch.float32, list(scale_inv.shape), [1, x.pitch]).copy_(scale_inv)
 
@@ -299,7 +299,7 @@ def emulated(config: gemm_config.GemmConfig | None = None) -> Iterator[Emulator]
         patch.setattr(driver, "library", lambda: made)
         for folder in (room, quantize_room):
             patch.setattr(folder, "load", made.load)
-            patch.setattr(folder, "_current_stream", lambda device_index: 7)
+            patch.setattr(folder, "current_stream", lambda device_index: 7)
         patch.setattr(room, "_launches", {})
         patch.setattr(room, "_plans", {})
         patch.setattr(room, "_max_sms", None)

@@ -204,7 +204,7 @@ def test_whatever_decides_a_launch_is_in_its_key(gpu, monkeypatch):
     for number, call in enumerate(calls, 1):
         call()
         assert len(room._launches) == number
-    monkeypatch.setattr(room, "_current_stream", lambda device_index: 8)
+    monkeypatch.setattr(room, "current_stream", lambda device_index: 8)
     calls[0]()
     assert gpu.launched[-1].stream == 8
     kernels.set_num_sms(3)

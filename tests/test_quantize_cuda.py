@@ -12,9 +12,11 @@ from gpu_cases import NUM_SMS, assert_arguments_fit, no_synchronisation, on_gpu
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moefp8.kernels import quantize as room
+from moefp8.kernels import quantize
+from moefp8.kernels import quantize_launch as room
 from moefp8.kernels.jit import Kernel, compile_kernels
-from moefp8.kernels.quantize import Cut, launch_quantize_1x128, launch_quantize_128x128
+from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
+from moefp8.kernels.quantize_launch import Cut
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAN, INF = float("nan"), float("inf")
@@ -76,7 +78,8 @@ def launches(monkeypatch) -> list[SimpleNamespace]:
             self.known, self.arguments = known, arguments
             known.stream, known.programmatic, known.launch = stream, programmatic, self
 
-        def __call__(self):
+        def on(self, device_index):
+            assert device_index == -1  # that of tensors on the CPU
             (arguments,) = self.arguments
             copy = type(arguments).from_buffer_copy(arguments)
             made.append(SimpleNamespace(**vars(self.known), arguments=copy))
@@ -84,7 +87,7 @@ def launches(monkeypatch) -> list[SimpleNamespace]:
     properties = SimpleNamespace(multi_processor_count=NUM_SMS)
     monkeypatch.setattr(room, "Launch", Recorder)
     monkeypatch.setattr(room, "load", lambda kernel, device_index: kernel)
-    monkeypatch.setattr(room, "_current_stream", lambda device_index: 7)
+    monkeypatch.setattr(room, "current_stream", lambda device_index: 7)
     monkeypatch.setattr(room, "_of_thread", room._OfThread())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -142,7 +145,7 @@ def test_what_is_prepared_does_not_grow_for_ever(launches, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 5), (0,), (2, 3, 0)])
 def test_nothing_is_launched_for_nothing(launches, shape):
-    expected = room._quantize_1x128(torch.zeros(shape), False)
+    expected = quantize._quantize_1x128(torch.zeros(shape), False)
     ours = launch_quantize_1x128(torch.zeros(shape), False)
     assert [t.shape for t in ours] == [t.shape for t in expected]
     if len(shape) > 1:
@@ -254,7 +257,7 @@ def test_constant_reciprocal_divides_by_448():
 def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
     x = torch.randn(70, 130).to(dtype)
     x[:, 3] = bad
-    codes = room._quantize_1x128(x, False)[0].view(torch.uint8)
+    codes = quantize._quantize_1x128(x, False)[0].view(torch.uint8)
     assert bool((codes[:, 3] == 0x7F).all())
     assert not bool((codes == 0xFF).any())
 
@@ -263,8 +266,8 @@ def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
 
 
 BODIES = {
-    "1x128": (launch_quantize_1x128, room._quantize_1x128),
-    "128x128": (launch_quantize_128x128, room._quantize_128x128),
+    "1x128": (launch_quantize_1x128, quantize._quantize_1x128),
+    "128x128": (launch_quantize_128x128, quantize._quantize_128x128),
 }
 both = pytest.mark.parametrize(("launch", "cpu"), BODIES.values(), ids=BODIES.keys())
 CUTS = (
@@ -338,7 +341,7 @@ def test_equals_the_cpu(launch, cpu, shape, dtype, ue8m0):
 def test_every_cut_gives_the_same(dtype, cut):
     for shape in ((301, 1024), (3, 7, 392), (2, 6, 131), (1, 128), (130,)):
         x = spread(*shape, dtype=dtype)
-        expected = room._quantize_1x128(x, False)
+        expected = quantize._quantize_1x128(x, False)
         poison(*expected)
         assert_same(launch_quantize_1x128(x.cuda(), False, cut=cut), expected)
 
@@ -368,12 +371,14 @@ def test_every_mantissa_of_a_scale_rounds_as_division(start):
     x[:, 127] = amax
     assert bool((x.abs().amax(dim=1) == amax).all())
     (codes, scales), (expected_codes, expected_scales) = (
-        body(x, False) for body in (launch_quantize_1x128, room._quantize_1x128)
+        body(x, False) for body in (launch_quantize_1x128, quantize._quantize_1x128)
     )
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
     rows = slice(0, None, 2**12)
-    assert_same(launch_quantize_1x128(x[rows], False), room._quantize_1x128(x[rows].cpu(), False))
+    assert_same(
+        launch_quantize_1x128(x[rows], False), quantize._quantize_1x128(x[rows].cpu(), False)
+    )
 
 
 @on_gpu
@@ -416,8 +421,8 @@ def test_misaligned_memory_equals_the_cpu(launch, cpu, offset):
 def test_ops_take_the_kernels():
     x = spread(3, 20, 256)
     for op, cpu in (
-        (room.quantize_1x128, room._quantize_1x128),
-        (room.quantize_128x128, room._quantize_128x128),
+        (quantize.quantize_1x128, quantize._quantize_1x128),
+        (quantize.quantize_128x128, quantize._quantize_128x128),
     ):
         room._of_thread.prepared.clear()
         assert_same(op(x.cuda(), False), cpu(x, False))

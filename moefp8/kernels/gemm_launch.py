@@ -16,7 +16,7 @@ from . import gemm_config
 from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, round_up_to_tma, tma_aligned
 from .checks import check_dense_gemm
 from .gemm_config import GemmConfig
-from .jit import Function, Kernel, Launch, load, tensor_map
+from .jit import Function, Kernel, Launch, current_stream, load, tensor_map
 
 _OP = "fp8_gemm_nt"
 _SOURCE = Path(__file__).with_name("gemm.cu")
@@ -104,12 +104,6 @@ def _device_sms(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-def _current_stream(device_index: int) -> int:
-    """`torch.cuda.current_stream(device_index).cuda_stream`, without making an object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
-    return stream
-
-
 def launch_gemm(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -137,7 +131,7 @@ def launch_gemm(
     layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
     addresses = tuple([x.data_ptr() for x in tensors])
     device_index = layouts[0][3]
-    stream = _current_stream(device_index)
+    stream = current_stream(device_index)
     rest = (d_is_padded, _max_sms)
     key = (layouts, addresses, stream, programmatic, rest)
     launch = _launches.get(key)
@@ -151,11 +145,7 @@ def launch_gemm(
         # With the plan's own layouts: what thousands of keys hold, the garbage collector walks.
         key = (plan.layouts, addresses, stream, programmatic, rest)
         _keep(_launches, key, launch)
-    if device_index == torch.cuda.current_device():
-        launch()
-    else:
-        with torch.cuda.device(device_index):
-            launch()
+    launch.on(device_index)
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:

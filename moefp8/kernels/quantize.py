@@ -7,28 +7,14 @@ NaN, and no other: a NaN makes its scale NaN, an Inf makes it Inf, which leaves 
 zeros that keep their signs. The code of a NaN is 0x7f.
 """
 
-import ctypes
 import math
-import threading
-from ctypes import c_int64, c_uint32, c_void_p
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, reduce
 
-from .blocks import (
-    BLOCK,
-    E4M3,
-    E4M3_MAX,
-    MIN_AMAX,
-    ceil_div,
-    empty_tma_aligned,
-    num_blocks,
-    round_up,
-)
+from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_tensor
-from .jit import Kernel, Launch, load
+from .quantize_launch import BLOCK_ROWS, Cut, launch_quantize
 from .registry import register
 
 
@@ -113,81 +99,6 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch
     return data, torch.empty(scale_shape, dtype=torch.float32, device=w.device)
 
 
-# ---- On a Hopper GPU: quantize.cu ----
-
-_SOURCE = Path(__file__).with_suffix(".cu")
-_INPUTS = {
-    torch.bfloat16: "Input::kBFloat16",
-    torch.float16: "Input::kHalf",
-    torch.float32: "Input::kFloat",
-}
-_VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
-_MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
-
-
-class _Divisor(ctypes.Structure):
-    """`Divisor` in quantize.cu: `n // value == n * magic >> shift` for every n below 2**31."""
-
-    _fields_ = (("value", c_uint32), ("magic", c_uint32), ("shift", c_uint32))
-
-    @classmethod
-    def of(cls, value: int) -> "_Divisor":
-        shift = 31 + (value - 1).bit_length()
-        return cls(value, ceil_div(1 << shift, value), shift)
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in quantize.cu."""
-
-    _fields_ = (
-        *(("x", c_void_p), ("data", c_void_p), ("scale_inv", c_void_p)),
-        *(("matrix_bytes", c_int64), ("row_bytes", c_int64), ("k", c_int64), ("pitch", c_int64)),
-        *(("num_matrices", c_uint32), ("num_rows", c_uint32)),
-        *(("num_k_blocks", _Divisor), ("num_row_tiles", _Divisor), ("ue8m0", c_uint32)),
-    )
-
-
-class Cut(NamedTuple):
-    """How a kernel is cut: `lanes` threads hold `rows` rows of a block, a CTA has `threads`."""
-
-    rows: int
-    lanes: int
-    threads: int
-
-
-_FEW_ROWS = Cut(1, 16, 128)  # few elements for each thread: many SMs work
-# 9.5 instructions for each BF16 element, `_FEW_ROWS` takes 20 (SASS); an H200 issues 20 while the
-# bytes of one element move. 128 B are in flight for each thread.
-_MANY_ROWS = Cut(4, 8, 128)
-_BLOCK_ROWS = Cut(128, 256, 256)  # 128x128: a CTA holds a block
-_THREADS_PER_SM = 2048
-
-
-def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
-    """For `num_rows` rows, of all matrices together."""
-    num_threads = num_rows * num_k_blocks * _FEW_ROWS.lanes
-    if num_threads > num_sms * _THREADS_PER_SM:
-        return _MANY_ROWS
-    share = round_up(ceil_div(num_threads, num_sms), 32)
-    return _FEW_ROWS._replace(threads=min(_FEW_ROWS.threads, share))
-
-
-def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
-    """vectorized: elements lie such that eight can be loaded at once."""
-    flag = str(vectorized).lower()
-    if cut == _BLOCK_ROWS:
-        return Kernel(_SOURCE, f"quantize_128x128_kernel<{_INPUTS[dtype]}, {flag}>")
-    return Kernel(
-        _SOURCE, f"quantize_1x128_kernel<{_INPUTS[dtype]}, {cut.rows}, {cut.lanes}, {flag}>"
-    )
-
-
-def kernels_of(dtype: torch.dtype) -> list[Kernel]:
-    """All kernels that inputs of this dtype can need."""
-    cuts = (_FEW_ROWS, _MANY_ROWS, _BLOCK_ROWS)
-    return [kernel_of(cut, dtype, vectorized) for cut in cuts for vectorized in (True, False)]
-
-
 def launch_quantize_1x128(
     x: torch.Tensor, ue8m0: bool, *, programmatic: bool = False, cut: Cut | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +109,7 @@ def launch_quantize_1x128(
     """
     data, scale_inv = _allocate_1x128(x, ue8m0)
     if data.numel():
-        _launch(x, data, scale_inv, ue8m0, programmatic, cut)
+        launch_quantize(x, data, scale_inv, ue8m0, programmatic=programmatic, cut=cut)
     return data, scale_inv
 
 
@@ -208,105 +119,8 @@ def launch_quantize_128x128(
     """`quantize_128x128` on a Hopper GPU, all matrices by one kernel; see the launcher above."""
     data, scale_inv = _allocate_128x128(w, ue8m0)
     if data.numel():
-        _launch(w, data, scale_inv, ue8m0, programmatic, _BLOCK_ROWS)
+        launch_quantize(w, data, scale_inv, ue8m0, programmatic=programmatic, cut=BLOCK_ROWS)
     return data, scale_inv
-
-
-class _Prepared(NamedTuple):
-    """A launch whose addresses are written into `arguments` right before it is made."""
-
-    launch: Launch
-    arguments: _Arguments
-
-
-class _OfThread(threading.local):
-    """What this thread has prepared; no other thread may write into its arguments meanwhile."""
-
-    def __init__(self) -> None:
-        self.prepared: dict[tuple[Any, ...], _Prepared] = {}
-
-
-_of_thread = _OfThread()
-_MAX_PREPARED = 4096  # then all is forgotten: shapes that come and go must not fill the memory
-
-
-def _launch(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    ue8m0: bool,
-    programmatic: bool,
-    cut: Cut | None,
-) -> None:
-    x = _readable(x)
-    device_index, address = x.get_device(), x.data_ptr()
-    stream = _current_stream(device_index)
-    place = device_index, stream, address % _VECTOR_BYTES
-    key = (x.shape, x.stride(), x.dtype, ue8m0, programmatic, cut, place)
-    prepared = _of_thread.prepared.get(key)
-    if prepared is None:
-        if len(_of_thread.prepared) >= _MAX_PREPARED:
-            _of_thread.prepared.clear()
-        prepared = _prepare(x, scale_inv, ue8m0, programmatic, cut, stream)
-        _of_thread.prepared[key] = prepared
-    launch, arguments = prepared
-    arguments.x, arguments.data = address, data.data_ptr()
-    arguments.scale_inv = scale_inv.data_ptr()
-    if device_index == torch.cuda.current_device():
-        launch()
-    else:
-        with torch.cuda.device(device_index):
-            launch()
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x as at most three axes, the last one contiguous; a copy only where strides cannot say it."""
-    if x.ndim > 3:
-        x = x.flatten(0, -3)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _current_stream(device_index: int) -> int:
-    """`torch.cuda.current_stream(device_index).cuda_stream`, without making an object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
-    return stream
-
-
-def _prepare(
-    x: torch.Tensor,
-    scale_inv: torch.Tensor,
-    ue8m0: bool,
-    programmatic: bool,
-    cut: Cut | None,
-    stream: int,
-) -> _Prepared:
-    x = x[(None,) * (3 - x.ndim)]
-    num_matrices, num_rows, k = x.shape
-    matrix_bytes, row_bytes, _ = (stride * x.element_size() for stride in x.stride())
-    num_k_blocks = num_blocks(k)
-    if cut is None:
-        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, num_sms)
-    num_row_tiles = ceil_div(num_rows, cut.rows)
-    num_tiles = num_matrices * num_row_tiles * num_k_blocks
-    if max(num_tiles, num_rows) > _MAX_TILES:
-        raise ValueError(
-            f"quantize: one call takes at most {_MAX_TILES} rows and tiles, got {list(x.shape)}, "
-            f"{num_tiles} tiles; split the tensor"
-        )
-    arguments = _Arguments(
-        *(None, None, None, matrix_bytes, row_bytes, k, scale_inv.stride(-1)),
-        *(num_matrices, num_rows, _Divisor.of(num_k_blocks), _Divisor.of(num_row_tiles), ue8m0),
-    )
-    vectorized = k % 8 == 0 and not any(
-        step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)
-    )
-    function = load(kernel_of(cut, x.dtype, vectorized), x.get_device())
-    grid = ceil_div(num_tiles * cut.lanes, cut.threads)
-    launch = Launch(
-        function, grid, cut.threads, (arguments,), stream=stream, programmatic=programmatic
-    )
-    return _Prepared(launch, arguments)
 
 
 quantize_1x128 = register(

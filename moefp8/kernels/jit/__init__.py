@@ -6,7 +6,7 @@ The driver is called through ctypes. No compiler, driver or folder is touched be
 
 from .cubin import Cubin, JitError
 from .kernel import Kernel, compile_kernel, compile_kernels
-from .launch import Launch
+from .launch import Launch, current_stream
 from .module import Function, load
 from .tma import TensorMap, tensor_map
 
@@ -19,6 +19,7 @@ __all__ = [
     "TensorMap",
     "compile_kernel",
     "compile_kernels",
+    "current_stream",
     "load",
     "tensor_map",
 ]

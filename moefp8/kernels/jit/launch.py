@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p
 from typing import Any
 
+import torch
+
 from . import driver
 from .cubin import JitError
 from .module import Function
@@ -13,6 +15,12 @@ from .tma import TensorMap
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _WRONG_CONTEXT = (driver.INVALID_CONTEXT, driver.INVALID_HANDLE)
+
+
+def current_stream(device_index: int) -> int:
+    """`torch.cuda.current_stream(device_index).cuda_stream`, without making an object."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return stream
 
 
 class Attribute(Structure):
@@ -43,7 +51,7 @@ class Launch:
 
     arguments: in the kernel's order; ctypes objects, and tensor maps for `__grid_constant__` ones.
         All are kept alive, but not the memory that they point to.
-    stream: a CUstream, e.g. `torch.cuda.current_stream(device).cuda_stream`.
+    stream: a CUstream, e.g. `current_stream(device_index)`.
     shared_bytes: dynamic shared memory. cluster: CTAs per cluster, along x.
     programmatic: may start before the stream's previous kernel ends (griddepcontrol.wait).
     Raises JitError, here or when called. Immutable, so any thread may call it.
@@ -91,6 +99,14 @@ class Launch:
         result = self._launch(self._config, self._handle, self._parameters, None)
         if result:
             self._relaunch(result)
+
+    def on(self, device_index: int) -> None:
+        """The same from a thread whose current GPU may be another one."""
+        if device_index == torch.cuda.current_device():
+            self()
+        else:
+            with torch.cuda.device(device_index):
+                self()
 
     def _relaunch(self, result: int) -> None:
         """A thread that has not used CUDA yet has no context, or it is another GPU's."""
