@@ -1,4 +1,4 @@
-// How a tile of the dense GEMM leaves: sums over the CTAs that divided K, bias, BF16, TMA.
+// How a tile of the dense GEMM leaves: sums over the teams that divided K, bias, BF16, TMA.
 #pragma once
 #include "gemm_tile.cuh"
 #include "matrix.cuh"
@@ -34,8 +34,8 @@ __device__ Staging output_staging(Shared<C>& shared, const Thread<C>& thread) {
   if (thread.index == 0) tma_store_wait_read();
   return {shared.output[thread.warpgroup][0], kSlice};
 }
-// Once nothing is loaded any more, the parts of the last tile need not wait for each other: the first k-blocks
-// of the stages are free, and each warpgroup takes there the rows that it alone has read.
+// Once nothing is loaded any more, the parts of the last tile need not wait for each other: the stages are
+// free, and each warpgroup takes the rows that it alone has read.
 template <class C>
 __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& thread) {
   constexpr int kSlices = ceil_div(C::kBoxes * C::kBoxBytes, kSlice);

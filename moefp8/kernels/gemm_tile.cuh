@@ -17,12 +17,12 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
           int kTeams_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
 struct Config {
-  static constexpr int kRows = kRows_;          // of the CTA's tile: 64 for each math warpgroup of a team
-  static constexpr int kCols = kCols_;          // of the CTA's tile
-  static constexpr int kParts = kParts_;        // WGMMAs beside each other that cover kCols
-  static constexpr int kDepth = kDepth_;        // k-blocks of a stage
-  static constexpr int kStages = kStages_;      // stages in flight
-  static constexpr int kShare = kShare_;        // neighbouring CTAs that share one operand by multicast
+  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup of a team
+  static constexpr int kCols = kCols_;             // of the CTA's tile
+  static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols
+  static constexpr int kDepth = kDepth_;           // k-blocks of a stage
+  static constexpr int kStages = kStages_;         // stages in flight
+  static constexpr int kShare = kShare_;           // neighbouring CTAs that share one operand by multicast
   static constexpr bool kShareRows = kShareRows_;  // which one
   static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
   static constexpr int kTeams = kTeams_;           // of math warpgroups in a CTA that take turns along K
@@ -40,7 +40,7 @@ struct Config {
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
-  // A tile starts at a multiple of kWeights, so so many of its weights always share a scale.
+  // Of the weights of a tile, which starts at a multiple of kWeights, each so many share a scale.
   static constexpr int kScaleWeights = gcd(kWeights, kBlock);
   static constexpr int kWeightScales = kWeights / kScaleWeights;
   static constexpr int kWeightBlocks = ceil_div(kBlock - kScaleWeights + kWeights, kBlock);  // at most
