@@ -5,6 +5,7 @@ and arguments that it was given. A wrong address, stride or extent gives a wrong
 """
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -248,9 +249,23 @@ class Emulator:
         num_tiles = counts[0] * counts[1]
         assert clusters == num_tiles if config.sums > 1 else 1 <= clusters <= num_tiles
         assert 1 <= arguments.band <= counts[0]
-        for tile in (0, arguments.band - 1, arguments.band, num_tiles - 1):
-            assert tile * arguments.inverse >> 33 == tile // arguments.band
+        walked = sorted(self.walk(arguments, clusters))
+        assert walked == sorted(itertools.product(*map(range, counts)))
         self.check_boxes(made, config, m)
+
+    @staticmethod
+    def walk(arguments, clusters):
+        """(row, column) of the tiles in the order of `Walk` in gemm_tile.cuh."""
+        num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
+        for cluster in range(clusters):
+            for tile in range(cluster, num_rows * num_cols, clusters):
+                band, in_band = divmod(tile, arguments.band * num_cols)
+                first = band * arguments.band
+                height = min(arguments.band, num_rows - first)
+                col = in_band // height
+                if height == arguments.band:
+                    assert in_band * arguments.inverse >> 33 == col
+                yield first + in_band - col * height, col
 
     def check_boxes(self, made, config, m):
         rows, cols = made.row_map.box, made.col_map.box

@@ -47,12 +47,13 @@ FAMILIES = {
 
 
 def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
-    """(M, N, K) that this configuration may be chosen for, odd in every way."""
+    """(M, N, K) that this configuration may be chosen for, odd in every way.
+
+    In the first a pipeline is not even full; in the second each of its stages is filled again.
+    """
     k = 128 * max(3, config.sums * config.depth) + 40
-    return [
-        (77, 200, k),
-        (130, 331, 2 * k),
-    ]
+    rounds = 128 * config.depth * config.split * (config.stages + 2) + 40
+    return [(77, 200, k), (130, 331, rounds)]
 
 
 def main() -> None:
@@ -64,6 +65,10 @@ def main() -> None:
             gemm_launch._plans.clear()  # that of another family, for this very shape
             gemm_launch._launches.clear()
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
+        if config.sums == 1:  # one cluster walks over all tiles
+            gemm_launch.set_num_sms(1)
+            run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
+            gemm_launch.set_num_sms(None)
     gemm_config.choose_config = chosen
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")

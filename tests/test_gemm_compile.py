@@ -50,6 +50,7 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     assert config.cols % config.store_cols == 0
     assert config.sums <= kernels.ceil_div(kernels.num_blocks(k), config.depth)
     assert config.stages % config.teams == 0
+    assert config.share == 1  # multicast was nowhere faster
     assert config == gemm_config.choose_config(m, n, k, num_sms)
 
 

@@ -115,7 +115,23 @@ def test_every_family_is_right(name, monkeypatch):
         *((1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168)),
     ]
     for i, (m, n, k) in enumerate(shapes):
-        launch_and_compare(case(m, n, k, BIASES[i % 4], octaves=i % 3 * 10))
+        made = case(m, n, k, BIASES[i % 4], octaves=i % 3 * 10)
+        launch_and_compare(made)
+        d, alone = made.arguments[4], made.arguments[4].clone()
+        room.launch_gemm(*made.arguments[:4], d.fill_(NAN), made.arguments[5], programmatic=True)
+        assert torch.equal(d, alone)
+
+
+@pytest.mark.parametrize("m", [3, 40, 70, 130, 200])
+def test_what_shared_memory_held_before_is_never_seen(m):
+    """The box of tokens is smaller than a tile that holds more, and leaves the rest as it is."""
+    config = gemm_config.choose_config(m, 2112, 7168, kernels.get_num_sms())
+    poison, made = case(max(config.cta_tile[0], m), 2112, 7168), case(m, 2112, 7168)
+    poison.arguments[0].view(torch.uint8).fill_(0x7F)  # NaN
+    poison.arguments[1].fill_(NAN)
+    for _ in range(5):
+        room.launch_gemm(*poison.arguments)
+        launch_and_compare(made)
 
 
 @pytest.mark.parametrize("shape", [(5, 200, 520), (300, 576, 512), (1, 136, 128)])
@@ -154,7 +170,10 @@ def test_empty_sizes(bias):
         launch_and_compare(made)
 
 
-SOME_SHAPES = (1, 2112, 7168), (64, 4096, 7168), (300, 1000, 2000), (4096, 2112, 7168)
+SOME_SHAPES = (
+    *((1, 2112, 7168), (40, 2112, 7168), (64, 4096, 7168), (128, 4096, 7168)),
+    *((300, 1000, 2000), (4096, 2112, 7168)),
+)
 
 
 @pytest.mark.parametrize("shape", SOME_SHAPES)

@@ -6,6 +6,11 @@
 // Each CTA owns one tile of kRows x kCols at a time. WGMMA computes it as rows x columns, and either
 // operand may be the rows: tokens for large M; weights for small M, since WGMMA's rows come in 64s
 // and its columns in 8s. Whoever is what, "row" and "column" below mean WGMMA's.
+//
+// In the field's words: a persistent, warp-specialised kernel. Producer warps (`Loader`, `ScaleLoader`)
+// fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk` is the tile scheduler and the
+// state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
+// kSplit split-K over its CTAs through distributed shared memory, kTeams split-K within a CTA.
 #include "gemm_output.cuh"
 #include "gemm_tile.cuh"
 #include "mbarrier.cuh"
@@ -39,7 +44,7 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i)
       load_operand<C::kRows, C::kShareRows, C>(elected, shared.rows[walk.stage][i], row_map, shared.full[walk.stage],
-                                                   walk.k * C::kDepth + i, walk.row);
+                                               walk.k * C::kDepth + i, walk.row);
   }
   __device__ void load_cols(const Walk<C>& walk) {
 #pragma unroll
@@ -94,7 +99,8 @@ struct ScaleLoader {
   const int lane;
   float scales[C::kWeightBlocks];
 
-  // Those of the chunk that begins at the stage `k`. Beyond the edges any will do: the operands are zeros.
+  // Those of the chunk that begins at the stage `k`. Beyond the edges any finite one will do: the operands are
+  // zeros.
   __device__ void read(const Walk<C>& walk, int k) {
     const int last_block = (args.num_weights - 1) / kBlock;
     const int64_t k_block = min(k * C::kDepth + lane, args.num_k_blocks - 1);
@@ -168,11 +174,13 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
 }
 
 // This thread has read the stage: the CTAs that load it may fill it again. Every lane says so to its
-// own CTA, and one to each other: to those the lanes need no order, since TMA alone writes there.
+// own CTA, whose loaders overwrite the scales that it has read; one lane to each other CTA, which
+// overwrites what only the WGMMAs have read, and those are complete for the whole warp.
 template <class C>
 __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
-  // An arrival may overtake reads that were just issued, while others keep the shared memory busy.
-  if constexpr (C::kWeightsAreRows || C::kSums > 1) fence_cta();
+  // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
+  // shared memory busy. Where tokens are rows, scales are in registers before the WGMMAs complete.
+  if constexpr (C::kWeightsAreRows) fence_cta();
   shared.empty[stage].arrive();
   if constexpr (C::kShare > 1) {
     const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + thread.lane;
@@ -187,8 +195,8 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   float total[C::kParts][kAccumulators] = {};
   float partial[C::kDepth][kAccumulators];
   int finished_row = -1, finished_col = 0;  // a tile that is in `total`, to be stored
-  // How many stages, from this one on, will be filled again. Only those are released, so that no signal
-  // is on its way to a CTA that has left; so none waits for the others at the end.
+  // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
+  // way to a CTA that has left; so none waits for the others at the end.
   int refills = walk.num_stages() - C::kStages - thread.team;
 
   const auto store_part = [&](int part, Staging staging) {
@@ -267,7 +275,8 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 // Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
 // Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; if sums must meet
 //           (kSplit x kTeams > 1), each cluster computes one tile.
-// Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out.
+// Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out; the
+//           inbox for sums of other teams.
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
 //           empty[stage]: each math thread of the stage's team, and each such warp of the CTAs that
 //           share an operand;
@@ -307,7 +316,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   // memory from the start, they and it must have initialised their barriers.
   if (loads && C::kShare == 1) loader.fill(walk, args.programmatic);
   __syncthreads();
-  if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // `reduce` waits for it, if only that sends
+  if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends
   if constexpr (C::kShare > 1) cluster_wait();
 
   if (group == C::kMathGroups) {

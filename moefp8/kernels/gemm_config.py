@@ -21,7 +21,7 @@ _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the 
 class GemmConfig:
     """What varies between the kernels of `gemm.cu`; "rows" and "columns" are WGMMA's.
 
-    rows, cols: the tile of one CTA, 64 rows for each math warpgroup.
+    rows, cols: the tile of one CTA, 64 rows for each math warpgroup of a team.
     stages: how many are in flight.
     parts: WGMMAs beside each other that cover `cols`.
     depth: k-blocks of a stage.
@@ -91,28 +91,35 @@ class GemmConfig:
     def col_box(self) -> int:
         return self.cols // (1 if self.share_rows else self.share)
 
+    @property
+    def shares_tokens(self) -> bool:
+        return self.share > 1 and self.share_rows != self.weights_are_rows
+
     def token_box(self, m: int) -> int:
         """Tokens in one TMA load: the tile's, or a slice of those that CTAs share.
 
         No more than there are: what is out of bounds takes TMA long. The rest of such a tile is
         what shared memory happens to hold; nothing of it is stored.
         """
-        box = self.col_box if self.weights_are_rows else self.row_box
-        return min(m, box) if box == self.cta_tile[0] else box
+        if self.shares_tokens:
+            return self.cta_tile[0] // self.share
+        return min(m, self.cta_tile[0])
 
     @property
     def weight_box(self) -> int:
         return self.row_box if self.weights_are_rows else self.col_box
 
     def last_token(self, m: int) -> int:
-        """Where the last tile of tokens begins: early enough to be full, see `token_box`, at a
-        multiple of 16 bytes in each row of scales, as TMA wants it."""
+        """Where the last tile of tokens begins: early enough to be full, see `token_box`.
+
+        At a multiple of 16 bytes in each row of scales: elsewhere TMA is an illegal instruction.
+        """
         return max(0, round_up_to_tma(m - self.cta_tile[0], 4))
 
     def stage_bytes(self, m: int) -> int:
         """What TMA writes in one stage: both operands, and the scales of the tokens."""
         tokens, weights = self.cta_tile
-        loaded = min(m, tokens) if self.token_box(tokens) == tokens else tokens
+        loaded = tokens if self.shares_tokens else min(m, tokens)
         return self.depth * ((loaded + weights) * BLOCK + tokens * 4)
 
     @property
@@ -161,7 +168,7 @@ def with_most_stages(config: GemmConfig) -> GemmConfig:
 
 
 def is_possible(config: GemmConfig, k: int) -> bool:
-    """Whether registers and shared memory suffice, and every CTA that divides K gets some of it."""
+    """Whether registers and shared memory suffice, and all teams that divide K get some of it."""
     registers = {1: 248, 2: 232, 3: 160, 4: 112}.get(config.math_groups, 0)
     if config.ctas_per_sm > 1:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
@@ -173,7 +180,7 @@ def is_possible(config: GemmConfig, k: int) -> bool:
     return config.sums == 1 or config.sums * config.depth <= ceil_div(k, BLOCK)
 
 
-def _candidates(m: int, n: int, k: int) -> Iterator[GemmConfig]:
+def _candidates(m: int) -> Iterator[GemmConfig]:
     """What has been the best for some shape, or near it. `stages` is left open."""
     splits = (1, 2) if m <= 512 else (1,)
     if m <= 32:  # tokens are few: they are the columns, which come in eights
@@ -235,8 +242,8 @@ def estimate_us(
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
-    # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share, or
-    # one warpgroup's products and what it does between them.
+    # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share; or
+    # one warpgroup's products and what it does between them, while other teams do other stages.
     area, on_sm = config.rows * config.cols, min(config.ctas_per_sm, ceil_div(num_ctas, num_sms))
     products = 1.03 * on_sm * area * config.depth / 32
     latency = (2 * config.cols * config.depth + 83 + 210 * config.parts) / config.teams
@@ -258,5 +265,5 @@ def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) ->
 
     all_sms: whether the GPU has no more of them.
     """
-    possible = [c for c in map(with_most_stages, _candidates(m, n, k)) if is_possible(c, k)]
+    possible = [c for c in map(with_most_stages, _candidates(m)) if is_possible(c, k)]
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))

@@ -87,7 +87,7 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
 }
 
 // Sums over the teams that divided K, of all CTAs of the cluster. Each owns a slice of the columns, and
-// gets it from all others; `slice` is the place of this one.
+// gets it from all others; `slice` is the place of this one. The order of the sums is the same for all.
 template <class C>
 __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::kCols / 2], Shared<C>& shared,
                        int slice, const Thread<C>& thread) {
@@ -96,36 +96,38 @@ __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::
   const int share = cluster_rank() % C::kShare, column = thread.group * kWarpgroup + thread.index;
   if constexpr (C::kSplit > 1 && C::kShare == 1) cluster_wait();  // the barriers of the others are ready
   shared.delivered[thread.team].arrive_and_expect(column == 0, slice < C::kOwners ? kBytes : 0);
+  float own[C::kStoreCols / 2] = {};
 #pragma unroll
-  for (int owner = 0; owner < C::kOwners; ++owner) {
-    if (owner == slice) continue;
+  for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
+    const float* v = total + owner * kVectors * 4;
+    if (owner == slice) {
+#pragma unroll
+      for (int i = 0; i < 4 * kVectors; ++i) own[i] = v[i];
+      continue;
+    }
     const int team = owner % C::kTeams, first = (slice - (slice > owner)) * kVectors;
     const bool is_here = C::kSplit == 1 || owner / C::kTeams == slice / C::kTeams;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const float* v = total + (owner * kVectors + i) * 4;
       float4* destination = &shared.inbox[team][first + i][column];
       if (is_here) {
-        *destination = make_float4(v[0], v[1], v[2], v[3]);
+        *destination = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
       } else {
-        store_in_cluster(destination, shared.delivered[team], owner / C::kTeams * C::kShare + share, v);
+        store_in_cluster(destination, shared.delivered[team], owner / C::kTeams * C::kShare + share, v + 4 * i);
       }
     }
     if (is_here) shared.delivered[team].arrive();
   }
-#pragma unroll
-  for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
-    if (owner != slice) continue;
-#pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) sum[i] = total[owner * kVectors * 4 + i];
-  }
   if (slice >= C::kOwners) return;
   shared.delivered[thread.team].wait(0);
 #pragma unroll
-  for (int other = 0; other < C::kSums - 1; ++other) {
+  for (int i = 0; i < 4 * kVectors; ++i) sum[i] = 0.0f;
+#pragma unroll
+  for (int from = 0; from < C::kSums; ++from) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const float4 v = shared.inbox[thread.team][other * kVectors + i][column];
+      float4 v = make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
+      if (from != slice) v = shared.inbox[thread.team][(from - (from > slice)) * kVectors + i][column];
       sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
     }
   }

@@ -34,7 +34,7 @@ struct Config {
   static constexpr int kTeamGroups = kRows / 64;
   static constexpr int kMathGroups = kTeams * kTeamGroups;
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
-  // Of a thread. At launch all threads have the same number, a multiple of 8 that fits; these use it up.
+  // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up.
   static constexpr int kMathRegisters = kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112;
   static constexpr int kLoadRegisters = kMathGroups == 2 ? 24 : 32;
   static constexpr int kPartCols = kCols / kParts;
@@ -97,7 +97,8 @@ struct Arguments {
   int stage_bytes;                   // that TMA writes
   int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
   int band;                          // row tiles that are walked together, for the L2 cache
-  int64_t inverse;                   // 2^33 / band, rounded up: a division takes long
+  int64_t inverse;                   // 2^33 / band, rounded up: a division takes long. Exact for all
+                                     // x < 2^33 / band: (x * inverse) >> 33 == x / band
   int programmatic;                  // whether the previous kernel may still write the tokens
 };
 
@@ -168,6 +169,7 @@ struct Walk {
 template <class C>
 struct Thread {
   int warpgroup, team, group, index, warp, lane;
+  int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
   __device__ Thread()
       : warpgroup(warp_uniform(threadIdx.x / kWarpgroup)),
         team(warpgroup / C::kTeamGroups),
@@ -177,5 +179,4 @@ struct Thread {
         lane(index % kWarp),
         row(group * 64 + warp * 16 + lane / 4),
         col(lane % 4 * 2) {}
-  int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
 };

@@ -57,8 +57,8 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// The two halves of a barrier for all threads of all CTAs of the cluster. It orders no memory accesses:
-// that would be a fence of the whole GPU, about a microsecond.
+// The two halves of a barrier for all threads of all CTAs of the cluster. The arrival releases no
+// writes: that would be a fence of the whole GPU, about a microsecond.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

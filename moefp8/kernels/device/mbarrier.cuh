@@ -41,7 +41,7 @@ struct Barrier {
   }
 };
 
-// Stores 16 bytes into the shared memory of the CTA `rank`, and announces them at its `barrier`.
+// Stores 16 bytes into the shared memory of the CTA `rank`, and counts them as arrived at its `barrier`.
 __device__ inline void store_in_cluster(void* destination, Barrier& barrier, uint32_t rank, const float* v) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
                    address_in_cluster(shared_address(destination), rank)),
@@ -49,7 +49,8 @@ __device__ inline void store_in_cluster(void* destination, Barrier& barrier, uin
                : "memory");
 }
 
-// Makes initialised barriers visible to TMA and to the other CTAs; a barrier of threads follows.
+// Makes initialised barriers visible to TMA, as CUTLASS too takes it, and, after a barrier of threads, to
+// the other CTAs.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
