@@ -1,7 +1,9 @@
 """The dense GEMM's configurations and their cubins: compiled and read, but not run."""
 
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 
 import cuda.pathfinder
 import pytest
@@ -71,21 +73,81 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
     assert_arguments_fit(room._Arguments, kernel, tmp_path)
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_machine_code_is_what_was_meant(tmp_path):
-    """Of every family, and with every bias."""
-    families = list(sanitizer_cases.FAMILIES.values())
-    names = [config.kernel_name(KINDS[i % 4]) for i, config in enumerate(families)]
-    cubins = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
+@pytest.fixture
+def disassemble(tmp_path) -> Callable[[jit.Cubin], str]:
     tool = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    for config, cubin in zip(families, cubins, strict=True):
+
+    def run(cubin: jit.Cubin) -> str:
+        """Each instruction, and below it the half of its code that says what it waits for."""
         path = tmp_path / "kernel.cubin"
         path.write_bytes(cubin.image)
-        done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True)
-        code = done.stdout
+        command = [tool, "-c", "-hex", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def family_cubins(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
+    """Of every family, and with every bias."""
+    families = list(sanitizer_cases.FAMILIES.values())
+    names = [config.kernel_name(KINDS[i % 4]) for i, config in enumerate(families)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        compiled = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
+    return dict(zip(families, compiled, strict=True))
+
+
+def test_machine_code_is_what_was_meant(family_cubins, disassemble):
+    for config, cubin in family_cubins.items():
+        code = disassemble(cubin)
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
         assert ("UTMALDG.2D.MULTICAST" in code) == (config.share > 1), config
         assert "UTMASTG.2D" in code, config
         assert not re.search(r"MEMBAR\S*\.(GPU|SYS)", code), config
+
+
+def releases_before_reads(code: str) -> int:
+    """How many arrivals of consumers there are while reads of shared memory are in flight.
+
+    A load names the scoreboard that it sets in bits 110 to 112 of its code (7: that of a later
+    load, since they return in order), and every instruction those that it waits for in bits 116
+    to 121.
+    """
+    instruction = re.compile(r"\*/\s+(\S.*?);\s+/\* 0x\w{16} \*/\s+/\* (0x\w{16}) \*/")
+    in_flight: set[int] = set()
+    found, multiplies = 0, False
+    for text, upper in instruction.findall(code):
+        control = int(upper, 16) >> 46
+        in_flight -= {board for board in range(6) if control >> 6 >> board & 1}
+        multiplies |= "WARPGROUP.ARRIVE" in text
+        if "LDS" in text:
+            in_flight = in_flight - {7} | {control & 7}
+        elif re.search("MEMBAR|BAR.SYNC|EXIT", text):
+            in_flight.clear()
+        elif multiplies and "SYNCS.ARRIVE.TRANS64.A1T0" in text:
+            found += bool(in_flight)
+    assert multiplies
+    return found
+
+
+def test_no_stage_is_released_while_it_is_read(cubins, family_cubins, disassemble):
+    """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu."""
+    for config, cubin in (cubins | family_cubins).items():
+        assert releases_before_reads(disassemble(cubin)) == 0, config
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_without_its_fence_a_release_would_come_too_early(tmp_path, disassemble):
+    """That is, the test above sees it."""
+    for header in room._SOURCE.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    source, fence = tmp_path / "gemm.cu", "if constexpr (C::kWeightsAreRows) fence_cta();"
+    code = room._SOURCE.read_text()
+    assert fence in code
+    source.write_text(code.replace(fence, ""))
+    config = sanitizer_cases.FAMILIES["weights are rows"]
+    cubin = jit.compile_kernel(jit.Kernel(source, config.kernel_name("kNone")))
+    assert releases_before_reads(disassemble(cubin)) > 0
