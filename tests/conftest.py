@@ -5,6 +5,9 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from jit_cases import forget
+
+from moefp8.kernels.jit import cache
 
 pytest.register_assert_rewrite("gemm_cases", "gpu_cases")
 
@@ -23,3 +26,13 @@ def _fixed_seed():
 def own_cache(tmp_path, monkeypatch):
     """Compiled kernels go to a folder of this test."""
     monkeypatch.setenv("MOEFP8_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def fresh_jit(own_cache, monkeypatch):
+    """An empty cache, in memory and on disk; nothing loaded."""
+    monkeypatch.delenv("MOEFP8_COMPILER", raising=False)
+    forget()
+    monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
+    yield
+    forget()
