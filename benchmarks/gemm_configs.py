@@ -32,30 +32,30 @@ def grid(case: Case) -> Iterator[GemmConfig]:
     m, depths, up_to_4 = case.m, (1, 2), (1, 2, 3, 4)
     if m <= 128:
         for rows, depth, split, ctas in product((64, 128), depths, up_to_4, up_to_4):
-            for teams in (1, 2, 3):
+            for batches in (1, 2):
                 yield GemmConfig(
                     *(rows, round_up(m, 8), 0),
                     depth=depth,
                     split=split,
                     ctas_per_sm=ctas,
                     weights_are_rows=True,
-                    teams=teams,
+                    batches=batches,
                 )
     if m < 32:
         return
     shares = ((1, False), (2, False), (2, True))
     rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (128, 192)
     for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
-        for (share, share_rows), ctas, teams in product(shares, (1, 2), (1, 2)):
+        for (share, share_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
             yield GemmConfig(
                 *(row, col, 0),
-                parts=2 if col > 192 else 1,
+                parts=2 if col > 192 or batches == 2 and col > 128 else 1,
                 depth=depth,
                 share=share,
                 share_rows=share_rows,
                 split=split,
                 ctas_per_sm=ctas,
-                teams=teams,
+                batches=batches,
             )
 
 

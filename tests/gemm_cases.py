@@ -247,7 +247,7 @@ class Emulator:
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
         num_tiles = counts[0] * counts[1]
-        assert clusters == num_tiles if config.sums > 1 else 1 <= clusters <= num_tiles
+        assert clusters == num_tiles if config.split > 1 else 1 <= clusters <= num_tiles
         assert 1 <= arguments.band <= counts[0]
         walked = sorted(self.walk(arguments, clusters))
         assert walked == sorted(itertools.product(*map(range, counts)))

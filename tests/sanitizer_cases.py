@@ -24,9 +24,12 @@ FAMILIES = {
     "one math group, split and shared": GemmConfig(
         64, 32, 0, depth=4, share=2, share_rows=True, split=2
     ),
-    "two teams": GemmConfig(64, 48, 0, depth=2, teams=2),
-    "three teams, split": GemmConfig(64, 64, 0, split=2, teams=3),
-    "four math groups": GemmConfig(128, 64, 0, share=2, teams=2),
+    "two batches": GemmConfig(128, 128, 0, batches=2),
+    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2),
+    "two batches, deep": GemmConfig(64, 48, 0, depth=2, batches=2),
+    "two batches, split and shared": GemmConfig(128, 64, 0, share=2, split=2, batches=2),
+    "two batches, as few stages": GemmConfig(64, 64, 2, ctas_per_sm=2, batches=2),
+    "four math groups": GemmConfig(256, 32, 0),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
     "weights are rows, split": GemmConfig(
         64, 16, 0, share=2, split=4, ctas_per_sm=2, weights_are_rows=True
@@ -34,8 +37,8 @@ FAMILIES = {
     "weights are rows, shared": GemmConfig(
         128, 64, 0, share=4, split=2, ctas_per_sm=1, weights_are_rows=True
     ),
-    "weights are rows, teams with one stage each": GemmConfig(
-        64, 16, 3, depth=2, split=2, ctas_per_sm=2, weights_are_rows=True, teams=3
+    "weights are rows, two batches": GemmConfig(
+        64, 16, 0, depth=2, split=2, ctas_per_sm=2, weights_are_rows=True, batches=2
     ),
     "weights are rows, deep": GemmConfig(
         64, 16, 0, depth=4, split=4, ctas_per_sm=2, weights_are_rows=True
@@ -51,7 +54,7 @@ def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
 
     In the first a pipeline is not even full; in the second each of its stages is filled again.
     """
-    k = 128 * max(3, config.sums * config.depth) + 40
+    k = 128 * max(3, config.split * config.depth) + 40
     rounds = 128 * config.depth * config.split * (config.stages + 2) + 40
     return [(77, 200, k), (130, 331, rounds)]
 
@@ -65,7 +68,7 @@ def main() -> None:
             gemm_launch._plans.clear()  # that of another family, for this very shape
             gemm_launch._launches.clear()
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
-        if config.sums == 1:  # one cluster walks over all tiles
+        if config.split == 1:  # one cluster walks over all tiles
             gemm_launch.set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
             gemm_launch.set_num_sms(None)

@@ -109,7 +109,7 @@ def test_every_family_is_right(name, monkeypatch):
     monkeypatch.setattr(gemm_config, "choose_config", lambda *shape: config)
     monkeypatch.setattr(room, "_plans", {})
     monkeypatch.setattr(room, "_launches", {})
-    k = 128 * config.sums * config.depth
+    k = 128 * config.split * config.depth
     shapes = [
         *sanitizer_cases.shapes_of(config),
         *((1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168)),

@@ -10,7 +10,8 @@
 // In the field's words: a persistent, warp-specialised kernel. Producer warps (`Loader`, `ScaleLoader`)
 // fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk` is the tile scheduler and the
 // state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
-// kSplit split-K over its CTAs through distributed shared memory, kTeams split-K within a CTA.
+// kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes
+// one product while the tensor cores compute its next.
 #include "gemm_output.cuh"
 #include "gemm_tile.cuh"
 #include "mbarrier.cuh"
@@ -65,16 +66,14 @@ struct Loader {
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
-  // as a whole; but while the previous kernel may still write the tokens, the stages get their weights.
+  // as a whole. But while the previous kernel may still write the tokens, the first one gets its weights;
+  // behind those of more stages, the tokens would wait.
   __device__ void fill(Walk<C> walk, bool programmatic) {
-    if (programmatic) {
-      Walk<C> ahead = walk;
-      for (int i = 0; i < C::kStages && !ahead.done(); ++i, ahead.next()) load_weights(ahead);
-    }
+    if (programmatic) load_weights(walk);
     wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
-      if (!programmatic) load_weights(walk);
+      if (i > 0 || !programmatic) load_weights(walk);
       load_tokens(walk);
     }
     let_next_kernel_start();
@@ -188,80 +187,126 @@ __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
   }
 }
 
+// What a warpgroup hands to the tensor cores at once: its rows of one stage, one part of the columns.
+template <class C>
+struct Batch {
+  float products[C::kDepth][C::kPartCols / 2];
+  Scales<C> scales[C::kDepth];
+  int stage;
+
+  __device__ void begin(Shared<C>& shared, const Walk<C>& walk, int part, const Thread<C>& thread) {
+    stage = walk.stage;
+    const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock) +
+                          stage * (sizeof(shared.rows[0]) / 16);
+    const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]) + stage * (sizeof(shared.cols[0]) / 16);
+    if (part == 0) shared.full[stage].wait(walk.parity);
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d) {
+      scales[d].load(shared, stage, d, thread);
+      pin_registers(products[d]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d) {
+#pragma unroll
+      for (int i = 0; i < kBlock / 32; ++i) {
+        const uint32_t a = rows + d * C::kRows * kBlock / 16 + i * kDescriptorStepK;
+        const uint32_t b = cols + (d * C::kCols + part * C::kPartCols) * kBlock / 16 + i * kDescriptorStepK;
+        wgmma<C::kPartCols>(products[d], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
+      }
+    }
+    wgmma_commit();
+  }
+  // Once the tensor cores are done with it.
+  __device__ void finish(float (&total)[C::kPartCols / 2], Shared<C>& shared, int part, bool releases,
+                         const Thread<C>& thread) {
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d) pin_registers(products[d]);
+    if (!C::kWeightsAreRows && releases) release(shared, stage, thread);
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d)
+      promote<C>(total, products[d], scales[d], shared.tokens[stage].scales[d], part, thread);
+    if (C::kWeightsAreRows && releases) release(shared, stage, thread);
+  }
+};
+
 template <class C>
 __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, Walk<C> walk) {
   constexpr int kAccumulators = C::kPartCols / 2;
   const Thread<C> thread;
   float total[C::kParts][kAccumulators] = {};
-  float partial[C::kDepth][kAccumulators];
+  Batch<C> batches[C::kBatches];
   int finished_row = -1, finished_col = 0;  // a tile that is in `total`, to be stored
   // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
   // way to a CTA that has left; so none waits for the others at the end.
-  int refills = walk.num_stages() - C::kStages - thread.team;
+  int refills = walk.num_stages() - C::kStages;
 
+  const auto begin = [&](int i, int part) __attribute__((always_inline)) {
+    batches[i].begin(shared, walk, part, thread);
+    if (part == C::kParts - 1) walk.next_stage();
+  };
+  const auto finish = [&](int i, int part) __attribute__((always_inline)) {
+    const bool ends_stage = part == C::kParts - 1;
+    batches[i].finish(total[part], shared, part, ends_stage && refills > 0, thread);
+    if (ends_stage) --refills;
+  };
   const auto store_part = [&](int part, Staging staging) {
-    if constexpr (C::kSums == 1) {
+    if constexpr (C::kSplit == 1) {
       store<C>(total[part], staging, d_map, args, finished_row + thread.group * 64,
                finished_col + part * C::kPartCols, thread);
     }
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) total[part][i] = 0.0f;
   };
-
-  const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock);
-  const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]);
-  const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
-    const uint32_t stage_rows = rows + walk.stage * (sizeof(shared.rows[0]) / 16);
-    const uint32_t stage_cols = cols + walk.stage * (sizeof(shared.cols[0]) / 16);
-    shared.full[walk.stage].wait(walk.parity);
-    Scales<C> scales[C::kDepth];
-#pragma unroll
-    for (int d = 0; d < C::kDepth; ++d) scales[d].load(shared, walk.stage, d, thread);
-#pragma unroll
-    for (int part = 0; part < C::kParts; ++part) {
-#pragma unroll
-      for (int d = 0; d < C::kDepth; ++d) pin_registers(partial[d]);
-      wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < C::kDepth; ++d) {
-#pragma unroll
-        for (int i = 0; i < kBlock / 32; ++i) {
-          const uint32_t a = stage_rows + d * C::kRows * kBlock / 16 + i * kDescriptorStepK;
-          const uint32_t b = stage_cols + (d * C::kCols + part * C::kPartCols) * kBlock / 16 + i * kDescriptorStepK;
-          wgmma<C::kPartCols>(partial[d], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
-        }
-      }
-      wgmma_commit();
-      // The tile before this one leaves while the tensor cores compute the first products.
-      if (is_first && finished_row >= 0) store_part(part, output_staging(shared, thread));
-      wgmma_wait<0>();
-#pragma unroll
-      for (int d = 0; d < C::kDepth; ++d) pin_registers(partial[d]);
-      if (part == C::kParts - 1 && !C::kWeightsAreRows && refills > 0) release(shared, walk.stage, thread);
-#pragma unroll
-      for (int d = 0; d < C::kDepth; ++d) {
-        promote<C>(total[part], partial[d], scales[d], shared.tokens[walk.stage].scales[d], part, thread);
-      }
-      if (part == C::kParts - 1 && C::kWeightsAreRows && refills > 0) release(shared, walk.stage, thread);
-    }
-    walk.next_stage(C::kTeams), refills -= C::kTeams;
+  // The tile before this one leaves while the tensor cores compute the first products.
+  const auto store_finished = [&](int part) {
+    if (finished_row >= 0) store_part(part, output_staging(shared, thread));
   };
 
-  walk.next_stage(thread.team);
   for (; !walk.done(); walk.next_tile()) {
-    compute_stage(true);
-#pragma unroll C::kUnroll
-    for (int k = walk.k_begin + thread.team + C::kTeams; k < walk.k_end; k += C::kTeams) compute_stage(false);
+    if constexpr (C::kBatches == 1) {
+      const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
+#pragma unroll
+        for (int part = 0; part < C::kParts; ++part) {
+          begin(0, part);
+          if (is_first) store_finished(part);
+          wgmma_wait<0>();
+          finish(0, part);
+        }
+      };
+      compute_stage(true);
+#pragma unroll 4
+      for (int k = walk.k_begin + 1; k < walk.k_end; ++k) compute_stage(false);
+    } else {  // batches in turn, which are the parts of a stage or whole stages
+      const auto part_of = [](int i) { return C::kParts == 1 ? 0 : i; };
+      const auto turn = [&](int i) __attribute__((always_inline)) {
+        begin(i, part_of(i));
+        wgmma_wait<1>();
+        finish(1 - i, part_of(1 - i));
+      };
+      begin(0, 0);
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) store_finished(part);
+      int left = (walk.k_end - walk.k_begin) * C::kParts - 1;
+#pragma unroll 2
+      for (; left >= 2; left -= 2) turn(1), turn(0);
+      const auto end = [&](int i) __attribute__((always_inline)) {
+        wgmma_wait<0>();
+        finish(i, part_of(i));
+      };
+      if (left > 0) turn(1), end(1);
+      else end(0);
+    }
     finished_row = walk.row, finished_col = walk.col;
   }
 
-  if constexpr (C::kSums == 1) {
+  if constexpr (C::kSplit == 1) {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part)
       if (finished_row >= 0)
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
-    const int slice = cluster_rank() / C::kShare * C::kTeams + thread.team;
+    const int slice = cluster_rank() / C::kShare;
     float sum[C::kStoreCols / 2];
     reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, slice, thread);
     if (slice < C::kOwners) {
@@ -274,13 +319,12 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 
 // Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
 // Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; if sums must meet
-//           (kSplit x kTeams > 1), each cluster computes one tile.
+//           (kSplit > 1), each cluster computes one tile.
 // Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out; the
-//           inbox for sums of other teams.
+//           inbox for sums of other CTAs.
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
-//           empty[stage]: each math thread of the stage's team, and each such warp of the CTAs that
-//           share an operand;
-//           delivered[team]: the sums of other teams for this one's slice are in its inbox.
+//           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
+//           delivered: the sums of other CTAs for this one's slice are in its inbox.
 // Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
@@ -302,9 +346,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     if (elect_one()) {
       for (int i = 0; i < C::kStages; ++i) {
         shared.full[i].init(1 + kWarp);
-        shared.empty[i].init(C::kTeamGroups * (kWarpgroup + (C::kShare - 1) * 4));
+        shared.empty[i].init(C::kMathGroups * (kWarpgroup + (C::kShare - 1) * 4));
       }
-      for (int i = 0; i < C::kTeams; ++i) shared.delivered[i].init(1 + (C::kTeams - 1) * C::kTeamGroups * kWarpgroup);
+      shared.delivered.init(1);
       fence_barrier_init();
     }
     __syncwarp();

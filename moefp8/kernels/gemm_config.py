@@ -21,14 +21,15 @@ _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the 
 class GemmConfig:
     """What varies between the kernels of `gemm.cu`; "rows" and "columns" are WGMMA's.
 
-    rows, cols: the tile of one CTA, 64 rows for each math warpgroup of a team.
+    rows, cols: the tile of one CTA, 64 rows for each math warpgroup.
     stages: how many are in flight.
     parts: WGMMAs beside each other that cover `cols`.
     depth: k-blocks of a stage.
     share: neighbouring CTAs of a cluster that share one operand.
     share_rows: whether that is the row operand.
     split: CTAs of a cluster that divide K among them.
-    teams: of math warpgroups in each CTA, that divide K among them.
+    batches: of products that a warpgroup has under way; of two, it promotes one while the tensor
+        cores compute the other.
     ctas_per_sm: how many must fit on one SM.
     weights_are_rows: whether the rows are weights (and the columns tokens) or the reverse.
     """
@@ -43,7 +44,7 @@ class GemmConfig:
     split: int = 1
     ctas_per_sm: int = 1
     weights_are_rows: bool = False
-    teams: int = 1
+    batches: int = 1
 
     @property
     def cluster(self) -> int:
@@ -51,12 +52,7 @@ class GemmConfig:
 
     @property
     def math_groups(self) -> int:
-        return self.rows // 64 * self.teams
-
-    @property
-    def sums(self) -> int:
-        """Partial sums that meet in each tile."""
-        return self.split * self.teams
+        return self.rows // 64
 
     @property
     def threads(self) -> int:
@@ -76,11 +72,11 @@ class GemmConfig:
 
     @property
     def store_cols(self) -> int:
-        """Columns of one output slice: of a part, or of one of the teams that divided K."""
-        if self.sums == 1:
+        """Columns of one output slice: of a part, or of one of the CTAs that divided K."""
+        if self.split == 1:
             return self.cols // self.parts
         groups = self.cols // 8
-        owners = max(x for x in range(1, self.sums + 1) if groups % x == 0)
+        owners = max(x for x in range(1, self.split + 1) if groups % x == 0)
         return self.cols // owners
 
     @property
@@ -132,7 +128,7 @@ class GemmConfig:
     @property
     def accumulators(self) -> int:
         """FP32 registers of a thread that hold sums."""
-        return self.cols // 2 + self.depth * self.cols // self.parts // 2
+        return self.cols // 2 + self.batches * self.depth * self.cols // self.parts // 2
 
     @property
     def shared_bytes(self) -> int:
@@ -141,17 +137,17 @@ class GemmConfig:
         weight_scales = weights // gcd(weights, BLOCK)
         operands = self.stages * self.depth * (self.rows + self.cols) * BLOCK
         output = self.math_groups * 64 * self.store_cols * 2
-        inbox = self.math_groups * 64 * self.store_cols * 4 * (self.sums - 1)
+        inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
         scales = self.stages * round_up(self.depth * tokens * 4, 128)
         scales += self.stages * round_up(self.depth * weight_scales * 4, 16)
-        barriers = (2 * self.stages + self.teams) * 8
+        barriers = (2 * self.stages + 1) * 8
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + barriers
         return round_up(used, 1024)
 
     def kernel_name(self, bias: str) -> str:
         arguments = (
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
-            *(self.share_rows, self.split, self.teams, self.ctas_per_sm, self.weights_are_rows),
+            *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
             *(f"Bias::{bias}", self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
@@ -162,13 +158,12 @@ class GemmConfig:
 def with_most_stages(config: GemmConfig) -> GemmConfig:
     """`config` with as many stages as shared memory holds, 16 at most; 0 if it holds none."""
     budget = min(MAX_SHARED_BYTES, _SHARED_BYTES_PER_SM // config.ctas_per_sm - 1024)
-    counts = (stages for stages in range(16, 0, -1) if stages % config.teams == 0)
-    fitting = (replace(config, stages=stages) for stages in counts)
+    fitting = (replace(config, stages=stages) for stages in range(16, 0, -1))
     return next((c for c in fitting if c.shared_bytes <= budget), replace(config, stages=0))
 
 
 def is_possible(config: GemmConfig, k: int) -> bool:
-    """Whether registers and shared memory suffice, and all teams that divide K get some of it."""
+    """Whether registers and shared memory suffice, and all CTAs that divide K get some of it."""
     registers = {1: 248, 2: 232, 3: 160, 4: 112}.get(config.math_groups, 0)
     if config.ctas_per_sm > 1:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
@@ -177,7 +172,7 @@ def is_possible(config: GemmConfig, k: int) -> bool:
         return False
     if config.cluster > 8:  # what every GPU of compute capability 9 can run
         return False
-    return config.sums == 1 or config.sums * config.depth <= ceil_div(k, BLOCK)
+    return config.split == 1 or config.split * config.depth <= ceil_div(k, BLOCK)
 
 
 def _candidates(m: int) -> Iterator[GemmConfig]:
@@ -191,32 +186,43 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
         for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
             yield few(64, depth=depth, ctas_per_sm=ctas)
         yield few(128, ctas_per_sm=3)
-    elif m <= 64:
-        for cols in (32, 48, 64, 96):
-            for split in splits:
+        return
+    if m <= 64:
+        for split in splits:
+            for cols in (32, 48, 64, 96):
                 yield GemmConfig(64, cols, 0, depth=2, split=split)
                 yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=2)
-                yield GemmConfig(64, cols, 0, depth=2, split=split, teams=2)
+            for cols in (32, 48, 64, 80):
+                yield GemmConfig(64, cols, 0, depth=2, split=split, batches=2)
         for cols in (48, 64, 96):
             yield GemmConfig(64, cols, 0, ctas_per_sm=2)
-    elif m <= 128:
+        yield GemmConfig(64, 96, 0, batches=2)
+        return
+    if m <= 128:
         for split in splits:
             yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
         for cols in (32, 64, 96, 112):
             yield GemmConfig(64, cols, 0, depth=2)
-            yield GemmConfig(64, cols, 0, depth=2, teams=2)
             yield GemmConfig(64, cols, 0, ctas_per_sm=2)
-    if m > 64:
-        for split in splits:
-            for cols in (32, 64):
-                yield GemmConfig(128, cols, 0, depth=2, split=split)
-            for cols in (80, 96, 112, 128, 144, 160, 192):
-                yield GemmConfig(128, cols, 0, split=split)
-    if m > 128:
-        for split in splits:
+        for cols in (32, 64):
+            yield GemmConfig(64, cols, 0, depth=2, batches=2)
+    else:
+        yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
+        yield GemmConfig(64, 128, 0, batches=2)
+        yield GemmConfig(128, 80, 0, depth=2)
+        yield GemmConfig(192, 128, 0)
+    for split in splits:
+        for cols in (32, 64):
+            yield GemmConfig(128, cols, 0, depth=2, split=split)
+        yield GemmConfig(128, 32, 0, depth=2, split=split, batches=2)
+        for cols in (80, 96, 112, 128, 144, 160, 192):
+            yield GemmConfig(128, cols, 0, split=split)
+        yield GemmConfig(128, 128, 0, split=split, batches=2)
+        if m > 128:
+            for cols in (160, 192):
+                yield GemmConfig(128, cols, 0, parts=2, split=split, batches=2)
             for cols in (224, 256):
                 yield GemmConfig(128, cols, 0, parts=2, split=split)
-        yield GemmConfig(192, 128, 0)
 
 
 def _usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
@@ -238,24 +244,26 @@ def estimate_us(
     num_tiles = ceil_div(m, tokens) * ceil_div(n, weights)
     num_ctas = num_tiles * config.cluster
     at_once = _usable_ctas(config, num_sms, all_sms)
-    if at_once < (num_ctas if config.sums > 1 else config.cluster):
+    if at_once < (num_ctas if config.split > 1 else config.cluster):
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
     # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share; or
-    # one warpgroup's products and what it does between them, while other teams do other stages.
+    # one warpgroup's products and what it does between them, of which a second batch hides a part.
     area, on_sm = config.rows * config.cols, min(config.ctas_per_sm, ceil_div(num_ctas, num_sms))
-    products = 1.03 * on_sm * area * config.depth / 32
-    latency = (2 * config.cols * config.depth + 83 + 210 * config.parts) / config.teams
-    tile_cycles = num_stages * max(products, latency) + 1530 + 1.56 * config.cols
-    compute = waves * (tile_cycles + 81 * config.math_groups) / 1600
+    scales = config.cols // gcd(config.cols, BLOCK) if not config.weights_are_rows else 1
+    products = (1.105 if config.batches == 1 else 1.09) * on_sm * area * config.depth / 32
+    between = 116 + 207 * config.parts if config.batches == 1 else 200 * config.parts
+    latency = 2 * config.cols * config.depth + between + 21 * (scales - 1)
+    # The first of these is what starting a tile takes, the last what storing the last one does.
+    compute = waves * (1200 + num_stages * max(products, latency))
+    compute = (compute + 190 * config.math_groups + 21 * config.cols) / 1600
     # Bytes from memory to the GPU, and from the L2 cache to one SM, with their rates.
     into_sm = waves * num_stages * config.depth * BLOCK * (config.rows + config.cols) * on_sm
-    memory = max((n * k + m * k + 2 * m * n) / 4.0e6, into_sm / 1.2e5)
-    result = 2.62 + max(compute, memory) + 0.17 * min(compute, memory)
-    if config.sums > 1:
-        result += 0.18 + 0.13 * (config.split - 1) + 0.11 * (config.teams - 1)
-        result += 3.3e-4 * area * (1 - 1 / config.sums)
+    memory = max((n * k + m * k + 2 * m * n) / 4.2e6, into_sm / 0.9e5)
+    result = 2.84 + max(compute, memory) + 0.1 * min(compute, memory)
+    if config.split > 1:
+        result += 0.18 + 0.05 * (config.split - 1) + 6.5e-4 * area * (1 - 1 / config.split)
     return result
 
 

@@ -276,8 +276,8 @@ def kernel_of(config: GemmConfig, bias: torch.Tensor | None) -> Kernel:
 
 
 def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
-    """One for each tile if its teams divide K; else as many as run at a time, and these walk."""
-    if config.sums > 1:
+    """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
+    if config.split > 1:
         return num_tiles
     return min(num_tiles, max(1, num_ctas // config.cluster))
 

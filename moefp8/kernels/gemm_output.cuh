@@ -1,4 +1,4 @@
-// How a tile of the dense GEMM leaves: sums over the teams that divided K, bias, BF16, TMA.
+// How a tile of the dense GEMM leaves: sums over the CTAs that divided K, bias, BF16, TMA.
 #pragma once
 #include "gemm_tile.cuh"
 #include "matrix.cuh"
@@ -32,7 +32,7 @@ struct Staging {
 template <class C>
 __device__ Staging output_staging(Shared<C>& shared, const Thread<C>& thread) {
   if (thread.index == 0) tma_store_wait_read();
-  return {shared.output[thread.warpgroup][0], kSlice};
+  return {shared.output[thread.group][0], kSlice};
 }
 // Once nothing is loaded any more, the parts of the last tile need not wait for each other: the stages are
 // free, and each warpgroup takes the rows that it alone has read.
@@ -48,7 +48,7 @@ template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
                       const Arguments& args, int row, int col, const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
-  named_barrier<kWarpgroup>(1 + thread.warpgroup);
+  named_barrier<kWarpgroup>(1 + thread.group);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
   // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
   constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;
@@ -75,7 +75,7 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
     }
   }
   fence_for_async();
-  named_barrier<kWarpgroup>(1 + thread.warpgroup);
+  named_barrier<kWarpgroup>(1 + thread.group);
   if (thread.index == 0) {
 #pragma unroll
     for (int i = 0; i < C::kBoxes; ++i) {
@@ -86,16 +86,16 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
   }
 }
 
-// Sums over the teams that divided K, of all CTAs of the cluster. Each owns a slice of the columns, and
-// gets it from all others; `slice` is the place of this one. The order of the sums is the same for all.
+// Sums over the CTAs of the cluster that divided K. Each owns a slice of the columns, and gets it from all
+// others; `slice` is the place of this one. The order of the sums is the same for all.
 template <class C>
 __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::kCols / 2], Shared<C>& shared,
                        int slice, const Thread<C>& thread) {
   constexpr int kVectors = C::kStoreCols / 8;
-  constexpr int kBytes = (C::kSplit - 1) * C::kTeams * kVectors * C::kTeamGroups * kWarpgroup * 16;
+  constexpr int kBytes = (C::kSplit - 1) * kVectors * C::kMathGroups * kWarpgroup * 16;
   const int share = cluster_rank() % C::kShare, column = thread.group * kWarpgroup + thread.index;
-  if constexpr (C::kSplit > 1 && C::kShare == 1) cluster_wait();  // the barriers of the others are ready
-  shared.delivered[thread.team].arrive_and_expect(column == 0, slice < C::kOwners ? kBytes : 0);
+  if constexpr (C::kShare == 1) cluster_wait();  // the barriers of the others are ready
+  shared.delivered.arrive_and_expect(column == 0, slice < C::kOwners ? kBytes : 0);
   float own[C::kStoreCols / 2] = {};
 #pragma unroll
   for (int owner = 0; owner < C::kOwners; ++owner) {  // unrolled, so that registers have constant indices
@@ -105,29 +105,21 @@ __device__ void reduce(float (&sum)[C::kStoreCols / 2], const float (&total)[C::
       for (int i = 0; i < 4 * kVectors; ++i) own[i] = v[i];
       continue;
     }
-    const int team = owner % C::kTeams, first = (slice - (slice > owner)) * kVectors;
-    const bool is_here = C::kSplit == 1 || owner / C::kTeams == slice / C::kTeams;
+    const int first = (slice - (slice > owner)) * kVectors;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float4* destination = &shared.inbox[team][first + i][column];
-      if (is_here) {
-        *destination = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-      } else {
-        store_in_cluster(destination, shared.delivered[team], owner / C::kTeams * C::kShare + share, v + 4 * i);
-      }
-    }
-    if (is_here) shared.delivered[team].arrive();
+    for (int i = 0; i < kVectors; ++i)
+      store_in_cluster(&shared.inbox[first + i][column], shared.delivered, owner * C::kShare + share, v + 4 * i);
   }
   if (slice >= C::kOwners) return;
-  shared.delivered[thread.team].wait(0);
+  shared.delivered.wait(0);
 #pragma unroll
   for (int i = 0; i < 4 * kVectors; ++i) sum[i] = 0.0f;
 #pragma unroll
-  for (int from = 0; from < C::kSums; ++from) {
+  for (int from = 0; from < C::kSplit; ++from) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float4 v = make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
-      if (from != slice) v = shared.inbox[thread.team][(from - (from > slice)) * kVectors + i][column];
+      if (from != slice) v = shared.inbox[(from - (from > slice)) * kVectors + i][column];
       sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
     }
   }

@@ -15,9 +15,9 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kTeams_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
+          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
 struct Config {
-  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup of a team
+  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
   static constexpr int kCols = kCols_;             // of the CTA's tile
   static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols
   static constexpr int kDepth = kDepth_;           // k-blocks of a stage
@@ -25,14 +25,13 @@ struct Config {
   static constexpr int kShare = kShare_;           // neighbouring CTAs that share one operand by multicast
   static constexpr bool kShareRows = kShareRows_;  // which one
   static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
-  static constexpr int kTeams = kTeams_;           // of math warpgroups in a CTA that take turns along K
+  static constexpr int kBatches = kBatches_;       // under way in a warpgroup: 2 promote and multiply at once
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kWeightsAreRows = kWeightsAreRows_;
   static constexpr Bias kBias = kBias_;
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
-  static constexpr int kTeamGroups = kRows / 64;
-  static constexpr int kMathGroups = kTeams * kTeamGroups;
+  static constexpr int kMathGroups = kRows / 64;
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
   // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up.
   static constexpr int kMathRegisters = kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112;
@@ -45,29 +44,25 @@ struct Config {
   static constexpr int kWeightScales = kWeights / kScaleWeights;
   static constexpr int kWeightBlocks = ceil_div(kBlock - kScaleWeights + kWeights, kBlock);  // at most
 
-  // The sums of all teams of the CTAs that divided K meet. Each team writes out a slice of the columns,
-  // as many teams as get equal slices.
-  static constexpr int kSums = kSplit * kTeams;
-  static constexpr int kOwners = largest_divisor(kCols / 8, kSums);
-  static constexpr int kStoreCols = kSums == 1 ? kPartCols : kCols / kOwners;
+  // The sums of the CTAs that divided K meet. Each writes out a slice of the columns, as many as get equal
+  // slices.
+  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
+  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
   // The output leaves in boxes that are one swizzle span wide.
   static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
   static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
   static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
   static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
 
-  static constexpr int kUnroll = 4;  // stages: lets the compiler prepare descriptors ahead
-
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
-  // A team that waits for a stage must have seen every phase of its barrier: parity tells two apart.
-  static_assert(kStages % kTeams == 0, "each stage belongs to one team");
+  static_assert(kBatches == 1 || kBatches == 2 && kParts <= 2, "a part keeps its place among the batches");
   static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
 };
 
-// Where the other teams that divided K put their sums of this team's slice.
-template <class C, bool kNeeded = (C::kSums > 1)>
+// Where the other CTAs that divided K put their sums of this one's slice.
+template <class C, bool kNeeded = (C::kSplit > 1)>
 struct Inbox {
-  float4 inbox[C::kTeams][(C::kSums - 1) * C::kStoreCols / 8][C::kTeamGroups * kWarpgroup];
+  float4 inbox[(C::kSplit - 1) * C::kStoreCols / 8][C::kMathGroups * kWarpgroup];
 };
 template <class C>
 struct Inbox<C, false> {};
@@ -85,7 +80,7 @@ struct Shared : Inbox<C> {
   } weights[C::kStages];
   alignas(8) Barrier full[C::kStages];
   Barrier empty[C::kStages];
-  Barrier delivered[C::kTeams];
+  Barrier delivered;
 };
 
 struct Arguments {
@@ -153,9 +148,8 @@ struct Walk {
     tile += num_clusters;
     if (!done()) start_tile();
   }
-  __device__ void next_stage(int step = 1) {
-    stage += step;
-    if (stage >= C::kStages) stage -= C::kStages, parity ^= 1;
+  __device__ void next_stage() {
+    if (++stage == C::kStages) stage = 0, parity ^= 1;
   }
   __device__ void next() {
     next_stage();
@@ -165,15 +159,13 @@ struct Walk {
   __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
 };
 
-// Where this math thread stands: its team, its warpgroup there, and the fragments of a 64-row WGMMA.
+// Where this math thread stands: its warpgroup, and the fragments of a 64-row WGMMA.
 template <class C>
 struct Thread {
-  int warpgroup, team, group, index, warp, lane;
+  int group, index, warp, lane;
   int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
   __device__ Thread()
-      : warpgroup(warp_uniform(threadIdx.x / kWarpgroup)),
-        team(warpgroup / C::kTeamGroups),
-        group(warpgroup % C::kTeamGroups),
+      : group(warp_uniform(threadIdx.x / kWarpgroup)),
         index(threadIdx.x % kWarpgroup),
         warp(index / kWarp),
         lane(index % kWarp),
