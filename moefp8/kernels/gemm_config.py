@@ -210,6 +210,7 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
         yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
         yield GemmConfig(64, 128, 0, batches=2)
         yield GemmConfig(128, 80, 0, depth=2)
+        yield GemmConfig(192, 96, 0)
         yield GemmConfig(192, 128, 0)
     for split in splits:
         for cols in (32, 64):
@@ -258,6 +259,8 @@ def estimate_us(
     # The first of these is what starting a tile takes, the last what storing the last one does.
     compute = waves * (1200 + num_stages * max(products, latency))
     compute = (compute + 190 * config.math_groups + 21 * config.cols) / 1600
+    if compute > 300 and config.batches == 1:
+        compute *= 1.06  # the power limit lowers the clock of long kernels, that of these more
     # Bytes from memory to the GPU, and from the L2 cache to one SM, with their rates.
     into_sm = waves * num_stages * config.depth * BLOCK * (config.rows + config.cols) * on_sm
     memory = max((n * k + m * k + 2 * m * n) / 4.2e6, into_sm / 0.9e5)

@@ -247,7 +247,7 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
     # A GPU fills idle SMs first: where SMs are to be left idle, each CTA counts as one.
     num_ctas = num_sms if num_sms < all_sms else num_sms * config.ctas_per_sm
-    band = min(_band(config), num_row_tiles)
+    band = min(_band(config, m, k), num_row_tiles)
     clusters = _num_clusters(config, num_row_tiles * num_col_tiles, num_ctas)
     store_columns = config.store_box[0]
     return _Plan(
@@ -282,11 +282,16 @@ def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
     return min(num_tiles, max(1, num_ctas // config.cluster))
 
 
-def _band(config: GemmConfig) -> int:
-    """Row tiles that are walked together: 16 tiles of 128 tokens, so that L2 holds their rows."""
+def _band(config: GemmConfig, m: int, k: int) -> int:
+    """Row tiles that are walked together, before the next column tiles.
+
+    All, if the L2 cache can hold the tokens while the weights stream past; else few, so that those
+    of the CTAs that run at once fit, with as many weights.
+    """
     if config.weights_are_rows:
         return 1
-    return 16 if config.share_rows else max(1, 16 // config.share)
+    tokens = config.tile[0]
+    return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 
 
 def _box(x: torch.Tensor, dtype: torch.dtype, box: tuple[int, int], swizzle_bytes: int) -> _Box:
