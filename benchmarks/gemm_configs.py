@@ -49,7 +49,7 @@ def grid(case: Case) -> Iterator[GemmConfig]:
         for (share, share_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
             yield GemmConfig(
                 *(row, col, 0),
-                parts=2 if col > 192 or batches == 2 and col > 128 else 1,
+                parts=2 if col > 192 or (batches == 2 and col > 128) else 1,
                 depth=depth,
                 share=share,
                 share_rows=share_rows,

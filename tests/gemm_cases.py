@@ -137,6 +137,7 @@ class Map(NamedTuple):
     stride: int
     box: list[int]
     swizzle: int
+    l2_bytes: int
 
 
 def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int]) -> torch.Tensor:
@@ -163,12 +164,12 @@ class Emulator:
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, *rest):
         assert rank == 2
         dtypes = {0: torch.float8_e4m3fn, 7: torch.float32, 9: torch.bfloat16}
-        ones, interleave, swizzle, *_ = rest
+        ones, interleave, swizzle, promotion, _ = rest
         assert (list(ones), interleave) == ([1, 1], 0)
         dtype, swizzle = dtypes[dtype], 16 << swizzle if swizzle else 0
         assert strides[0] >= shape[0] * dtype.itemsize  # rows do not overlap
         pitch = strides[0] // dtype.itemsize
-        self.maps[at] = Map(dtype, address, list(shape), pitch, list(box), swizzle)
+        self.maps[at] = Map(dtype, address, list(shape), pitch, list(box), swizzle, 32 << promotion)
         return 0
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
@@ -281,6 +282,7 @@ class Emulator:
         assert whole[tokens] == (tile[tokens] if shared else min(tile[tokens], m))
         assert (rows[0], cols[0]) == (128, 128)
         assert (made.row_map.swizzle, made.col_map.swizzle) == (128, 128)
+        assert made.row_map.l2_bytes == made.col_map.l2_bytes == (128 if m <= 64 else 256)
         assert (made.scale_map.box, made.scale_map.swizzle) == ([tile[tokens], config.depth], 0)
         loaded = sum(whole.values()) * 128 + tile[tokens] * 4
         assert made.arguments.stage_bytes == config.depth * loaded

@@ -219,6 +219,12 @@ def test_a_tensor_map_is_encoded_once(fake):
     assert rest[5:] == [[128, 64], [1, 1], 0, 3, 3, 0]
 
 
+@pytest.mark.parametrize(("l2_bytes", "number"), [(64, 1), (128, 2), (256, 3)])
+def test_what_l2_fetches_at_a_time(fake, l2_bytes, number):
+    jit.tensor_map(**GOOD, l2_bytes=l2_bytes)
+    assert fake.maps[0][-2] == number
+
+
 @pytest.mark.parametrize(
     ("dtype", "number"), [(torch.uint8, 0), (torch.float32, 7), (torch.bfloat16, 9)]
 )
@@ -242,6 +248,7 @@ def test_data_types_of_tensor_maps(fake, dtype, number):
         ({"box": (144, 64)}, ValueError, "at most swizzle_bytes = 128, got 144 bytes"),
         ({"dtype": torch.bfloat16}, ValueError, "at most swizzle_bytes = 128, got 256 bytes"),
         ({"swizzle_bytes": 96}, ValueError, "swizzle_bytes must be 0, 32, 64 or 128, got 96"),
+        ({"l2_bytes": 32}, ValueError, "l2_bytes must be 64, 128 or 256, got 32"),
     ],
 )
 def test_the_rules_of_the_tma_are_explained(change, error, rule):

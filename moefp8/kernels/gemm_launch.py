@@ -31,7 +31,7 @@ _Operands = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 ]  # a, a_scale_inv, b, b_scale_inv, d, bias
 _Layouts = tuple[Any, ...]  # shape, strides, dtype and device of every operand
-_Box = tuple[torch.dtype, tuple[int, int], tuple[int], tuple[int, int], int]
+_Box = tuple[torch.dtype, tuple[int, int], tuple[int], tuple[int, int], int, int]
 
 
 class _Arguments(ctypes.Structure):
@@ -249,6 +249,8 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
     num_ctas = num_sms if num_sms < all_sms else num_sms * config.ctas_per_sm
     band = min(_band(config, m, k), num_row_tiles)
     clusters = _num_clusters(config, num_row_tiles * num_col_tiles, num_ctas)
+    # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
+    l2_bytes = 128 if m <= 64 else 256
     store_columns = config.store_box[0]
     return _Plan(
         layouts,
@@ -257,9 +259,9 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
         config.shared_bytes,
         config.cluster,
         config.weights_are_rows,
-        _box(a, E4M3, (128, config.token_box(m)), 128),
+        _box(a, E4M3, (128, config.token_box(m)), 128, l2_bytes),
         _box(a_scale_inv.T, torch.float32, (config.cta_tile[0], config.depth), 0),
-        _box(b, E4M3, (128, config.weight_box), 128),
+        _box(b, E4M3, (128, config.weight_box), 128, l2_bytes),
         # 16 bytes of a row are one unit of the swizzle.
         _box(d, torch.bfloat16, config.store_box, store_columns * 2 if store_columns > 8 else 0),
         b_scale_inv.stride(),
@@ -294,10 +296,17 @@ def _band(config: GemmConfig, m: int, k: int) -> int:
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 
 
-def _box(x: torch.Tensor, dtype: torch.dtype, box: tuple[int, int], swizzle_bytes: int) -> _Box:
+def _box(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    box: tuple[int, int],
+    swizzle_bytes: int,
+    l2_bytes: int = 256,
+) -> _Box:
     """What `tensor_map` needs beside the address, to move boxes (columns, rows) of x."""
     rows, columns = x.shape
-    return dtype, (columns, rows), (_pitch(x) * x.element_size(),), box, swizzle_bytes
+    pitch = _pitch(x) * x.element_size()
+    return dtype, (columns, rows), (pitch,), box, swizzle_bytes, l2_bytes
 
 
 def _prepare(plan: _Plan, addresses: tuple[int, ...], stream: int, programmatic: bool) -> Launch:

@@ -18,7 +18,7 @@ _DATA_TYPES = {
 }
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _INTERLEAVE_NONE = 0
-_L2_PROMOTION_256B = 3
+_L2_PROMOTIONS = {64: 1, 128: 2, 256: 3}
 _FILL_ZEROS = 0
 _MAP_BYTES = 128
 _ALIGNMENT = 128  # cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
@@ -41,17 +41,22 @@ def tensor_map(
     strides_bytes: Sequence[int],
     box: Sequence[int],
     swizzle_bytes: int,
+    l2_bytes: int = 256,
 ) -> TensorMap:
     """The map of a tensor at a device address, whose copies move boxes; zeros beyond its edges.
 
     shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
-    swizzle_bytes: 0, 32, 64 or 128. Equal arguments give the same map.
+    swizzle_bytes: 0, 32, 64 or 128.
+    l2_bytes: what the L2 cache fetches from memory at a time: 64, 128 or 256.
+
+    Equal arguments give the same map.
 
     Raises ValueError or TypeError if a rule of the TMA is broken (CUDA driver API,
     cuTensorMapEncodeTiled), and JitError without a driver.
     """
     strides = tuple(strides_bytes)
-    return _encode(address, _layout(dtype, tuple(shape), strides, tuple(box), swizzle_bytes))
+    layout = _layout(dtype, tuple(shape), strides, tuple(box), swizzle_bytes, l2_bytes)
+    return _encode(address, layout)
 
 
 class _Layout:
@@ -64,6 +69,7 @@ class _Layout:
         strides_bytes: tuple[int, ...],
         box: tuple[int, ...],
         swizzle_bytes: int,
+        l2_bytes: int,
     ) -> None:
         rank = len(shape)
         self.name = f"{dtype} {list(shape)}, strides {list(strides_bytes)} bytes, box {list(box)}"
@@ -75,7 +81,7 @@ class _Layout:
             (c_uint32 * rank)(*[1] * rank),  # every element of a box, not each second, ...
             _INTERLEAVE_NONE,
             _SWIZZLES[swizzle_bytes],
-            _L2_PROMOTION_256B,
+            _L2_PROMOTIONS[l2_bytes],
             _FILL_ZEROS,
         )
 
@@ -101,6 +107,7 @@ def _layout(
     strides_bytes: tuple[int, ...],
     box: tuple[int, ...],
     swizzle_bytes: int,
+    l2_bytes: int,
 ) -> _Layout:
     if dtype not in _DATA_TYPES:
         allowed = ", ".join(str(x).removeprefix("torch.") for x in _DATA_TYPES)
@@ -119,11 +126,12 @@ def _layout(
     _require(rule, strides, list(strides_bytes))
     _require("sides of box must be 1 to 256", all(1 <= x <= 256 for x in box), list(box))
     _require("swizzle_bytes must be 0, 32, 64 or 128", swizzle_bytes in _SWIZZLES, swizzle_bytes)
+    _require("l2_bytes must be 64, 128 or 256", l2_bytes in _L2_PROMOTIONS, l2_bytes)
     inner = box[0] * dtype.itemsize
     _require("the inner side of box must be a multiple of 16 bytes", inner % 16 == 0, inner)
     rule = f"the inner side of box must be at most swizzle_bytes = {swizzle_bytes}"
     _require(rule, not swizzle_bytes or inner <= swizzle_bytes, f"{inner} bytes")
-    return _Layout(dtype, shape, strides_bytes, box, swizzle_bytes)
+    return _Layout(dtype, shape, strides_bytes, box, swizzle_bytes, l2_bytes)
 
 
 def _require(rule: str, holds: bool, came: object) -> None:
