@@ -19,6 +19,7 @@ from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
 
 pytestmark = NEEDS_GPU
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 class Case(NamedTuple):
@@ -229,12 +230,41 @@ def test_threads_share_what_is_prepared():
         assert_right(made.arguments[4], made.expected, made.size)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO_GPUS
 def test_another_gpu_than_the_current_one():
     made = case(70, 1000, 2000)
     there = [x if x is None else x.to("cuda:1") for x in made.arguments]
     room.launch_gemm(*there)
     assert_right(there[4].to("cuda:0"), made.expected, made.size)
+
+
+@NEEDS_TWO_GPUS
+def test_a_layer_on_another_gpu_gives_the_same_bits_also_in_a_graph():
+    fp8, x = FP8Linear.from_linear(torch.nn.Linear(2048, 1000).bfloat16()), torch.randn(33, 2048)
+    here = fp8.to("cuda:0")(x.bfloat16().to("cuda:0"))
+    there, at = fp8.to("cuda:1"), x.bfloat16().to("cuda:1")
+    assert torch.equal(there(at).cpu(), here.cpu())
+    with torch.cuda.device(1):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = there(at)
+        graph.replay()
+        assert torch.equal(y.cpu(), here.cpu())
+
+
+@NEEDS_TWO_GPUS
+def test_two_gpus_from_two_threads():
+    def work(index: int) -> None:
+        with torch.cuda.device(index):
+            made = [case(m, 1000, 2000) for m in (5, 300)]
+            for _ in range(50):
+                for each in made:
+                    room.launch_gemm(*each.arguments)
+            for each in made:
+                assert_right(each.arguments[4], each.expected, each.size)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 @pytest.mark.parametrize("shape", [(1, 2112, 7168), (77, 333, 1000), (512, 2112, 7168)])
