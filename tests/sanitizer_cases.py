@@ -28,7 +28,9 @@ FAMILIES = {
     "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2),
     "two batches, deep": GemmConfig(64, 48, 0, depth=2, batches=2),
     "two batches, split and shared": GemmConfig(128, 64, 0, share=2, split=2, batches=2),
-    "two batches, as few stages": GemmConfig(64, 64, 2, ctas_per_sm=2, batches=2),
+    "two batches, narrow": GemmConfig(128, 32, 0, depth=2, batches=2),
+    "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split=2, batches=2),
+    "two batches, as few stages as can be": GemmConfig(64, 64, 2, ctas_per_sm=2, batches=2),
     "four math groups": GemmConfig(256, 32, 0),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
     "weights are rows, split": GemmConfig(

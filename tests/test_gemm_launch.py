@@ -132,6 +132,31 @@ def test_every_family_is_launched_rightly(name, limit):
         assert launched.config == config
 
 
+@pytest.mark.parametrize(("m", "n"), [(320, 96), (290, 200), (513, 31)])
+@pytest.mark.parametrize("band", [1, 3, 5])
+def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
+    monkeypatch.setattr(room, "_band", lambda *shape: band)
+    with emulated(gemm_config.with_most_stages(gemm_config.GemmConfig(64, 32, 0))) as gpu:
+        made = operands(m, n, 48)
+        room.launch_gemm(*made)
+        assert torch.equal(made[4], expected_of(*made))
+        assert gpu.launched[0].arguments.band == band
+
+
+@pytest.mark.parametrize(
+    ("config", "m", "k", "band"),
+    [
+        ({"rows": 128, "cols": 128}, 4096, 6144, 32),  # 24 MiB of tokens
+        ({"rows": 128, "cols": 128}, 4096, 6145, 4),
+        ({"rows": 192, "cols": 128}, 4096, 6145, 2),
+        ({"rows": 128, "cols": 128}, 65536, 128, 128),
+        ({"rows": 64, "cols": 8, "weights_are_rows": True}, 8, 512, 1),
+    ],
+)
+def test_how_many_tokens_are_walked_together(config, m, k, band):
+    assert room._band(gemm_config.GemmConfig(stages=4, **config), m, k) == band
+
+
 def test_rows_that_overlap_are_copied(gpu):
     a, a_scale_inv, b, b_scale_inv, d, _ = operands(9, 40, 160)
     for view in (a[:1].expand(9, 160), flat(400, a).copy_(a.flatten()[:400])):

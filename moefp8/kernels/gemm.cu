@@ -11,7 +11,7 @@
 // fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk` is the tile scheduler and the
 // state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
 // kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes
-// one product while the tensor cores compute its next.
+// one product while the tensor cores compute the next.
 #include "gemm_output.cuh"
 #include "gemm_tile.cuh"
 #include "mbarrier.cuh"
@@ -66,8 +66,8 @@ struct Loader {
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
-  // as a whole. But while the previous kernel may still write the tokens, the first one gets its weights;
-  // behind those of more stages, the tokens would wait.
+  // as a whole. But while the previous kernel may still write the tokens, only the first stage gets its
+  // weights; behind those of more, the tokens would wait.
   __device__ void fill(Walk<C> walk, bool programmatic) {
     if (programmatic) load_weights(walk);
     wait_for_previous_kernel();
@@ -178,7 +178,8 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
 template <class C>
 __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
   // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
-  // shared memory busy. Where tokens are rows, scales are in registers before the WGMMAs complete.
+  // shared memory busy. Where tokens are rows, scales were read before the WGMMAs of this batch were
+  // begun, and are in registers before those of the next one are: see `end` in `multiply` for the last.
   if constexpr (C::kWeightsAreRows) fence_cta();
   shared.empty[stage].arrive();
   if constexpr (C::kShare > 1) {
@@ -192,14 +193,14 @@ template <class C>
 struct Batch {
   float products[C::kDepth][C::kPartCols / 2];
   Scales<C> scales[C::kDepth];
-  int stage;
+  int stage;  // by the time that it is finished, the walk has moved on
 
   __device__ void begin(Shared<C>& shared, const Walk<C>& walk, int part, const Thread<C>& thread) {
     stage = walk.stage;
     const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock) +
                           stage * (sizeof(shared.rows[0]) / 16);
     const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]) + stage * (sizeof(shared.cols[0]) / 16);
-    if (part == 0) shared.full[stage].wait(walk.parity);
+    if (part == 0) shared.full[stage].wait(walk.parity);  // the other parts are of the same stage
 #pragma unroll
     for (int d = 0; d < C::kDepth; ++d) {
       scales[d].load(shared, stage, d, thread);
@@ -241,11 +242,11 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   // way to a CTA that has left; so none waits for the others at the end.
   int refills = walk.num_stages() - C::kStages;
 
-  const auto begin = [&](int i, int part) __attribute__((always_inline)) {
+  const auto begin_batch = [&](int i, int part) __attribute__((always_inline)) {
     batches[i].begin(shared, walk, part, thread);
     if (part == C::kParts - 1) walk.next_stage();
   };
-  const auto finish = [&](int i, int part) __attribute__((always_inline)) {
+  const auto finish_batch = [&](int i, int part) __attribute__((always_inline)) {
     const bool ends_stage = part == C::kParts - 1;
     batches[i].finish(total[part], shared, part, ends_stage && refills > 0, thread);
     if (ends_stage) --refills;
@@ -268,31 +269,34 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
       const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
 #pragma unroll
         for (int part = 0; part < C::kParts; ++part) {
-          begin(0, part);
+          begin_batch(0, part);
           if (is_first) store_finished(part);
           wgmma_wait<0>();
-          finish(0, part);
+          finish_batch(0, part);
         }
       };
       compute_stage(true);
-#pragma unroll 4
+#pragma unroll 4  // lets the compiler prepare descriptors ahead
       for (int k = walk.k_begin + 1; k < walk.k_end; ++k) compute_stage(false);
-    } else {  // batches in turn, which are the parts of a stage or whole stages
+    } else {
+      // Batches 0 and 1 in turn, which are the parts of a stage or whole stages; one is always under way:
+      //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
       const auto part_of = [](int i) { return C::kParts == 1 ? 0 : i; };
       const auto turn = [&](int i) __attribute__((always_inline)) {
-        begin(i, part_of(i));
+        begin_batch(i, part_of(i));
         wgmma_wait<1>();
-        finish(1 - i, part_of(1 - i));
+        finish_batch(1 - i, part_of(1 - i));
       };
-      begin(0, 0);
+      begin_batch(0, 0);
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) store_finished(part);
-      int left = (walk.k_end - walk.k_begin) * C::kParts - 1;
+      int left = (walk.k_end - walk.k_begin) * C::kParts - 1;  // still to begin
 #pragma unroll 2
       for (; left >= 2; left -= 2) turn(1), turn(0);
       const auto end = [&](int i) __attribute__((always_inline)) {
         wgmma_wait<0>();
-        finish(i, part_of(i));
+        fence_cta();  // scales may still be on their way to registers: no batch was begun since
+        finish_batch(i, part_of(i));
       };
       if (left > 0) turn(1), end(1);
       else end(0);

@@ -190,8 +190,8 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
     if m <= 64:
         for split in splits:
             for cols in (32, 48, 64, 96):
-                yield GemmConfig(64, cols, 0, depth=2, split=split)
                 yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=2)
+            yield GemmConfig(64, 96, 0, depth=2, split=split)
             for cols in (32, 48, 64, 80):
                 yield GemmConfig(64, cols, 0, depth=2, split=split, batches=2)
         for cols in (48, 64, 96):
@@ -208,20 +208,17 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
             yield GemmConfig(64, cols, 0, depth=2, batches=2)
     else:
         yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
-        yield GemmConfig(64, 128, 0, batches=2)
         yield GemmConfig(128, 80, 0, depth=2)
         yield GemmConfig(192, 96, 0)
         yield GemmConfig(192, 128, 0)
     for split in splits:
-        for cols in (32, 64):
-            yield GemmConfig(128, cols, 0, depth=2, split=split)
+        yield GemmConfig(128, 64, 0, depth=2, split=split)
         yield GemmConfig(128, 32, 0, depth=2, split=split, batches=2)
-        for cols in (80, 96, 112, 128, 144, 160, 192):
+        for cols in (80, 96, 112, 144, 160, 192):
             yield GemmConfig(128, cols, 0, split=split)
         yield GemmConfig(128, 128, 0, split=split, batches=2)
         if m > 128:
-            for cols in (160, 192):
-                yield GemmConfig(128, cols, 0, parts=2, split=split, batches=2)
+            yield GemmConfig(128, 192, 0, parts=2, split=split, batches=2)
             for cols in (224, 256):
                 yield GemmConfig(128, cols, 0, parts=2, split=split)
 
@@ -251,16 +248,17 @@ def estimate_us(
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
     # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share; or
     # one warpgroup's products and what it does between them, of which a second batch hides a part.
-    area, on_sm = config.rows * config.cols, min(config.ctas_per_sm, ceil_div(num_ctas, num_sms))
+    ctas_per_sm = config.ctas_per_sm if all_sms else 1
+    area, on_sm = config.rows * config.cols, min(ctas_per_sm, ceil_div(num_ctas, num_sms))
     scales = config.cols // gcd(config.cols, BLOCK) if not config.weights_are_rows else 1
     products = (1.105 if config.batches == 1 else 1.09) * on_sm * area * config.depth / 32
     between = 116 + 207 * config.parts if config.batches == 1 else 200 * config.parts
     latency = 2 * config.cols * config.depth + between + 21 * (scales - 1)
-    # The first of these is what starting a tile takes, the last what storing the last one does.
+    # 1200 is what starting a tile takes, 190 and 21 what starting the CTA and storing the last do.
     compute = waves * (1200 + num_stages * max(products, latency))
     compute = (compute + 190 * config.math_groups + 21 * config.cols) / 1600
     if compute > 300 and config.batches == 1:
-        compute *= 1.06  # the power limit lowers the clock of long kernels, that of these more
+        compute *= 1.06  # the power limit lowers the clock of long kernels, with one batch more
     # Bytes from memory to the GPU, and from the L2 cache to one SM, with their rates.
     into_sm = waves * num_stages * config.depth * BLOCK * (config.rows + config.cols) * on_sm
     memory = max((n * k + m * k + 2 * m * n) / 4.2e6, into_sm / 0.9e5)

@@ -287,8 +287,9 @@ def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
 def _band(config: GemmConfig, m: int, k: int) -> int:
     """Row tiles that are walked together, before the next column tiles.
 
-    All, if the L2 cache can hold the tokens while the weights stream past; else few, so that those
-    of the CTAs that run at once fit, with as many weights.
+    All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
+    so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
+    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33.
     """
     if config.weights_are_rows:
         return 1

@@ -6,9 +6,9 @@
 
 template <Bias kBias>
 __device__ float load_bias(const void* bias, int i, int size) {
-  if (i >= size) return 0.0f;
-  if constexpr (kBias == Bias::kFloat) return static_cast<const float*>(bias)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(bias)[i];
+  const uint32_t at = min(i, size - 1);  // beyond it, nothing is stored
+  if constexpr (kBias == Bias::kFloat) return static_cast<const float*>(bias)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(bias)[at];
   if constexpr (kBias == Bias::kBFloat16) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -56,10 +56,11 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
   for (int j = 0; j < kGroups; j += 2) {
     if constexpr (C::kBias != Bias::kNone) {  // here, since all at once would need too many registers
 #pragma unroll
-      for (int i = 4 * j; i < 4 * (j + 2 < kGroups ? j + 2 : kGroups); ++i) {
+      for (int n = 0; n < 8; ++n) {  // a constant number, or `total` would lie in memory
+        const int i = 4 * j + n;
         const int weight = C::kWeightsAreRows ? row + thread.row % 64 + i / 2 % 2 * 8
                                               : col + i / 4 * 8 + thread.col + i % 2;
-        total[i] += load_bias<C::kBias>(args.bias, weight, args.num_weights);
+        if (i < 4 * kGroups) total[i] += load_bias<C::kBias>(args.bias, weight, args.num_weights);
       }
     }
     const int group = j + thread.lane / 16, half = thread.lane / 8 % 2;

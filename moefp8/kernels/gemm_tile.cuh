@@ -25,7 +25,7 @@ struct Config {
   static constexpr int kShare = kShare_;           // neighbouring CTAs that share one operand by multicast
   static constexpr bool kShareRows = kShareRows_;  // which one
   static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
-  static constexpr int kBatches = kBatches_;       // under way in a warpgroup: 2 promote and multiply at once
+  static constexpr int kBatches = kBatches_;       // of products that a warpgroup has under way
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kWeightsAreRows = kWeightsAreRows_;
   static constexpr Bias kBias = kBias_;
@@ -55,7 +55,8 @@ struct Config {
   static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
-  static_assert(kBatches == 1 || kBatches == 2 && kParts <= 2, "a part keeps its place among the batches");
+  static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
+  static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
 };
 

@@ -6,8 +6,10 @@ import struct
 from dataclasses import dataclass
 
 _LENGTHS = struct.Struct("<2Q")
-# The second is ptxas's for WGMMAs that it serialises and for a setmaxnreg that it ignores.
-_PROBLEM = re.compile(r"\b[1-9]\d* bytes spill (stores|loads)|Potential Performance Loss")
+# The last is ptxas's for WGMMAs that it serialises and for a setmaxnreg that it ignores.
+_PROBLEM = re.compile(
+    r"\b[1-9]\d* bytes (spill (stores|loads)|stack frame)|Potential Performance Loss"
+)
 
 
 class JitError(RuntimeError):
@@ -23,7 +25,7 @@ class Cubin:
     log: str
 
     def problems(self) -> list[str]:
-        """What costs speed, from the log: spilled registers, serialised WGMMA, setmaxnreg ignored.
+        """What costs speed, from the log: spills, local arrays, serialised WGMMA, vain setmaxnreg.
 
         Such a kernel is right but slow, so a user is not bothered; tests demand an empty list.
         """
