@@ -294,6 +294,15 @@ def test_a_limit_of_sms_changes_no_result(m):
         kernels.set_num_sms(None)
 
 
+def test_a_last_band_of_tiles_that_is_cut_off():
+    m, n, k = 128 * 9 + 5, 2112, 24000
+    config = gemm_config.choose_config(m, n, k, kernels.get_num_sms())
+    rows = kernels.ceil_div(m, config.tile[0])
+    assert room._band(config, m, k) < rows
+    assert rows % room._band(config, m, k)
+    launch_and_compare(case(m, n, k))
+
+
 def test_more_than_2_to_31_elements():
     repeats, rows, few, k = 300, 1024, 16, 7168
     assert repeats * rows * k > 2**31
