@@ -1,11 +1,7 @@
-"""The dense GEMM without a GPU: its launcher, which body runs, and the linear layer's launches.
-
-`Emulator` stands for libcuda.
-"""
+"""The launcher of the dense GEMM without a GPU: `Emulator` stands for libcuda."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import sanitizer_cases
@@ -28,9 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import fp8_gemm_nt, gemm_config, jit, linear, registry
+from moefp8.kernels import gemm_config, jit
 from moefp8.kernels import gemm_launch as room
-from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import gemm_shapes
 
 
@@ -38,9 +33,6 @@ from moefp8.testing import gemm_shapes
 def gpu() -> Iterator[Emulator]:
     with emulated() as made:
         yield made
-
-
-# ---- The launcher ----
 
 
 @settings(max_examples=150)
@@ -336,134 +328,3 @@ def test_without_a_kernel_there_is_an_error(gpu, monkeypatch, error):
     assert bool(arguments[4].isnan().all())
     room.launch_gemm(*arguments)  # once the cause is gone
     assert len(gpu.launched) == 1
-
-
-# ---- The linear layer, and which body runs ----
-
-
-@given(
-    shape=gemm_shapes(),
-    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
-    bias=st.sampled_from(BIASES),
-)
-def test_linear_is_two_launches(shape, dtype, bias):
-    m, n, k = shape
-    x, weight = torch.randn(m, k).to(dtype), quantize_128x128(torch.randn(n, k))
-    bias = None if bias is None else torch.randn(n).to(bias)
-    expected = linear.fp8_linear(x, *weight, bias)
-    with emulated() as made:
-        assert torch.equal(linear.launch_linear(x, *weight, bias), expected)
-    copied = (k % 16 and max(m, n) > 1) or n % 8  # which may come in between
-    if 0 not in shape:
-        assert [x.programmatic for x in made.launched] == [False, not copied]
-
-
-def test_linear_equals_its_parts():
-    x, weight, bias = torch.randn(5, 300), quantize_128x128(torch.randn(130, 300)), torch.randn(130)
-    d = torch.empty(5, 130, dtype=torch.bfloat16)
-    for b in (None, bias):
-        fp8_gemm_nt(quantize_1x128(x), weight, d, bias=b)
-        assert torch.equal(linear.fp8_linear(x, *weight, b), d)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(5, 300, dtype=torch.int64)}, "x must be bfloat16 or .* got int64"),
-        ({"x": torch.zeros(2, 5, 300)}, r"x must have 2 dimensions, got shape \[2, 5, 300\]"),
-        ({"x": torch.zeros(5, 299)}, "K must be equal in x and weight, got 299 and 300"),
-        ({"weight": torch.zeros(130, 300)}, "weight must be float8_e4m3fn, got float32"),
-        ({"weight_scale_inv": torch.ones(2, 2)}, r"\[ceil\(N/128\), .* = \[2, 3\], got \[2, 2\]"),
-        ({"bias": torch.zeros(5)}, r"bias must be \[N\] = \[130\], got \[5\]"),
-        ({"x": torch.zeros(5, 300, device="meta")}, "x on meta, weight on cpu"),
-    ],
-)
-def test_linear_names_what_is_wrong(change, message):
-    weight = quantize_128x128(torch.randn(130, 300))
-    good = {"x": torch.zeros(5, 300), "weight": weight.data, "weight_scale_inv": weight.scale_inv}
-    arguments = {**good, "bias": None, **change}
-    for body in (linear.fp8_linear, linear.launch_linear):
-        with pytest.raises((TypeError, ValueError), match=f"^fp8_linear: .*{message}"):
-            body(*arguments.values())
-
-
-def test_linear_agrees_with_its_fake_body():
-    weight = quantize_128x128(torch.randn(130, 300))
-    checks = ("test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-    op = torch.ops.moefp8.fp8_linear
-    for bias in (None, torch.randn(130)):
-        torch.library.opcheck(op, (torch.randn(5, 300), *weight, bias), test_utils=checks)
-
-
-def test_which_body_runs(monkeypatch):
-    ran = []
-    bodies = [lambda x: ran.append("portable"), lambda x: ran.append("hopper")]
-    x = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
-    on_gpu = registry._on_gpu("some_op", *bodies)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
-    for hip, capability, expected in (
-        (None, (9, 0), "hopper"),
-        (None, (8, 0), "portable"),
-        (None, (10, 0), "portable"),
-        ("7.0", (9, 4), "portable"),
-    ):
-        registry.runs_our_kernels.cache_clear()
-        registry._announce_portable.cache_clear()
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i, c=capability: c)
-        if expected == "portable":
-            with pytest.warns(UserWarning, match="some_op runs its portable .* NVIDIA 0"):
-                on_gpu(x)
-        on_gpu(x)
-        assert ran[-1] == expected
-    registry._announce_portable.cache_clear()
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
-        on_gpu(x)
-    registry._announce_portable.cache_clear()
-    registry.runs_our_kernels.cache_clear()
-
-
-# ---- DeepGEMM's names ----
-
-
-def test_deep_gemm_names():
-    a, a_scale_inv, b, b_scale_inv, d, _ = operands(130, 200, 300)
-    expected = expected_of(a, a_scale_inv, b, b_scale_inv, d, None)
-    kernels.gemm_fp8_fp8_bf16_nt((a, a_scale_inv), (b, b_scale_inv), d)
-    assert torch.equal(d, expected)
-    layout = torch.zeros(130, dtype=torch.int32)
-    d.fill_(NAN)
-    kernels.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
-        (a, a_scale_inv), (b[None], b_scale_inv[None]), d, layout
-    )
-    assert torch.equal(d, expected)
-    d.fill_(NAN)
-    kernels.m_grouped_gemm_fp8_fp8_bf16_nt_masked(
-        (a[None], a_scale_inv[None]),
-        (b[None], b_scale_inv[None]),
-        d[None],
-        torch.tensor([130], dtype=torch.int32),
-        130,
-    )
-    assert torch.equal(d, expected)
-    assert [kernels.get_tma_aligned_size(x, 4) for x in (0, 1, 4, 5)] == [0, 4, 4, 8]
-    assert kernels.get_tma_aligned_size(17, 1) == 32
-    with pytest.raises(ValueError, match="element_size must divide 16, got 3"):
-        kernels.get_tma_aligned_size(5, 3)
-
-
-@pytest.mark.parametrize("shape", [(5, 3), (1, 3), (4, 1), (2, 5, 3), (3, 1, 2)])
-@pytest.mark.parametrize(
-    "align", [kernels.get_mn_major_tma_aligned_tensor, kernels.get_col_major_tma_aligned_tensor]
-)
-def test_scales_are_brought_into_the_order_of_tma(shape, align):
-    x = torch.randn(shape)
-    aligned = align(x)
-    assert torch.equal(aligned, x)
-    assert aligned.stride() == kernels.empty_tma_aligned(shape, "cpu").stride()
-    assert align(aligned) is aligned
-    with pytest.raises(TypeError, match="sf must be float32, got float64"):
-        align(x.double())
-    with pytest.raises(ValueError, match="2 or 3 dimensions"):
-        align(x.view(1, 1, *shape))

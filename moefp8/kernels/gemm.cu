@@ -178,8 +178,8 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
 template <class C>
 __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
   // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
-  // shared memory busy. Where tokens are rows, scales were read before the WGMMAs of this batch were
-  // begun, and are in registers before those of the next one are: see `end` in `multiply` for the last.
+  // shared memory busy. Where tokens are rows, the machine code has the scales in registers by then, as a
+  // test reads there; of two batches not those of the last one of a tile: see `end` in `multiply`.
   if constexpr (C::kWeightsAreRows) fence_cta();
   shared.empty[stage].arrive();
   if constexpr (C::kShare > 1) {

@@ -1,9 +1,9 @@
 """How a dense GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each configuration of a short list and takes the best. The
-list and the constants of the estimate come from timing 485 configurations on an H200, for 14
-shapes of weights and M = 1 to 16384; `python -m benchmarks.gemm_configs` says how far the choice is
-from the best of still more.
+list and the constants of the estimate come from timing up to 485 configurations on an H200, for 14
+shapes of weights and M = 1 to 4096, and for some of both and M to 16384; `python -m
+benchmarks.gemm_configs` says how far the choice is from the best of still more.
 """
 
 from collections.abc import Iterator
