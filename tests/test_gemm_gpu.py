@@ -246,7 +246,8 @@ def test_a_layer_on_another_gpu_gives_the_same_bits_also_in_a_graph():
     assert torch.equal(there(at).cpu(), here.cpu())
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # without a stream, torch captures on one of the GPU on which it first captured
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             y = there(at)
         graph.replay()
         assert torch.equal(y.cpu(), here.cpu())
