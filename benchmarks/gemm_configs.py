@@ -23,7 +23,7 @@ from moefp8.kernels.gemm_config import GemmConfig
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
 N_K = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
-_COLS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+_COLS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 _AT_ONCE = 64  # in one profile
 
 
@@ -44,7 +44,7 @@ def grid(case: Case) -> Iterator[GemmConfig]:
     if m < 32:
         return
     shares = ((1, False), (2, False), (2, True))
-    rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (128, 192)
+    rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (64, 128, 192)
     for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
         for (share, share_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
             yield GemmConfig(
@@ -65,9 +65,8 @@ def possible(case: Case) -> list[GemmConfig]:
     num_sms = gemm_launch.get_num_sms()
     found = {gemm_config.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
-        slice_of = config.rows if config.share_rows else config.cols
-        fits = slice_of % (8 * config.share) == 0 and gemm_config.is_possible(config, k)
-        if fits and gemm_config.estimate_us(config, m, n, k, num_sms) < float("inf"):
+        possible = gemm_config.is_possible(config, k)
+        if possible and gemm_config.estimate_us(config, m, n, k, num_sms) < float("inf"):
             found[config] = None
     return list(found)
 

@@ -151,7 +151,7 @@ class Emulator:
     """libcuda, as far as launches need it."""
 
     def __init__(self) -> None:
-        self.maps: dict[int, Map] = {}
+        self.maps: list[Map] = []
         self.kernels: list[jit.Kernel] = []
         self.launched: list[SimpleNamespace] = []
         self.chosen: list[tuple[int, int, int, int]] = []
@@ -169,8 +169,16 @@ class Emulator:
         dtype, swizzle = dtypes[dtype], 16 << swizzle if swizzle else 0
         assert strides[0] >= shape[0] * dtype.itemsize  # rows do not overlap
         pitch = strides[0] // dtype.itemsize
-        self.maps[at] = Map(dtype, address, list(shape), pitch, list(box), swizzle, 32 << promotion)
+        ctypes.c_size_t.from_address(at).value = len(self.maps)  # so that a copy can be told too
+        self.maps.append(
+            Map(dtype, address, list(shape), pitch, list(box), swizzle, 32 << promotion)
+        )
         return 0
+
+    def maps_at(self, address, count=1):
+        return [
+            self.maps[ctypes.c_size_t.from_address(address + i * 128).value] for i in range(count)
+        ]
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         config, parameters = config._obj, list(parameters)
@@ -204,13 +212,15 @@ class Emulator:
 
     def gemm(self, made, parameters):
         config = self.config_of[made.kernel.name]
-        made.row_map, made.col_map, made.scale_map, made.d_map = (
-            self.maps[at] for at in parameters[:4]
+        (made.a_map,), (made.scale_map,), made.b_maps, (made.d_map,) = (
+            self.maps_at(parameters[0]),
+            self.maps_at(parameters[1]),
+            self.maps_at(parameters[2], len(config.weight_pieces)),
+            self.maps_at(parameters[3]),
         )
         made.arguments = arguments = copy_of(room._Arguments, parameters[4])
-        a, b = made.row_map, made.col_map
-        if config.weights_are_rows:
-            a, b = b, a
+        a, b = made.a_map, made.b_maps[0]
+        assert all(x._replace(box=b.box) == b for x in made.b_maps)
         (k, m), (_, n) = a.shape, b.shape
         assert made.d_map.shape == [n, m]
         assert made.scale_map.shape == [m, kernels.num_blocks(k)]
@@ -269,27 +279,24 @@ class Emulator:
                 yield first + in_band - col * height, col
 
     def check_boxes(self, made, config, m):
-        rows, cols = made.row_map.box, made.col_map.box
-        whole = {
-            "rows": rows[1] * (config.share if config.share_rows else 1),
-            "cols": cols[1] * (1 if config.share_rows else config.share),
-        }
-        tokens, weights = ("cols", "rows") if config.weights_are_rows else ("rows", "cols")
-        tile = {"rows": config.rows, "cols": config.cols}
-        assert whole[weights] == tile[weights]
+        tokens, weights = config.cta_tile
+        shares_tokens = config.share_rows != config.weights_are_rows
+        of_tokens, of_weights = (config.share, 1) if shares_tokens else (1, config.share)
+        assert [x.box for x in made.b_maps] == [
+            [128, size // of_weights] for size in config.weight_pieces
+        ]
         # Out of bounds, TMA is slow: of an operand that is not shared, only what there is.
-        shared = config.share > 1 and (tokens == "rows") == config.share_rows
-        assert whole[tokens] == (tile[tokens] if shared else min(tile[tokens], m))
-        assert (rows[0], cols[0]) == (128, 128)
-        assert (made.row_map.swizzle, made.col_map.swizzle) == (128, 128)
-        assert made.row_map.l2_bytes == made.col_map.l2_bytes == (128 if m <= 64 else 256)
-        assert (made.scale_map.box, made.scale_map.swizzle) == ([tile[tokens], config.depth], 0)
-        loaded = sum(whole.values()) * 128 + tile[tokens] * 4
-        assert made.arguments.stage_bytes == config.depth * loaded
+        loaded = tokens if of_tokens > 1 else min(tokens, m)
+        assert made.a_map.box == [128, loaded // of_tokens]
+        for x in (made.a_map, *made.b_maps):
+            assert (x.swizzle, x.l2_bytes) == (128, 128 if m <= 64 else 256)
+        assert (made.scale_map.box, made.scale_map.swizzle) == ([tokens, config.depth], 0)
+        stage_bytes = config.depth * ((loaded + weights) * 128 + tokens * 4)
+        assert made.arguments.stage_bytes == stage_bytes
         # Tiles of tokens overlap rather than leave bounds, as far as 16 bytes of scales allow.
         last = made.arguments.last_token
         assert last % 4 == 0
-        assert m <= last + tile[tokens] < m + 4 if m > tile[tokens] else last == 0
+        assert m <= last + tokens < m + 4 if m > tokens else last == 0
         assert tuple(made.d_map.box) == config.store_box
         span = config.store_box[0] * 2
         assert made.d_map.swizzle == (span if span > 16 else 0)

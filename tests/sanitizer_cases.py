@@ -32,6 +32,9 @@ FAMILIES = {
     "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split=2, batches=2),
     "two batches, as few stages as can be": GemmConfig(64, 64, 2, ctas_per_sm=2, batches=2),
     "four math groups": GemmConfig(256, 32, 0),
+    "three pieces": GemmConfig(128, 176, 0),
+    "three pieces, shared rows": GemmConfig(128, 112, 0, share=2, share_rows=True, batches=2),
+    "four pieces, parts": GemmConfig(128, 240, 0, parts=2),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
     "weights are rows, split": GemmConfig(
         64, 16, 0, share=2, split=4, ctas_per_sm=2, weights_are_rows=True
@@ -42,6 +45,7 @@ FAMILIES = {
     "weights are rows, two batches": GemmConfig(
         64, 16, 0, depth=2, split=2, ctas_per_sm=2, weights_are_rows=True, batches=2
     ),
+    "weights are rows, two pieces": GemmConfig(192, 24, 0, weights_are_rows=True),
     "weights are rows, deep": GemmConfig(
         64, 16, 0, depth=4, split=4, ctas_per_sm=2, weights_are_rows=True
     ),

@@ -65,10 +65,7 @@ def test_what_tma_can_address_is_not_copied(gpu, place):
     a, b, d = (PLACES[place].make(x) for x in (a, b, d))
     room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
     (made,) = gpu.launched
-    maps = [made.row_map, made.col_map]
-    if made.config.weights_are_rows:
-        maps.reverse()
-    for x, its_map in zip((a, b, d), (*maps, made.d_map), strict=True):
+    for x, its_map in zip((a, b, d), (made.a_map, made.b_maps[0], made.d_map), strict=True):
         assert (its_map.address == x.data_ptr()) == PLACES[place].fits
     assert made.scale_map.address == a_scale_inv.data_ptr()
 
@@ -95,8 +92,8 @@ def test_what_one_row_says_of_its_stride_is_void(gpu, stride):
     room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
     assert torch.equal(d, expected)
     (made,) = gpu.launched
-    assert {x.address for x in (made.row_map, made.col_map)} == {a.data_ptr(), b.data_ptr()}
-    assert (made.d_map.address, made.scale_map.address) == (d.data_ptr(), a_scale_inv.data_ptr())
+    maps = made.a_map, made.scale_map, made.b_maps[0], made.d_map
+    assert [x.address for x in maps] == [x.data_ptr() for x in (a, a_scale_inv, b, d)]
 
 
 def test_addresses_are_looked_at_in_each_call(gpu):
@@ -197,9 +194,7 @@ def test_new_addresses_cost_their_own_maps_only(gpu):
     alive = [(a.clone(), torch.empty(5, 48, dtype=torch.bfloat16)) for _ in range(3)]
     for x, d in alive:
         room.launch_gemm(x, *others, d, None)
-    kept = [made.row_map for made in gpu.launched], [made.col_map for made in gpu.launched]
-    weights = kept[0] if gpu.launched[0].config.weights_are_rows else kept[1]
-    assert {x.address for x in weights} == {others[1].data_ptr()}
+    assert {made.b_maps[0].address for made in gpu.launched} == {others[1].data_ptr()}
     assert len(gpu.chosen) == len(gpu.kernels) == 1
     assert len(gpu.maps) == 3 * 2 + 2  # weights and scales are found
 

@@ -21,47 +21,55 @@
 // ---- The loading warps ----
 
 // One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
-template <int kSize, bool kShared, class C>
-__device__ void load_operand(bool elected, uint8_t* destination, const TensorMap& map, Barrier& full, int k_block,
-                             int first) {
+template <bool kShared, class C>
+__device__ void load_operand(bool elected, int rank, uint8_t* destination, const TensorMap& map, int size,
+                             Barrier& full, int k_block, int first) {
   if constexpr (!kShared || C::kShare == 1) {
     tma_load(elected, destination, map, full, k_block * kBlock, first);
   } else {
-    const int rank = cluster_rank(), share = rank % C::kShare, slice = kSize / C::kShare;
+    const int share = rank % C::kShare, slice = size / C::kShare;
     const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
     tma_load_multicast(elected, destination + share * slice * kBlock, map, full, k_block * kBlock,
                        first + share * slice, ranks);
   }
 }
 
+template <class C>
+struct WeightMaps {
+  TensorMap of_piece[C::kPieces];  // they differ in the size of the box
+};
+
 // One warp: both operands of every stage and the scales of its tokens, by TMA.
 template <class C>
 struct Loader {
   Shared<C>& shared;
-  const TensorMap &row_map, &col_map, &token_scale_map;
+  const TensorMap &token_map, &token_scale_map;
+  const WeightMaps<C>& weight_maps;
   bool elected;
+  int rank = C::kShare == 1 ? 0 : cluster_rank();
 
-  __device__ void load_rows(const Walk<C>& walk) {
-#pragma unroll
-    for (int i = 0; i < C::kDepth; ++i)
-      load_operand<C::kRows, C::kShareRows, C>(elected, shared.rows[walk.stage][i], row_map, shared.full[walk.stage],
-                                               walk.k * C::kDepth + i, walk.row);
-  }
-  __device__ void load_cols(const Walk<C>& walk) {
-#pragma unroll
-    for (int i = 0; i < C::kDepth; ++i)
-      load_operand<C::kCols, !C::kShareRows, C>(elected, shared.cols[walk.stage][i], col_map, shared.full[walk.stage],
-                                                walk.k * C::kDepth + i, walk.col);
-  }
   __device__ void load_weights(const Walk<C>& walk) {
     shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes);
-    if constexpr (C::kWeightsAreRows) load_rows(walk);
-    else load_cols(walk);
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i) {
+#pragma unroll
+      for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+        const auto piece = Place<C>::piece(weight);
+        if (weight != piece.begin) continue;
+        load_operand<C::kShareRows == C::kWeightsAreRows, C>(
+            elected, rank, shared.weight_operand(walk.stage, i) + weight * kBlock, weight_maps.of_piece[piece.index],
+            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight));
+      }
+    }
   }
   __device__ void load_tokens(const Walk<C>& walk) {
-    if constexpr (C::kWeightsAreRows) load_cols(walk);
-    else load_rows(walk);
-    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.token(),
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i) {
+      load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
+                                                           token_map, C::kTokens, shared.full[walk.stage],
+                                                           walk.k * C::kDepth + i, walk.place.first_token);
+    }
+    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.place.first_token,
              walk.k * C::kDepth);
   }
 
@@ -83,20 +91,24 @@ struct Loader {
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i) walk.next();
 #pragma unroll 1
-    for (; !walk.done(); walk.next()) {
-      shared.empty[walk.stage].wait(walk.parity ^ 1);
-      load_weights(walk), load_tokens(walk);
+    for (; !walk.done(); walk.next_tile()) {
+#pragma unroll 1
+      for (; walk.k < walk.k_end; ++walk.k, walk.next_stage()) {
+        shared.empty[walk.stage].wait(walk.parity ^ 1);
+        load_weights(walk), load_tokens(walk);
+      }
     }
   }
 };
 
-// One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows.
+// One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows. What it
+// does for a stage is little, since the math warps beside it lose what it takes.
 template <class C>
 struct ScaleLoader {
   static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
   const Arguments& args;
   const int lane;
-  float scales[C::kWeightBlocks];
+  float scales[C::kWeightScales];
 
   // Those of the chunk that begins at the stage `k`. Beyond the edges any finite one will do: the operands are
   // zeros.
@@ -104,29 +116,34 @@ struct ScaleLoader {
     const int last_block = (args.num_weights - 1) / kBlock;
     const int64_t k_block = min(k * C::kDepth + lane, args.num_k_blocks - 1);
 #pragma unroll
-    for (int i = 0; i < C::kWeightBlocks; ++i) {
-      const int64_t block = min(walk.weight() / kBlock + i, last_block);
-      scales[i] = args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
+    for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+      if (!Place<C>::begins_scale(weight)) continue;
+      const int64_t block = min(walk.place.weight(args, weight) / kBlock, last_block);
+      scales[Place<C>::scale(weight)] =
+          args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
     }
   }
   __device__ void write(Shared<C>& shared, const Walk<C>& walk) {
 #pragma unroll
-    for (int i = 0; i < C::kWeightScales; ++i) {
-      float scale = scales[0];
-#pragma unroll
-      for (int b = 1; b < C::kWeightBlocks; ++b)
-        if (walk.weight() % kBlock + i * C::kScaleWeights >= b * kBlock) scale = scales[b];
-      shared.weights[walk.stage].scales[lane % C::kDepth][i] = scale;
-    }
+    for (int i = 0; i < C::kWeightScales; ++i) shared.weights[walk.stage].scales[lane % C::kDepth][i] = scales[i];
   }
   // After `read` of the first chunk.
   __device__ void run(Shared<C>& shared, Walk<C> walk) {
-    for (bool is_read = true; !walk.done(); walk.next(), is_read = false) {
-      const int in_chunk = (walk.k - walk.k_begin) % kChunk;
-      if (in_chunk == 0 && !is_read) read(walk, walk.k);
-      shared.empty[walk.stage].wait(walk.parity ^ 1);
-      if (lane / C::kDepth == in_chunk) write(shared, walk);
-      shared.full[walk.stage].arrive();
+    bool is_read = true;
+#pragma unroll 1
+    for (; !walk.done(); walk.next_tile()) {
+#pragma unroll 1
+      for (; walk.k < walk.k_end; walk.k += kChunk) {
+        if (!is_read) read(walk, walk.k);
+        is_read = false;
+        const int num_stages = min(walk.k_end - walk.k, kChunk);
+#pragma unroll 1
+        for (int i = 0; i < num_stages; ++i, walk.next_stage()) {
+          shared.empty[walk.stage].wait(walk.parity ^ 1);
+          if (lane / C::kDepth == i) write(shared, walk);
+          shared.full[walk.stage].arrive();
+        }
+      }
     }
   }
 };
@@ -142,7 +159,7 @@ struct Scales {
   __device__ void load(const Shared<C>& shared, int stage, int d, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[d];
     if constexpr (C::kWeightsAreRows) {
-      weight[0] = weights[thread.group * 64 / C::kScaleWeights];
+      weight[0] = weights[C::kWeightScales == 1 ? 0 : Place<C>::scale(thread.group * 64)];
     } else {
 #pragma unroll
       for (int i = 0; i < C::kWeightScales; ++i) weight[i] = weights[i];
@@ -163,8 +180,8 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
     if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
       const float2 token = *reinterpret_cast<const float2*>(token_scales + col + thread.col);
       scale[0] = token.x * scales.weight[0], scale[1] = token.y * scales.weight[0];
-    } else if (j == 0 || col % C::kScaleWeights == 0) {  // two token scales; here the weight scale may change
-      const float weight = scales.weight[col / C::kScaleWeights];
+    } else if (j == 0 || Place<C>::begins_scale(col)) {  // two token scales; here the weight scale changes
+      const float weight = scales.weight[Place<C>::scale(col)];
       scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
     }
 #pragma unroll
@@ -183,8 +200,7 @@ __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
   if constexpr (C::kWeightsAreRows) fence_cta();
   shared.empty[stage].arrive();
   if constexpr (C::kShare > 1) {
-    const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + thread.lane;
-    if (thread.lane < C::kShare && other != rank) shared.empty[stage].arrive_in_cluster(other);
+    if (thread.peer >= 0) shared.empty[stage].arrive_in_cluster(thread.peer);
   }
 }
 
@@ -237,7 +253,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   const Thread<C> thread;
   float total[C::kParts][kAccumulators] = {};
   Batch<C> batches[C::kBatches];
-  int finished_row = -1, finished_col = 0;  // a tile that is in `total`, to be stored
+  Place<C> finished{-1, 0};  // of a tile that is in `total`, to be stored
   // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
   // way to a CTA that has left; so none waits for the others at the end.
   int refills = walk.num_stages() - C::kStages;
@@ -253,15 +269,14 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   };
   const auto store_part = [&](int part, Staging staging) {
     if constexpr (C::kSplit == 1) {
-      store<C>(total[part], staging, d_map, args, finished_row + thread.group * 64,
-               finished_col + part * C::kPartCols, thread);
+      store<C>(total[part], staging, d_map, args, finished, part * C::kPartCols, thread);
     }
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) total[part][i] = 0.0f;
   };
   // The tile before this one leaves while the tensor cores compute the first products.
   const auto store_finished = [&](int part) {
-    if (finished_row >= 0) store_part(part, output_staging(shared, thread));
+    if (finished.first_token >= 0) store_part(part, output_staging(shared, thread));
   };
 
   for (; !walk.done(); walk.next_tile()) {
@@ -301,22 +316,20 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
       if (left > 0) turn(1), end(1);
       else end(0);
     }
-    finished_row = walk.row, finished_col = walk.col;
+    finished = walk.place;
   }
 
   if constexpr (C::kSplit == 1) {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part)
-      if (finished_row >= 0)
+      if (finished.first_token >= 0)
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
     const int slice = cluster_rank() / C::kShare;
     float sum[C::kStoreCols / 2];
     reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, slice, thread);
-    if (slice < C::kOwners) {
-      store<C>(sum, output_staging(shared, thread), d_map, args, finished_row + thread.group * 64,
-               finished_col + slice * C::kStoreCols, thread);
-    }
+    if (slice < C::kOwners)
+      store<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C::kStoreCols, thread);
   }
   if (thread.index == 0) tma_store_wait_read();
 }
@@ -332,8 +345,8 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 // Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
-    gemm_kernel(const __grid_constant__ TensorMap row_map, const __grid_constant__ TensorMap col_map,
-                const __grid_constant__ TensorMap token_scale_map, const __grid_constant__ TensorMap d_map,
+    gemm_kernel(const __grid_constant__ TensorMap token_map, const __grid_constant__ TensorMap token_scale_map,
+                const __grid_constant__ WeightMaps<C> weight_maps, const __grid_constant__ TensorMap d_map,
                 const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
@@ -359,7 +372,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   } else if (loads_scales) {
     scale_loader.read(walk, walk.k_begin);  // before the operands, behind which they would queue
   }
-  Loader<C> loader{shared, row_map, col_map, token_scale_map, elect_one()};
+  Loader<C> loader{shared, token_map, token_scale_map, weight_maps, elect_one()};
   // Before all else, for this is what everyone waits for; but where others write into this CTA's shared
   // memory from the start, they and it must have initialised their barriers.
   if (loads && C::kShare == 1) loader.fill(walk, args.programmatic);

@@ -80,16 +80,20 @@ class GemmConfig:
         return self.cols // owners
 
     @property
-    def row_box(self) -> int:
-        return self.rows // (self.share if self.share_rows else 1)
-
-    @property
-    def col_box(self) -> int:
-        return self.cols // (1 if self.share_rows else self.share)
-
-    @property
     def shares_tokens(self) -> bool:
         return self.share > 1 and self.share_rows != self.weights_are_rows
+
+    @property
+    def weight_pieces(self) -> list[int]:
+        """Of a tile: whole blocks, then powers of two; see `Place` in gemm_tile.cuh."""
+        rest = self.cta_tile[1] % BLOCK
+        pieces = [self.cta_tile[1] - rest, *(1 << i for i in range(6, -1, -1) if rest >> i & 1)]
+        return [x for x in pieces if x]
+
+    @property
+    def weight_scales(self) -> int:
+        """Of a tile in a k-block: no piece but the first has more than one."""
+        return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)
 
     def token_box(self, m: int) -> int:
         """Tokens in one TMA load: the tile's, or a slice of those that CTAs share.
@@ -102,8 +106,10 @@ class GemmConfig:
         return min(m, self.cta_tile[0])
 
     @property
-    def weight_box(self) -> int:
-        return self.row_box if self.weights_are_rows else self.col_box
+    def weight_boxes(self) -> list[int]:
+        """Weights in each TMA load of a k-block: a piece, or a slice of it if CTAs share them."""
+        slices = 1 if self.shares_tokens else self.share
+        return [x // slices for x in self.weight_pieces]
 
     def last_token(self, m: int) -> int:
         """Where the last tile of tokens begins: early enough to be full, see `token_box`.
@@ -133,13 +139,11 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<Config>)`, which the kernel asserts."""
-        tokens, weights = self.cta_tile
-        weight_scales = weights // gcd(weights, BLOCK)
         operands = self.stages * self.depth * (self.rows + self.cols) * BLOCK
         output = self.math_groups * 64 * self.store_cols * 2
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
-        scales = self.stages * round_up(self.depth * tokens * 4, 128)
-        scales += self.stages * round_up(self.depth * weight_scales * 4, 16)
+        scales = self.stages * round_up(self.depth * self.cta_tile[0] * 4, 128)
+        scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)
         barriers = (2 * self.stages + 1) * 8
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + barriers
         return round_up(used, 1024)
@@ -169,6 +173,9 @@ def is_possible(config: GemmConfig, k: int) -> bool:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
     token_scales = config.depth * config.cols // 16 if config.weights_are_rows else 0
     if config.accumulators + token_scales + 32 > registers or config.stages < 2:
+        return False
+    slices = [config.cta_tile[0]] if config.shares_tokens else config.weight_pieces
+    if any(size % (8 * config.share) for size in slices):  # 8 rows are what the swizzle is made of
         return False
     if config.cluster > 8:  # what every GPU of compute capability 9 can run
         return False
@@ -201,26 +208,29 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
     if m <= 128:
         for split in splits:
             yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
-        for cols in (32, 64, 96, 112):
-            yield GemmConfig(64, cols, 0, depth=2)
-            yield GemmConfig(64, cols, 0, ctas_per_sm=2)
-        for cols in (32, 64):
+            yield GemmConfig(64, 32, 0, depth=2, split=split, batches=2)
+        for cols in (64, 80):
             yield GemmConfig(64, cols, 0, depth=2, batches=2)
     else:
         yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
-        yield GemmConfig(128, 80, 0, depth=2)
-        yield GemmConfig(192, 96, 0)
-        yield GemmConfig(192, 128, 0)
+        yield GemmConfig(64, 144, 0)
+        yield GemmConfig(192, 64, 0, batches=2)
+        for cols in (96, 112, 128):
+            yield GemmConfig(192, cols, 0)
+        yield GemmConfig(128, 192, 0, parts=2, batches=2)
+    yield GemmConfig(64, 128, 0, batches=2)
     for split in splits:
+        for cols in (32, 48):
+            for batches in (1, 2):
+                yield GemmConfig(128, cols, 0, depth=2, split=split, batches=batches)
         yield GemmConfig(128, 64, 0, depth=2, split=split)
-        yield GemmConfig(128, 32, 0, depth=2, split=split, batches=2)
-        for cols in (80, 96, 112, 144, 160, 192):
-            yield GemmConfig(128, cols, 0, split=split)
-        yield GemmConfig(128, 128, 0, split=split, batches=2)
-        if m > 128:
-            yield GemmConfig(128, 192, 0, parts=2, split=split, batches=2)
-            for cols in (224, 256):
-                yield GemmConfig(128, cols, 0, parts=2, split=split)
+        yield GemmConfig(128, 96, 0, split=split)
+    for cols in (80, 96, 112, 128):
+        yield GemmConfig(128, cols, 0, batches=2)
+    for cols in (144, 160, 176, 192):
+        yield GemmConfig(128, cols, 0)
+    for cols in (224, 256):
+        yield GemmConfig(128, cols, 0, parts=2)
 
 
 def _usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
@@ -246,25 +256,28 @@ def estimate_us(
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
-    # Cycles of a stage: its products on the tensor cores of the SM, which all CTAs there share; or
-    # one warpgroup's products and what it does between them, of which a second batch hides a part.
     ctas_per_sm = config.ctas_per_sm if all_sms else 1
-    area, on_sm = config.rows * config.cols, min(ctas_per_sm, ceil_div(num_ctas, num_sms))
-    scales = config.cols // gcd(config.cols, BLOCK) if not config.weights_are_rows else 1
-    products = (1.105 if config.batches == 1 else 1.09) * on_sm * area * config.depth / 32
-    between = 116 + 207 * config.parts if config.batches == 1 else 200 * config.parts
-    latency = 2 * config.cols * config.depth + between + 21 * (scales - 1)
-    # 1200 is what starting a tile takes, 190 and 21 what starting the CTA and storing the last do.
-    compute = waves * (1200 + num_stages * max(products, latency))
-    compute = (compute + 190 * config.math_groups + 21 * config.cols) / 1600
+    on_sm = min(ctas_per_sm, ceil_div(num_ctas, num_sms))
+    # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
+    # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
+    area, loaded = config.rows * config.cols, config.rows + config.cols
+    reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.cols)
+    stage = on_sm * config.depth * (0.73 * area / 32 + 0.33 * (reads + BLOCK * loaded) / 128)
+    if config.batches == 2:
+        stage *= 0.94
+    else:  # or one warpgroup's products and what it does before its next ones
+        stage = max(stage, 1.25 * config.cols * config.depth + 366 * config.parts)
+    # 1240 is what starting a tile takes, 26 and 17.7 what starting the CTA and storing the last do.
+    compute = waves * (1240 + num_stages * stage) + 26 * config.math_groups + 17.7 * config.cols
+    compute /= 1600
     if compute > 300 and config.batches == 1:
         compute *= 1.06  # the power limit lowers the clock of long kernels, with one batch more
-    # Bytes from memory to the GPU, and from the L2 cache to one SM, with their rates.
-    into_sm = waves * num_stages * config.depth * BLOCK * (config.rows + config.cols) * on_sm
-    memory = max((n * k + m * k + 2 * m * n) / 4.2e6, into_sm / 0.9e5)
-    result = 2.84 + max(compute, memory) + 0.1 * min(compute, memory)
+    # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
+    into_sms = num_ctas * num_stages * config.depth * BLOCK * loaded
+    memory = max((n * k + m * k + 2 * m * n) / 3.96e6, into_sms / 13.7e6)
+    result = 1.91 + max(compute, memory) + 0.042 * min(compute, memory)
     if config.split > 1:
-        result += 0.18 + 0.05 * (config.split - 1) + 6.5e-4 * area * (1 - 1 / config.split)
+        result += 0.2 + 0.06 * (config.split - 1) + 2.4e-4 * area * (1 - 1 / config.split)
     return result
 
 

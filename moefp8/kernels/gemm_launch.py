@@ -16,7 +16,7 @@ from . import gemm_config
 from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, round_up_to_tma, tma_aligned
 from .checks import check_dense_gemm
 from .gemm_config import GemmConfig
-from .jit import Function, Kernel, Launch, current_stream, load, tensor_map
+from .jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
 
 _OP = "fp8_gemm_nt"
 _SOURCE = Path(__file__).with_name("gemm.cu")
@@ -56,10 +56,9 @@ class _Plan(NamedTuple):
     grid_and_block: tuple[int, int]
     shared_bytes: int
     cluster: int
-    weights_are_rows: bool
     a_box: _Box
     a_scale_box: _Box
-    b_box: _Box
+    b_boxes: list[_Box]
     d_box: _Box
     b_scale_strides: tuple[int, ...]
     sizes: tuple[int, ...]  # from num_weights on in _Arguments
@@ -258,10 +257,9 @@ def _plan(operands: _Operands, layouts: _Layouts, max_sms: int | None) -> _Plan:
         (clusters * config.cluster, config.threads),
         config.shared_bytes,
         config.cluster,
-        config.weights_are_rows,
         _box(a, E4M3, (128, config.token_box(m)), 128, l2_bytes),
         _box(a_scale_inv.T, torch.float32, (config.cta_tile[0], config.depth), 0),
-        _box(b, E4M3, (128, config.weight_box), 128, l2_bytes),
+        [_box(b, E4M3, (128, box), 128, l2_bytes) for box in config.weight_boxes],
         # 16 bytes of a row are one unit of the swizzle.
         _box(d, torch.bfloat16, config.store_box, store_columns * 2 if store_columns > 8 else 0),
         b_scale_inv.stride(),
@@ -312,10 +310,11 @@ def _box(
 
 def _prepare(plan: _Plan, addresses: tuple[int, ...], stream: int, programmatic: bool) -> Launch:
     a, a_scale_inv, b, b_scale_inv, d, *bias = addresses
-    maps = [tensor_map(a, *plan.a_box), tensor_map(b, *plan.b_box)]
-    if plan.weights_are_rows:
-        maps.reverse()
-    maps += [tensor_map(a_scale_inv, *plan.a_scale_box), tensor_map(d, *plan.d_box)]
+    maps = (
+        *(tensor_map(a, *plan.a_box), tensor_map(a_scale_inv, *plan.a_scale_box)),
+        tensor_map_array([tensor_map(b, *box) for box in plan.b_boxes]),
+        tensor_map(d, *plan.d_box),
+    )
     arguments = _Arguments(
         *(b_scale_inv, *plan.b_scale_strides, bias[0] if bias else None),
         *(*plan.sizes, programmatic),

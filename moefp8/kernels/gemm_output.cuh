@@ -43,10 +43,10 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
   return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
 }
 
-// Writes 64 rows x kStoreCols of the output, whose first element is (row, col), through shared memory.
+// Writes 64 rows x kStoreCols of the output, the columns from `first` on of a tile, through shared memory.
 template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
-                      const Arguments& args, int row, int col, const Thread<C>& thread) {
+                      const Arguments& args, const Place<C>& place, int first, const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
   named_barrier<kWarpgroup>(1 + thread.group);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
@@ -56,11 +56,16 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
   for (int j = 0; j < kGroups; j += 2) {
     if constexpr (C::kBias != Bias::kNone) {  // here, since all at once would need too many registers
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {  // a constant number, or `total` would lie in memory
-        const int i = 4 * j + n;
-        const int weight = C::kWeightsAreRows ? row + thread.row % 64 + i / 2 % 2 * 8
-                                              : col + i / 4 * 8 + thread.col + i % 2;
-        if (i < 4 * kGroups) total[i] += load_bias<C::kBias>(args.bias, weight, args.num_weights);
+      for (int n = 0; n < 2; ++n) {  // a constant number, or `total` would lie in memory
+        if (j + n >= kGroups) continue;
+        int weight = C::kWeightsAreRows ? place.weight(args, thread.group * 64) + thread.row % 64
+                                        : place.weight(args, first + (j + n) * 8) + thread.col;
+        asm volatile("" : "+r"(weight));  // from here on it is no formula: all addresses ahead would spill
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = weight + (C::kWeightsAreRows ? i / 2 * 8 : i % 2);
+          total[4 * (j + n) + i] += load_bias<C::kBias>(args.bias, at, args.num_weights);
+        }
       }
     }
     const int group = j + thread.lane / 16, half = thread.lane / 8 % 2;
@@ -80,8 +85,9 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
   if (thread.index == 0) {
 #pragma unroll
     for (int i = 0; i < C::kBoxes; ++i) {
-      const int x = C::kWeightsAreRows ? row : col + i * C::kBoxCols, y = C::kWeightsAreRows ? col : row;
-      tma_store(d_map, staging.box<C>(i), x, y);
+      const int weight = C::kWeightsAreRows ? thread.group * 64 : first + i * C::kBoxCols;
+      const int token = place.first_token + (C::kWeightsAreRows ? first : thread.group * 64);
+      tma_store(d_map, staging.box<C>(i), place.weight(args, weight), token);
     }
     tma_store_commit();
   }

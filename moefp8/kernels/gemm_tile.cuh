@@ -9,6 +9,8 @@ enum class Bias { kNone, kFloat, kBFloat16, kHalf };
 
 __host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
 
+__host__ __device__ constexpr int count_bits(int x) { return x == 0 ? 0 : x % 2 + count_bits(x / 2); }
+
 __host__ __device__ constexpr int largest_divisor(int x, int limit) {
   return x % limit == 0 ? limit : largest_divisor(x, limit - 1);
 }
@@ -39,10 +41,11 @@ struct Config {
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
-  // Of the weights of a tile, which starts at a multiple of kWeights, each so many share a scale.
-  static constexpr int kScaleWeights = gcd(kWeights, kBlock);
-  static constexpr int kWeightScales = kWeights / kScaleWeights;
-  static constexpr int kWeightBlocks = ceil_div(kBlock - kScaleWeights + kWeights, kBlock);  // at most
+  // The weights of a tile come in pieces: see `Place`.
+  static constexpr int kBlockWeights = kWeights / kBlock * kBlock;  // of the first piece, if there is a whole block
+  static constexpr int kPieces = (kBlockWeights > 0) + count_bits(kWeights % kBlock);
+  static constexpr int kSmallestPiece = gcd(kWeights, kBlock);
+  static constexpr int kWeightScales = kWeights / kBlock + count_bits(kWeights % kBlock);
 
   // The sums of the CTAs that divided K meet. Each writes out a slice of the columns, as many as get equal
   // slices.
@@ -57,7 +60,7 @@ struct Config {
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
   static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
-  static_assert((kShareRows ? kRows : kCols) % (8 * kShare) == 0, "a slice is a whole swizzle atom");
+  static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
 
 // Where the other CTAs that divided K put their sums of this one's slice.
@@ -70,6 +73,9 @@ struct Inbox<C, false> {};
 
 template <class C>
 struct Shared : Inbox<C> {
+  __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
+  __device__ uint8_t* weight_operand(int stage, int i) { return C::kWeightsAreRows ? rows[stage][i] : cols[stage][i]; }
+
   alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
   alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
   alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
@@ -98,13 +104,51 @@ struct Arguments {
   int programmatic;                  // whether the previous kernel may still write the tokens
 };
 
+// Which tokens and weights a tile takes. The tokens lie side by side. The weights come in pieces: as many
+// whole blocks as fit, then half a block, a quarter, and so on, as the bits of kWeights say. The first pieces of
+// all tiles lie before all second ones, and so on. So each begins at a multiple of its size, and no block ends
+// within it:
+//
+//   kWeights = 112, 8 tiles:  64: 0 1|2 3|4 5|6 7|  32: 0 1 2 3|4 5 6 7|  16: 0 1 2 3 4 5 6 7|   (| ends a block)
+//
+// There are 3 scales. Were the tiles themselves to lie side by side, there would be one for every 16 weights.
+template <class C>
+struct Place {
+  int first_token;
+  int tile;  // of weights
+
+  struct Piece {
+    int begin, size, index;
+  };
+  // The one with the weight `i` of a tile. If `i` is constant, so are all of these.
+  static __device__ Piece piece(int i) {
+    if (i < C::kBlockWeights) return {0, C::kBlockWeights, 0};
+    const int size = 1 << (31 - __clz(i ^ C::kWeights));  // the highest bit in which they differ
+    const int begin = i & -size;
+    return {begin, size, (C::kBlockWeights > 0) + __popc(begin % kBlock)};
+  }
+  // A whole block has one scale, and so has every smaller piece.
+  static __device__ int scale(int i) {
+    return i < C::kBlockWeights ? i / kBlock : piece(i).index + C::kWeightScales - C::kPieces;
+  }
+  static __device__ bool begins_scale(int i) { return i == 0 || scale(i) != scale(i - 8); }  // they come in 8s
+
+  // Where the weight `i` of the tile lies among all weights.
+  __device__ int weight(const Arguments& args, int i) const {
+    constexpr int kTilesOfCluster = C::kShareRows == C::kWeightsAreRows ? 1 : C::kShare;
+    const int num_tiles = (C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles) * kTilesOfCluster;
+    return piece(i).begin * num_tiles + tile * piece(i).size + i - piece(i).begin;
+  }
+};
+
 // Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
 // loading and the multiplying warps each walk for themselves and meet at the barriers.
 template <class C>
 struct Walk {
   const Arguments* args;
   int k_begin, k_end, num_clusters, tile;
-  int row, col, k;  // first row and column of the tile; which stage along K
+  Place<C> place;
+  int k;  // which stage along K
   int stage = 0;
   uint32_t parity = 0;
 
@@ -119,6 +163,7 @@ struct Walk {
   }
   __device__ void start_tile() {
     const int share = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    int row, col;
     if (args->num_row_tiles == 1) {  // no divisions where latency counts
       row = 0, col = tile;
     } else if (args->num_col_tiles == 1) {
@@ -135,9 +180,10 @@ struct Walk {
     }
     if (C::kShareRows) col = col * C::kShare + share;
     else row = row * C::kShare + share;
-    row *= C::kRows, col *= C::kCols, k = k_begin;
-    int& token = C::kWeightsAreRows ? col : row;
-    token = min(token, args->last_token);  // some tokens are computed twice, and stored twice, as the same
+    const int tokens = C::kWeightsAreRows ? col : row;
+    place.first_token = min(tokens * C::kTokens, args->last_token);  // some are computed and stored twice, the same
+    place.tile = C::kWeightsAreRows ? row : col;
+    k = k_begin;
   }
   // Of all tiles of this CTA.
   __device__ int num_stages() const {
@@ -156,8 +202,6 @@ struct Walk {
     next_stage();
     if (++k == k_end) next_tile();
   }
-  __device__ int token() const { return C::kWeightsAreRows ? col : row; }
-  __device__ int weight() const { return C::kWeightsAreRows ? row : col; }
 };
 
 // Where this math thread stands: its warpgroup, and the fragments of a 64-row WGMMA.
@@ -165,11 +209,17 @@ template <class C>
 struct Thread {
   int group, index, warp, lane;
   int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
+  int peer = -1;  // of the CTAs that share an operand, the one to which this lane signals, if any
   __device__ Thread()
       : group(warp_uniform(threadIdx.x / kWarpgroup)),
         index(threadIdx.x % kWarpgroup),
         warp(index / kWarp),
         lane(index % kWarp),
         row(group * 64 + warp * 16 + lane / 4),
-        col(lane % 4 * 2) {}
+        col(lane % 4 * 2) {
+    if constexpr (C::kShare > 1) {
+      const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + lane;
+      if (lane < C::kShare && other != rank) peer = other;
+    }
+  }
 };

@@ -8,7 +8,7 @@ from .cubin import Cubin, JitError
 from .kernel import Kernel, compile_kernel, compile_kernels
 from .launch import Launch, current_stream
 from .module import Function, load
-from .tma import TensorMap, tensor_map
+from .tma import TensorMap, tensor_map, tensor_map_array
 
 __all__ = [
     "Cubin",
@@ -22,4 +22,5 @@ __all__ = [
     "current_stream",
     "load",
     "tensor_map",
+    "tensor_map_array",
 ]

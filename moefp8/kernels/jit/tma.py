@@ -25,12 +25,12 @@ _ALIGNMENT = 128  # cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
 
 
 class TensorMap:
-    """A CUtensorMap at address, in host memory; pass it to `Launch`."""
+    """A CUtensorMap, or some side by side, at address, in host memory; pass it to `Launch`."""
 
     __slots__ = ("_storage", "address")
 
-    def __init__(self) -> None:
-        self._storage = ctypes.create_string_buffer(_MAP_BYTES + _ALIGNMENT)
+    def __init__(self, count: int = 1) -> None:
+        self._storage = ctypes.create_string_buffer(count * _MAP_BYTES + _ALIGNMENT)
         self.address = -(-ctypes.addressof(self._storage) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -57,6 +57,14 @@ def tensor_map(
     strides = tuple(strides_bytes)
     layout = _layout(dtype, tuple(shape), strides, tuple(box), swizzle_bytes, l2_bytes)
     return _encode(address, layout)
+
+
+def tensor_map_array(maps: Sequence[TensorMap]) -> TensorMap:
+    """One argument of a kernel: a struct of as many maps."""
+    made = TensorMap(len(maps))
+    for i, x in enumerate(maps):
+        ctypes.memmove(made.address + i * _MAP_BYTES, x.address, _MAP_BYTES)
+    return made
 
 
 class _Layout:
