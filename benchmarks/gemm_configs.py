@@ -65,8 +65,8 @@ def possible(case: Case) -> list[GemmConfig]:
     num_sms = gemm_launch.get_num_sms()
     found = {gemm_config.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
-        possible = gemm_config.is_possible(config, k)
-        if possible and gemm_config.estimate_us(config, m, n, k, num_sms) < float("inf"):
+        estimate = gemm_config.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
+        if gemm_config.is_possible(config, k) and estimate < float("inf"):
             found[config] = None
     return list(found)
 

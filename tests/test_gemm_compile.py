@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 
 import cuda.pathfinder
 import pytest
@@ -67,22 +68,38 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))
 def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_tiles):
-    config = gemm_config.GemmConfig(128, weights, 2)
+    pieces = gemm_config.GemmConfig(128, weights, 2).weight_pieces
+    assert pieces == sorted(set(pieces), reverse=True)
+    assert all(size.bit_count() == 1 for size in pieces if size < 128)
     covered, first = [], 0
-    for size in config.weight_pieces:
+    for size in pieces:
         for tile in range(num_tiles):  # as `Place` in gemm_tile.cuh
             begin = first * num_tiles + tile * size
             covered += range(begin, begin + size)
             assert begin // 128 + kernels.ceil_div(size, 128) == kernels.ceil_div(begin + size, 128)
         first += size
     assert covered == list(range(weights * num_tiles))
-    assert config.weight_scales == sum(kernels.ceil_div(x, 128) for x in config.weight_pieces)
+
+
+def test_what_is_shared_is_cut_into_whole_rows_of_the_swizzle():
+    rows, k = {"share": 2, "share_rows": True}, 4096
+    assert gemm_config.is_possible(gemm_config.GemmConfig(128, 112, 4, share=2), k)
+    assert not gemm_config.is_possible(
+        gemm_config.GemmConfig(128, 104, 4, share=2), k
+    )  # 8 are a piece
+    assert gemm_config.is_possible(gemm_config.GemmConfig(128, 104, 4, **rows), k)
+    tokens = gemm_config.GemmConfig(64, 24, 4, share=2, weights_are_rows=True)
+    assert not gemm_config.is_possible(tokens, k)
+    assert gemm_config.is_possible(replace(tokens, cols=32), k)
 
 
 def test_a_bias_makes_little_spill(cubins_with_bias):
     for config, cubin in cubins_with_bias.items():
-        few = r"\b(\d|[1-4]\d) bytes spill stores"  # once a tile, of the widest kernels
-        assert [line for line in cubin.problems() if not re.search(few, line)] == [], config
+        problems = cubin.problems()
+        if config.accumulators >= 128:  # some of the widest do, once a tile; local arrays are more
+            more = re.compile(r"\b([6-9]\d|\d{3,}) bytes (stack|spill)")
+            problems = [line for line in problems if more.search(line)]
+        assert problems == [], config
 
 
 @pytest.mark.usefixtures("own_cache")

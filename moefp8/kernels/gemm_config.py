@@ -1,9 +1,9 @@
 """How a dense GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each configuration of a short list and takes the best. The
-list and the constants of the estimate come from timing up to 485 configurations on an H200, for 14
-shapes of weights and M = 1 to 4096, and for some of both and M to 16384; `python -m
-benchmarks.gemm_configs` says how far the choice is from the best of still more.
+list and the constants of the estimate come from timing up to 97 configurations for each of 227
+shapes, with M = 1 to 8192, on an H200; `python -m benchmarks.gemm_configs` says how far the choice
+is from the best of still more.
 """
 
 from collections.abc import Iterator
@@ -267,8 +267,8 @@ def estimate_us(
         stage *= 0.96
     else:  # or one warpgroup's products and what it does before its next ones
         stage = max(stage, 1.23 * config.cols * config.depth + 352 * config.parts)
-    # 975 is what starting a tile takes, 13 and 14.6 what starting the CTA and storing the last do.
-    compute = waves * (975 + num_stages * stage) + 13 * config.math_groups + 14.6 * config.cols
+    # 975 is what starting a tile takes; storing the last one, 15 for each column.
+    compute = waves * (975 + num_stages * stage) + 15 * config.cols
     compute /= 1600
     if compute > 300 and config.batches == 1:
         compute *= 1.06  # the power limit lowers the clock of long kernels, with one batch more

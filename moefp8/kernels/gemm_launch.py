@@ -2,7 +2,7 @@
 
 A launch is prepared once for each set of addresses and strides; after that, a call costs the host
 one look-up and one call of the driver. What a plan says depends on no address, so that new
-addresses cost little more: four tensor maps.
+addresses cost little more: their tensor maps.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _Box = tuple[torch.dtype, tuple[int, int], tuple[int], tuple[int, int], int, int
 
 
 class _Arguments(ctypes.Structure):
-    """`Arguments` in gemm.cu."""
+    """`Arguments` in gemm_tile.cuh."""
 
     _fields_ = (
         ("weight_scales", c_void_p),

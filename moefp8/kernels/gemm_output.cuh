@@ -43,10 +43,10 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
   return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
 }
 
-// Writes 64 rows x kStoreCols of the output, the columns from `first` on of a tile, through shared memory.
+// Writes 64 rows of a tile of the output, kStoreCols columns of it from `first_col` on, through shared memory.
 template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
-                      const Arguments& args, const Place<C>& place, int first, const Thread<C>& thread) {
+                      const Arguments& args, const Place<C>& place, int first_col, const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
   named_barrier<kWarpgroup>(1 + thread.group);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
@@ -59,8 +59,8 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
       for (int n = 0; n < 2; ++n) {  // a constant number, or `total` would lie in memory
         if (j + n >= kGroups) continue;
         int weight = C::kWeightsAreRows ? place.weight(args, thread.group * 64) + thread.row % 64
-                                        : place.weight(args, first + (j + n) * 8) + thread.col;
-        asm volatile("" : "+r"(weight));  // from here on it is no formula: all addresses ahead would spill
+                                        : place.weight(args, first_col + (j + n) * 8) + thread.col;
+        asm volatile("" : "+r"(weight));  // no formula any more: all addresses at once would spill
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = weight + (C::kWeightsAreRows ? i / 2 * 8 : i % 2);
@@ -85,8 +85,8 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
   if (thread.index == 0) {
 #pragma unroll
     for (int i = 0; i < C::kBoxes; ++i) {
-      const int weight = C::kWeightsAreRows ? thread.group * 64 : first + i * C::kBoxCols;
-      const int token = place.first_token + (C::kWeightsAreRows ? first : thread.group * 64);
+      const int weight = C::kWeightsAreRows ? thread.group * 64 : first_col + i * C::kBoxCols;
+      const int token = place.first_token + (C::kWeightsAreRows ? first_col : thread.group * 64);
       tma_store(d_map, staging.box<C>(i), place.weight(args, weight), token);
     }
     tma_store_commit();

@@ -106,12 +106,12 @@ struct Arguments {
 
 // Which tokens and weights a tile takes. The tokens lie side by side. The weights come in pieces: as many
 // whole blocks as fit, then half a block, a quarter, and so on, as the bits of kWeights say. The first pieces of
-// all tiles lie before all second ones, and so on. So each begins at a multiple of its size, and no block ends
-// within it:
+// all tiles lie before all second ones, and so on. So each begins at a multiple of its size, and none takes
+// part of one block and part of the next:
 //
 //   kWeights = 112, 8 tiles:  64: 0 1|2 3|4 5|6 7|  32: 0 1 2 3|4 5 6 7|  16: 0 1 2 3 4 5 6 7|   (| ends a block)
 //
-// There are 3 scales. Were the tiles themselves to lie side by side, there would be one for every 16 weights.
+// Promotion takes 3 scales. Were the tiles to lie side by side, it could change scales after any 16 weights.
 template <class C>
 struct Place {
   int first_token;
@@ -120,7 +120,7 @@ struct Place {
   struct Piece {
     int begin, size, index;
   };
-  // The one with the weight `i` of a tile. If `i` is constant, so are all of these.
+  // The one with the weight `i` of a tile. A constant `i` makes all of these constant.
   static __device__ Piece piece(int i) {
     if (i < C::kBlockWeights) return {0, C::kBlockWeights, 0};
     const int size = 1 << (31 - __clz(i ^ C::kWeights));  // the highest bit in which they differ
@@ -128,15 +128,13 @@ struct Place {
     return {begin, size, (C::kBlockWeights > 0) + __popc(begin % kBlock)};
   }
   // A whole block has one scale, and so has every smaller piece.
-  static __device__ int scale(int i) {
-    return i < C::kBlockWeights ? i / kBlock : piece(i).index + C::kWeightScales - C::kPieces;
-  }
+  static __device__ int scale(int i) { return i / kBlock + __popc(piece(i).begin % kBlock); }
   static __device__ bool begins_scale(int i) { return i == 0 || scale(i) != scale(i - 8); }  // they come in 8s
 
   // Where the weight `i` of the tile lies among all weights.
   __device__ int weight(const Arguments& args, int i) const {
-    constexpr int kTilesOfCluster = C::kShareRows == C::kWeightsAreRows ? 1 : C::kShare;
-    const int num_tiles = (C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles) * kTilesOfCluster;
+    constexpr int kOfCluster = C::kShareRows == C::kWeightsAreRows ? 1 : C::kShare;
+    const int num_tiles = (C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles) * kOfCluster;
     return piece(i).begin * num_tiles + tile * piece(i).size + i - piece(i).begin;
   }
 };
