@@ -262,22 +262,22 @@ def estimate_us(
     # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
     area, loaded = config.rows * config.cols, config.rows + config.cols
     reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.cols)
-    stage = on_sm * config.depth * (0.785 * area / 32 + 0.253 * (reads + BLOCK * loaded) / 128)
+    stage = on_sm * config.depth * (0.658 * area / 32 + 0.276 * (reads + BLOCK * loaded) / 128)
     if config.batches == 2:
-        stage *= 0.96
+        stage *= 0.921
     else:  # or one warpgroup's products and what it does before its next ones
-        stage = max(stage, 1.23 * config.cols * config.depth + 352 * config.parts)
-    # 975 is what starting a tile takes; storing the last one, 15 for each column.
-    compute = waves * (975 + num_stages * stage) + 15 * config.cols
+        stage = max(stage, 1.043 * config.cols * config.depth + 327 * config.parts)
+    # 1960 is what starting a tile takes; storing the last one, 22 for each column.
+    compute = waves * (1960 + num_stages * stage) + 22 * config.cols
     compute /= 1600
     if compute > 300 and config.batches == 1:
-        compute *= 1.06  # the power limit lowers the clock of long kernels, with one batch more
+        compute *= 1.14  # the power limit lowers the clock of long kernels, with one batch more
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
     into_sms = num_ctas * num_stages * config.depth * BLOCK * loaded
-    memory = max((n * k + m * k + 2 * m * n) / 4.04e6, into_sms / 14.9e6)
-    result = 2.2 + max(compute, memory) + 0.105 * min(compute, memory)
+    memory = max((n * k + m * k + 2 * m * n) / 3.62e6, into_sms / 13.6e6)
+    result = 1.45 + max(compute, memory) + 0.087 * min(compute, memory)
     if config.split > 1:
-        result += 0.09 + 0.067 * (config.split - 1) + 2.4e-4 * area * (1 - 1 / config.split)
+        result += 0.077 + 0.055 * (config.split - 1) + 2.58e-4 * area * (1 - 1 / config.split)
     return result
 
 
