@@ -150,12 +150,11 @@ struct ScaleLoader {
 
 // ---- The math warpgroups ----
 
-// The scales of one k-block that this thread needs.
+// The scales of one k-block that this thread needs for all columns.
 template <class C>
 struct Scales {
   float weight[C::kWeightsAreRows ? 1 : C::kWeightScales];
-  float token[2];                      // of its two rows, where tokens are the rows
-  float product[C::kWeightScales][2];  // of both, there
+  float token[2];  // of its two rows, where tokens are the rows
 
   __device__ void load(const Shared<C>& shared, int stage, int d, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[d];
@@ -168,29 +167,22 @@ struct Scales {
       token[1] = shared.tokens[stage].scales[d][thread.row + 8];
     }
   }
-  __device__ void multiply(int part) {
-    if constexpr (C::kWeightsAreRows) return;
-#pragma unroll
-    for (int j = 0; j < C::kPartCols / 8; ++j) {
-      const int col = part * C::kPartCols + 8 * j, i = Place<C>::scale(col);
-      if (j == 0 || Place<C>::begins_scale(col)) product[i][0] = token[0] * weight[i], product[i][1] = token[1] * weight[i];
-    }
-  }
 };
 
 // The second level of accumulation: total += partial * (token scale * weight scale).
 template <class C>
 __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)[C::kPartCols / 2],
                         const Scales<C>& scales, const float* token_scales, int part, const Thread<C>& thread) {
+  float scale[2];
 #pragma unroll
   for (int j = 0; j < C::kPartCols / 8; ++j) {
     const int col = part * C::kPartCols + 8 * j;
-    float scale[2];
     if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
       const float2 token = *reinterpret_cast<const float2*>(token_scales + col + thread.col);
       scale[0] = token.x * scales.weight[0], scale[1] = token.y * scales.weight[0];
-    } else {  // one for each row
-      scale[0] = scales.product[Place<C>::scale(col)][0], scale[1] = scales.product[Place<C>::scale(col)][1];
+    } else if (j == 0 || Place<C>::begins_scale(col)) {  // two token scales; here the weight scale changes
+      const float weight = scales.weight[Place<C>::scale(col)];
+      scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[C::kWeightsAreRows ? i % 2 : i / 2] * partial[4 * j + i];
@@ -241,8 +233,6 @@ struct Batch {
       }
     }
     wgmma_commit();
-#pragma unroll
-    for (int d = 0; d < C::kDepth; ++d) scales[d].multiply(part);  // so that only sums follow the WGMMAs
   }
   // Once the tensor cores are done with it.
   __device__ void finish(float (&total)[C::kPartCols / 2], Shared<C>& shared, int part, bool releases,
