@@ -15,6 +15,35 @@ __device__ float load_bias(const void* bias, int i, int size) {
   return value;
 }
 
+// Where weights are columns, a thread holds two of every 8, and registers do not suffice to load all of them:
+// a lane loads one of every kSpan, which lie in one piece, and shuffles bring the others.
+template <class C>
+__device__ void add_bias(float (&total)[C::kStoreCols / 2], const Arguments& args, const Place<C>& place,
+                         int first_col, const Thread<C>& thread) {
+  const auto load = [&](int first, int i) {
+    asm volatile("" : "+r"(i));  // no formula any more, or all addresses would be formed ahead of all loads
+    return load_bias<C::kBias>(args.bias, place.weight(args, first) + i, args.num_weights);
+  };
+  if constexpr (C::kWeightsAreRows) {
+    const int row = thread.row % 64;
+    const float bias[2] = {load(thread.group * 64, row), load(thread.group * 64, row + 8)};
+#pragma unroll
+    for (int i = 0; i < C::kStoreCols / 2; ++i) total[i] += bias[i / 2 % 2];
+  } else {
+    constexpr int kLowestBit = C::kStoreCols & -C::kStoreCols, kSpan = kLowestBit < kWarp ? kLowestBit : kWarp;
+    float bias;
+#pragma unroll
+    for (int col = 0; col < C::kStoreCols; col += 8) {
+      if (col % kSpan == 0) bias = load(first_col + col, thread.lane % kSpan);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float other = __shfl_sync(~0u, bias, col % kSpan + thread.col + i);
+        total[col / 2 + i] += other, total[col / 2 + 2 + i] += other;
+      }
+    }
+  }
+}
+
 // Where boxes of output pass through shared memory: in slices of kSlice bytes, `pitch` bytes apart.
 constexpr int kSlice = 64 * kBlock;  // what a warpgroup's rows take of a k-block
 struct Staging {
@@ -48,26 +77,13 @@ template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
                       const Arguments& args, const Place<C>& place, int first_col, const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
+  if constexpr (C::kBias != Bias::kNone) add_bias(total, args, place, first_col, thread);
   named_barrier<kWarpgroup>(1 + thread.group);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
   // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
   constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;
 #pragma unroll
   for (int j = 0; j < kGroups; j += 2) {
-    if constexpr (C::kBias != Bias::kNone) {  // here, since all at once would need too many registers
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {  // a constant number, or `total` would lie in memory
-        if (j + n >= kGroups) continue;
-        int weight = C::kWeightsAreRows ? place.weight(args, thread.group * 64) + thread.row % 64
-                                        : place.weight(args, first_col + (j + n) * 8) + thread.col;
-        asm volatile("" : "+r"(weight));  // no formula any more: all addresses at once would spill
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at = weight + (C::kWeightsAreRows ? i / 2 * 8 : i % 2);
-          total[4 * (j + n) + i] += load_bias<C::kBias>(args.bias, at, args.num_weights);
-        }
-      }
-    }
     const int group = j + thread.lane / 16, half = thread.lane / 8 % 2;
     const int y = C::kWeightsAreRows ? group * 8 + thread.lane % 8 : thread.warp * 16 + half * 8 + thread.lane % 8;
     const int x = C::kWeightsAreRows ? thread.warp * 16 + half * 8 : group * 8;
