@@ -251,7 +251,8 @@ template <class C>
 __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, Walk<C> walk) {
   constexpr int kAccumulators = C::kPartCols / 2;
   const Thread<C> thread;
-  float total[C::kParts][kAccumulators] = {};
+  float total[C::kParts][kAccumulators];
+  TileBias<C> biases[C::kParts];
   Batch<C> batches[C::kBatches];
   Place<C> finished{-1, 0};  // of a tile that is in `total`, to be stored
   // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
@@ -267,18 +268,24 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
     batches[i].finish(total[part], shared, part, ends_stage && refills > 0, thread);
     if (ends_stage) --refills;
   };
-  const auto store_part = [&](int part, Staging staging) {
-    if constexpr (C::kSplit == 1) {
-      store<C>(total[part], staging, d_map, args, finished, part * C::kPartCols, thread);
-    }
+  const auto begin_part = [&](int part) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) total[part][i] = 0.0f;
+    if constexpr (C::kSplit == 1) biases[part].load(args, walk.place, part * C::kPartCols, thread);
+  };
+  const auto store_part = [&](int part, Staging staging) {
+    if constexpr (C::kSplit == 1) {
+      store<C>(total[part], staging, d_map, args, finished, part * C::kPartCols, biases[part], thread);
+    }
+    begin_part(part);
   };
   // The tile before this one leaves while the tensor cores compute the first products.
   const auto store_finished = [&](int part) {
     if (finished.first_token >= 0) store_part(part, output_staging(shared, thread));
   };
 
+#pragma unroll
+  for (int part = 0; part < C::kParts; ++part) begin_part(part);
   for (; !walk.done(); walk.next_tile()) {
     if constexpr (C::kBatches == 1) {
       const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
@@ -326,10 +333,11 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
     const int slice = cluster_rank() / C::kShare;
+    biases[0].load(args, finished, min(slice, C::kOwners - 1) * C::kStoreCols, thread);
     float sum[C::kStoreCols / 2];
     reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, slice, thread);
     if (slice < C::kOwners)
-      store<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C::kStoreCols, thread);
+      store<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C::kStoreCols, biases[0], thread);
   }
   if (thread.index == 0) tma_store_wait_read();
 }

@@ -4,45 +4,49 @@
 #include "matrix.cuh"
 #include "tma.cuh"
 
-template <Bias kBias>
-__device__ float load_bias(const void* bias, int i, int size) {
-  const uint32_t at = min(i, size - 1);  // beyond it, nothing is stored
-  if constexpr (kBias == Bias::kFloat) return static_cast<const float*>(bias)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(bias)[at];
-  if constexpr (kBias == Bias::kBFloat16) return __uint_as_float(static_cast<uint32_t>(bits) << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// Where weights are columns, a thread holds two of every 8, and registers do not suffice to load all of them:
-// a lane loads one of every kSpan, which lie in one piece, and shuffles bring the others.
+// The bias of what a thread stores of a tile, loaded long before: not yet numbers, since who converts must wait.
+// Where weights are columns, the thread adds two of every 8, but its lane keeps one of every kSpan, which lie in
+// one piece. Shuffles bring the others, for which registers would not suffice.
 template <class C>
-__device__ void add_bias(float (&total)[C::kStoreCols / 2], const Arguments& args, const Place<C>& place,
-                         int first_col, const Thread<C>& thread) {
-  const auto load = [&](int first, int i) {
-    asm volatile("" : "+r"(i));  // no formula any more, or all addresses would be formed ahead of all loads
-    return load_bias<C::kBias>(args.bias, place.weight(args, first) + i, args.num_weights);
-  };
-  if constexpr (C::kWeightsAreRows) {
-    const int row = thread.row % 64;
-    const float bias[2] = {load(thread.group * 64, row), load(thread.group * 64, row + 8)};
+struct TileBias {
+  static constexpr bool kAny = C::kBias != Bias::kNone;
+  static constexpr int kLowestBit = C::kStoreCols & -C::kStoreCols, kSpan = kLowestBit < kWarp ? kLowestBit : kWarp;
+  static constexpr int kLoads = C::kWeightsAreRows ? 2 : C::kStoreCols / kSpan;
+  uint32_t bits[kLoads];
+
+  __device__ void load(const Arguments& args, const Place<C>& place, int first_col, const Thread<C>& thread) {
+    if constexpr (!kAny) return;
 #pragma unroll
-    for (int i = 0; i < C::kStoreCols / 2; ++i) total[i] += bias[i / 2 % 2];
-  } else {
-    constexpr int kLowestBit = C::kStoreCols & -C::kStoreCols, kSpan = kLowestBit < kWarp ? kLowestBit : kWarp;
-    float bias;
+    for (int i = 0; i < kLoads; ++i) {
+      int weight = C::kWeightsAreRows ? thread.row % 64 + i * 8 : thread.lane % kSpan;
+      asm volatile("" : "+r"(weight));  // no formula any more, or all addresses would be formed ahead of all loads
+      weight += place.weight(args, C::kWeightsAreRows ? thread.group * 64 : first_col + i * kSpan);
+      const uint32_t at = min(weight, args.num_weights - 1);  // beyond it, nothing is stored
+      if constexpr (C::kBias == Bias::kFloat) bits[i] = static_cast<const uint32_t*>(args.bias)[at];
+      else bits[i] = static_cast<const uint16_t*>(args.bias)[at];
+    }
+  }
+  __device__ float value(int i) const {
+    if constexpr (C::kBias == Bias::kFloat) return __uint_as_float(bits[i]);
+    if constexpr (C::kBias == Bias::kBFloat16) return __uint_as_float(bits[i] << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(bits[i])));
+    return value;
+  }
+  __device__ void add_to(float (&total)[C::kStoreCols / 2], const Thread<C>& thread) const {
+    if constexpr (!kAny) return;
 #pragma unroll
-    for (int col = 0; col < C::kStoreCols; col += 8) {
-      if (col % kSpan == 0) bias = load(first_col + col, thread.lane % kSpan);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float other = __shfl_sync(~0u, bias, col % kSpan + thread.col + i);
-        total[col / 2 + i] += other, total[col / 2 + 2 + i] += other;
+    for (int i = 0; i < C::kStoreCols / 2; ++i) {
+      const int col = i / 4 * 8;
+      if constexpr (C::kWeightsAreRows) {
+        total[i] += value(i / 2 % 2);
+      } else if (i % 4 < 2) {
+        const float bias = __shfl_sync(~0u, value(col / kSpan), col % kSpan + thread.col + i % 2);
+        total[i] += bias, total[i + 2] += bias;
       }
     }
   }
-}
+};
 
 // Where boxes of output pass through shared memory: in slices of kSlice bytes, `pitch` bytes apart.
 constexpr int kSlice = 64 * kBlock;  // what a warpgroup's rows take of a k-block
@@ -75,9 +79,10 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
 // Writes 64 rows of a tile of the output, kStoreCols columns of it from `first_col` on, through shared memory.
 template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
-                      const Arguments& args, const Place<C>& place, int first_col, const Thread<C>& thread) {
+                      const Arguments& args, const Place<C>& place, int first_col, const TileBias<C>& bias,
+                      const Thread<C>& thread) {
   constexpr int kGroups = C::kStoreCols / 8;
-  if constexpr (C::kBias != Bias::kNone) add_bias(total, args, place, first_col, thread);
+  bias.add_to(total, thread);
   named_barrier<kWarpgroup>(1 + thread.group);
   // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8
   // of matrix l / 8; where weights are the rows, the matrices are transposed on the way.
