@@ -333,7 +333,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
     const int slice = cluster_rank() / C::kShare;
-    biases[0].load(args, finished, min(slice, C::kOwners - 1) * C::kStoreCols, thread);
+    if (slice < C::kOwners) biases[0].load(args, finished, slice * C::kStoreCols, thread);
     float sum[C::kStoreCols / 2];
     reduce<C>(sum, reinterpret_cast<float(&)[C::kCols / 2]>(total), shared, slice, thread);
     if (slice < C::kOwners)

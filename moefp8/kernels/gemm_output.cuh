@@ -10,7 +10,7 @@
 template <class C>
 struct TileBias {
   static constexpr bool kAny = C::kBias != Bias::kNone;
-  static constexpr int kLowestBit = C::kStoreCols & -C::kStoreCols, kSpan = kLowestBit < kWarp ? kLowestBit : kWarp;
+  static constexpr int kSpan = gcd(C::kStoreCols, kWarp);
   static constexpr int kLoads = C::kWeightsAreRows ? 2 : C::kStoreCols / kSpan;
   uint32_t bits[kLoads];
 

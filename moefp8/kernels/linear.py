@@ -61,9 +61,9 @@ def launch_linear(
 ) -> torch.Tensor:
     """`fp8_linear` on a Hopper GPU: two kernels on the current stream; nothing waits for them.
 
-    The second starts while the first ends, and loads weights meanwhile. That is right after our
-    own kernel, which lets it start only once what came before is complete, and writes none of
-    the weights.
+    The second starts while the first ends, and loads weights and bias meanwhile. That is right
+    after our own kernel, which lets it start only once what came before is complete, and writes
+    neither.
     """
     y = _allocate(x, weight, weight_scale_inv, bias)
     data, scale_inv = launch_quantize_1x128(x, False)
