@@ -21,7 +21,7 @@ from .gemm import (
     get_mn_major_tma_aligned_tensor,
     get_tma_aligned_size,
 )
-from .gemm_launch import get_num_sms, set_num_sms
+from .gemm_plan import get_num_sms, set_num_sms
 from .grouped_gemm import (
     get_mk_alignment_for_contiguous_layout,
     m_grouped_fp8_gemm_nt_contiguous,

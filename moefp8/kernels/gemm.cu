@@ -12,6 +12,7 @@
 // state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
 // kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes
 // one product while the tensor cores compute the next.
+#include "gemm_groups.cuh"
 #include "gemm_output.cuh"
 #include "gemm_tile.cuh"
 #include "mbarrier.cuh"
@@ -23,14 +24,14 @@
 // One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
 template <bool kShared, class C>
 __device__ void load_operand(bool elected, int rank, uint8_t* destination, const TensorMap& map, int size,
-                             Barrier& full, int k_block, int first) {
+                             Barrier& full, int k_block, int first, int matrix) {
   if constexpr (!kShared || C::kShare == 1) {
-    tma_load(elected, destination, map, full, k_block * kBlock, first);
+    tma_load<C::kDimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix});
   } else {
     const int share = rank % C::kShare, slice = size / C::kShare;
     const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
-    tma_load_multicast(elected, destination + share * slice * kBlock, map, full, k_block * kBlock,
-                       first + share * slice, ranks);
+    tma_load_multicast<C::kDimensions>(elected, destination + share * slice * kBlock, map, full,
+                                       {k_block * kBlock, first + share * slice, matrix}, ranks);
   }
 }
 
@@ -38,18 +39,28 @@ template <class C>
 struct WeightMaps {
   TensorMap of_piece[C::kPieces];  // they differ in the size of the box
 };
+template <class C>
+struct TokenMaps {
+  TensorMap of_box[C::kTokenBoxes];  // and so do these
+};
+// Who walks how: the loading warps, and the math warpgroups.
+template <class C>
+using LoadWalk = typename Select<C::kGrouped, GroupWalk<C>, Walk<C>>::Type;
+template <class C>
+using MathWalk = typename Select<C::kGrouped, Follower<C>, Walk<C>>::Type;
 
 // One warp: both operands of every stage and the scales of its tokens, by TMA.
 template <class C>
 struct Loader {
   Shared<C>& shared;
-  const TensorMap &token_map, &token_scale_map;
+  const TokenMaps<C>& token_maps;
+  const TensorMap& token_scale_map;
   const WeightMaps<C>& weight_maps;
   bool elected;
   int rank = C::kShare == 1 ? 0 : cluster_rank();
 
-  __device__ void load_weights(const Walk<C>& walk) {
-    shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes);
+  __device__ void load_weights(const LoadWalk<C>& walk) {
+    shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes[walk.place.token_box()]);
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
 #pragma unroll
@@ -58,27 +69,30 @@ struct Loader {
         if (weight != piece.begin) continue;
         load_operand<C::kShareRows == C::kWeightsAreRows, C>(
             elected, rank, shared.weight_operand(walk.stage, i) + weight * kBlock, weight_maps.of_piece[piece.index],
-            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight));
+            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight), walk.place.group);
       }
     }
   }
-  __device__ void load_tokens(const Walk<C>& walk) {
+  __device__ void load_tokens(const LoadWalk<C>& walk) {
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
       load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
-                                                           token_map, C::kTokens, shared.full[walk.stage],
-                                                           walk.k * C::kDepth + i, walk.place.first_token);
+                                                           token_maps.of_box[walk.place.token_box()], C::kTokens,
+                                                           shared.full[walk.stage], walk.k * C::kDepth + i,
+                                                           walk.place.first_token, walk.place.matrix);
     }
-    tma_load(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage], walk.place.first_token,
-             walk.k * C::kDepth);
+    tma_load<C::kDimensions>(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage],
+                             {walk.place.first_token, walk.k * C::kDepth, walk.place.matrix});
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
   // as a whole. But while the previous kernel may still write the tokens, only the first stage gets its
   // weights; behind those of more, the tokens would wait.
-  __device__ void fill(Walk<C> walk, bool programmatic) {
+  __device__ void fill(LoadWalk<C>& walk, bool programmatic) {
+    programmatic &= !C::kGrouped;  // whose tiles the previous kernel may still make
     if (programmatic) load_weights(walk);
     wait_for_previous_kernel();
+    if constexpr (C::kGrouped) walk.start();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
       if (i > 0 || !programmatic) load_weights(walk);
@@ -87,9 +101,7 @@ struct Loader {
     let_next_kernel_start();
   }
   // All other rounds.
-  __device__ void run(Walk<C> walk) {
-#pragma unroll 1
-    for (int i = 0; i < C::kStages && !walk.done(); ++i) walk.next();
+  __device__ void run(LoadWalk<C> walk) {
 #pragma unroll 1
     for (; !walk.done(); walk.next_tile()) {
 #pragma unroll 1
@@ -98,52 +110,69 @@ struct Loader {
         load_weights(walk), load_tokens(walk);
       }
     }
+    if constexpr (C::kGrouped) {  // a last stage says that there are no more
+      shared.empty[walk.stage].wait(walk.parity ^ 1);
+      shared.full[walk.stage].arrive_and_expect(elected, 0);
+    }
   }
 };
 
 // One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows. What it
-// does for a stage is little, since the math warps beside it lose what it takes.
+// does for a stage is little, since the math warps beside it lose what it takes. Of a grouped GEMM it also tells
+// the math warpgroups where each tile is.
 template <class C>
 struct ScaleLoader {
   static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
   const Arguments& args;
   const int lane;
-  float scales[C::kWeightScales];
+  struct {
+    float scales[C::kWeightScales];
+  } chunk;
 
-  // Those of the chunk that begins at the stage `k`. Beyond the edges any finite one will do: the operands are
-  // zeros.
-  __device__ void read(const Walk<C>& walk, int k) {
+  // The chunk that begins where `walk` is. Beyond the edges any finite scale will do: the operands are zeros.
+  __device__ void read(const LoadWalk<C>& walk) {
     const int last_block = (args.num_weights - 1) / kBlock;
-    const int64_t k_block = min(k * C::kDepth + lane, args.num_k_blocks - 1);
+    const int64_t k_block = min(walk.k * C::kDepth + lane, args.num_k_blocks - 1);
+    const float* first = args.weight_scales + k_block * args.weight_scale_stride_k;
+    if constexpr (C::kGrouped) first += walk.place.group * args.groups.weight_scale_stride;
 #pragma unroll
     for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
       if (!Place<C>::begins_scale(weight)) continue;
       const int64_t block = min(walk.place.weight(args, weight) / kBlock, last_block);
-      scales[Place<C>::scale(weight)] =
-          args.weight_scales[block * args.weight_scale_stride + k_block * args.weight_scale_stride_k];
+      chunk.scales[Place<C>::scale(weight)] = first[block * args.weight_scale_stride];
     }
   }
-  __device__ void write(Shared<C>& shared, const Walk<C>& walk) {
+  // After `read` of the first chunk. Each is read while the one before it is handed out.
+  __device__ void run(Shared<C>& shared, LoadWalk<C> walk) {
+#pragma unroll 1
+    while (!walk.done()) {
+      if (walk.k == 0) tell_place(shared, walk);
+      const auto read_before = chunk;
+      const int num_stages = min(walk.k_end - walk.k, kChunk);
+      walk.k += num_stages;
+      if (walk.k == walk.k_end) walk.next_tile();
+      if (!walk.done()) read(walk);
+#pragma unroll 1
+      for (int i = 0; i < num_stages; ++i, walk.next_stage()) {
+        shared.empty[walk.stage].wait(walk.parity ^ 1);
+        if (lane / C::kDepth == i) {
 #pragma unroll
-    for (int i = 0; i < C::kWeightScales; ++i) shared.weights[walk.stage].scales[lane % C::kDepth][i] = scales[i];
-  }
-  // After `read` of the first chunk.
-  __device__ void run(Shared<C>& shared, Walk<C> walk) {
-    bool is_read = true;
-#pragma unroll 1
-    for (; !walk.done(); walk.next_tile()) {
-#pragma unroll 1
-      for (; walk.k < walk.k_end; walk.k += kChunk) {
-        if (!is_read) read(walk, walk.k);
-        is_read = false;
-        const int num_stages = min(walk.k_end - walk.k, kChunk);
-#pragma unroll 1
-        for (int i = 0; i < num_stages; ++i, walk.next_stage()) {
-          shared.empty[walk.stage].wait(walk.parity ^ 1);
-          if (lane / C::kDepth == i) write(shared, walk);
-          shared.full[walk.stage].arrive();
+          for (int j = 0; j < C::kWeightScales; ++j)
+            shared.weights[walk.stage].scales[lane % C::kDepth][j] = read_before.scales[j];
         }
+        shared.full[walk.stage].arrive();
       }
+    }
+    if constexpr (C::kGrouped) {
+      tell_place(shared, walk);
+      shared.full[walk.stage].arrive();
+    }
+  }
+  __device__ void tell_place(Shared<C>& shared, const LoadWalk<C>& walk) {
+    if constexpr (C::kGrouped) {
+      shared.empty[walk.stage].wait(walk.parity ^ 1);
+      const auto& place = walk.place;
+      if (lane == 0) shared.weights[walk.stage].place = {place.first_token, place.tile, place.rows, place.matrix};
     }
   }
 };
@@ -211,7 +240,7 @@ struct Batch {
   Scales<C> scales[C::kDepth];
   int stage;  // by the time that it is finished, the walk has moved on
 
-  __device__ void begin(Shared<C>& shared, const Walk<C>& walk, int part, const Thread<C>& thread) {
+  __device__ void begin(Shared<C>& shared, const MathWalk<C>& walk, int part, const Thread<C>& thread) {
     stage = walk.stage;
     const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock) +
                           stage * (sizeof(shared.rows[0]) / 16);
@@ -248,16 +277,18 @@ struct Batch {
 };
 
 template <class C>
-__device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, Walk<C> walk) {
+__device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, MathWalk<C> walk) {
   constexpr int kAccumulators = C::kPartCols / 2;
   const Thread<C> thread;
   float total[C::kParts][kAccumulators];
   TileBias<C> biases[C::kParts];
   Batch<C> batches[C::kBatches];
-  Place<C> finished{-1, 0};  // of a tile that is in `total`, to be stored
+  auto finished = Place<C>::none();  // of a tile that is in `total`, to be stored
   // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
   // way to a CTA that has left; so none waits for the others at the end.
-  int refills = walk.num_stages() - C::kStages;
+  // A grouped GEMM does not know them.
+  int refills = 1;
+  if constexpr (!C::kGrouped) refills = walk.num_stages() - C::kStages;
 
   const auto begin_batch = [&](int i, int part) __attribute__((always_inline)) {
     batches[i].begin(shared, walk, part, thread);
@@ -266,7 +297,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   const auto finish_batch = [&](int i, int part) __attribute__((always_inline)) {
     const bool ends_stage = part == C::kParts - 1;
     batches[i].finish(total[part], shared, part, ends_stage && refills > 0, thread);
-    if (ends_stage) --refills;
+    if (ends_stage && !C::kGrouped) --refills;
   };
   const auto begin_part = [&](int part) {
 #pragma unroll
@@ -281,12 +312,23 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   };
   // The tile before this one leaves while the tensor cores compute the first products.
   const auto store_finished = [&](int part) {
-    if (finished.first_token >= 0) store_part(part, output_staging(shared, thread));
+    if (!finished.is_none()) store_part(part, output_staging(shared, thread));
   };
 
 #pragma unroll
   for (int part = 0; part < C::kParts; ++part) begin_part(part);
   for (; !walk.done(); walk.next_tile()) {
+    if (C::kTokenBoxes > 1 && !thread.has_rows(walk.place)) {  // the group ends before them
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) store_finished(part);
+      finished = Place<C>::none();
+#pragma unroll 1
+      for (int k = walk.k_begin; k < walk.k_end; ++k, walk.next_stage()) {
+        shared.full[walk.stage].wait(walk.parity);
+        release(shared, walk.stage, thread);
+      }
+      continue;
+    }
     if constexpr (C::kBatches == 1) {
       const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
 #pragma unroll
@@ -329,7 +371,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   if constexpr (C::kSplit == 1) {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part)
-      if (finished.first_token >= 0)
+      if (!finished.is_none())
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
     const int slice = cluster_rank() / C::kShare;
@@ -353,7 +395,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 // Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
-    gemm_kernel(const __grid_constant__ TensorMap token_map, const __grid_constant__ TensorMap token_scale_map,
+    gemm_kernel(const __grid_constant__ TokenMaps<C> token_maps, const __grid_constant__ TensorMap token_scale_map,
                 const __grid_constant__ WeightMaps<C> weight_maps, const __grid_constant__ TensorMap d_map,
                 const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -365,8 +407,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   const int group = warp_uniform(threadIdx.x / kWarpgroup);
   const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp), lane = threadIdx.x % kWarp;
   const bool loads = group == C::kMathGroups && warp == 0, loads_scales = group == C::kMathGroups && warp == 1;
-  const Walk<C> walk(args);
+  LoadWalk<C> walk(args);
   ScaleLoader<C> scale_loader{args, lane};
+  if constexpr (C::kGrouped)
+    if (loads || loads_scales) walk.prepare();
   if (loads) {
     if (elect_one()) {
       for (int i = 0; i < C::kStages; ++i) {
@@ -378,9 +422,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     }
     __syncwarp();
   } else if (loads_scales) {
-    scale_loader.read(walk, walk.k_begin);  // before the operands, behind which they would queue
+    if constexpr (C::kGrouped) walk.start();
+    scale_loader.read(walk);  // before the operands, behind which they would queue
   }
-  Loader<C> loader{shared, token_map, token_scale_map, weight_maps, elect_one()};
+  Loader<C> loader{shared, token_maps, token_scale_map, weight_maps, elect_one()};
   // Before all else, for this is what everyone waits for; but where others write into this CTA's shared
   // memory from the start, they and it must have initialised their barriers.
   if (loads && C::kShare == 1) loader.fill(walk, args.programmatic);
@@ -395,6 +440,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     if (loads_scales) scale_loader.run(shared, walk);
   } else {
     if constexpr (kMoveRegisters) take_registers<C::kMathRegisters>();
-    multiply<C>(shared, d_map, args, walk);
+    if constexpr (C::kGrouped) multiply<C>(shared, d_map, args, Follower<C>(shared, args));
+    else multiply<C>(shared, d_map, args, walk);
+  }
+  if constexpr (C::kGrouped && C::kShare > 1) {  // signals to this CTA may still be on their way
+    cluster_arrive();
+    cluster_wait();
   }
 }

@@ -32,6 +32,7 @@ class GemmConfig:
         cores compute the other.
     ctas_per_sm: how many must fit on one SM.
     weights_are_rows: whether the rows are weights (and the columns tokens) or the reverse.
+    grouped: whether each group of tokens has weights of its own.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class GemmConfig:
     ctas_per_sm: int = 1
     weights_are_rows: bool = False
     batches: int = 1
+    grouped: bool = False
 
     @property
     def cluster(self) -> int:
@@ -95,15 +97,18 @@ class GemmConfig:
         """Of a tile in a k-block: no piece but the first has more than one."""
         return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)
 
-    def token_box(self, m: int) -> int:
+    def token_boxes(self, m: int) -> list[int]:
         """Tokens in one TMA load: the tile's, or a slice of those that CTAs share.
 
-        No more than there are: what is out of bounds takes TMA long. The rest of such a tile is
-        what shared memory happens to hold; nothing of it is stored.
+        No more than the m that there are: what is out of bounds takes TMA long. The rest of such a
+        tile is what shared memory happens to hold; nothing of it is stored. Of a group that ends
+        in the tile only as many times 64 are loaded as there are, so there are several.
         """
+        tokens = self.cta_tile[0]
         if self.shares_tokens:
-            return self.cta_tile[0] // self.share
-        return min(m, self.cta_tile[0])
+            return [tokens // self.share]
+        step = tokens if self.weights_are_rows or not self.grouped else 64
+        return [min(m, box) for box in range(step, tokens + 1, step)]
 
     @property
     def weight_boxes(self) -> list[int]:
@@ -112,16 +117,16 @@ class GemmConfig:
         return [x // slices for x in self.weight_pieces]
 
     def last_token(self, m: int) -> int:
-        """Where the last tile of tokens begins: early enough to be full, see `token_box`.
+        """Where the last tile of tokens begins: early enough to be full, see `token_boxes`.
 
         At a multiple of 16 bytes in each row of scales: elsewhere TMA is an illegal instruction.
         """
         return max(0, round_up_to_tma(m - self.cta_tile[0], 4))
 
-    def stage_bytes(self, m: int) -> int:
+    def stage_bytes(self, token_box: int) -> int:
         """What TMA writes in one stage: both operands, and the scales of the tokens."""
         tokens, weights = self.cta_tile
-        loaded = tokens if self.shares_tokens else min(m, tokens)
+        loaded = tokens if self.shares_tokens else token_box
         return self.depth * ((loaded + weights) * BLOCK + tokens * 4)
 
     @property
@@ -143,7 +148,8 @@ class GemmConfig:
         output = self.math_groups * 64 * self.store_cols * 2
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
         scales = self.stages * round_up(self.depth * self.cta_tile[0] * 4, 128)
-        scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)
+        place = 16 if self.grouped else 0
+        scales += self.stages * (round_up(self.depth * self.weight_scales * 4, 16) + place)
         barriers = (2 * self.stages + 1) * 8
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + barriers
         return round_up(used, 1024)
@@ -152,7 +158,7 @@ class GemmConfig:
         arguments = (
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
             *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
-            *(f"Bias::{bias}", self.shared_bytes),
+            *(f"Bias::{bias}", self.grouped, self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
         return f"gemm_kernel<Config<{template}>>"
@@ -289,3 +295,10 @@ def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) ->
     """
     possible = [c for c in map(with_most_stages, _candidates(m)) if is_possible(c, k)]
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
+
+
+def choose_grouped_config(
+    tokens: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool = True
+) -> GemmConfig:
+    """For groups of about `tokens` tokens each, with weights [N, K]."""
+    return with_most_stages(GemmConfig(128, 128, 0, batches=2, grouped=True))

@@ -1,4 +1,4 @@
-// How a tile of the dense GEMM leaves: sums over the CTAs that divided K, bias, BF16, TMA.
+// How a tile leaves: sums over the CTAs that divided K, bias, BF16, TMA.
 #pragma once
 #include "gemm_tile.cuh"
 #include "matrix.cuh"
@@ -76,6 +76,27 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
   return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
 }
 
+// As the TMA of `store`, where not all tokens are the group's: no other row is written.
+template <class C>
+__device__ void store_some(Staging staging, const Arguments& args, const Place<C>& place, int first_col, int first,
+                           const Thread<C>& thread) {
+  constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;  // of 16 bytes
+  constexpr int kRowUnits = C::kBoxes * kUnits;
+  const Groups& groups = args.groups;
+  const int begin = max(place.begin() - first, 0), end = min(place.end() - first, C::kBoxRows);
+  auto* d = static_cast<uint16_t*>(groups.d) + place.matrix * groups.d_matrix_stride +
+            (place.first_token + first) * groups.d_row_stride;
+#pragma unroll 2
+  for (int unit = begin * kRowUnits + thread.index; unit < end * kRowUnits; unit += kWarpgroup) {
+    const int y = unit / kRowUnits, box = unit % kRowUnits / kUnits, x = unit % kUnits;
+    const int col = C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols;
+    const int weight = place.weight(args, col) + x * 8;
+    const uint8_t* from = staging.box<C>(box) + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16;
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + weight) = v;
+  }
+}
+
 // Writes 64 rows of a tile of the output, kStoreCols columns of it from `first_col` on, through shared memory.
 template <class C>
 __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const TensorMap& d_map,
@@ -101,14 +122,18 @@ __device__ void store(float (&total)[C::kStoreCols / 2], Staging staging, const 
       store_matrices<C::kWeightsAreRows>(address, packed(0), packed(1));
     }
   }
+  const int first = C::kWeightsAreRows ? first_col : thread.group * 64;  // of the tile's tokens
+  const bool all = !C::kGrouped || (place.begin() <= first && first + C::kBoxRows <= place.end());
   fence_for_async();
   named_barrier<kWarpgroup>(1 + thread.group);
-  if (thread.index == 0) {
+  if (C::kGrouped && !all) {
+    store_some<C>(staging, args, place, first_col, first, thread);
+  } else if (thread.index == 0) {
 #pragma unroll
     for (int i = 0; i < C::kBoxes; ++i) {
       const int weight = C::kWeightsAreRows ? thread.group * 64 : first_col + i * C::kBoxCols;
-      const int token = place.first_token + (C::kWeightsAreRows ? first_col : thread.group * 64);
-      tma_store(d_map, staging.box<C>(i), place.weight(args, weight), token);
+      const Corner at{place.weight(args, weight), place.first_token + first, place.matrix};
+      tma_store<C::kDimensions>(d_map, staging.box<C>(i), at);
     }
     tma_store_commit();
   }

@@ -1,5 +1,5 @@
-// What a variant of the dense GEMM is made of, what it keeps in shared memory, and the order in which
-// its CTAs walk over tiles and K. "Row" and "column" are WGMMA's, see gemm.cu.
+// What a variant of the GEMM is made of, what it keeps in shared memory, and the order in which the
+// CTAs of the dense one walk over tiles and K. "Row" and "column" are WGMMA's, see gemm.cu.
 #pragma once
 #include "mbarrier.cuh"
 
@@ -17,7 +17,7 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, int kSharedBytes_>
+          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, bool kGrouped_, int kSharedBytes_>
 struct Config {
   static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
   static constexpr int kCols = kCols_;             // of the CTA's tile
@@ -31,15 +31,21 @@ struct Config {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kWeightsAreRows = kWeightsAreRows_;
   static constexpr Bias kBias = kBias_;
+  static constexpr bool kGrouped = kGrouped_;  // each group of tokens has weights of its own
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
+  static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
   static constexpr int kMathGroups = kRows / 64;
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
   // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up.
-  static constexpr int kMathRegisters = kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112;
-  static constexpr int kLoadRegisters = kMathGroups == 2 ? 24 : 32;
+  static constexpr int kMathRegisters =
+      kMathGroups == 2 ? (kGrouped ? 224 : 240) : kMathGroups == 3 ? (kGrouped ? 152 : 160) : (kGrouped ? 104 : 112);
+  static constexpr int kLoadRegisters = kGrouped ? 56 : kMathGroups == 2 ? 24 : 32;
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
+  // Of groups that end within a tile, only as many times 64 tokens are loaded as there are.
+  static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
+  static constexpr int kTokenBoxes = kGrouped && !kWeightsAreRows && !kSharesTokens ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
   // The weights of a tile come in pieces: see `Place`.
   static constexpr int kBlockWeights = kWeights / kBlock * kBlock;  // of the first piece, if there is a whole block
@@ -59,36 +65,28 @@ struct Config {
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
   static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
+  static_assert(!kGrouped || (kSplit == 1 && kBias == Bias::kNone), "what a grouped GEMM has no use for");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
 
-// Where the other CTAs that divided K put their sums of this one's slice.
-template <class C, bool kNeeded = (C::kSplit > 1)>
-struct Inbox {
-  float4 inbox[(C::kSplit - 1) * C::kStoreCols / 8][C::kMathGroups * kWarpgroup];
+// Which rows of a grouped GEMM are of which group. Of the loads that depend on the device's data, all are here.
+struct Groups {
+  enum Kind : int {
+    kOffsets,  // group g has the rows from bounds[g] to bounds[g + 1]
+    kMasked,   // group g has the first bounds[g] rows of its own matrix
+    kRows,     // row i is of the group bounds[i], -1 of none; all of 128 rows that are of one are of the same one
+  };
+  const int* bounds;
+  int kind, num_groups;
+  int num_segments;  // groups, or 128 rows
+  int num_tokens;    // rows of a, or of each of its matrices
+  int64_t weight_scale_stride;
+  void* d;
+  int64_t d_row_stride, d_matrix_stride;  // in elements
 };
-template <class C>
-struct Inbox<C, false> {};
 
-template <class C>
-struct Shared : Inbox<C> {
-  __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
-  __device__ uint8_t* weight_operand(int stage, int i) { return C::kWeightsAreRows ? rows[stage][i] : cols[stage][i]; }
-
-  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
-  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
-  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
-  struct alignas(128) {  // 128 B: required by TMA
-    float scales[C::kDepth][C::kTokens];
-  } tokens[C::kStages];
-  struct alignas(16) {
-    float scales[C::kDepth][C::kWeightScales];
-  } weights[C::kStages];
-  alignas(8) Barrier full[C::kStages];
-  Barrier empty[C::kStages];
-  Barrier delivered;
-};
+constexpr int kMaxTokenBoxes = 4;
 
 struct Arguments {
   const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
@@ -96,12 +94,13 @@ struct Arguments {
   const void* bias;  // [N]
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
-  int stage_bytes;                   // that TMA writes
+  int stage_bytes[kMaxTokenBoxes];   // that TMA writes, with each box of tokens
   int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
   int band;                          // row tiles that are walked together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up: a division takes long. Exact for all
                                      // x < 2^33 / band: (x * inverse) >> 33 == x / band
   int programmatic;                  // whether the previous kernel may still write the tokens
+  Groups groups;
 };
 
 // Which tokens and weights a tile takes. The tokens lie side by side. The weights come in pieces: as many
@@ -116,7 +115,19 @@ template <class C>
 struct Place {
   int first_token;
   int tile;  // of weights
+  // Of a grouped GEMM:
+  int rows;    // which tokens of the tile are the group's: the first, and the one after the last << 16
+  int matrix;  // of tokens
+  int group;   // of weights; only the loading warps know
 
+  static __device__ Place none() { return {-1}; }
+  __device__ bool is_none() const { return first_token < 0; }
+  __device__ void set_rows(int begin, int end) {
+    rows = begin < end ? begin - first_token | (end - first_token) << 16 : 0;
+  }
+  __device__ int begin() const { return rows & 0xffff; }
+  __device__ int end() const { return rows >> 16; }
+  __device__ int token_box() const { return C::kTokenBoxes == 1 ? 0 : max(0, (end() - 1) / 64); }
   struct Piece {
     int begin, size, index;
   };
@@ -139,16 +150,61 @@ struct Place {
   }
 };
 
+// Where the other CTAs that divided K put their sums of this one's slice.
+template <class C, bool kNeeded = (C::kSplit > 1)>
+struct Inbox {
+  float4 inbox[(C::kSplit - 1) * C::kStoreCols / 8][C::kMathGroups * kWarpgroup];
+};
+template <class C>
+struct Inbox<C, false> {};
+
+// What the warp of the weight scales writes of each stage.
+template <class C, bool kGrouped = C::kGrouped>
+struct alignas(16) WeightScales {
+  float scales[C::kDepth][C::kWeightScales];
+};
+template <class C>
+struct alignas(16) WeightScales<C, true> {
+  float scales[C::kDepth][C::kWeightScales];
+  int4 place;  // of the tile, if this is its first stage: all of `Place` but the group
+};
+
+template <class C>
+struct Shared : Inbox<C> {
+  __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
+  __device__ uint8_t* weight_operand(int stage, int i) { return C::kWeightsAreRows ? rows[stage][i] : cols[stage][i]; }
+
+  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
+  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
+  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
+  struct alignas(128) {  // 128 B: required by TMA
+    float scales[C::kDepth][C::kTokens];
+  } tokens[C::kStages];
+  WeightScales<C> weights[C::kStages];
+  alignas(8) Barrier full[C::kStages];
+  Barrier empty[C::kStages];
+  Barrier delivered;
+};
+
+// Which of the stages is next, and the parity of its barriers' phase.
+template <class C>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void next_stage() {
+    if (++stage == C::kStages) stage = 0, parity ^= 1;
+  }
+};
+
 // Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
 // loading and the multiplying warps each walk for themselves and meet at the barriers.
 template <class C>
-struct Walk {
+struct Walk : Ring<C> {
   const Arguments* args;
   int k_begin, k_end, num_clusters, tile;
   Place<C> place;
   int k;  // which stage along K
-  int stage = 0;
-  uint32_t parity = 0;
 
   __device__ explicit Walk(const Arguments& arguments) : args(&arguments) {
     const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
@@ -193,11 +249,8 @@ struct Walk {
     tile += num_clusters;
     if (!done()) start_tile();
   }
-  __device__ void next_stage() {
-    if (++stage == C::kStages) stage = 0, parity ^= 1;
-  }
   __device__ void next() {
-    next_stage();
+    this->next_stage();
     if (++k == k_end) next_tile();
   }
 };
@@ -208,6 +261,9 @@ struct Thread {
   int group, index, warp, lane;
   int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
   int peer = -1;  // of the CTAs that share an operand, the one to which this lane signals, if any
+  __device__ bool has_rows(const Place<C>& place) const {
+    return place.begin() < (group + 1) * 64 && group * 64 < place.end();
+  }
   __device__ Thread()
       : group(warp_uniform(threadIdx.x / kWarpgroup)),
         index(threadIdx.x % kWarpgroup),

@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import torch
 
-from .blocks import BLOCK
+from .blocks import BLOCK, ceil_div
 from .checks import check_operands, check_pairs, check_same_device, check_shape, check_tensor
 from .gemm import Operand, block_scaled_matmul, check_recipe
+from .gemm_plan import Operands
+from .grouped_launch import Kind, launch_grouped_gemm
 from .registry import register
 
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
@@ -147,17 +149,52 @@ def _masked(
         d[group, :m] = block_scaled_matmul(*operands)
 
 
+def _launch_contiguous(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor | None,
+    expert_offsets: torch.Tensor | None,
+) -> None:
+    _check_contiguous(a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets)
+    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
+    expected_m = max(1, ceil_div(a.shape[0], b.shape[0]))
+    if expert_offsets is not None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.OFFSETS, operands, expert_offsets, expected_m)
+    elif grouped_layout is not None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.ROWS, operands, grouped_layout, expected_m)
+
+
+def _launch_masked(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+) -> None:
+    _check_masked(a, a_scale_inv, b, b_scale_inv, d, masked_m, expected_m)
+    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
+    expected_m = max(1, min(expected_m, a.shape[1]))
+    launch_grouped_gemm(_MASKED, Kind.MASKED, operands, masked_m, expected_m)
+
+
 _contiguous_op = register(
     f"{_CONTIGUOUS}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
     "Tensor? grouped_layout, Tensor? expert_offsets) -> ()",
     _contiguous,
     _check_contiguous,
+    _launch_contiguous,
 )
 _masked_op = register(
     f"{_MASKED}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
     "Tensor masked_m, SymInt expected_m) -> ()",
     _masked,
     _check_masked,
+    _launch_masked,
 )
 
 

@@ -14,6 +14,15 @@ using int64_t = long long;
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 
+template <bool kFirst, class A, class B>
+struct Select {  // std::conditional
+  using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
 __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 // A generic pointer into shared memory as the 32-bit address that PTX takes.

@@ -1,4 +1,4 @@
-// TMA: boxes of 2-D tensors between global and shared memory.
+// TMA: boxes of 2-D and 3-D tensors between global and shared memory.
 #pragma once
 #include "base.cuh"
 #include "mbarrier.cuh"
@@ -11,35 +11,67 @@ struct alignas(64) TensorMap {
 // The whole warp calls these loads, and the `elected` lane of it issues them. A branch around them would
 // do the same, but the compiler keeps addresses in uniform registers only where no lane may be missing.
 
-// Loads the box whose first element is (x, y), x innermost; out of bounds reads as zero.
-__device__ inline void tma_load(bool elected, void* destination, const TensorMap& map, Barrier& full, int x, int y) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];\n}" ::
-          "r"(shared_address(destination)),
-      "l"(&map), "r"(full.address()), "r"(x), "r"(y), "r"(static_cast<int>(elected))
-      : "memory");
+// Where a box begins, x innermost; a map of two dimensions has no z.
+struct Corner {
+  int x, y, z;
+};
+
+// Loads a box; out of bounds reads as zero.
+template <int kDimensions>
+__device__ inline void tma_load(bool elected, void* destination, const TensorMap& map, Barrier& full, Corner at) {
+  if constexpr (kDimensions == 2) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];\n"
+        "}" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "r"(static_cast<int>(elected))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+        "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+        "\n}" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "r"(at.z), "r"(static_cast<int>(elected))
+        : "memory");
+  }
 }
 
 // The same into every CTA of the cluster whose bit is set in `ranks`, at the same address there.
-__device__ inline void tma_load_multicast(bool elected, void* destination, const TensorMap& map, Barrier& full, int x,
-                                          int y, uint16_t ranks) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;\n}" ::"r"(shared_address(destination)),
-      "l"(&map), "r"(full.address()), "r"(x), "r"(y), "h"(ranks), "r"(static_cast<int>(elected))
-      : "memory");
+template <int kDimensions>
+__device__ inline void tma_load_multicast(bool elected, void* destination, const TensorMap& map, Barrier& full,
+                                          Corner at, uint16_t ranks) {
+  if constexpr (kDimensions == 2) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+        "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;\n}" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "h"(ranks), "r"(static_cast<int>(elected))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %7, 0;\n"
+        "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;\n}" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "r"(at.z), "h"(ranks), "r"(static_cast<int>(elected))
+        : "memory");
+  }
 }
 
 // Makes what this thread wrote to shared memory visible to TMA and WGMMA; a barrier follows.
 __device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Stores a box; what is out of bounds is not written.
-__device__ inline void tma_store(const TensorMap& map, const void* source, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-               "r"(shared_address(source)), "r"(x), "r"(y)
-               : "memory");
+template <int kDimensions>
+__device__ inline void tma_store(const TensorMap& map, const void* source, Corner at) {
+  if constexpr (kDimensions == 2) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(shared_address(source)), "r"(at.x), "r"(at.y)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(shared_address(source)), "r"(at.x), "r"(at.y), "r"(at.z)
+                 : "memory");
+  }
 }
 
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

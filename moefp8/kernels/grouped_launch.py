@@ -1,0 +1,144 @@
+"""Launch `gemm.cu` as one of the grouped FP8 GEMMs, on a Hopper GPU.
+
+Nothing here reads what the device holds: a launch depends on shapes alone, and so one CUDA graph
+serves all routings.
+"""
+
+from enum import IntEnum
+
+import torch
+
+from . import gemm_config, gemm_plan
+from .blocks import BLOCK, TMA_BYTES, ceil_div, tma_aligned
+from .gemm_config import GemmConfig
+from .gemm_plan import Launches, Layouts, Operands, Plan, device_sms, make_plan
+from .tma_operands import empty_fitting, fits, fitting
+
+
+class Kind(IntEnum):
+    """`Groups::Kind` in gemm_tile.cuh."""
+
+    OFFSETS = 0
+    MASKED = 1
+    ROWS = 2
+
+
+_launches = Launches()
+
+
+def launch_grouped_gemm(
+    op: str,
+    kind: Kind,
+    operands: Operands,
+    bounds: torch.Tensor,
+    expected_m: int,
+    *,
+    programmatic: bool = False,
+    d_is_padded: bool = False,
+) -> None:
+    """One kernel on the current stream, for checked operands; nothing waits for it.
+
+    Operands that TMA cannot address are copied first, and d is written through a copy.
+
+    operands: a and d are [M, K] and [M, N], if masked [E, max_m, K] and [E, max_m, N].
+    bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `kind` says.
+    expected_m: tokens of a group, about; decides how fast it is.
+    programmatic: it may be launched before the stream's previous kernel ends; then it waits.
+    d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
+    Raises ValueError, JitError, or OutOfMemoryError.
+    """
+    rest = (kind, expected_m, d_is_padded, gemm_plan.max_sms())
+    if layouts := _launches.launch([*operands, bounds], rest, programmatic):
+        _launch_unplanned(op, kind, operands, bounds, expected_m, layouts, rest)
+
+
+@torch.no_grad()
+def _launch_unplanned(
+    op: str,
+    kind: Kind,
+    operands: Operands,
+    bounds: torch.Tensor,
+    expected_m: int,
+    layouts: Layouts,
+    rest: tuple[Kind, int, bool, int | None],
+) -> None:
+    """Make a plan for these layouts, or bring the operands into others."""
+    d = operands.d
+    if d.numel() == 0:
+        return
+    if operands.a.shape[-1] == 0:
+        d.masked_fill_(rows_of_groups(kind, d, bounds)[..., None], 0)
+        return
+    d_is_padded = rest[2]
+    fitting_operands = _fitting(operands, d_is_padded)
+    bounds_in_order = bounds.contiguous()
+    pairs = zip((*fitting_operands, bounds_in_order), (*operands, bounds), strict=True)
+    if all(x is y for x, y in pairs):
+        _launches.keep(_plan(op, kind, operands, expected_m, layouts), rest)
+    else:
+        d_is_padded |= fitting_operands.d is not d
+    launch_grouped_gemm(
+        op, kind, fitting_operands, bounds_in_order, expected_m, d_is_padded=d_is_padded
+    )
+    if fitting_operands.d is not d:
+        d.copy_(fitting_operands.d)
+
+
+def rows_of_groups(kind: Kind, d: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Which rows of d are of a group: bool [M] or [E, max_m]."""
+    row = torch.arange(d.shape[-2], device=d.device)
+    if kind == Kind.MASKED:
+        return row < bounds[:, None]
+    if kind == Kind.OFFSETS:
+        return (row >= bounds[0]) & (row < bounds[-1])
+    return bounds >= 0
+
+
+def _fitting(operands: Operands, d_is_padded: bool) -> Operands:
+    """Each operand itself, or a copy in memory that TMA can address, d too: most of it may stay."""
+    a, a_scale_inv, b, b_scale_inv, d = operands
+    if not fits(a_scale_inv.mT):
+        a_scale_inv = tma_aligned(a_scale_inv)
+    # A store moves whole units of 16 bytes, also at the end of a row.
+    ends_even = d.shape[-1] * d.element_size() % TMA_BYTES == 0
+    if not (fits(d) and (ends_even or d_is_padded)):
+        d = empty_fitting(d).copy_(d)
+    return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
+
+
+def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Layouts) -> Plan:
+    """For operands that fit."""
+    a, a_scale_inv, b, b_scale_inv, d = operands
+    if kind != Kind.MASKED:
+        operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
+    (_, m, k), (num_groups, n, _) = operands.a.shape, b.shape
+    gemm_plan.check_sizes(op, m, n, k)
+    all_sms = device_sms(a.get_device())
+    num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
+    config = gemm_config.choose_grouped_config(
+        expected_m, num_groups, n, k, num_sms, num_sms == all_sms
+    )
+    num_segments = ceil_div(m, BLOCK) if kind == Kind.ROWS else num_groups
+    return make_plan(
+        config,
+        operands,
+        None,
+        layouts,
+        num_sms=num_sms,
+        all_sms=all_sms,
+        token_tiles=_most_token_tiles(config, kind, m, num_groups),
+        tokens=expected_m,
+        groups=(kind, num_groups, num_segments, m, b_scale_inv.stride(0)),
+    )
+
+
+def _most_token_tiles(config: GemmConfig, kind: Kind, m: int, num_groups: int) -> int:
+    """Over all routings."""
+    tokens = config.tile[0]
+    if kind == Kind.MASKED:
+        return num_groups * ceil_div(m, tokens)
+    if kind == Kind.ROWS:
+        return ceil_div(m, BLOCK) * ceil_div(BLOCK, tokens)
+    # Each group that has a token takes up to two tiles more than its share: one that begins before
+    # it, at a multiple of 16 bytes in each row of scales, and one that ends after it.
+    return m // tokens + 2 * min(num_groups, m)

@@ -1,0 +1,78 @@
+"""Matrices as TMA can address them: checked, copied where they cannot be, described for its maps.
+
+A matrix is [rows, columns]; equal ones may lie behind each other, [matrices, rows, columns]. The
+contract of TMA: columns are contiguous, addresses and both strides multiples of 16 bytes, and rows
+do not overlap.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .blocks import TMA_BYTES, round_up_to_tma
+
+
+class Box(NamedTuple):
+    """What `jit.tensor_map` needs beside the address, to move boxes of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # innermost first, as all here
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+    l2_bytes: int = 256
+
+
+def fits(x: torch.Tensor) -> bool:
+    """Whether TMA can address x."""
+    columns = x.shape[-1]
+    if columns > 1 and x.stride(-1) != 1:
+        return False
+    pitch, size = _pitch(x), x.element_size()
+    if x.data_ptr() % TMA_BYTES or pitch * size % TMA_BYTES or pitch < columns:
+        return False
+    return x.ndim == 2 or x.shape[0] == 1 or x.stride(0) * size % TMA_BYTES == 0
+
+
+def empty_fitting(x: torch.Tensor) -> torch.Tensor:
+    """Memory for what is in x, that fits."""
+    *rows, columns = x.shape
+    return x.new_empty(*rows, round_up_to_tma(columns, x.element_size()))[..., :columns]
+
+
+def fitting(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy that fits."""
+    return x if fits(x) else empty_fitting(x).copy_(x)
+
+
+def are_aligned(addresses: tuple[int, ...]) -> bool:
+    """For tensors whose strides are known to fit."""
+    together = 0
+    for address in addresses:
+        together |= address
+    return together % TMA_BYTES == 0
+
+
+def box_of(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    box: tuple[int, int],
+    swizzle_bytes: int,
+    l2_bytes: int = 256,
+) -> Box:
+    """For boxes of (columns, rows) of x, which fits."""
+    pitch = _pitch(x)
+    strides, boxes = [pitch], list(box)
+    if x.ndim == 3:
+        strides.append(x.stride(0) if x.shape[0] > 1 else pitch * x.shape[1])
+        boxes.append(1)
+    size = x.element_size()
+    shape = tuple(reversed(x.shape))
+    return Box(
+        dtype, shape, tuple(y * size for y in strides), tuple(boxes), swizzle_bytes, l2_bytes
+    )
+
+
+def _pitch(x: torch.Tensor) -> int:
+    """From one row of x to the next, in elements; what a single row says of its stride is void."""
+    return x.stride(-2) if x.shape[-2] > 1 else round_up_to_tma(x.shape[-1], x.element_size())
