@@ -43,11 +43,10 @@ template <class C>
 struct TokenMaps {
   TensorMap of_box[C::kTokenBoxes];  // and so do these
 };
-// Who walks how: the loading warps, and the math warpgroups.
 template <class C>
-using LoadWalk = typename Select<C::kGrouped, GroupWalk<C>, Walk<C>>::Type;
+using WalkOf = typename Select<C::kGrouped, Follower<C>, Walk<C>>::Type;
 template <class C>
-using MathWalk = typename Select<C::kGrouped, Follower<C>, Walk<C>>::Type;
+using SchedulerOf = typename Select<C::kGrouped, Scheduler<C>, NoScheduler>::Type;
 
 // One warp: both operands of every stage and the scales of its tokens, by TMA.
 template <class C>
@@ -59,7 +58,7 @@ struct Loader {
   bool elected;
   int rank = C::kShare == 1 ? 0 : cluster_rank();
 
-  __device__ void load_weights(const LoadWalk<C>& walk) {
+  __device__ void load_weights(const WalkOf<C>& walk) {
     shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes[walk.place.token_box()]);
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
@@ -73,7 +72,7 @@ struct Loader {
       }
     }
   }
-  __device__ void load_tokens(const LoadWalk<C>& walk) {
+  __device__ void load_tokens(const WalkOf<C>& walk) {
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
       load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
@@ -88,11 +87,10 @@ struct Loader {
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
   // as a whole. But while the previous kernel may still write the tokens, only the first stage gets its
   // weights; behind those of more, the tokens would wait.
-  __device__ void fill(LoadWalk<C>& walk, bool programmatic) {
-    programmatic &= !C::kGrouped;  // whose tiles the previous kernel may still make
+  __device__ void fill(WalkOf<C>& walk, bool programmatic) {
+    if (C::kGrouped) programmatic = false;  // the scheduler has waited
     if (programmatic) load_weights(walk);
-    wait_for_previous_kernel();
-    if constexpr (C::kGrouped) walk.start();
+    if (!C::kGrouped) wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
       if (i > 0 || !programmatic) load_weights(walk);
@@ -101,7 +99,7 @@ struct Loader {
     let_next_kernel_start();
   }
   // All other rounds.
-  __device__ void run(LoadWalk<C> walk) {
+  __device__ void run(WalkOf<C> walk) {
 #pragma unroll 1
     for (; !walk.done(); walk.next_tile()) {
 #pragma unroll 1
@@ -110,16 +108,11 @@ struct Loader {
         load_weights(walk), load_tokens(walk);
       }
     }
-    if constexpr (C::kGrouped) {  // a last stage says that there are no more
-      shared.empty[walk.stage].wait(walk.parity ^ 1);
-      shared.full[walk.stage].arrive_and_expect(elected, 0);
-    }
   }
 };
 
 // One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows. What it
-// does for a stage is little, since the math warps beside it lose what it takes. Of a grouped GEMM it also tells
-// the math warpgroups where each tile is.
+// does for a stage is little, since the math warps beside it lose what it takes.
 template <class C>
 struct ScaleLoader {
   static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
@@ -130,7 +123,7 @@ struct ScaleLoader {
   } chunk;
 
   // The chunk that begins where `walk` is. Beyond the edges any finite scale will do: the operands are zeros.
-  __device__ void read(const LoadWalk<C>& walk) {
+  __device__ void read(const WalkOf<C>& walk) {
     const int last_block = (args.num_weights - 1) / kBlock;
     const int64_t k_block = min(walk.k * C::kDepth + lane, args.num_k_blocks - 1);
     const float* first = args.weight_scales + k_block * args.weight_scale_stride_k;
@@ -143,10 +136,9 @@ struct ScaleLoader {
     }
   }
   // After `read` of the first chunk. Each is read while the one before it is handed out.
-  __device__ void run(Shared<C>& shared, LoadWalk<C> walk) {
+  __device__ void run(Shared<C>& shared, WalkOf<C> walk) {
 #pragma unroll 1
     while (!walk.done()) {
-      if (walk.k == 0) tell_place(shared, walk);
       const auto read_before = chunk;
       const int num_stages = min(walk.k_end - walk.k, kChunk);
       walk.k += num_stages;
@@ -162,17 +154,6 @@ struct ScaleLoader {
         }
         shared.full[walk.stage].arrive();
       }
-    }
-    if constexpr (C::kGrouped) {
-      tell_place(shared, walk);
-      shared.full[walk.stage].arrive();
-    }
-  }
-  __device__ void tell_place(Shared<C>& shared, const LoadWalk<C>& walk) {
-    if constexpr (C::kGrouped) {
-      shared.empty[walk.stage].wait(walk.parity ^ 1);
-      const auto& place = walk.place;
-      if (lane == 0) shared.weights[walk.stage].place = {place.first_token, place.tile, place.rows, place.matrix};
     }
   }
 };
@@ -240,7 +221,7 @@ struct Batch {
   Scales<C> scales[C::kDepth];
   int stage;  // by the time that it is finished, the walk has moved on
 
-  __device__ void begin(Shared<C>& shared, const MathWalk<C>& walk, int part, const Thread<C>& thread) {
+  __device__ void begin(Shared<C>& shared, const WalkOf<C>& walk, int part, const Thread<C>& thread) {
     stage = walk.stage;
     const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock) +
                           stage * (sizeof(shared.rows[0]) / 16);
@@ -277,7 +258,7 @@ struct Batch {
 };
 
 template <class C>
-__device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, MathWalk<C> walk) {
+__device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, WalkOf<C> walk) {
   constexpr int kAccumulators = C::kPartCols / 2;
   const Thread<C> thread;
   float total[C::kParts][kAccumulators];
@@ -407,10 +388,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   const int group = warp_uniform(threadIdx.x / kWarpgroup);
   const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp), lane = threadIdx.x % kWarp;
   const bool loads = group == C::kMathGroups && warp == 0, loads_scales = group == C::kMathGroups && warp == 1;
-  LoadWalk<C> walk(args);
+  const bool schedules = C::kGrouped && group == C::kMathGroups && warp == 2;
+  WalkOf<C> walk(shared, args);
   ScaleLoader<C> scale_loader{args, lane};
-  if constexpr (C::kGrouped)
-    if (loads || loads_scales) walk.prepare();
+  SchedulerOf<C> scheduler{args, lane};
   if (loads) {
     if (elect_one()) {
       for (int i = 0; i < C::kStages; ++i) {
@@ -418,30 +399,42 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
         shared.empty[i].init(C::kMathGroups * (kWarpgroup + (C::kShare - 1) * 4));
       }
       shared.delivered.init(1);
+      if constexpr (C::kGrouped) shared.tiles.init();
       fence_barrier_init();
     }
     __syncwarp();
-  } else if (loads_scales) {
-    if constexpr (C::kGrouped) walk.start();
+  } else if (loads_scales && !C::kGrouped) {
     scale_loader.read(walk);  // before the operands, behind which they would queue
+  } else if (schedules) {
+    scheduler.prepare();
   }
   Loader<C> loader{shared, token_maps, token_scale_map, weight_maps, elect_one()};
   // Before all else, for this is what everyone waits for; but where others write into this CTA's shared
-  // memory from the start, they and it must have initialised their barriers.
-  if (loads && C::kShare == 1) loader.fill(walk, args.programmatic);
+  // memory from the start, they and it must have initialised their barriers, and where a scheduler says what
+  // to load, it and they must meet.
+  constexpr bool kLoadsAtOnce = C::kShare == 1 && !C::kGrouped;
+  if (loads && kLoadsAtOnce) loader.fill(walk, args.programmatic);
   __syncthreads();
   if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends
   if constexpr (C::kShare > 1) cluster_wait();
 
   if (group == C::kMathGroups) {
     if constexpr (kMoveRegisters) give_registers<C::kLoadRegisters>();
-    if (loads && C::kShare > 1) loader.fill(walk, args.programmatic);
-    if (loads) loader.run(walk);
-    if (loads_scales) scale_loader.run(shared, walk);
+    if (schedules) scheduler.run(shared);
+    if (loads) {
+      walk.start();
+      if (!kLoadsAtOnce) loader.fill(walk, args.programmatic);
+      loader.run(walk);
+    }
+    if (loads_scales) {
+      walk.start();
+      if (C::kGrouped && !walk.done()) scale_loader.read(walk);
+      scale_loader.run(shared, walk);
+    }
   } else {
     if constexpr (kMoveRegisters) take_registers<C::kMathRegisters>();
-    if constexpr (C::kGrouped) multiply<C>(shared, d_map, args, Follower<C>(shared, args));
-    else multiply<C>(shared, d_map, args, walk);
+    walk.start();
+    multiply<C>(shared, d_map, args, walk);
   }
   if constexpr (C::kGrouped && C::kShare > 1) {  // signals to this CTA may still be on their way
     cluster_arrive();

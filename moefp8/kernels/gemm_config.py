@@ -16,6 +16,8 @@ from .blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the system
 
+_TILE_SLOTS = 4  # kTileSlots in gemm_tile.cuh
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -148,10 +150,10 @@ class GemmConfig:
         output = self.math_groups * 64 * self.store_cols * 2
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
         scales = self.stages * round_up(self.depth * self.cta_tile[0] * 4, 128)
-        place = 16 if self.grouped else 0
-        scales += self.stages * (round_up(self.depth * self.weight_scales * 4, 16) + place)
+        scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)
+        tiles = _TILE_SLOTS * (32 + 2 * 8) if self.grouped else 0
         barriers = (2 * self.stages + 1) * 8
-        used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + barriers
+        used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + tiles + barriers
         return round_up(used, 1024)
 
     def kernel_name(self, bias: str) -> str:

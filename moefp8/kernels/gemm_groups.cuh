@@ -1,7 +1,7 @@
 // The tiles of a grouped GEMM: which there are depends on numbers that only the device knows.
 //
-// The two loading warps read them and find the tiles for themselves (`GroupWalk`). The math warpgroups, whose
-// registers and time are dear, learn from the first stage of each tile where it is (`Follower`).
+// One warp reads them and finds the tiles of this CTA (`Scheduler`); all others follow it, through a ring of
+// places in shared memory (`Follower`). So nobody waits for memory or divides where a tile ends.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -37,105 +37,145 @@ __device__ inline Segment segment(const Groups& groups, int i) {
   return found;
 }
 
-// As `Walk`, for a whole warp: each lane keeps one of 32 segments. Tiles are counted segment by segment; in a
-// segment, those of few tokens lie side by side, then all weights follow, then the next tokens.
-template <class C>
-struct GroupWalk : Ring<C> {
+// Walks over the tiles of all segments that are tall, of more than one tile of tokens, or of all others. One
+// warp, of which each lane keeps one of 32 segments. Tiles are counted segment by segment; in a segment, those of
+// few tokens lie side by side, then all weights follow, then the next tokens.
+template <class C, bool kTall>
+struct Queue {
   static constexpr int kTokens = C::kTokens * (C::kSharesTokens ? 1 : C::kShare);  // of a cluster
 
-  const Arguments* args;
-  int k_end, tile;
-  Place<C> place;
-  int k;  // which stage along K
-  int first_segment = -kWarp;
+  const Arguments& args;
+  const int lane;
+  int tile;
   Segment mine, next_mine;
-  int tiles_end;  // how many tiles this lane's segment and all before it have
+  int first_segment = -kWarp;
+  int tiles_end = 0;  // how many tiles this lane's segment and all before it have
 
-  __device__ explicit GroupWalk(const Arguments& arguments) : args(&arguments) {
-    k_end = ceil_div(args->num_k_blocks, C::kDepth);
-    tile = blockIdx.x / C::kShare;
+  // The place of the next tile, or none.
+  __device__ Place<C> next() {
+    uint32_t found;
+    while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
+      if (first_segment + kWarp >= args.groups.num_segments) return Place<C>::none();
+      next_segments();
+    }
+    const int owner = __ffs(found) - 1;
+    const int begin = __shfl_sync(~0u, mine.begin, owner), end = __shfl_sync(~0u, mine.end, owner);
+    const uint32_t height = token_tiles(begin, end), width = weight_tiles();
+    uint32_t in_band = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
+    int weight = in_band, token = 0;
+    if constexpr (kTall) {
+      const uint32_t band = args.band, first = in_band / (band * width) * band;
+      in_band -= first * width;
+      const uint32_t band_height = min(band, height - first);
+      weight = in_band / band_height, token = first + in_band % band_height;
+    }
+    tile += gridDim.x / C::kShare;
+
+    const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    const int first_token = begin / 4 * 4 + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
+    Place<C> place;
+    place.first_token = min(first_token, args.last_token);
+    place.tile = C::kSharesTokens ? weight * C::kShare + rank : weight;
+    place.set_rows(max(begin, first_token), min(end, first_token + C::kTokens));
+    place.group = __shfl_sync(~0u, mine.group, owner);
+    place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
+    return place;
   }
-  __device__ int lane() const { return threadIdx.x % kWarp; }
-  __device__ int num_weight_tiles() const { return C::kWeightsAreRows ? args->num_row_tiles : args->num_col_tiles; }
 
+ private:
   // Tiles begin at a multiple of 16 bytes in each row of scales: see `last_token` in gemm_config.py.
   static __device__ int token_tiles(int begin, int end) {
     return begin < end ? ceil_div(end - begin / 4 * 4, kTokens) : 0;
   }
+  __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
 
-  __device__ void prepare() {  // as early as can be, for the answer takes long
-    wait_for_previous_kernel();
-    next_mine = segment(args->groups, lane());
-  }
-  __device__ void start() {
-    read_segments(0);
-    start_tile();
-  }
-  __device__ void read_segments(int tiles_before) {
+  __device__ void next_segments() {
+    const int tiles_before = __shfl_sync(~0u, tiles_end, kWarp - 1);
     first_segment += kWarp, mine = next_mine;
-    next_mine = segment(args->groups, first_segment + kWarp + lane());  // in time
-    tiles_end = token_tiles(mine.begin, mine.end) * num_weight_tiles();
+    next_mine = segment(args.groups, first_segment + kWarp + lane);  // in time
+    const int height = token_tiles(mine.begin, mine.end);
+    tiles_end = (height > 1) == kTall ? height * weight_tiles() : 0;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int before = __shfl_up_sync(~0u, tiles_end, step);
-      if (lane() >= step) tiles_end += before;
+      if (lane >= step) tiles_end += before;
     }
     tiles_end += tiles_before;
   }
-  __device__ void start_tile() {
-    k = 0;
-    uint32_t found;
-    while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
-      if (first_segment + kWarp >= args->groups.num_segments) {
-        place = Place<C>::none();
-        return;
-      }
-      read_segments(__shfl_sync(~0u, tiles_end, kWarp - 1));
-    }
-    const int owner = __ffs(found) - 1;
-    const int begin = __shfl_sync(~0u, mine.begin, owner), end = __shfl_sync(~0u, mine.end, owner);
-    const uint32_t tall = token_tiles(begin, end), wide = num_weight_tiles(), band = args->band;
-    uint32_t in_band = tile - (__shfl_sync(~0u, tiles_end, owner) - tall * wide), first = 0;
-    if (tall > band) {
-      first = in_band / (band * wide) * band;
-      in_band -= first * wide;
-    }
-    const uint32_t height = min(band, tall - first);
-    const int weight = height == 1 ? in_band : in_band / height, token = first + in_band - weight * height;
-    const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
-    place.tile = weight * (C::kSharesTokens ? C::kShare : 1) + (C::kSharesTokens ? rank : 0);
-    const int first_token = begin / 4 * 4 + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
-    place.first_token = min(first_token, args->last_token);
-    place.set_rows(max(begin, first_token), min(end, first_token + C::kTokens));
-    place.group = __shfl_sync(~0u, mine.group, owner);
-    place.matrix = args->groups.kind == Groups::kMasked ? place.group : 0;
+};
+
+// One warp: finds the tiles of this CTA, one after the other. Tall segments keep the tensor cores busy, others the
+// memory: every second tile is of one, as long as there are both, and not the same ones of all CTAs.
+template <class C>
+struct Scheduler {
+  const Arguments& args;
+  const int lane;
+  Segment first_segment;
+
+  // As early as can be, for the answer takes long.
+  __device__ void prepare() {
+    wait_for_previous_kernel();
+    first_segment = segment(args.groups, lane);
   }
+  __device__ void run(Shared<C>& shared) {
+    const int cluster = blockIdx.x / C::kShare, last = gridDim.x / C::kShare - 1;
+    Queue<C, false> low{args, lane, cluster, {}, first_segment};
+    Queue<C, true> tall{args, lane, last - cluster, {}, first_segment};
+    bool is_tall = false;  // whose turn it is
+#pragma unroll 1
+    for (int i = 0;; ++i) {
+      auto place = Place<C>::none();
+#pragma unroll 1
+      for (int j = 0; j < 2 && place.is_none(); ++j, is_tall = !is_tall) place = is_tall ? tall.next() : low.next();
+      if (i == 0 && cluster % 2 == 1) is_tall = false;
+      const int slot = i % kTileSlots;
+      shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
+      if (lane == 0) {
+        shared.tiles.places[slot].place = place;
+        shared.tiles.full[slot].arrive();
+      }
+      if (place.is_none()) return;
+    }
+  }
+};
+
+struct NoScheduler {
+  const Arguments& args;
+  const int lane;
+  __device__ void prepare() {}
+  template <class Memory>
+  __device__ void run(Memory&) {}
+};
+
+// As `Walk`, on the heels of the scheduler.
+template <class C>
+struct Follower : Ring<C> {
+  static constexpr int k_begin = 0;
+
+  Shared<C>* shared;
+  const Arguments* args;
+  int k_end;
+  Place<C> place;
+  int k;  // which stage along K
+  int num_tiles = 0;
+
+  __device__ Follower(Shared<C>& memory, const Arguments& arguments)
+      : shared(&memory), args(&arguments), k_end(ceil_div(args->num_k_blocks, C::kDepth)) {}
+  __device__ void start() { next_tile(); }
   __device__ bool done() const { return place.is_none(); }
   __device__ void next_tile() {
-    tile += gridDim.x / C::kShare;
-    start_tile();
+    auto& tiles = shared->tiles;
+    const int slot = num_tiles % kTileSlots;
+    tiles.full[slot].wait(num_tiles / kTileSlots % 2);
+    const Place<C> told = tiles.places[slot].place;
+    place.first_token = warp_uniform(told.first_token), place.tile = warp_uniform(told.tile);
+    place.rows = warp_uniform(told.rows), place.matrix = warp_uniform(told.matrix);
+    place.group = warp_uniform(told.group);
+    tiles.empty[slot].arrive();  // after the reads, since shuffles wait for them
+    ++num_tiles, k = 0;
   }
   __device__ void next() {
     this->next_stage();
     if (++k == k_end) next_tile();
   }
-};
-
-// As `Walk`, on the heels of the loading warps.
-template <class C>
-struct Follower : Ring<C> {
-  static constexpr int k_begin = 0;
-  Shared<C>* shared;
-  int k_end;
-  Place<C> place;
-
-  __device__ Follower(Shared<C>& memory, const Arguments& args)
-      : shared(&memory), k_end(ceil_div(args.num_k_blocks, C::kDepth)) {}
-  __device__ bool done() {
-    shared->full[this->stage].wait(this->parity);
-    const int4 told = shared->weights[this->stage].place;
-    place = {told.x, told.y, told.z, told.w};
-    return place.is_none();
-  }
-  __device__ void next_tile() {}
 };

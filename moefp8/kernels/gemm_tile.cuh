@@ -118,7 +118,7 @@ struct Place {
   // Of a grouped GEMM:
   int rows;    // which tokens of the tile are the group's: the first, and the one after the last << 16
   int matrix;  // of tokens
-  int group;   // of weights; only the loading warps know
+  int group;   // of weights
 
   static __device__ Place none() { return {-1}; }
   __device__ bool is_none() const { return first_token < 0; }
@@ -158,16 +158,21 @@ struct Inbox {
 template <class C>
 struct Inbox<C, false> {};
 
-// What the warp of the weight scales writes of each stage.
-template <class C, bool kGrouped = C::kGrouped>
-struct alignas(16) WeightScales {
-  float scales[C::kDepth][C::kWeightScales];
+// Through which the scheduler of a grouped GEMM tells the others where the next tiles are.
+constexpr int kTileSlots = 4;
+template <class C, bool kNeeded = C::kGrouped>
+struct Tiles {
+  struct alignas(16) {
+    Place<C> place;
+  } places[kTileSlots];
+  Barrier full[kTileSlots], empty[kTileSlots];
+
+  __device__ void init() {
+    for (int i = 0; i < kTileSlots; ++i) full[i].init(1), empty[i].init(C::kMathGroups * kWarpgroup + 2 * kWarp);
+  }
 };
 template <class C>
-struct alignas(16) WeightScales<C, true> {
-  float scales[C::kDepth][C::kWeightScales];
-  int4 place;  // of the tile, if this is its first stage: all of `Place` but the group
-};
+struct Tiles<C, false> {};
 
 template <class C>
 struct Shared : Inbox<C> {
@@ -180,7 +185,10 @@ struct Shared : Inbox<C> {
   struct alignas(128) {  // 128 B: required by TMA
     float scales[C::kDepth][C::kTokens];
   } tokens[C::kStages];
-  WeightScales<C> weights[C::kStages];
+  struct alignas(16) {
+    float scales[C::kDepth][C::kWeightScales];
+  } weights[C::kStages];
+  [[no_unique_address]] Tiles<C> tiles;
   alignas(8) Barrier full[C::kStages];
   Barrier empty[C::kStages];
   Barrier delivered;
@@ -206,7 +214,7 @@ struct Walk : Ring<C> {
   Place<C> place;
   int k;  // which stage along K
 
-  __device__ explicit Walk(const Arguments& arguments) : args(&arguments) {
+  __device__ Walk(const Shared<C>&, const Arguments& arguments) : args(&arguments) {
     const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
     const int num_k = ceil_div(args->num_k_blocks, C::kDepth);  // < 2^24
     k_begin = num_k * split / C::kSplit;
@@ -239,6 +247,7 @@ struct Walk : Ring<C> {
     place.tile = C::kWeightsAreRows ? row : col;
     k = k_begin;
   }
+  __device__ void start() {}
   // Of all tiles of this CTA.
   __device__ int num_stages() const {
     const int num_tiles = ceil_div(args->num_row_tiles * args->num_col_tiles - tile, num_clusters);
