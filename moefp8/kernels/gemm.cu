@@ -81,7 +81,7 @@ struct Loader {
                                                            walk.place.first_token, walk.place.matrix);
     }
     tma_load<C::kDimensions>(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage],
-                             {walk.place.first_token, walk.k * C::kDepth, walk.place.matrix});
+                             {walk.place.first_token - walk.place.scale_offset(), walk.k * C::kDepth, walk.place.matrix});
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
@@ -166,15 +166,15 @@ struct Scales {
   float weight[C::kWeightsAreRows ? 1 : C::kWeightScales];
   float token[2];  // of its two rows, where tokens are the rows
 
-  __device__ void load(const Shared<C>& shared, int stage, int d, const Thread<C>& thread) {
+  __device__ void load(const Shared<C>& shared, int stage, int d, int row, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[d];
     if constexpr (C::kWeightsAreRows) {
       weight[0] = weights[C::kWeightScales == 1 ? 0 : Place<C>::scale(thread.group * 64)];
     } else {
 #pragma unroll
       for (int i = 0; i < C::kWeightScales; ++i) weight[i] = weights[i];
-      token[0] = shared.tokens[stage].scales[d][thread.row];
-      token[1] = shared.tokens[stage].scales[d][thread.row + 8];
+      token[0] = shared.tokens[stage].scales[d][row];
+      token[1] = shared.tokens[stage].scales[d][row + 8];
     }
   }
 };
@@ -229,7 +229,7 @@ struct Batch {
     if (part == 0) shared.full[stage].wait(walk.parity);  // the other parts are of the same stage
 #pragma unroll
     for (int d = 0; d < C::kDepth; ++d) {
-      scales[d].load(shared, stage, d, thread);
+      scales[d].load(shared, stage, d, thread.row + walk.place.scale_offset(), thread);
       pin_registers(products[d]);
     }
     wgmma_fence();

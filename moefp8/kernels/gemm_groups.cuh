@@ -72,20 +72,24 @@ struct Queue {
     tile += gridDim.x / C::kShare;
 
     const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
-    const int first_token = begin / 4 * 4 + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
+    const int from = first_token_of(begin) + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
     Place<C> place;
-    place.first_token = min(first_token, args.last_token);
+    place.first_token = min(from, args.last_token);
+    // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
+    // store. What is computed and stored twice is the same.
+    if (C::kBeginsAnywhere) place.first_token = min(place.first_token, max(begin, end - ceil_div(end - from, 64) * 64));
     place.tile = C::kSharesTokens ? weight * C::kShare + rank : weight;
-    place.set_rows(max(begin, first_token), min(end, first_token + C::kTokens));
+    place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
     place.group = __shfl_sync(~0u, mine.group, owner);
     place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
     return place;
   }
 
  private:
-  // Tiles begin at a multiple of 16 bytes in each row of scales: see `last_token` in gemm_config.py.
+  // Of the first tile.
+  static __device__ int first_token_of(int begin) { return C::kBeginsAnywhere ? begin : begin / 4 * 4; }
   static __device__ int token_tiles(int begin, int end) {
-    return begin < end ? ceil_div(end - begin / 4 * 4, kTokens) : 0;
+    return begin < end ? ceil_div(end - first_token_of(begin), kTokens) : 0;
   }
   __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
 

@@ -81,19 +81,20 @@ template <class C>
 __device__ void store_some(Staging staging, const Arguments& args, const Place<C>& place, int first_col, int first,
                            const Thread<C>& thread) {
   constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;  // of 16 bytes
-  constexpr int kRowUnits = C::kBoxes * kUnits;
   const Groups& groups = args.groups;
   const int begin = max(place.begin() - first, 0), end = min(place.end() - first, C::kBoxRows);
   auto* d = static_cast<uint16_t*>(groups.d) + place.matrix * groups.d_matrix_stride +
             (place.first_token + first) * groups.d_row_stride;
-#pragma unroll 2
-  for (int unit = begin * kRowUnits + thread.index; unit < end * kRowUnits; unit += kWarpgroup) {
-    const int y = unit / kRowUnits, box = unit % kRowUnits / kUnits, x = unit % kUnits;
-    const int col = C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols;
-    const int weight = place.weight(args, col) + x * 8;
-    const uint8_t* from = staging.box<C>(box) + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16;
-    const uint4 v = *reinterpret_cast<const uint4*>(from);
-    if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + weight) = v;
+#pragma unroll
+  for (int box = 0; box < C::kBoxes; ++box) {
+    const int first_weight = place.weight(args, C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols);
+#pragma unroll 1
+    for (int unit = begin * kUnits + thread.index; unit < end * kUnits; unit += kWarpgroup) {
+      const int y = unit / kUnits, x = unit % kUnits, weight = first_weight + x * 8;
+      const uint8_t* from = staging.box<C>(box) + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16;
+      const uint4 v = *reinterpret_cast<const uint4*>(from);
+      if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + weight) = v;
+    }
   }
 }
 

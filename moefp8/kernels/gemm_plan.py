@@ -119,7 +119,7 @@ def make_plan(
         config.shared_bytes,
         config.cluster,
         [box_of(a, E4M3, (128, box), 128, l2_bytes) for box in boxes],
-        box_of(a_scale_inv.mT, torch.float32, (config.cta_tile[0], config.depth), 0),
+        box_of(a_scale_inv.mT, torch.float32, (config.token_scales, config.depth), 0),
         [box_of(b, E4M3, (128, box), 128, l2_bytes) for box in config.weight_boxes],
         # 16 bytes of a row are one unit of the swizzle.
         box_of(d, torch.bfloat16, config.store_box, store_columns * 2 if store_columns > 8 else 0),
@@ -157,9 +157,11 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
     kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33.
     """
-    if config.weights_are_rows and not config.grouped:
-        return 1
     tokens = config.tile[0]
+    if config.grouped:
+        return max(1, 384 // tokens)
+    if config.weights_are_rows:
+        return 1
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 
 

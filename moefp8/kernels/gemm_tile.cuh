@@ -43,6 +43,9 @@ struct Config {
   static constexpr int kLoadRegisters = kGrouped ? 56 : kMathGroups == 2 ? 24 : 32;
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
+  // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
+  static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
+  static constexpr int kTokenScales = kTokens + (kBeginsAnywhere ? 4 : 0);
   // Of groups that end within a tile, only as many times 64 tokens are loaded as there are.
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
   static constexpr int kTokenBoxes = kGrouped && !kWeightsAreRows && !kSharesTokens ? kMathGroups : 1;
@@ -125,6 +128,7 @@ struct Place {
   __device__ void set_rows(int begin, int end) {
     rows = begin < end ? begin - first_token | (end - first_token) << 16 : 0;
   }
+  __device__ int scale_offset() const { return C::kBeginsAnywhere ? first_token % 4 : 0; }
   __device__ int begin() const { return rows & 0xffff; }
   __device__ int end() const { return rows >> 16; }
   __device__ int token_box() const { return C::kTokenBoxes == 1 ? 0 : max(0, (end() - 1) / 64); }
@@ -183,7 +187,7 @@ struct Shared : Inbox<C> {
   alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
   alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
   struct alignas(128) {  // 128 B: required by TMA
-    float scales[C::kDepth][C::kTokens];
+    float scales[C::kDepth][C::kTokenScales];
   } tokens[C::kStages];
   struct alignas(16) {
     float scales[C::kDepth][C::kWeightScales];
