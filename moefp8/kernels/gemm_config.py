@@ -9,7 +9,7 @@ is from the best of still more.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import gcd
+from math import ceil, gcd
 
 from .blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 
@@ -340,14 +340,21 @@ def choose_grouped_config(
     if tokens >= _MANY_TOKENS:
         return with_most_stages(grouped(192, 128))
 
-    def estimate(config: GemmConfig) -> float:
-        loads = _LOADS if num_groups > 1 else (1.0,)
-        height = sum(ceil_div(int(load * tokens), config.tile[0]) for load in loads) / len(loads)
-        # One percent more than expected, so as not to count on a last wave that is just full.
-        num_tiles = int(1.01 * num_groups * height * ceil_div(n, config.tile[1]))
-        rows = num_groups * tokens
-        num_bytes = num_groups * n * k + rows * k + 2 * rows * n
-        return _estimate_us(config, max(1, num_tiles), num_bytes, k, num_sms, all_sms)
-
     candidates = [grouped(128, 128, batches=2), grouped(128, 144), grouped(128, 160)]
+
+    def estimate(config: GemmConfig) -> float:
+        """The mean over numbers of tiles from the least that suffice to those expected."""
+        height, weight_tiles = config.tile[0], ceil_div(n, config.tile[1])
+        least = ceil_div(num_groups * tokens, height)
+        loads = _LOADS if num_groups > 1 else (1.0,)
+        each = sum(ceil_div(int(load * tokens), height) for load in loads) / len(loads)
+        expected = max(least, ceil(num_groups * each))
+        counts = least, (least + expected + 1) // 2, expected
+        return sum(
+            _estimate_us(config, count * weight_tiles, num_bytes, k, num_sms, all_sms)
+            for count in counts
+        )
+
+    rows = num_groups * tokens
+    num_bytes = num_groups * n * k + rows * k + 2 * rows * n
     return min(map(with_most_stages, candidates), key=estimate)

@@ -37,22 +37,41 @@ __device__ inline Segment segment(const Groups& groups, int i) {
   return found;
 }
 
-// Walks over the tiles of all segments that are tall, of more than one tile of tokens, or of all others. One
-// warp, of which each lane keeps one of 32 segments. Tiles are counted segment by segment; in a segment, those of
-// few tokens lie side by side, then all weights follow, then the next tokens.
-template <class C, bool kTall>
-struct Queue {
+// One warp: finds the tiles of this CTA, one after the other. Each lane keeps one of 32 segments. Tiles are counted
+// segment by segment; in a segment, those of few tokens lie side by side, then all weights follow, then the next
+// tokens.
+template <class C>
+struct Scheduler {
   static constexpr int kTokens = C::kTokens * (C::kSharesTokens ? 1 : C::kShare);  // of a cluster
 
   const Arguments& args;
   const int lane;
-  int tile;
-  Segment mine, next_mine;
+  int tile = blockIdx.x / C::kShare;
   int first_segment = -kWarp;
+  Segment mine, next_mine;
   int tiles_end = 0;  // how many tiles this lane's segment and all before it have
 
-  // The place of the next tile, or none.
-  __device__ Place<C> next() {
+  // As early as can be, for the answer takes long.
+  __device__ void prepare() {
+    wait_for_previous_kernel();
+    next_mine = segment(args.groups, lane);
+  }
+  __device__ void run(Shared<C>& shared) {
+#pragma unroll 1
+    for (int i = 0;; ++i, tile += gridDim.x / C::kShare) {
+      const Place<C> place = find();
+      const int slot = i % kTileSlots;
+      shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
+      if (lane == 0) {
+        shared.tiles.places[slot].place = place;
+        shared.tiles.full[slot].arrive();
+      }
+      if (place.is_none()) return;
+    }
+  }
+
+ private:
+  __device__ Place<C> find() {
     uint32_t found;
     while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
       if (first_segment + kWarp >= args.groups.num_segments) return Place<C>::none();
@@ -60,18 +79,13 @@ struct Queue {
     }
     const int owner = __ffs(found) - 1;
     const int begin = __shfl_sync(~0u, mine.begin, owner), end = __shfl_sync(~0u, mine.end, owner);
-    const uint32_t height = token_tiles(begin, end), width = weight_tiles();
-    uint32_t in_band = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
-    int weight = in_band, token = 0;
-    if constexpr (kTall) {
-      const uint32_t band = args.band, first = in_band / (band * width) * band;
-      in_band -= first * width;
-      const uint32_t band_height = min(band, height - first);
-      weight = in_band / band_height, token = first + in_band % band_height;
-    }
-    tile += gridDim.x / C::kShare;
-
+    const uint32_t height = token_tiles(begin, end), width = weight_tiles(), band = args.band;
+    const uint32_t in_segment = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
+    const uint32_t first = height <= band ? 0 : in_segment / (band * width) * band;
+    const uint32_t in_band = in_segment - first * width, band_height = min(band, height - first);
+    const int weight = in_band / band_height, token = first + in_band % band_height;
     const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+
     const int from = first_token_of(begin) + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
     Place<C> place;
     place.first_token = min(from, args.last_token);
@@ -84,21 +98,11 @@ struct Queue {
     place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
     return place;
   }
-
- private:
-  // Of the first tile.
-  static __device__ int first_token_of(int begin) { return C::kBeginsAnywhere ? begin : begin / 4 * 4; }
-  static __device__ int token_tiles(int begin, int end) {
-    return begin < end ? ceil_div(end - first_token_of(begin), kTokens) : 0;
-  }
-  __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
-
   __device__ void next_segments() {
     const int tiles_before = __shfl_sync(~0u, tiles_end, kWarp - 1);
     first_segment += kWarp, mine = next_mine;
     next_mine = segment(args.groups, first_segment + kWarp + lane);  // in time
-    const int height = token_tiles(mine.begin, mine.end);
-    tiles_end = (height > 1) == kTall ? height * weight_tiles() : 0;
+    tiles_end = token_tiles(mine.begin, mine.end) * weight_tiles();
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int before = __shfl_up_sync(~0u, tiles_end, step);
@@ -106,41 +110,12 @@ struct Queue {
     }
     tiles_end += tiles_before;
   }
-};
-
-// One warp: finds the tiles of this CTA, one after the other. Tall segments keep the tensor cores busy, others the
-// memory: every second tile is of one, as long as there are both, and not the same ones of all CTAs.
-template <class C>
-struct Scheduler {
-  const Arguments& args;
-  const int lane;
-  Segment first_segment;
-
-  // As early as can be, for the answer takes long.
-  __device__ void prepare() {
-    wait_for_previous_kernel();
-    first_segment = segment(args.groups, lane);
+  // Of the first tile.
+  static __device__ int first_token_of(int begin) { return C::kBeginsAnywhere ? begin : begin / 4 * 4; }
+  static __device__ int token_tiles(int begin, int end) {
+    return begin < end ? ceil_div(end - first_token_of(begin), kTokens) : 0;
   }
-  __device__ void run(Shared<C>& shared) {
-    const int cluster = blockIdx.x / C::kShare, last = gridDim.x / C::kShare - 1;
-    Queue<C, false> low{args, lane, cluster, {}, first_segment};
-    Queue<C, true> tall{args, lane, last - cluster, {}, first_segment};
-    bool is_tall = false;  // whose turn it is
-#pragma unroll 1
-    for (int i = 0;; ++i) {
-      auto place = Place<C>::none();
-#pragma unroll 1
-      for (int j = 0; j < 2 && place.is_none(); ++j, is_tall = !is_tall) place = is_tall ? tall.next() : low.next();
-      if (i == 0 && cluster % 2 == 1) is_tall = false;
-      const int slot = i % kTileSlots;
-      shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
-      if (lane == 0) {
-        shared.tiles.places[slot].place = place;
-        shared.tiles.full[slot].arrive();
-      }
-      if (place.is_none()) return;
-    }
-  }
+  __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
 };
 
 struct NoScheduler {

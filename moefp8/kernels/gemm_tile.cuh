@@ -37,10 +37,10 @@ struct Config {
   static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
   static constexpr int kMathGroups = kRows / 64;
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
-  // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up.
-  static constexpr int kMathRegisters =
-      kMathGroups == 2 ? (kGrouped ? 224 : 240) : kMathGroups == 3 ? (kGrouped ? 152 : 160) : (kGrouped ? 104 : 112);
-  static constexpr int kLoadRegisters = kGrouped ? 56 : kMathGroups == 2 ? 24 : 32;
+  // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up. A scheduler
+  // needs more than those that load.
+  static constexpr int kMathRegisters = (kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112) - (kGrouped ? 8 : 0);
+  static constexpr int kLoadRegisters = (kMathGroups == 2 ? 24 : 32) + (kGrouped ? 8 * kMathGroups : 0);
   static constexpr int kPartCols = kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
   // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
