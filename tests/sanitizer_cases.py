@@ -5,7 +5,7 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 
 import torch
 
-from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch
+from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch, gemm_plan
 from moefp8.kernels.gemm_config import GemmConfig, with_most_stages
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
@@ -70,13 +70,12 @@ def main() -> None:
     for name, config in FAMILIES.items():
         for m, n, k in shapes_of(config):
             gemm_config.choose_config = lambda *shape, config=config: config
-            gemm_launch._plans.clear()  # that of another family, for this very shape
-            gemm_launch._launches.clear()
+            gemm_launch._launches = gemm_plan.Launches()  # without another family's plan
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
         if config.split == 1:  # one cluster walks over all tiles
-            gemm_launch.set_num_sms(1)
+            gemm_plan.set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
-            gemm_launch.set_num_sms(None)
+            gemm_plan.set_num_sms(None)
     gemm_config.choose_config = chosen
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")

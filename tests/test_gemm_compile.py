@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import gemm_config, jit
-from moefp8.kernels import gemm_launch as room
+from moefp8.kernels import gemm_config, gemm_plan, jit
 from moefp8.testing import sizes
 
 
@@ -33,7 +32,7 @@ def compiled(folder, kinds: tuple[str, ...]) -> dict[gemm_config.GemmConfig, jit
     names = [c.kernel_name(kinds[i % len(kinds)]) for i, c in enumerate(configs())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_CACHE_DIR", str(folder))
-        cubins = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
+        cubins = jit.compile_kernels(jit.Kernel(gemm_plan.SOURCE, name) for name in names)
     return dict(zip(configs(), cubins, strict=True))
 
 
@@ -99,8 +98,8 @@ def test_a_bias_makes_nothing_spill(cubins_with_bias):
 
 @pytest.mark.usefixtures("own_cache")
 def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    kernel = jit.Kernel(room._SOURCE, configs()[0].kernel_name("kNone"))
-    assert_arguments_fit(room._Arguments, kernel, tmp_path)
+    kernel = jit.Kernel(gemm_plan.SOURCE, configs()[0].kernel_name("kNone"))
+    assert_arguments_fit(gemm_plan.Arguments, kernel, tmp_path)
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def family_cubins(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
     names = [config.kernel_name(KINDS[i % 4]) for i, config in enumerate(families)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        compiled = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
+        compiled = jit.compile_kernels(jit.Kernel(gemm_plan.SOURCE, name) for name in names)
     return dict(zip(families, compiled, strict=True))
 
 
@@ -187,10 +186,10 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
 @pytest.mark.parametrize("family", ["weights are rows", "weights are rows, two batches"])
 def test_without_its_fence_a_release_would_come_too_early(family, tmp_path, disassemble):
     """That is, the test above sees it."""
-    for header in room._SOURCE.parent.glob("*.cuh"):
+    for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
         shutil.copy(header, tmp_path)
     source = tmp_path / "gemm.cu"
-    code = room._SOURCE.read_text()
+    code = gemm_plan.SOURCE.read_text()
     for fence in ("if constexpr (C::kWeightsAreRows) fence_cta();", "fence_cta();  // scales"):
         assert code.count(fence) == 1
         code = code.replace(fence, "//" if fence.endswith("scales") else "")
