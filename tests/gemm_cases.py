@@ -89,7 +89,7 @@ def every_other_row(x: torch.Tensor) -> torch.Tensor:
 
 def with_void_strides(x: torch.Tensor) -> torch.Tensor:
     """Dimensions of size 1 say anything of their strides."""
-    x = within(16, 16)(x)
+    x = within(16, 16)(x) if x.ndim == 2 else halves(x)
     strides = [7 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return x.as_strided(x.shape, strides)
 
@@ -109,6 +109,58 @@ SCALE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "odd": lambda s: within(3, 1)(s.T).T,
     "steps of 2": lambda s: within(0, 2)(s.repeat_interleave(2, 1))[:, ::2],
 }
+
+
+# ---- The same for equal matrices, [matrices, rows, columns] ----
+
+
+def one_below_another(make: Callable[[torch.Tensor], torch.Tensor]):
+    """As `make` places the matrix of all their rows."""
+    return lambda x: make(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """The first rows of larger matrices."""
+    groups, m, n = x.shape
+    memory = flat(groups * (2 * m + 1) * round_up(n, 16), x)
+    return memory.view(groups, 2 * m + 1, -1)[:, :m, :n].copy_(x)
+
+
+def rows_in_turn(x: torch.Tensor) -> torch.Tensor:
+    """First row 0 of all matrices, then row 1."""
+    groups, m, n = x.shape
+    memory = flat(groups * m * round_up(n, 16), x).view(m, groups, round_up(n, 16))
+    return memory.transpose(0, 1)[..., :n].copy_(x)
+
+
+def at_odd_steps(x: torch.Tensor) -> torch.Tensor:
+    groups, m, n = x.shape
+    step, pitch = m * round_up(n, 16) + 1, round_up(n, 16)
+    return flat(groups * step, x).as_strided(x.shape, (step, pitch, 1)).copy_(x)
+
+
+GROUPED_PLACES = {
+    **{name: Place(one_below_another(place.make), place.fits) for name, place in PLACES.items()},
+    "void strides": Place(with_void_strides, True),
+    "halves": Place(halves, True),
+    "rows in turn": Place(rows_in_turn, True),
+    "odd steps": Place(at_odd_steps, False),  # if there are two
+}
+GROUPED_SCALE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as quantized": kernels.tma_aligned,
+    "K innermost": lambda s: s.clone(memory_format=torch.contiguous_format),
+    "wider": lambda s: one_below_another(within(8, 4))(s.mT).mT,
+    "odd": lambda s: one_below_another(within(3, 1))(s.mT).mT,
+    "steps of 2": lambda s: one_below_another(within(0, 2))(s.repeat_interleave(2, 2))[..., ::2],
+    "halves": lambda s: halves(s.mT).mT,
+    "rows in turn": lambda s: rows_in_turn(s.mT).mT,
+    "odd steps": lambda s: at_odd_steps(s.mT).mT,
+}
+
+
+def stacked(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """As `make` places matrices, also a single one."""
+    return make(x) if x.ndim == 3 else make(x[None])[0]
 
 
 def operands(m: int, n: int, k: int, bias: torch.dtype | None = None) -> list[torch.Tensor | None]:
