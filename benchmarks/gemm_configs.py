@@ -17,7 +17,7 @@ from benchmarks.circumstances import circumstances
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import device_us_many
-from moefp8.kernels import gemm_config, gemm_launch, jit, round_up
+from moefp8.kernels import gemm_config, gemm_launch, gemm_plan, jit, round_up
 from moefp8.kernels.gemm_config import GemmConfig
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
@@ -62,7 +62,7 @@ def grid(case: Case) -> Iterator[GemmConfig]:
 def possible(case: Case) -> list[GemmConfig]:
     """The choice, then all of the grid whose CTAs can run as they must."""
     m, n, k = case
-    num_sms = gemm_launch.get_num_sms()
+    num_sms = gemm_plan.get_num_sms()
     found = {gemm_config.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
         estimate = gemm_config.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
@@ -75,14 +75,13 @@ def launch_of(config: GemmConfig, operands: Operands) -> jit.Launch:
     """A launch of this configuration, whatever would be chosen."""
     chosen = gemm_config.choose_config
     d = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0])
-    gemm_launch._plans.clear()
-    gemm_launch._launches.clear()
+    gemm_launch._launches = gemm_plan.Launches()
     gemm_config.choose_config = lambda *shape: config  # type: ignore[assignment]
     try:
         gemm_launch.launch_gemm(*operands.a, *operands.b, d, None)
     finally:
         gemm_config.choose_config = chosen
-    (launch,) = gemm_launch._launches.values()
+    (launch,) = gemm_launch._launches.prepared.values()
     return launch
 
 
@@ -115,7 +114,7 @@ def main() -> None:
         sys.exit("benchmarks.gemm_configs needs a Hopper GPU, and there is no CUDA device here")
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in M for n, k in N_K]
-    kernels = {gemm_launch.kernel_of(c, None) for case in cases for c in possible(case)}
+    kernels = {gemm_plan.kernel_of(c, None) for case in cases for c in possible(case)}
     jit.compile_kernels(list(kernels))
     rows = [measure(case) for case in cases]
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]

@@ -37,19 +37,27 @@ def no_synchronisation() -> Iterator[None]:
 def assert_arguments_fit(
     arguments: type[ctypes.Structure], kernel: jit.Kernel, folder: Path
 ) -> None:
-    """The struct `Arguments` of the kernel's source has their fields, in order and in size."""
-    names = [name for name, *_ in arguments._fields_]
-    in_order = ", ".join(f".{name} = {{}}" for name in names)  # C++ refuses any other order
-    checks = [
-        f"constexpr Arguments kInOrder = {{{in_order}}};",
-        f"static_assert(sizeof(Arguments) == {ctypes.sizeof(arguments)});",
-        *(
-            f"static_assert(sizeof(Arguments::{name}) == {getattr(arguments, name).size});"
-            for name in names
-        ),
-    ]
+    """The struct `Arguments` of the kernel's source has their fields, in order and in size.
+
+    So have the structs that are fields of it.
+    """
+    checks = "\n".join(_checks_of(arguments, "Arguments"))
     for header in kernel.source.parent.glob("*.cuh"):
         shutil.copy(header, folder)
     source = folder / "checked.cu"
-    source.write_text("\n".join([kernel.source.read_text(), *checks]))
+    source.write_text(f"{kernel.source.read_text()}\n{checks}")
     jit.compile_kernel(jit.Kernel(source, kernel.name))
+
+
+def _checks_of(struct: type[ctypes.Structure], name: str) -> Iterator[str]:
+    in_order = ", ".join(f".{field} = {{}}" for field, *_ in struct._fields_)
+    yield f"constexpr {name} k{name}InOrder = {{{in_order}}};"  # C++ refuses any other order
+    yield f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"
+    for field, kind, *_ in struct._fields_:
+        yield f"static_assert(sizeof({name}::{field}) == {ctypes.sizeof(kind)});"
+        if issubclass(kind, ctypes.Array):
+            one = ctypes.sizeof(kind._type_)
+            yield f"static_assert(sizeof({name}::{field}[0]) == {one});"
+        if issubclass(kind, ctypes.Structure):
+            yield f"using {name}_{field} = decltype({name}::{field});"
+            yield from _checks_of(kind, f"{name}_{field}")

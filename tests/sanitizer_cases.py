@@ -4,9 +4,12 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 """
 
 import torch
+from grouped_cases import UNTOUCHED, Routing, routing_of
 
-from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch
+from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch, gemm_plan, grouped_launch
 from moefp8.kernels.gemm_config import GemmConfig, with_most_stages
+from moefp8.kernels.gemm_plan import Operands
+from moefp8.kernels.grouped_launch import Kind
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
 
@@ -52,6 +55,27 @@ FAMILIES = {
 FAMILIES = {
     name: config if config.stages else with_most_stages(config) for name, config in FAMILIES.items()
 }
+GROUPED_FAMILIES = {
+    "two batches": GemmConfig(128, 128, 0, batches=2, grouped=True),
+    "three math groups": GemmConfig(192, 112, 0, grouped=True),
+    "two parts": GemmConfig(128, 256, 0, parts=2, grouped=True),
+    "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2, grouped=True),
+    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2, grouped=True),
+    "shared columns": GemmConfig(128, 128, 0, share=2, grouped=True),
+    "shared rows": GemmConfig(128, 128, 0, share=2, share_rows=True, grouped=True),
+    "weights are rows": GemmConfig(64, 8, 0, weights_are_rows=True, grouped=True),
+    "weights are rows, two math groups": GemmConfig(
+        128, 64, 0, weights_are_rows=True, grouped=True
+    ),
+    "weights are rows, deep": GemmConfig(64, 16, 0, depth=2, weights_are_rows=True, grouped=True),
+    "weights are rows, two pieces": GemmConfig(192, 24, 0, weights_are_rows=True, grouped=True),
+    "weights are rows, shared": GemmConfig(
+        128, 64, 0, share=4, weights_are_rows=True, grouped=True
+    ),
+}
+GROUPED_FAMILIES = {name: with_most_stages(config) for name, config in GROUPED_FAMILIES.items()}
+# Tokens of each group: few groups, and more than a warp has lanes.
+COUNTS = (0, 77, 1, 0, 130, 5), (*[0] * 33, 9, 0, 260, 1)
 
 
 def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
@@ -70,14 +94,14 @@ def main() -> None:
     for name, config in FAMILIES.items():
         for m, n, k in shapes_of(config):
             gemm_config.choose_config = lambda *shape, config=config: config
-            gemm_launch._plans.clear()  # that of another family, for this very shape
-            gemm_launch._launches.clear()
+            gemm_launch._launches = gemm_plan.Launches()  # without another family's plan
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
         if config.split == 1:  # one cluster walks over all tiles
-            gemm_launch.set_num_sms(1)
+            gemm_plan.set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
-            gemm_launch.set_num_sms(None)
+            gemm_plan.set_num_sms(None)
     gemm_config.choose_config = chosen
+    run_grouped_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
         launch_quantize_1x128(x, False)
@@ -100,6 +124,41 @@ def run_gemm(name: str, m: int, n: int, k: int) -> None:
     d = torch.zeros(m, n, dtype=torch.bfloat16, device="cuda")
     gemm_launch.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias)
     wrong = int((d.cpu() != torch.tensor(k + 8.0).bfloat16()).sum())
+    print(f"{name}: {wrong} wrong", flush=True)
+    if wrong:
+        raise SystemExit(1)
+
+
+def run_grouped_families() -> None:
+    chosen = gemm_config.choose_grouped_config
+    for name, config in GROUPED_FAMILIES.items():
+        gemm_config.choose_grouped_config = lambda *shape, config=config: config
+        grouped_launch._launches = gemm_plan.Launches()
+        shapes = [shape[1:] for shape in shapes_of(config)]
+        for (n, k), counts, limit in zip(shapes, COUNTS, (None, 1), strict=True):
+            gemm_plan.set_num_sms(limit)  # of one: one cluster walks over all tiles
+            for kind in Kind:
+                what = f"grouped, {name}, {kind.name}, {n}x{k}"
+                run_grouped_gemm(what, routing_of(kind, counts), n, k)
+            gemm_plan.set_num_sms(None)
+    gemm_config.choose_grouped_config = chosen
+
+
+def run_grouped_gemm(name: str, routing: Routing, n: int, k: int) -> None:
+    """As `run_gemm`, on ones; other tokens than those of groups are NaN, and stay unwritten."""
+    k_blocks, rows = -(-k // 128), routing.rows_of_a()
+    is_of_group = routing.is_of_group()
+    codes = torch.where(is_of_group, 0x38, 0x7F).byte()[..., None].expand(*rows, k)
+    a = codes.contiguous().cuda().view(torch.float8_e4m3fn)
+    b = torch.full((routing.num_groups, n, k), 0x38, dtype=torch.uint8, device="cuda")
+    a_scale_inv = empty_tma_aligned([*rows, k_blocks], a.device).fill_(0.5)
+    b_scale_inv = torch.full((routing.num_groups, -(-n // 128), k_blocks), 2.0, device="cuda")
+    d = torch.full((*rows, n), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
+    operands = Operands(a, a_scale_inv, b.view(torch.float8_e4m3fn), b_scale_inv, d)
+    bounds = routing.bounds_on("cuda")
+    grouped_launch.launch_grouped_gemm(name, routing.kind, operands, bounds, 64)
+    expected = torch.where(is_of_group, float(k), UNTOUCHED).bfloat16()[..., None]
+    wrong = int((d.cpu() != expected).sum())
     print(f"{name}: {wrong} wrong", flush=True)
     if wrong:
         raise SystemExit(1)

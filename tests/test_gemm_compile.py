@@ -1,5 +1,6 @@
-"""The dense GEMM's configurations and their cubins: compiled and read, but not run."""
+"""The GEMMs' configurations and their cubins: compiled and read, but not run."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,14 +10,13 @@ from dataclasses import replace
 import cuda.pathfinder
 import pytest
 import sanitizer_cases
-from gemm_cases import KINDS, MS
-from gpu_cases import assert_arguments_fit
+from gemm_cases import KINDS, MS, SHAPES
+from gpu_cases import NUM_SMS, assert_arguments_fit
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import gemm_config, jit
-from moefp8.kernels import gemm_launch as room
+from moefp8.kernels import gemm_config, gemm_plan, jit
 from moefp8.testing import sizes
 
 
@@ -28,28 +28,45 @@ def configs() -> list[gemm_config.GemmConfig]:
     return [config for config in filled if gemm_config.is_possible(config, 1 << 20)]
 
 
-def compiled(folder, kinds: tuple[str, ...]) -> dict[gemm_config.GemmConfig, jit.Cubin]:
+def grouped_configs() -> list[gemm_config.GemmConfig]:
+    """Some of those that are chosen, and every family."""
+    some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
+    asked = itertools.product(some, (1, 8, 32, 256), SHAPES)
+    chosen = (gemm_config.choose_grouped_config(m, g, *n_k, NUM_SMS) for m, g, n_k in asked)
+    return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
+
+
+Cubins = dict[gemm_config.GemmConfig, jit.Cubin]
+
+
+def compiled(folder, configs: list[gemm_config.GemmConfig], kinds: tuple[str, ...]) -> Cubins:
     """Anew, so that the logs are those of today's compiler."""
-    names = [c.kernel_name(kinds[i % len(kinds)]) for i, c in enumerate(configs())]
+    names = [c.kernel_name(kinds[i % len(kinds)]) for i, c in enumerate(configs)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_CACHE_DIR", str(folder))
-        cubins = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
-    return dict(zip(configs(), cubins, strict=True))
+        cubins = jit.compile_kernels(jit.Kernel(gemm_plan.SOURCE, name) for name in names)
+    return dict(zip(configs, cubins, strict=True))
 
 
 @pytest.fixture(scope="module")
-def cubins(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
-    return compiled(tmp_path_factory.mktemp("cache"), ("kNone",))
+def cubins(tmp_path_factory) -> Cubins:
+    return compiled(tmp_path_factory.mktemp("cache"), configs(), ("kNone",))
 
 
 @pytest.fixture(scope="module")
-def cubins_with_bias(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
+def cubins_with_bias(tmp_path_factory) -> Cubins:
     """It comes on top when most registers are in use. One kind for each configuration."""
-    return compiled(tmp_path_factory.mktemp("cache"), tuple(KINDS[1:]))
+    return compiled(tmp_path_factory.mktemp("cache"), configs(), tuple(KINDS[1:]))
 
 
-def test_every_configuration_compiles_and_spills_nothing(cubins):
-    problems = {config: cubin.problems() for config, cubin in cubins.items()}
+@pytest.fixture(scope="module")
+def grouped_cubins(tmp_path_factory) -> Cubins:
+    return compiled(tmp_path_factory.mktemp("cache"), grouped_configs(), ("kNone",))
+
+
+@pytest.mark.parametrize("which", ["cubins", "grouped_cubins"])
+def test_every_configuration_compiles_and_spills_nothing(which, request):
+    problems = {c: cubin.problems() for c, cubin in request.getfixturevalue(which).items()}
     assert {config: found for config, found in problems.items() if found} == {}
 
 
@@ -64,6 +81,24 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     assert config.split <= kernels.ceil_div(kernels.num_blocks(k), config.depth)
     assert config.share == 1  # multicast was nowhere faster
     assert config == gemm_config.choose_config(m, n, k, num_sms)
+
+
+@given(
+    tokens=sizes(5000, 1),
+    num_groups=st.integers(1, 300),
+    n=sizes(40_000, 1),
+    k=sizes(20_000, 1),
+    num_sms=st.integers(1, 200),
+)
+def test_every_grouped_configuration_fits_an_sm(tokens, num_groups, n, k, num_sms):
+    config = gemm_config.choose_grouped_config(tokens, num_groups, n, k, num_sms)
+    assert config.grouped
+    assert config.split == 1
+    assert config.stages >= 2
+    assert config.shared_bytes <= 227 * 1024
+    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
+    assert config.cols % config.store_cols == 0
+    assert config == gemm_config.choose_grouped_config(tokens, num_groups, n, k, num_sms)
 
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))
@@ -99,8 +134,8 @@ def test_a_bias_makes_nothing_spill(cubins_with_bias):
 
 @pytest.mark.usefixtures("own_cache")
 def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    kernel = jit.Kernel(room._SOURCE, configs()[0].kernel_name("kNone"))
-    assert_arguments_fit(room._Arguments, kernel, tmp_path)
+    kernel = gemm_plan.kernel_of(configs()[0], None)
+    assert_arguments_fit(gemm_plan.Arguments, kernel, tmp_path)
 
 
 @pytest.fixture
@@ -120,27 +155,29 @@ def disassemble(tmp_path) -> Callable[[jit.Cubin], str]:
 
 
 @pytest.fixture(scope="module")
-def family_cubins(tmp_path_factory) -> dict[gemm_config.GemmConfig, jit.Cubin]:
+def family_cubins(tmp_path_factory) -> Cubins:
     """Of every family, and with every bias."""
     families = list(sanitizer_cases.FAMILIES.values())
-    names = [config.kernel_name(KINDS[i % 4]) for i, config in enumerate(families)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        compiled = jit.compile_kernels(jit.Kernel(room._SOURCE, name) for name in names)
-    return dict(zip(families, compiled, strict=True))
+    return compiled(tmp_path_factory.mktemp("cache"), families, KINDS)
 
 
-def test_machine_code_is_what_was_meant(family_cubins, disassemble):
-    for config, cubin in family_cubins.items():
-        code = disassemble(cubin)
+@pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins"])
+def test_machine_code_is_what_was_meant(which, request, disassemble):
+    for config, cubin in request.getfixturevalue(which).items():
+        code, dimensions = disassemble(cubin), "3D" if config.grouped else "2D"
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
-        assert ("UTMALDG.2D.MULTICAST" in code) == (config.share > 1), config
-        assert "UTMASTG.2D" in code, config
+        assert set(re.findall(r"UTMA(?:LDG|STG)\.(\dD)", code)) == {dimensions}, config
+        assert (f"UTMALDG.{dimensions}.MULTICAST" in code) == (config.share > 1), config
+        assert f"UTMASTG.{dimensions}" in code, config
         assert not re.search(r"MEMBAR\S*\.(GPU|SYS)", code), config
-        # Before the wait for the previous kernel: the weights of one stage, and no tokens.
-        before, after = code.split("ACQBULK")
-        of_a_stage = config.depth * len(config.weight_pieces)
-        assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
+        before, *after = code.split("ACQBULK")
+        if config.grouped:  # what the previous kernel may write tells which weights are needed
+            assert not re.search(r"UTMALDG|\bLDG", before), config
+            assert after, config
+        else:  # before the wait for the previous kernel: the weights of one stage, and no tokens
+            of_a_stage = config.depth * len(config.weight_pieces)
+            (after,) = after
+            assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
 
 
 def releases_before_reads(code: str) -> int:
@@ -176,7 +213,7 @@ def releases_before_reads(code: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("which", ["cubins", "cubins_with_bias", "family_cubins"])
+@pytest.mark.parametrize("which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins"])
 def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
     """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu."""
     for config, cubin in request.getfixturevalue(which).items():
@@ -184,17 +221,23 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("family", ["weights are rows", "weights are rows, two batches"])
-def test_without_its_fence_a_release_would_come_too_early(family, tmp_path, disassemble):
+@pytest.mark.parametrize(
+    "config",
+    [
+        sanitizer_cases.FAMILIES["weights are rows"],
+        sanitizer_cases.FAMILIES["weights are rows, two batches"],
+        sanitizer_cases.GROUPED_FAMILIES["weights are rows"],
+    ],
+)
+def test_without_its_fence_a_release_would_come_too_early(config, tmp_path, disassemble):
     """That is, the test above sees it."""
-    for header in room._SOURCE.parent.glob("*.cuh"):
+    for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
         shutil.copy(header, tmp_path)
     source = tmp_path / "gemm.cu"
-    code = room._SOURCE.read_text()
+    code = gemm_plan.SOURCE.read_text()
     for fence in ("if constexpr (C::kWeightsAreRows) fence_cta();", "fence_cta();  // scales"):
         assert code.count(fence) == 1
         code = code.replace(fence, "//" if fence.endswith("scales") else "")
     source.write_text(code)
-    config = sanitizer_cases.FAMILIES[family]
     cubin = jit.compile_kernel(jit.Kernel(source, config.kernel_name("kNone")))
     assert releases_before_reads(disassemble(cubin)) > 0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import FP8Linear, kernels
-from moefp8.kernels import fp8_gemm_nt, gemm_config
+from moefp8.kernels import fp8_gemm_nt, gemm_config, gemm_plan
 from moefp8.kernels import gemm_launch as room
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
@@ -108,8 +108,7 @@ def test_every_family_is_right(name, monkeypatch):
     """Also where it would not be chosen."""
     config = sanitizer_cases.FAMILIES[name]
     monkeypatch.setattr(gemm_config, "choose_config", lambda *shape: config)
-    monkeypatch.setattr(room, "_plans", {})
-    monkeypatch.setattr(room, "_launches", {})
+    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
     k = 128 * config.split * config.depth
     shapes = [
         *sanitizer_cases.shapes_of(config),
@@ -157,11 +156,11 @@ def test_bad_activations_stay_in_their_row(bad, m):
 def test_the_op_takes_our_kernel(monkeypatch):
     made = case(33, 200, 520, torch.bfloat16)
     a, a_scale_inv, b, b_scale_inv, d, bias = made.arguments
-    monkeypatch.setattr(room, "_launches", {})
+    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
     for _ in range(2):
         fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d.fill_(NAN), bias=bias)
         assert_right(d, made.expected, made.size)
-        assert len(room._launches) == 1
+        assert len(room._launches.prepared) == 1
 
 
 @pytest.mark.parametrize("bias", BIASES)
@@ -270,8 +269,8 @@ def test_two_gpus_from_two_threads():
 
 @pytest.mark.parametrize("shape", [(1, 2112, 7168), (77, 333, 1000), (512, 2112, 7168)])
 def test_graphs_replay_with_new_numbers(shape, monkeypatch):
-    monkeypatch.setattr(room, "_plans", {})  # preparing while a graph is captured must be allowed
-    monkeypatch.setattr(room, "_launches", {})
+    # preparing while a graph is captured must be allowed
+    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
     made = case(*shape, torch.float32)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -299,8 +298,8 @@ def test_a_last_band_of_tiles_that_is_cut_off():
     m, n, k = 128 * 9 + 5, 2112, 24000
     config = gemm_config.choose_config(m, n, k, kernels.get_num_sms())
     rows = kernels.ceil_div(m, config.tile[0])
-    assert room._band(config, m, k) < rows
-    assert rows % room._band(config, m, k)
+    assert gemm_plan.band(config, m, k) < rows
+    assert rows % gemm_plan.band(config, m, k)
     launch_and_compare(case(m, n, k))
 
 

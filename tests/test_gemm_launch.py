@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import gemm_config, jit
+from moefp8.kernels import gemm_config, gemm_plan, jit
 from moefp8.kernels import gemm_launch as room
 from moefp8.testing import gemm_shapes
 
@@ -65,7 +65,7 @@ def test_what_tma_can_address_is_not_copied(gpu, place):
     a, b, d = (PLACES[place].make(x) for x in (a, b, d))
     room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
     (made,) = gpu.launched
-    for x, its_map in zip((a, b, d), (made.a_map, made.b_maps[0], made.d_map), strict=True):
+    for x, its_map in zip((a, b, d), (made.a_maps[0], made.b_maps[0], made.d_map), strict=True):
         assert (its_map.address == x.data_ptr()) == PLACES[place].fits
     assert made.scale_map.address == a_scale_inv.data_ptr()
 
@@ -92,7 +92,7 @@ def test_what_one_row_says_of_its_stride_is_void(gpu, stride):
     room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
     assert torch.equal(d, expected)
     (made,) = gpu.launched
-    maps = made.a_map, made.scale_map, made.b_maps[0], made.d_map
+    maps = made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map
     assert [x.address for x in maps] == [x.data_ptr() for x in (a, a_scale_inv, b, d)]
 
 
@@ -124,7 +124,7 @@ def test_every_family_is_launched_rightly(name, limit):
 @pytest.mark.parametrize(("m", "n"), [(320, 96), (290, 200), (513, 31)])
 @pytest.mark.parametrize("band", [1, 3, 5])
 def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
-    monkeypatch.setattr(room, "_band", lambda *shape: band)
+    monkeypatch.setattr(gemm_plan, "band", lambda *shape: band)
     with emulated(gemm_config.with_most_stages(gemm_config.GemmConfig(64, 32, 0))) as gpu:
         made = operands(m, n, 48)
         room.launch_gemm(*made)
@@ -143,7 +143,7 @@ def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
     ],
 )
 def test_how_many_tokens_are_walked_together(config, m, k, band):
-    assert room._band(gemm_config.GemmConfig(stages=4, **config), m, k) == band
+    assert gemm_plan.band(gemm_config.GemmConfig(stages=4, **config), m, k) == band
 
 
 def test_rows_that_overlap_are_copied(gpu):
@@ -179,12 +179,12 @@ def test_a_second_call_is_one_call_of_the_driver(gpu):
     arguments = operands(5, 48, 256)
     room.launch_gemm(*arguments)
     num_maps = len(gpu.maps)
-    (prepared,) = room._launches.values()
+    (prepared,) = room._launches.prepared.values()
     arguments[4].fill_(NAN)
     room.launch_gemm(*arguments)
     assert len(gpu.launched) == 2
     assert (len(gpu.maps), num_maps) == (4, 4)
-    assert list(room._launches.values()) == [prepared]
+    assert list(room._launches.prepared.values()) == [prepared]
     assert len(gpu.chosen) == 1
     assert bool(arguments[4].isfinite().all())
 
@@ -215,14 +215,14 @@ def test_whatever_decides_a_launch_is_in_its_key(gpu, monkeypatch):
     ]
     for number, call in enumerate(calls, 1):
         call()
-        assert len(room._launches) == number
-    monkeypatch.setattr(room, "current_stream", lambda device_index: 8)
+        assert len(room._launches.prepared) == number
+    monkeypatch.setattr(gemm_plan, "current_stream", lambda device_index: 8)
     calls[0]()
     assert gpu.launched[-1].stream == 8
     kernels.set_num_sms(3)
     calls[0]()
     assert gpu.launched[-1].grid <= max(3, gpu.launched[-1].cluster)
-    assert len(room._launches) == len(calls) + 2
+    assert len(room._launches.prepared) == len(calls) + 2
     for call in calls:
         call()
         call()
@@ -254,10 +254,10 @@ def test_what_was_checked_once_is_no_excuse(gpu, change, message):
 
 
 def test_what_is_kept_does_not_grow_for_ever(gpu, monkeypatch):
-    monkeypatch.setattr(room, "_MAX_KEPT", 3)
+    monkeypatch.setattr(gemm_plan.Launches, "max_kept", 3)
     for m in range(1, 9):
         room.launch_gemm(*operands(m, 8, 16))
-        assert max(len(room._launches), len(room._plans)) <= 3
+        assert max(len(room._launches.prepared), len(room._launches.plans)) <= 3
     assert len(gpu.launched) == 8
 
 
@@ -291,7 +291,7 @@ def test_sizes_beyond_the_coordinates_are_refused():
     huge = rows, torch.zeros(1, 1).expand(2**31, 1), rows[:8], torch.zeros(1, 1)
     d = torch.zeros(1, 8, dtype=torch.bfloat16).expand(2**31, 8)
     with pytest.raises(ValueError, match=r"M, N and K must be at most .* got 2147483648, 8 and 16"):
-        room._plan((*huge, d, None), (), None)
+        room._plan(gemm_plan.Operands(*huge, d), None, ())
 
 
 def test_the_device_is_made_current(gpu, monkeypatch):
@@ -317,7 +317,7 @@ def test_without_a_kernel_there_is_an_error(gpu, monkeypatch, error):
 
     arguments = operands(3, 8, 16)
     with monkeypatch.context() as patch:
-        patch.setattr(room, "load", fail)
+        patch.setattr(gemm_plan, "load", fail)
         with pytest.raises(type(error), match=str(error)):
             room.launch_gemm(*arguments)
     assert bool(arguments[4].isnan().all())
