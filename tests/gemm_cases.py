@@ -405,7 +405,7 @@ class Emulator:
                 yield first + in_band - col * height, col
 
     def check_group_tiles(self, made, segments):
-        """Every token of a group meets every weight once, and each box holds its tile's tokens."""
+        """Every token of a group meets every weight, and each box holds its tile's tokens."""
         config, arguments = made.config, made.arguments
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         weight_tiles = counts[0 if config.weights_are_rows else 1]
@@ -419,14 +419,14 @@ class Emulator:
             for weight_tile, first, rows in self.walk_group(made, segment, weight_tiles):
                 num_tiles += 1
                 assert 0 <= first <= arguments.last_token
-                assert first % 4 == 0
+                assert config.begins_anywhere or first % 4 == 0
                 if rows:
                     end = rows.stop - first
                     assert first <= rows.start
                     assert end <= loaded[0 if len(loaded) == 1 else (end - 1) // 64]
                 met += [(weight_tile, row) for row in rows]
             all_of_them = range(weight_tiles * in_cluster), range(segment.begin, segment.end)
-            assert sorted(met) == list(itertools.product(*all_of_them))
+            assert sorted(set(met)) == list(itertools.product(*all_of_them))
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
         limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
@@ -436,24 +436,29 @@ class Emulator:
 
     @staticmethod
     def walk_group(made, segment, weight_tiles):
-        """(tile of weights, its first token, which are stored) of each CTA, as `GroupWalk`."""
+        """(tile of weights, its first token, which are stored) of each CTA, as `Scheduler`."""
         config, arguments = made.config, made.arguments
         tokens, (begin, end, _) = config.cta_tile[0], segment
-        tall = kernels.ceil_div(end - begin // 4 * 4, config.tile[0])
+        start = begin if config.begins_anywhere else begin // 4 * 4
+        tall = kernels.ceil_div(end - start, config.tile[0])
         for tile in range(tall * weight_tiles):
             first = 0
             if tall > arguments.band:
                 first = tile // (arguments.band * weight_tiles) * arguments.band
             height = min(arguments.band, tall - first)
             weight_tile, token_tile = divmod(tile - first * weight_tiles, height)
-            first_token = begin // 4 * 4 + (first + token_tile) * config.tile[0]
+            first_token = start + (first + token_tile) * config.tile[0]
             for rank in range(config.share):
                 if shares_tokens(config):
                     own_tile, own_first = weight_tile * config.share + rank, first_token
                 else:
                     own_tile, own_first = weight_tile, first_token + rank * tokens
+                left = max(0, end - own_first)
+                own_first = min(own_first, arguments.last_token)
+                if config.begins_anywhere:
+                    own_first = min(own_first, max(begin, end - kernels.round_up(left, 64)))
                 rows = range(max(begin, own_first), min(end, own_first + tokens))
-                yield own_tile, min(own_first, arguments.last_token), rows
+                yield own_tile, own_first, rows
 
     def check_boxes(self, made, m):
         """Boxes are what the kernel takes them for."""
@@ -471,13 +476,15 @@ class Emulator:
         of_l2 = {made.a_maps[0].l2_bytes} if config.grouped else {128 if m <= 64 else 256}
         for x in (*made.a_maps, *made.b_maps):
             assert (x.swizzle, {x.l2_bytes}) == (128, of_l2)
-        assert (made.scale_map.box, made.scale_map.swizzle) == ([tokens, config.depth, *outer], 0)
-        stage_bytes = [config.depth * ((x + weights) * 128 + tokens * 4) for x in loaded]
+        scales = tokens + 4 if config.grouped and not config.weights_are_rows else tokens
+        assert (made.scale_map.box, made.scale_map.swizzle) == ([scales, config.depth, *outer], 0)
+        stage_bytes = [config.depth * ((x + weights) * 128 + scales * 4) for x in loaded]
         assert list(made.arguments.stage_bytes)[: len(loaded)] == stage_bytes
         # Tiles of tokens overlap rather than leave bounds, as far as 16 bytes of scales allow.
         last = made.arguments.last_token
-        assert last % 4 == 0
-        assert m <= last + tokens < m + 4 if m > tokens else last == 0
+        assert scales > tokens or last % 4 == 0
+        spare = 1 if scales > tokens else 4
+        assert m <= last + tokens < m + spare if m > tokens else last == 0
         assert made.d_map.box == [*config.store_box, *outer]
         span = config.store_box[0] * 2
         assert made.d_map.swizzle == (span if span > 16 else 0)

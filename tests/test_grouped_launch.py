@@ -400,14 +400,12 @@ def test_num_sms_limits_the_grid():
         assert [sms for *_, sms in gpu.chosen] == [NUM_SMS, 1, 5, NUM_SMS]
 
 
-@pytest.mark.xfail(strict=True, reason="the first launch, which makes the plan, is an ordinary one")
 def test_also_the_first_launch_is_programmatic(gpu):
     routing = by_offsets((3, 0, 9))
     launch(routing, operands(routing, 8, 16), programmatic=True)
     assert gpu.launched[0].programmatic
 
 
-@pytest.mark.xfail(strict=True, reason="M is divided by G, and a map of no weights is asked for")
 def test_without_groups_nothing_is_launched(gpu):
     """As on a CPU, where that is no error."""
     made = operands(by_offsets((3,)), 8, 16)

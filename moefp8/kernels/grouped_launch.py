@@ -43,33 +43,32 @@ def launch_grouped_gemm(
     operands: a and d are [M, K] and [M, N], if masked [E, max_m, K] and [E, max_m, N].
     bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `kind` says.
     expected_m: tokens of a group, about; decides how fast it is.
-    programmatic: it may be launched before the stream's previous kernel ends; then it waits.
+    programmatic: it may be launched before the stream's previous kernel ends; then it waits. Has
+        no effect where an operand is copied.
     d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
     Raises ValueError, JitError, or OutOfMemoryError.
     """
     rest = (kind, expected_m, d_is_padded, gemm_plan.max_sms())
     if layouts := _launches.launch([*operands, bounds], rest, programmatic):
-        _launch_unplanned(op, kind, operands, bounds, expected_m, layouts, rest)
+        _launch_unplanned(op, operands, bounds, layouts, rest, programmatic)
 
 
 @torch.no_grad()
 def _launch_unplanned(
     op: str,
-    kind: Kind,
     operands: Operands,
     bounds: torch.Tensor,
-    expected_m: int,
     layouts: Layouts,
     rest: tuple[Kind, int, bool, int | None],
+    programmatic: bool,
 ) -> None:
     """Make a plan for these layouts, or bring the operands into others."""
-    d = operands.d
-    if d.numel() == 0:
+    (kind, expected_m, d_is_padded, _), d = rest, operands.d
+    if d.numel() == 0 or operands.b.shape[0] == 0:
         return
     if operands.a.shape[-1] == 0:
         d.masked_fill_(rows_of_groups(kind, d, bounds)[..., None], 0)
         return
-    d_is_padded = rest[2]
     fitting_operands = _fitting(operands, d_is_padded)
     bounds_in_order = bounds.contiguous()
     pairs = zip((*fitting_operands, bounds_in_order), (*operands, bounds), strict=True)
@@ -77,8 +76,11 @@ def _launch_unplanned(
         _launches.keep(_plan(op, kind, operands, expected_m, layouts), rest)
     else:
         d_is_padded |= fitting_operands.d is not d
+        programmatic = False  # the copies are the kernels before it
     launch_grouped_gemm(
-        op, kind, fitting_operands, bounds_in_order, expected_m, d_is_padded=d_is_padded
+        *(op, kind, fitting_operands, bounds_in_order, expected_m),
+        programmatic=programmatic,
+        d_is_padded=d_is_padded,
     )
     if fitting_operands.d is not d:
         d.copy_(fitting_operands.d)

@@ -31,7 +31,9 @@ def fits(x: torch.Tensor) -> bool:
     pitch, size = _pitch(x), x.element_size()
     if x.data_ptr() % TMA_BYTES or pitch * size % TMA_BYTES or pitch < columns:
         return False
-    return x.ndim == 2 or x.shape[0] == 1 or x.stride(0) * size % TMA_BYTES == 0
+    if x.ndim == 2 or x.shape[0] == 1:
+        return True
+    return x.stride(0) > 0 and x.stride(0) * size % TMA_BYTES == 0
 
 
 def empty_fitting(x: torch.Tensor) -> torch.Tensor:
