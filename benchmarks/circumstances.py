@@ -1,8 +1,9 @@
-"""Where and when a benchmark ran: what every JSON in `benchmarks/results` begins with."""
+"""Where and when a benchmark runs: what every JSON in `benchmarks/results` begins with."""
 
 import os
 import platform
 import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def circumstances() -> dict[str, str]:
         found["driver"] = drivers.partition("\n")[0] or "unknown"
         found["cuda"] = torch.version.cuda or "unknown"
     return found
+
+
+def require_gpu(benchmark: str) -> None:
+    """Exit with one sentence where there is none."""
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"{benchmark} times GPU kernels, and torch finds no CUDA GPU: run it where there is a "
+            "Hopper GPU (H100, H200) and a torch built for CUDA"
+        )
 
 
 def _output_of(*command: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.peers import (
     BF16,
     BLOCK_SCALED,
@@ -30,6 +30,7 @@ from benchmarks.peers import (
     Call,
     Case,
     Operands,
+    available,
     compile_ahead,
     deep_gemm_version,
     first_line,
@@ -124,16 +125,23 @@ def worst_row_errors(
     operands: Operands, results: dict[str, torch.Tensor], rows_at_once: int = 1024
 ) -> dict[str, float]:
     """`|row - exact| / |exact|` of the worst row of each; inf where a result is not finite."""
-    worst = dict.fromkeys(results, 0.0)
+    worst = {}
     for kind in {PEERS[name].operands for name in results}:
-        x, w = operands.exact(kind)
-        names = [name for name in results if PEERS[name].operands == kind]
-        for start in range(0, len(x), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            exact = x[rows] @ w.T
-            for name in names:
-                error = float(row_errors(results[name][rows], exact).max())
-                worst[name] = max(worst[name], error)
+        of_kind = {name: d for name, d in results.items() if PEERS[name].operands == kind}
+        worst |= worst_errors(of_kind, *operands.exact(kind), rows_at_once)
+    return worst
+
+
+def worst_errors(
+    results: dict[str, torch.Tensor], x: torch.Tensor, w: torch.Tensor, rows_at_once: int = 1024
+) -> dict[str, float]:
+    """Of results that are all to be fp64 `x @ w.T`."""
+    worst = dict.fromkeys(results, 0.0)
+    for start in range(0, len(x), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        exact = x[rows] @ w.T
+        for name, d in results.items():
+            worst[name] = max(worst[name], float(row_errors(d[rows], exact).max()))
     return worst
 
 
@@ -156,15 +164,18 @@ def measure(case: Case, names: Iterable[str]) -> Row:
         found[name] = {} if why is None else {"refused": why}
     errors = worst_row_errors(operands, first)
     for name, us in device_us_many(calls).items():
-        num_bytes = case.num_bytes(PEERS[name].operands)
-        found[name] = {
-            "us": round(us, 3),
-            "tflops": round(case.flops / us / 1e6, 1),
-            "gbps": round(num_bytes / us / 1e3, 1),
-            "error": float(f"{errors[name]:.4g}"),
-        }
+        found[name] = figures(us, case.flops, case.num_bytes(PEERS[name].operands), errors[name])
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
     return {**case._asdict(), "peers": found}
+
+
+def figures(us: float, flops: int, num_bytes: int, error: float) -> dict[str, Any]:
+    return {
+        "us": round(us, 3),
+        "tflops": round(flops / us / 1e6, 1),
+        "gbps": round(num_bytes / us / 1e3, 1),
+        "error": float(f"{error:.4g}"),
+    }
 
 
 def host_times(names: Iterable[str]) -> dict[str, float]:
@@ -178,11 +189,16 @@ def host_times(names: Iterable[str]) -> dict[str, float]:
 
 
 def lines_of_table(rows: list[Row]) -> Iterator[str]:
-    """Of one M: ours in full; of the others the time, and how many times as long as ours it is."""
-    peers = [name for name in rows[0]["peers"] if name != OURS]
+    """Of one M."""
     yield f"M = {rows[0]['m']}"
+    yield from lines_of_shapes(rows, {name: PEERS[name].title for name in rows[0]["peers"]})
+
+
+def lines_of_shapes(rows: list[Row], titles: dict[str, str]) -> Iterator[str]:
+    """Ours in full; of the others the time, and how many times as long as ours it is."""
+    peers = [name for name in titles if name != OURS]
     yield f"{'N x K':>13}  {'moefp8, us':>10} {'TFLOP/s':>8} {'GB/s':>6} {'error':>8}" + "".join(
-        f"  {PEERS[name].title:>21}" for name in peers
+        f"  {titles[name]:>21}" for name in peers
     )
     for row in rows:
         ours = row["peers"][OURS]
@@ -205,7 +221,7 @@ def lines_of_comparisons(rows: list[Row]) -> Iterator[str]:
             line += f"geomean {found.geomean:.2f}  worst {found.worst:.2f} at {found.worst_case}"
             if goal:
                 least = f"{goal[0]:.2f}" + (f", worst {goal[1]:.2f}" if goal[1] else "")
-                line += f"  goal {least}: {_verdict(found.meets(goal))}"
+                line += f"  goal {least}: {verdict(found.meets(goal))}"
             yield line
 
 
@@ -223,7 +239,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
             ours, theirs = (row["peers"][name]["error"] for name in (OURS, DEEP_GEMM))
             line = f"error of the worst row{what}, moefp8 over DeepGEMM: at most {ours:.2e} / "
             line += f"{theirs:.2e} = {value:.2f}  goal {ERROR_GOAL:.2f}: "
-            yield line + _verdict(value <= ERROR_GOAL)
+            yield line + verdict(value <= ERROR_GOAL)
     worst = max(row["peers"][OURS]["error"] for row in rows)
     moved = [str(case_of(row)) for row in rows if not row["peers"][OURS]["repeatable"]]
     yield f"error of moefp8's worst row of all: {worst:.2e}"
@@ -231,25 +247,35 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
         f"NOT at {', '.join(moved)}" if moved else "yes"
     )
     times = ", ".join(f"{PEERS[name].title} {us:.1f}" for name, us in host.items())
-    met = _verdict(host.get(OURS, math.inf) <= host[BF16])
+    met = verdict(host.get(OURS, math.inf) <= host[BF16])
     yield f"host time of one call, {HOST_CASE}, us: {times}  goal torch BF16's: {met}"
     yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"
 
 
-def _verdict(met: bool) -> str:
+def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
+
+
+def about_this_run(names: Iterable[str]) -> dict[str, Any]:
+    """`circumstances()`, which DeepGEMM it is, and how fast this GPU copies."""
+    return circumstances() | {
+        "deep_gemm": deep_gemm_version() if DEEP_GEMM in names else "missing",
+        "copy_gbps": round(copy_gbps(), 1),
+    }
+
+
+def keep(results: dict[str, Any], out: Path | None, usual: Path, is_complete: bool) -> None:
+    """Write them to `out`, or without it, where they are complete, to `usual`."""
+    if out or is_complete:
+        (out or usual).write_text(json.dumps(results, indent=1) + "\n")
+    else:
+        print(f"not kept: these are not all cases of {usual.name}; --out FILE keeps them")
 
 
 def run(cases: list[Case], num_processes: int) -> dict[str, Any]:
     """Measure, and print each M when it is done. A case in which moefp8 fails has no row."""
-    missing = {name: why for name, peer in PEERS.items() if (why := peer.why_missing())}
-    for why in missing.values():
-        print(why)
-    names = [name for name in PEERS if name not in missing]
-    about = circumstances() | {
-        "deep_gemm": deep_gemm_version() if DEEP_GEMM in names else "missing",
-        "copy_gbps": round(copy_gbps(), 1),
-    }
+    names = available(PEERS)
+    about = about_this_run(names)
     if num_processes > 1:
         started = time.perf_counter()
         compile_ahead([*cases, HOST_CASE], num_processes)
@@ -284,22 +310,14 @@ def main() -> None:
         help="processes that compile kernels before any is timed (default %(default)s; 0: none)",
     )
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit(
-            "benchmarks.gemm times GPU kernels, and torch finds no CUDA GPU: run it where there is "
-            "a Hopper GPU (H100, H200) and a torch built for CUDA"
-        )
+    require_gpu("benchmarks.gemm")
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in options.m for n, k in options.shapes]
     started = time.perf_counter()
     with torch.no_grad():
         results = run(cases, options.compile_with)
     rows, is_all = results["rows"], (options.m, options.shapes) == (MS, SHAPES)
-    if options.out or (is_all and len(rows) == len(cases)):
-        out = options.out or RESULTS
-        out.write_text(json.dumps(results, indent=1) + "\n")
-    else:
-        print(f"not kept: these are not all cases of {RESULTS.name}; --out FILE keeps them")
+    keep(results, options.out, RESULTS, is_all and len(rows) == len(cases))
     if rows:
         print("", *lines_of_comparisons(rows), *lines_of_the_rest(results), sep="\n")
     print(f"{len(rows)} of {len(cases)} cases in {time.perf_counter() - started:.0f} s")

@@ -6,14 +6,13 @@ takes from, on random data and with L2 flushed; then compares its choice with th
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import device_us_many
@@ -110,8 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     out = parser.parse_args().out
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gemm_configs needs a Hopper GPU, and there is no CUDA device here")
+    require_gpu("benchmarks.gemm_configs")
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in M for n, k in N_K]
     kernels = {gemm_plan.kernel_of(c, None) for case in cases for c in possible(case)}

@@ -12,11 +12,11 @@ import importlib
 import importlib.metadata
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -74,13 +74,18 @@ class Operands:
         """The numbers that a peer multiplies, without rounding: fp64 [M, K] and [N, K]."""
         if operands == "bf16":
             return self.x.double(), self.w.double()
-        x, w = self.a.data.float().double(), self.b.data.float().double()
         if operands == "codes":
-            return x, w
-        (n, k), of_x, of_w = w.shape, self.a.scale_inv.double(), self.b.scale_inv.double()
-        x *= of_x.repeat_interleave(BLOCK, dim=1)[:, :k]
-        w *= of_w.repeat_interleave(BLOCK, dim=0)[:n].repeat_interleave(BLOCK, dim=1)[:, :k]
-        return x, w
+            return self.a.data.float().double(), self.b.data.float().double()
+        return exact_values(self.a), exact_values(self.b)
+
+
+def exact_values(q: BlockScaled) -> torch.Tensor:
+    """`data * scale_inv` without rounding, for blocks of either kind: fp64 [rows, K]."""
+    values, scales = q.data.float().double(), q.scale_inv.double()
+    rows, k = values.shape
+    if len(scales) < rows:
+        scales = scales.repeat_interleave(BLOCK, dim=0)[:rows]
+    return values.mul_(scales.repeat_interleave(BLOCK, dim=1)[:, :k])
 
 
 def _moefp8(operands: Operands) -> Call:
@@ -132,7 +137,7 @@ def _torch_bf16(operands: Operands) -> Call:
     return lambda: x @ w.T
 
 
-def _never(case: Case) -> str | None:
+def _never(case: object) -> str | None:
     return None
 
 
@@ -144,7 +149,7 @@ def _without_small_or_uneven(case: Case) -> str | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """How to call a GEMM, and when one cannot.
+    """How to call a GEMM, and when one cannot. `Operands` and `Case` are above, or grouped ones.
 
     Attributes:
         operands: what it multiplies, see above.
@@ -156,8 +161,8 @@ class Peer:
 
     title: str
     operands: str
-    prepare: Callable[[Operands], Call]
-    refuses: Callable[[Case], str | None] = _never
+    prepare: Callable[[Any], Call]
+    refuses: Callable[[Any], str | None] = _never
     needs: tuple[str, str] = ("torch", "_scaled_mm")
     remedy: str = ""
 
@@ -191,6 +196,14 @@ PEERS = {
     PER_TENSOR: Peer("cuBLASLt per-tensor", "codes", _cublaslt_per_tensor),
     BF16: Peer("torch BF16", "bf16", _torch_bf16),
 }
+
+
+def available(peers: Mapping[str, Peer]) -> list[str]:
+    """The names of those that are here; of the others it prints why not."""
+    missing = {name: why for name, peer in peers.items() if (why := peer.why_missing())}
+    for why in missing.values():
+        print(why)
+    return [name for name in peers if name not in missing]
 
 
 def first_line(error: BaseException) -> str:

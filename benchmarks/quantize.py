@@ -7,7 +7,6 @@ read, codes and scales written), and their share of what a plain copy moves on t
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.timing import copy_gbps, device_us, device_us_many, host_us
 from moefp8.kernels import quantize
 from moefp8.kernels.quantize_launch import Cut
@@ -106,8 +105,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time every cut of the 1x128 kernel")
     parser.add_argument("--out", type=Path, default=RESULTS, help="for the results, in JSON")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.quantize times GPU kernels, and torch finds no CUDA GPU")
+    require_gpu("benchmarks.quantize")
     torch.manual_seed(0)
     if options.sweep:
         sweep()

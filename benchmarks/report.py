@@ -1,4 +1,4 @@
-"""Write the README's tables, and draw its plot: `python -m benchmarks.report`.
+"""Write the README's tables, and draw its plots: `python -m benchmarks.report`.
 
 Both are made of the JSON files in `benchmarks/results`.
 """
@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline
+from benchmarks import roofline, speedups
 from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us
+from benchmarks.grouped import (
+    GOALS,
+    against_deep_gemm,
+    by_setting,
+    errors_of,
+    shape_of,
+    titles_of,
+)
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
 ROOT = Path(__file__).parents[1]
@@ -70,14 +78,19 @@ def gemm_tables(results: dict[str, Any]) -> str:
             f"<details><summary>All {len(rows)} times</summary>",
             "",
             f"Device time in us, L2 flushed before every call. Bold: the fastest that applies "
-            f"block scales. {results['gpu']}, driver {results['driver']}, torch "
-            f"{results['torch']}, {results['deep_gemm']}; {results['date'][:10]}, commit "
-            f"{results['commit']}.",
+            f"block scales. {_circumstances(results)}",
             "",
             _gemm_times(rows),
             "",
             "</details>",
         ]
+    )
+
+
+def _circumstances(results: dict[str, Any]) -> str:
+    return (
+        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, "
+        f"{results['deep_gemm']}; {results['date'][:10]}, commit {results['commit']}."
     )
 
 
@@ -112,7 +125,69 @@ def _gemm_times(rows: list[dict[str, Any]]) -> str:
     return "\n".join([head, "|---" * (2 + len(names)) + "|", *lines])
 
 
-TABLES = {"accuracy": accuracy_table, "load": load_table, "cpu": cpu_table, "gemm": gemm_tables}
+def grouped_tables(results: dict[str, Any]) -> str:
+    """How many times as fast as DeepGEMM, the plot, and all times folded away."""
+    rows = results["rows"]
+    errors = ", ".join(f"{title} {error:.1e}" for title, error in errors_of(rows).items())
+    return "\n".join(
+        [
+            _grouped_speedups(rows),
+            "",
+            f"`m_grouped_fp8_gemm_nt_contiguous` and `_masked` on one {results['gpu']}: how many "
+            "times as fast as DeepGEMM, for each N x K. A case is so many groups x so many tokens "
+            "of one: 0.7 to 1.3 times their mean, or by Zipf's law, or any number from a to b. "
+            "DeepGEMM's contiguous form takes padded groups, ours does not. Worst row against "
+            f"FP64 sums of the same operands: {errors}.",
+            "",
+            f"![Grouped GEMMs on one {results['gpu']}](benchmarks/results/grouped.png)",
+            "",
+            f"<details><summary>All {len(rows)} cases</summary>",
+            "",
+            "Device time in us, L2 flushed before every call. TFLOP/s and GB/s are moefp8's, and "
+            "padding is no work. `moefp8 (padded rows)` multiplies rows that are padded for "
+            f"DeepGEMM, by `grouped_layout`. {_circumstances(results)}",
+            "",
+            _grouped_times(rows),
+            "",
+            "</details>",
+        ]
+    )
+
+
+def _grouped_speedups(rows: list[dict[str, Any]]) -> str:
+    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
+    lines = ["| case | goal | " + " | ".join(shapes) + " |", "|---" * (2 + len(shapes)) + "|"]
+    for setting, of_setting in by_setting(rows).items():
+        ratios, goal = against_deep_gemm(of_setting), GOALS.get(setting)
+        cells = [f"{ratios[shape]:.2f}" if shape in ratios else "" for shape in shapes]
+        lines.append(f"| {setting} | {f'{goal:.2f}' if goal else ''} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _grouped_times(rows: list[dict[str, Any]]) -> str:
+    titles = titles_of(rows)
+    others = [name for name in titles if name != OURS]
+    head = "| case | tokens | N x K | moefp8 | TFLOP/s | GB/s | "
+    lines = [head + " | ".join(titles[name] for name in others) + " |"]
+    lines.append("|---" * (6 + len(others)) + "|")
+    for setting, of_setting in by_setting(rows).items():
+        for row in of_setting:
+            ours = row["peers"][OURS]
+            times = [fastest_us(row, (name,)) for name in others]
+            cells = [setting, str(row["tokens"]), shape_of(row), f"{ours['us']:.1f}"]
+            cells += [f"{ours['tflops']:.0f}", f"{ours['gbps']:.0f}"]
+            cells += ["-" if us is None else f"{us:.1f}" for us in times]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "accuracy": accuracy_table,
+    "load": load_table,
+    "cpu": cpu_table,
+    "gemm": gemm_tables,
+    "grouped": grouped_tables,
+}
 
 
 def with_tables(text: str, directory: Path = RESULTS) -> str:
@@ -131,9 +206,10 @@ def with_tables(text: str, directory: Path = RESULTS) -> str:
 
 
 def draw_plots(directory: Path = RESULTS) -> None:
-    file = directory / "gemm.json"
-    if file.exists():
-        roofline.draw(json.loads(file.read_text()), file.with_suffix(".png"))
+    for name, draw in (("gemm", roofline.draw), ("grouped", speedups.draw)):
+        file = directory / f"{name}.json"
+        if file.exists():
+            draw(json.loads(file.read_text()), file.with_suffix(".png"))
 
 
 if __name__ == "__main__":
@@ -142,4 +218,4 @@ if __name__ == "__main__":
     try:
         draw_plots()
     except ImportError as error:
-        sys.exit(f"the tables are written, the plot is not ({error}): pip install '.[bench]'")
+        sys.exit(f"the tables are written, the plots are not ({error}): pip install '.[bench]'")

@@ -1,0 +1,195 @@
+"""The grouped FP8 GEMMs beside DeepGEMM on one Hopper GPU: `python -m benchmarks.grouped`.
+
+Every peer in `benchmarks.grouped_peers` multiplies the same random tokens of many groups, in one
+process and taking turns; device time, L2 flushed before every call. The worst row of each result is
+compared with FP64 sums of the very numbers that the peer was given. What is padding is no work.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.circumstances import require_gpu
+from benchmarks.gemm import (
+    Row,
+    about_this_run,
+    figures,
+    geomean,
+    keep,
+    lines_of_shapes,
+    ratio,
+    verdict,
+    worst_errors,
+)
+from benchmarks.grouped_cases import SETTINGS, Case, Setting
+from benchmarks.grouped_peers import FORMS, PADDED, PEERS, Job, Operands
+from benchmarks.peers import DEEP_GEMM, OURS, available, first_line
+from benchmarks.timing import device_us_many
+
+RESULTS = Path(__file__).parent / "results" / "grouped.json"
+GOALS = {str(setting): setting.goal for setting in SETTINGS}
+
+
+def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"{row['form']} {row['loads']}", []).append(row)
+    return found
+
+
+def shape_of(row: Row) -> str:
+    return f"{row['n']}x{row['k']}"
+
+
+def against_deep_gemm(rows: Iterable[Row]) -> dict[str, float]:
+    """How many times as fast as DeepGEMM ours is, at each shape that both ran."""
+    ratios = {shape_of(row): ratio(row, (DEEP_GEMM,)) for row in rows}
+    return {shape: value for shape, value in ratios.items() if value is not None}
+
+
+def titles_of(rows: Iterable[Row]) -> dict[str, str]:
+    """The peers that ran anywhere in `rows`."""
+    ran = {name for row in rows for name, found in row["peers"].items() if "us" in found}
+    return {name: peer.title for name, peer in PEERS.items() if name in ran}
+
+
+def errors_of(rows: Iterable[Row]) -> dict[str, float]:
+    """The worst row of each peer, by its title."""
+    rows = list(rows)
+    return {
+        title: max(found["error"] for row in rows if "us" in (found := row["peers"].get(name, {})))
+        for name, title in titles_of(rows).items()
+    }
+
+
+def worst_row_errors(operands: Operands, tokens: dict[str, torch.Tensor]) -> dict[str, float]:
+    """`|row - exact| / |exact|` of the worst row of each; inf where a result is not finite."""
+    worst = dict.fromkeys(tokens, 0.0)
+    for kind in {PEERS[name].operands for name in tokens}:
+        names = [name for name in tokens if PEERS[name].operands == kind]
+        for group, (count, end) in enumerate(zip(operands.counts, operands.ends, strict=True)):
+            of_group = {name: tokens[name][end - count : end] for name in names}
+            if count:
+                for name, error in worst_errors(of_group, *operands.exact(kind, group)).items():
+                    worst[name] = max(worst[name], error)
+    return worst
+
+
+def measure(case: Case, names: Iterable[str]) -> Row:
+    operands, setting = Operands.random(case), case.setting
+    jobs: dict[str, Job] = {}
+    first: dict[str, torch.Tensor] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        why = PEERS[name].refuses(case)
+        try:
+            if why is None:
+                job = PEERS[name].prepare(operands)
+                first[name] = job.tokens()
+                jobs[name] = job
+        except Exception as error:
+            if name in (OURS, PADDED):
+                raise
+            why = first_line(error)
+        found[name] = {} if why is None else {"refused": why}
+    errors = worst_row_errors(operands, first)
+    for name, us in device_us_many(jobs, repeats=10 if case.is_long else 20).items():
+        num_bytes = case.num_bytes(PEERS[name].operands)
+        found[name] = figures(us, case.flops, num_bytes, errors[name])
+    for name in {OURS, PADDED} & set(jobs):
+        found[name]["repeatable"] = torch.equal(jobs[name].tokens(), first[name])
+        found[name]["untouched"] = jobs[name].untouched()
+    about = {"form": setting.form, "loads": setting.loads, "groups": len(setting.counts)}
+    return {**about, "tokens": setting.num_tokens, "n": case.n, "k": case.k, "peers": found}
+
+
+def lines_of_table(setting: Setting, rows: list[Row]) -> Iterator[str]:
+    counts = setting.counts
+    yield f"{setting}: {sum(counts)} tokens, {min(counts)} to {max(counts)} of a group"
+    yield from lines_of_shapes(rows, titles_of(rows))
+    for row in rows:
+        for name, found in row["peers"].items():
+            if "refused" in found:
+                yield f"{PEERS[name].title} is left out at {shape_of(row)}: {found['refused']}"
+
+
+def lines_of_comparisons(rows: Iterable[Row]) -> Iterator[str]:
+    for setting, of_setting in by_setting(rows).items():
+        ratios, goal = against_deep_gemm(of_setting), GOALS.get(setting)
+        if not ratios:
+            continue
+        shape = min(ratios, key=ratios.__getitem__)
+        line = f"{setting:24} times as fast as DeepGEMM  worst {ratios[shape]:.2f} at {shape:9}  "
+        line += f"geomean {geomean(ratios.values()):.2f}"
+        if goal:
+            line += f"  goal {goal:.2f}: {verdict(ratios[shape] >= goal)}"
+        yield line
+
+
+def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
+    """Errors, repeatability, rows that are of no group."""
+    rows = results["rows"]
+    errors = ", ".join(f"{title} {error:.2e}" for title, error in errors_of(rows).items())
+    yield f"error of the worst row of all: {errors}"
+    for what, key in (
+        ("the same bits before and after timing", "repeatable"),
+        ("rows of no group hold what they held", "untouched"),
+    ):
+        broken = [
+            f"{setting} {shape_of(row)} ({PEERS[name].title})"
+            for setting, of_setting in by_setting(rows).items()
+            for row in of_setting
+            for name, found in row["peers"].items()
+            if not found.get(key, True)
+        ]
+        yield f"{what}: " + (f"NOT at {', '.join(broken)}" if broken else "yes")
+    yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"
+
+
+def run(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Measure, and print each setting when it is done. A case in which moefp8 fails has no row."""
+    names = available(PEERS)
+    results: dict[str, Any] = {**about_this_run(names), "rows": []}
+    for setting in settings:
+        rows = []
+        for case in (Case(setting, n, k) for n, k in setting.shapes):
+            try:
+                rows.append(measure(case, [name for name in FORMS[setting.form] if name in names]))
+            except Exception:
+                traceback.print_exc()
+                print(f"no row for {case}")
+        if rows:
+            print("", *lines_of_table(setting, rows), sep="\n", flush=True)
+            results["rows"] += rows
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    by_name = {setting.name: setting for setting in SETTINGS}
+    parser.add_argument("--cases", nargs="+", choices=by_name, default=list(by_name), metavar="C")
+    parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
+    options = parser.parse_args()
+    require_gpu("benchmarks.grouped")
+    torch.manual_seed(0)
+    settings = [by_name[name] for name in options.cases]
+    num_cases, started = sum(len(setting.shapes) for setting in settings), time.perf_counter()
+    with torch.no_grad():
+        results = run(settings)
+    rows, is_all = results["rows"], options.cases == list(by_name)
+    keep(results, options.out, RESULTS, is_all and len(rows) == num_cases)
+    if rows:
+        print("", *lines_of_comparisons(rows), *lines_of_the_rest(results), sep="\n")
+    print(f"{len(rows)} of {num_cases} cases in {time.perf_counter() - started:.0f} s")
+    if len(rows) < num_cases:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
