@@ -150,7 +150,8 @@ struct Follower : Ring<C> {
     place.first_token = warp_uniform(told.first_token), place.tile = warp_uniform(told.tile);
     place.rows = warp_uniform(told.rows), place.matrix = warp_uniform(told.matrix);
     place.group = warp_uniform(told.group);
-    tiles.empty[slot].arrive();  // after the reads, since shuffles wait for them
+    fence_cta();  // the arrival would overtake the reads: see `release` in gemm.cu
+    tiles.empty[slot].arrive();
     ++num_tiles, k = 0;
   }
   __device__ void next() {
