@@ -1,7 +1,8 @@
-// Dense FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16.
+// FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16; dense, or grouped.
 //
 // a [M, K] and b [N, K] are E4M3 with K innermost; a has a scale for each 1x128 block, b for each
-// 128x128 block. Tokens are the M rows of a, weights the N rows of b.
+// 128x128 block. Tokens are the M rows of a, weights the N rows of b. Grouped (kGrouped), each group of
+// tokens has a b of its own, and only the device knows which tokens are of which group: gemm_groups.cuh.
 //
 // Each CTA owns one tile of kRows x kCols at a time. WGMMA computes it as rows x columns, and either
 // operand may be the rows: tokens for large M; weights for small M, since WGMMA's rows come in 64s
@@ -43,6 +44,7 @@ template <class C>
 struct TokenMaps {
   TensorMap of_box[C::kTokenBoxes];  // and so do these
 };
+// Who finds the tiles. Of a dense GEMM, every warp does.
 template <class C>
 using WalkOf = typename Select<C::kGrouped, Follower<C>, Walk<C>>::Type;
 template <class C>
@@ -68,7 +70,8 @@ struct Loader {
         if (weight != piece.begin) continue;
         load_operand<C::kShareRows == C::kWeightsAreRows, C>(
             elected, rank, shared.weight_operand(walk.stage, i) + weight * kBlock, weight_maps.of_piece[piece.index],
-            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight), walk.place.group);
+            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight),
+            walk.place.group);
       }
     }
   }
@@ -80,8 +83,9 @@ struct Loader {
                                                            shared.full[walk.stage], walk.k * C::kDepth + i,
                                                            walk.place.first_token, walk.place.matrix);
     }
+    const int first_scale = walk.place.first_token - walk.place.scale_offset();
     tma_load<C::kDimensions>(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage],
-                             {walk.place.first_token - walk.place.scale_offset(), walk.k * C::kDepth, walk.place.matrix});
+                             {first_scale, walk.k * C::kDepth, walk.place.matrix});
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
@@ -367,13 +371,14 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 
 // Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
 // Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; if sums must meet
-//           (kSplit > 1), each cluster computes one tile.
+//           (kSplit > 1), each cluster computes one tile. It does not depend on how many tokens groups have.
 // Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out; the
 //           inbox for sums of other CTAs.
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
 //           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
-//           delivered: the sums of other CTAs for this one's slice are in its inbox.
-// Alignment a, b, d and the token scales [K/128, M]: address and row pitch multiples of 16 B (TMA).
+//           delivered: the sums of other CTAs for this one's slice are in its inbox;
+//           tiles: a lane of the scheduler; all threads that follow it.
+// Alignment a, b, d and the token scales [K/128, M]: address, row and matrix pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     gemm_kernel(const __grid_constant__ TokenMaps<C> token_maps, const __grid_constant__ TensorMap token_scale_map,

@@ -87,7 +87,8 @@ __device__ void store_some(Staging staging, const Arguments& args, const Place<C
             (place.first_token + first) * groups.d_row_stride;
 #pragma unroll
   for (int box = 0; box < C::kBoxes; ++box) {
-    const int first_weight = place.weight(args, C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols);
+    const int col = C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols;
+    const int first_weight = place.weight(args, col);
 #pragma unroll 1
     for (int unit = begin * kUnits + thread.index; unit < end * kUnits; unit += kWarpgroup) {
       const int y = unit / kUnits, x = unit % kUnits, weight = first_weight + x * 8;

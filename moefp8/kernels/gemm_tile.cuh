@@ -73,12 +73,13 @@ struct Config {
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
 
-// Which rows of a grouped GEMM are of which group. Of the loads that depend on the device's data, all are here.
+// Which rows of a grouped GEMM are of which group: `bounds` says so, and a kernel before it may have written that.
 struct Groups {
   enum Kind : int {
     kOffsets,  // group g has the rows from bounds[g] to bounds[g + 1]
     kMasked,   // group g has the first bounds[g] rows of its own matrix
-    kRows,     // row i is of the group bounds[i], -1 of none; all of 128 rows that are of one are of the same one
+    kRows,     // row i is of the group bounds[i], or of none if that is -1; of each 128 rows, the first are of one
+               // group and the others of none
   };
   const int* bounds;
   int kind, num_groups;
@@ -131,7 +132,9 @@ struct Place {
   __device__ int scale_offset() const { return C::kBeginsAnywhere ? first_token % 4 : 0; }
   __device__ int begin() const { return rows & 0xffff; }
   __device__ int end() const { return rows >> 16; }
+  // Which of the boxes holds them.
   __device__ int token_box() const { return C::kTokenBoxes == 1 ? 0 : max(0, (end() - 1) / 64); }
+
   struct Piece {
     int begin, size, index;
   };
