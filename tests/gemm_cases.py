@@ -221,10 +221,6 @@ class Segment(NamedTuple):
     group: int
 
 
-def shares_tokens(config: gemm_config.GemmConfig) -> bool:
-    return config.share > 1 and config.share_rows != config.weights_are_rows
-
-
 class Emulator:
     """libcuda, as far as launches need it."""
 
@@ -291,7 +287,7 @@ class Emulator:
     def gemm(self, made, parameters):
         made.config = config = self.config_of[made.kernel.name]
         num_boxes = 1
-        if config.grouped and not config.weights_are_rows and not shares_tokens(config):
+        if config.grouped and not config.weights_are_rows and not config.shares_tokens:
             num_boxes = config.rows // 64
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
             self.maps_at(parameters[0], num_boxes),
@@ -411,7 +407,7 @@ class Emulator:
         weight_tiles = counts[0 if config.weights_are_rows else 1]
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, config.tile[1])
         assert arguments.band >= 1
-        in_cluster = config.share if shares_tokens(config) else 1
+        in_cluster = config.share if config.shares_tokens else 1
         loaded = [x.box[1] * in_cluster for x in made.a_maps]
         num_tiles = 0
         for segment in segments:
@@ -449,7 +445,7 @@ class Emulator:
             weight_tile, token_tile = divmod(tile - first * weight_tiles, height)
             first_token = start + (first + token_tile) * config.tile[0]
             for rank in range(config.share):
-                if shares_tokens(config):
+                if config.shares_tokens:
                     own_tile, own_first = weight_tile * config.share + rank, first_token
                 else:
                     own_tile, own_first = weight_tile, first_token + rank * tokens
@@ -464,7 +460,7 @@ class Emulator:
         """Boxes are what the kernel takes them for."""
         config, outer = made.config, [1] * made.config.grouped
         tokens, weights = config.cta_tile
-        shared = shares_tokens(config)
+        shared = config.shares_tokens
         of_tokens, of_weights = (config.share, 1) if shared else (1, config.share)
         assert [x.box for x in made.b_maps] == [
             [128, size // of_weights, *outer] for size in config.weight_pieces

@@ -142,6 +142,24 @@ def run_grouped_families() -> None:
                 run_grouped_gemm(what, routing_of(kind, counts), n, k)
             gemm_plan.set_num_sms(None)
     gemm_config.choose_grouped_config = chosen
+    for kind in Kind:
+        run_broken_bounds(kind)
+
+
+def run_broken_bounds(kind: Kind) -> None:
+    """Numbers that break the rules: nothing outside of the tensors may be read or written."""
+    routing = routing_of(kind, (50,) * 6)
+    bounds = routing.bounds_on("cuda")
+    bounds[1::3], bounds[2::5] = 2**31 - 1, -(2**31)
+    a = torch.zeros(*routing.rows_of_a(), 272, dtype=torch.uint8, device="cuda")
+    b = torch.zeros(6, 136, 272, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    a_scale_inv = empty_tma_aligned([*routing.rows_of_a(), 3], a.device)
+    b_scale_inv = torch.ones(6, 2, 3, device="cuda")
+    d = torch.zeros(*routing.rows_of_a(), 136, dtype=torch.bfloat16, device="cuda")
+    operands = Operands(a.view(torch.float8_e4m3fn), a_scale_inv, b, b_scale_inv, d)
+    for expected_m in (4, 60, 1000):
+        grouped_launch.launch_grouped_gemm("broken", kind, operands, bounds, expected_m)
+    print(f"grouped, broken bounds, {kind.name}", flush=True)
 
 
 def run_grouped_gemm(name: str, routing: Routing, n: int, k: int) -> None:

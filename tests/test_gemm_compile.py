@@ -215,7 +215,10 @@ def releases_before_reads(code: str) -> int:
 
 @pytest.mark.parametrize("which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins"])
 def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
-    """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu."""
+    """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu.
+
+    Of a grouped GEMM the scheduler may fill the slot that told of a tile.
+    """
     for config, cubin in request.getfixturevalue(which).items():
         assert releases_before_reads(disassemble(cubin)) == 0, config
 

@@ -209,7 +209,8 @@ def test_expected_m_changes_no_result(gpu, kind):
     made = operands(routing, 136, 272)
     for expected_m in (1, 2, 8, 16, 33, 64, 65, 128, 200, 1000, 100_000):
         launch_and_compare(routing, made, None, expected_m)
-        assert gpu.chosen[-1] == (expected_m, 4, 136, 272, NUM_SMS)
+        groups = (min(expected_m, 128), 4) if kind == Kind.ROWS else (expected_m, 4)
+        assert gpu.chosen[-1] == (*groups, 136, 272, NUM_SMS)
         l2_bytes = 128 if expected_m <= 64 else 256
         assert {x.l2_bytes for x in gpu.launched[-1].a_maps} == {l2_bytes}
 
@@ -463,9 +464,12 @@ def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m
         assert torch.equal(made.d, expected_of(routing, made))
     if gpu.chosen:
         mean = kernels.ceil_div(routing.num_tokens, routing.num_groups)
+        num_segments = routing.num_groups
         if routing.kind == Kind.MASKED:
             mean = min(max(expected_m, 1), routing.num_tokens)
-        assert gpu.chosen == [(mean, routing.num_groups, n, k, NUM_SMS)]
+        if routing.kind == Kind.ROWS:  # 128 rows at most are known to be of one group
+            mean, num_segments = min(mean, 128), kernels.ceil_div(routing.num_tokens, 128)
+        assert gpu.chosen == [(mean, num_segments, n, k, NUM_SMS)]
 
 
 def test_bodies_of_the_ops_check_their_arguments(gpu):

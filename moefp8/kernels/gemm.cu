@@ -9,8 +9,8 @@
 // and its columns in 8s. Whoever is what, "row" and "column" below mean WGMMA's.
 //
 // In the field's words: a persistent, warp-specialised kernel. Producer warps (`Loader`, `ScaleLoader`)
-// fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk` is the tile scheduler and the
-// state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
+// fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk`, of a grouped GEMM `Scheduler` and
+// `Follower`, is the tile scheduler and the state of that pipeline, `store` and `reduce` are the epilogue. kShare is TMA multicast in a cluster,
 // kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes
 // one product while the tensor cores compute the next.
 #include "gemm_groups.cuh"
@@ -111,6 +111,10 @@ struct Loader {
         shared.empty[walk.stage].wait(walk.parity ^ 1);
         load_weights(walk), load_tokens(walk);
       }
+    }
+    if constexpr (C::kGrouped && C::kShare > 1) {  // this CTA stays until all signals to it have arrived
+#pragma unroll 1
+      for (int i = 0; i < C::kStages; ++i, walk.next_stage()) shared.empty[walk.stage].wait(walk.parity ^ 1);
     }
   }
 };
@@ -440,9 +444,5 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     if constexpr (kMoveRegisters) take_registers<C::kMathRegisters>();
     walk.start();
     multiply<C>(shared, d_map, args, walk);
-  }
-  if constexpr (C::kGrouped && C::kShare > 1) {  // signals to this CTA may still be on their way
-    cluster_arrive();
-    cluster_wait();
   }
 }

@@ -1,9 +1,9 @@
-"""How a dense GEMM is cut into tiles: a pure function of its shape and the number of SMs.
+"""How a GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each configuration of a short list and takes the best. The
 list and the constants of the estimate come from timing up to 97 configurations for each of 227
 shapes, with M = 1 to 8192, on an H200; `python -m benchmarks.gemm_configs` says how far the choice
-is from the best of still more.
+is from the best of still more. `choose_grouped_config` is for groups of tokens.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ struct Segment {
   int begin, end, group;
 };
 
-// The first rows of 128 that are of one group; two rounds of reads that do not wait for each other.
+// The first rows of 128 that are of one group, found in two rounds of reads.
 __device__ inline Segment rows_of_block(const Groups& groups, int block) {
   constexpr int kStep = 16;
   const int begin = block * kBlock, limit = min(begin + kBlock, groups.num_tokens);

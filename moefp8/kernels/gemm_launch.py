@@ -3,10 +3,17 @@
 import torch
 
 from . import gemm_config, gemm_plan
-from .blocks import TMA_BYTES, ceil_div, tma_aligned
+from .blocks import ceil_div
 from .checks import check_dense_gemm
-from .gemm_plan import Launches, Layouts, Operands, Plan, device_sms, make_plan
-from .tma_operands import empty_fitting, fits, fitting
+from .gemm_plan import (
+    Launches,
+    Layouts,
+    Operands,
+    Plan,
+    device_sms,
+    fitting_operands,
+    make_plan,
+)
 
 _OP = "fp8_gemm_nt"
 
@@ -26,7 +33,8 @@ def launch_gemm(
 ) -> None:
     """`fp8_gemm_nt` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
-    Operands that TMA cannot address are copied first, and d is written through a copy: `_fitting`.
+    Operands that TMA cannot address are copied first, and d is written through a copy:
+    `fitting_operands`.
 
     programmatic: it may be launched before the stream's previous kernel ends; then it reads a, its
         scales and writes d only after that end. All else must be older than that kernel. Has no
@@ -59,33 +67,17 @@ def _launch_unplanned(
     if operands.a.shape[1] == 0:
         d.zero_() if bias is None else d.copy_(bias)
         return
-    fitting_operands = _fitting(operands, d_is_padded)
+    fitting = fitting_operands(operands, d_is_padded, keep_d=False)
     contiguous_bias = None if bias is None else bias.contiguous()
-    pairs = zip(fitting_operands, operands, strict=True)
+    pairs = zip(fitting, operands, strict=True)
     if all(x is y for x, y in pairs) and contiguous_bias is bias:
         _launches.keep(_plan(operands, bias, layouts), rest)
         launch_gemm(*operands, bias, programmatic=programmatic, d_is_padded=d_is_padded)
-    elif fitting_operands.d is d:
-        launch_gemm(*fitting_operands, contiguous_bias, d_is_padded=d_is_padded)
+    elif fitting.d is d:
+        launch_gemm(*fitting, contiguous_bias, d_is_padded=d_is_padded)
     else:
-        launch_gemm(*fitting_operands, contiguous_bias, d_is_padded=True)
-        d.copy_(fitting_operands.d)
-
-
-def _fitting(operands: Operands, d_is_padded: bool) -> Operands:
-    """Each operand itself, or a copy in memory that TMA can address; for d an empty twin.
-
-    Scales of activations lie as `empty_tma_aligned` says. `a` from `quantize_1x128` is copied if
-    16 does not divide K, `d` if 8 does not divide N.
-    """
-    a, a_scale_inv, b, b_scale_inv, d = operands
-    if not fits(a_scale_inv.T):
-        a_scale_inv = tma_aligned(a_scale_inv)
-    # A store moves whole units of 16 bytes, also at the end of a row.
-    ends_even = d.shape[1] * d.element_size() % TMA_BYTES == 0
-    if not (fits(d) and (ends_even or d_is_padded)):
-        d = empty_fitting(d)
-    return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
+        launch_gemm(*fitting, contiguous_bias, d_is_padded=True)
+        d.copy_(fitting.d)
 
 
 def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Plan:

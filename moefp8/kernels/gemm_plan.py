@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .blocks import E4M3, ceil_div, num_blocks
+from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
 from .gemm_config import GemmConfig
 from .jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
-from .tma_operands import Box, are_aligned, box_of
+from .tma_operands import Box, are_aligned, box_of, empty_fitting, fits, fitting
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 BIASES = {
@@ -39,6 +39,22 @@ class Operands(NamedTuple):
     b: torch.Tensor
     b_scale_inv: torch.Tensor
     d: torch.Tensor
+
+
+def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> Operands:
+    """Each operand itself, or a copy in memory that TMA can address; for d a twin.
+
+    Scales of activations lie as `empty_tma_aligned` says. `a` from `quantize_1x128` is copied if
+    16 does not divide K, `d` if 8 does not divide N. keep_d: not all of d will be written.
+    """
+    a, a_scale_inv, b, b_scale_inv, d = operands
+    if not fits(a_scale_inv.mT):
+        a_scale_inv = tma_aligned(a_scale_inv)
+    # A store moves whole units of 16 bytes, also at the end of a row.
+    ends_even = d.shape[-1] * d.element_size() % TMA_BYTES == 0
+    if not (fits(d) and (ends_even or d_is_padded)):
+        d = empty_fitting(d).copy_(d) if keep_d else empty_fitting(d)
+    return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
 
 
 class Groups(ctypes.Structure):
@@ -155,7 +171,8 @@ def band(config: GemmConfig, m: int, k: int) -> int:
 
     All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
     so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
-    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33.
+    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. Of a group
+    about 384 tokens, since its weights stream past once for each band.
     """
     tokens = config.tile[0]
     if config.grouped:

@@ -68,6 +68,7 @@ struct Config {
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
   static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
+  static_assert(kTokenScales <= 256, "TMA boxes");
   static_assert(!kGrouped || (kSplit == 1 && kBias == Bias::kNone), "what a grouped GEMM has no use for");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
@@ -99,7 +100,7 @@ struct Arguments {
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // that TMA writes, with each box of tokens
-  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile
+  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile; grouped, those of tokens are a bound
   int band;                          // row tiles that are walked together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up: a division takes long. Exact for all
                                      // x < 2^33 / band: (x * inverse) >> 33 == x / band

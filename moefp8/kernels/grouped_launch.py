@@ -9,10 +9,17 @@ from enum import IntEnum
 import torch
 
 from . import gemm_config, gemm_plan
-from .blocks import BLOCK, TMA_BYTES, ceil_div, tma_aligned
+from .blocks import BLOCK, ceil_div
 from .gemm_config import GemmConfig
-from .gemm_plan import Launches, Layouts, Operands, Plan, device_sms, make_plan
-from .tma_operands import empty_fitting, fits, fitting
+from .gemm_plan import (
+    Launches,
+    Layouts,
+    Operands,
+    Plan,
+    device_sms,
+    fitting_operands,
+    make_plan,
+)
 
 
 class Kind(IntEnum):
@@ -43,8 +50,7 @@ def launch_grouped_gemm(
     operands: a and d are [M, K] and [M, N], if masked [E, max_m, K] and [E, max_m, N].
     bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `kind` says.
     expected_m: tokens of a group, about; decides how fast it is.
-    programmatic: it may be launched before the stream's previous kernel ends; then it waits. Has
-        no effect where an operand is copied.
+    programmatic: it may be launched before the stream's previous kernel ends; then it waits.
     d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
     Raises ValueError, JitError, or OutOfMemoryError.
     """
@@ -69,21 +75,20 @@ def _launch_unplanned(
     if operands.a.shape[-1] == 0:
         d.masked_fill_(rows_of_groups(kind, d, bounds)[..., None], 0)
         return
-    fitting_operands = _fitting(operands, d_is_padded)
+    fitting = fitting_operands(operands, d_is_padded, keep_d=True)
     bounds_in_order = bounds.contiguous()
-    pairs = zip((*fitting_operands, bounds_in_order), (*operands, bounds), strict=True)
+    pairs = zip((*fitting, bounds_in_order), (*operands, bounds), strict=True)
     if all(x is y for x, y in pairs):
         _launches.keep(_plan(op, kind, operands, expected_m, layouts), rest)
     else:
-        d_is_padded |= fitting_operands.d is not d
-        programmatic = False  # the copies are the kernels before it
+        d_is_padded |= fitting.d is not d
     launch_grouped_gemm(
-        *(op, kind, fitting_operands, bounds_in_order, expected_m),
+        *(op, kind, fitting, bounds_in_order, expected_m),
         programmatic=programmatic,
         d_is_padded=d_is_padded,
     )
-    if fitting_operands.d is not d:
-        d.copy_(fitting_operands.d)
+    if fitting.d is not d:
+        d.copy_(fitting.d)
 
 
 def rows_of_groups(kind: Kind, d: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -96,18 +101,6 @@ def rows_of_groups(kind: Kind, d: torch.Tensor, bounds: torch.Tensor) -> torch.T
     return bounds >= 0
 
 
-def _fitting(operands: Operands, d_is_padded: bool) -> Operands:
-    """Each operand itself, or a copy in memory that TMA can address, d too: most of it may stay."""
-    a, a_scale_inv, b, b_scale_inv, d = operands
-    if not fits(a_scale_inv.mT):
-        a_scale_inv = tma_aligned(a_scale_inv)
-    # A store moves whole units of 16 bytes, also at the end of a row.
-    ends_even = d.shape[-1] * d.element_size() % TMA_BYTES == 0
-    if not (fits(d) and (ends_even or d_is_padded)):
-        d = empty_fitting(d).copy_(d)
-    return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
-
-
 def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Layouts) -> Plan:
     """For operands that fit."""
     a, a_scale_inv, b, b_scale_inv, d = operands
@@ -117,10 +110,12 @@ def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Lay
     gemm_plan.check_sizes(op, m, n, k)
     all_sms = device_sms(a.get_device())
     num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
+    num_segments = num_groups
+    if kind == Kind.ROWS:  # each block of them is as a group of its own
+        num_segments, expected_m = ceil_div(m, BLOCK), min(expected_m, BLOCK)
     config = gemm_config.choose_grouped_config(
-        expected_m, num_groups, n, k, num_sms, num_sms == all_sms
+        expected_m, num_segments, n, k, num_sms, num_sms == all_sms
     )
-    num_segments = ceil_div(m, BLOCK) if kind == Kind.ROWS else num_groups
     return make_plan(
         config,
         operands,
