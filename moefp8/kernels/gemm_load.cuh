@@ -1,0 +1,150 @@
+// The warps that load: a ring of stages, filled for the math warpgroups of gemm.cu.
+#pragma once
+#include "gemm_groups.cuh"
+#include "gemm_tile.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+
+// One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
+template <bool kShared, class C>
+__device__ void load_operand(bool elected, int rank, uint8_t* destination, const TensorMap& map, int size,
+                             Barrier& full, int k_block, int first, int matrix) {
+  if constexpr (!kShared || C::kShare == 1) {
+    tma_load<C::kDimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix});
+  } else {
+    const int share = rank % C::kShare, slice = size / C::kShare;
+    const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
+    tma_load_multicast<C::kDimensions>(elected, destination + share * slice * kBlock, map, full,
+                                       {k_block * kBlock, first + share * slice, matrix}, ranks);
+  }
+}
+
+template <class C>
+struct WeightMaps {
+  TensorMap of_piece[C::kPieces];  // they differ in the size of the box
+};
+template <class C>
+struct TokenMaps {
+  TensorMap of_box[C::kTokenBoxes];  // and so do these
+};
+// Who finds the tiles. Of a dense GEMM, every warp does.
+template <class C>
+using WalkOf = typename Select<C::kGrouped, Follower<C>, Walk<C>>::Type;
+template <class C>
+using SchedulerOf = typename Select<C::kGrouped, Scheduler<C>, NoScheduler>::Type;
+
+// One warp: both operands of every stage and the scales of its tokens, by TMA.
+template <class C>
+struct Loader {
+  Shared<C>& shared;
+  const TokenMaps<C>& token_maps;
+  const TensorMap& token_scale_map;
+  const WeightMaps<C>& weight_maps;
+  bool elected;
+  int rank = C::kShare == 1 ? 0 : cluster_rank();
+
+  __device__ void load_weights(const WalkOf<C>& walk) {
+    shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes[walk.place.token_box()]);
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i) {
+#pragma unroll
+      for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+        const auto piece = Place<C>::piece(weight);
+        if (weight != piece.begin) continue;
+        load_operand<C::kShareRows == C::kWeightsAreRows, C>(
+            elected, rank, shared.weight_operand(walk.stage, i) + weight * kBlock, weight_maps.of_piece[piece.index],
+            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight),
+            walk.place.group);
+      }
+    }
+  }
+  __device__ void load_tokens(const WalkOf<C>& walk) {
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i) {
+      load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
+                                                           token_maps.of_box[walk.place.token_box()], C::kTokens,
+                                                           shared.full[walk.stage], walk.k * C::kDepth + i,
+                                                           walk.place.first_token, walk.place.matrix);
+    }
+    const int first_scale = walk.place.first_token - walk.place.scale_offset();
+    tma_load<C::kDimensions>(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage],
+                             {first_scale, walk.k * C::kDepth, walk.place.matrix});
+  }
+
+  // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
+  // as a whole. But while the previous kernel may still write the tokens, only the first stage gets its
+  // weights; behind those of more, the tokens would wait.
+  __device__ void fill(WalkOf<C>& walk, bool programmatic) {
+    if (C::kGrouped) programmatic = false;  // the scheduler has waited
+    if (programmatic) load_weights(walk);
+    if (!C::kGrouped) wait_for_previous_kernel();
+#pragma unroll 1
+    for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
+      if (i > 0 || !programmatic) load_weights(walk);
+      load_tokens(walk);
+    }
+    let_next_kernel_start();
+  }
+  // All other rounds.
+  __device__ void run(WalkOf<C> walk) {
+#pragma unroll 1
+    for (; !walk.done(); walk.next_tile()) {
+#pragma unroll 1
+      for (; walk.k < walk.k_end; ++walk.k, walk.next_stage()) {
+        shared.empty[walk.stage].wait(walk.parity ^ 1);
+        load_weights(walk), load_tokens(walk);
+      }
+    }
+    if constexpr (C::kGrouped && C::kShare > 1) {  // this CTA stays until all signals to it have arrived
+#pragma unroll 1
+      for (int i = 0; i < C::kStages; ++i, walk.next_stage()) shared.empty[walk.stage].wait(walk.parity ^ 1);
+    }
+  }
+};
+
+// One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows. What it
+// does for a stage is little, since the math warps beside it lose what it takes.
+template <class C>
+struct ScaleLoader {
+  static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
+  const Arguments& args;
+  const int lane;
+  struct {
+    float scales[C::kWeightScales];
+  } chunk;
+
+  // The chunk that begins where `walk` is. Beyond the edges any finite scale will do: the operands are zeros.
+  __device__ void read(const WalkOf<C>& walk) {
+    const int last_block = (args.num_weights - 1) / kBlock;
+    const int64_t k_block = min(walk.k * C::kDepth + lane, args.num_k_blocks - 1);
+    const float* first = args.weight_scales + k_block * args.weight_scale_stride_k;
+    if constexpr (C::kGrouped) first += walk.place.group * args.groups.weight_scale_stride;
+#pragma unroll
+    for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+      if (!Place<C>::begins_scale(weight)) continue;
+      const int64_t block = min(walk.place.weight(args, weight) / kBlock, last_block);
+      chunk.scales[Place<C>::scale(weight)] = first[block * args.weight_scale_stride];
+    }
+  }
+  // After `read` of the first chunk. Each is read while the one before it is handed out.
+  __device__ void run(Shared<C>& shared, WalkOf<C> walk) {
+#pragma unroll 1
+    while (!walk.done()) {
+      const auto read_before = chunk;
+      const int num_stages = min(walk.k_end - walk.k, kChunk);
+      walk.k += num_stages;
+      if (walk.k == walk.k_end) walk.next_tile();
+      if (!walk.done()) read(walk);
+#pragma unroll 1
+      for (int i = 0; i < num_stages; ++i, walk.next_stage()) {
+        shared.empty[walk.stage].wait(walk.parity ^ 1);
+        if (lane / C::kDepth == i) {
+#pragma unroll
+          for (int j = 0; j < C::kWeightScales; ++j)
+            shared.weights[walk.stage].scales[lane % C::kDepth][j] = read_before.scales[j];
+        }
+        shared.full[walk.stage].arrive();
+      }
+    }
+  }
+};
