@@ -6,13 +6,12 @@ from contextlib import contextmanager
 import pytest
 import sanitizer_cases
 import torch
+from emulator import Emulator, emulated
 from gemm_cases import (
     BIASES,
     NAN,
     PLACES,
     SCALE_PLACES,
-    Emulator,
-    emulated,
     expected_of,
     flat,
     nothing_around_is_written,

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import sanitizer_cases
 import torch
-from gemm_cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, Emulator, emulated, flat, stacked
+from emulator import Emulator, emulated
+from gemm_cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, flat, stacked
 from gpu_cases import NUM_SMS
 from grouped_cases import (
     UNTOUCHED,

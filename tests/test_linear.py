@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gemm_cases import BIASES, emulated
+from emulator import emulated
+from gemm_cases import BIASES
 from hypothesis import given
 from hypothesis import strategies as st
 
