@@ -247,7 +247,6 @@ class Emulator:
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         weight_tiles = counts[0 if config.weights_are_rows else 1]
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, config.tile[1])
-        assert arguments.band >= 1
         in_cluster = config.share if config.shares_tokens else 1
         loaded = [x.box[1] * in_cluster for x in made.a_maps]
         num_tiles = 0
@@ -267,7 +266,7 @@ class Emulator:
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
         limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
-        at_once = limit * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
+        at_once = gemm_config.usable_ctas(config, limit, limit == NUM_SMS) // config.cluster
         assert min(max(1, at_once), num_tiles // config.share) <= clusters <= max(1, at_once)
         assert clusters >= 1
 
@@ -279,11 +278,8 @@ class Emulator:
         start = begin if config.begins_anywhere else begin // 4 * 4
         tall = kernels.ceil_div(end - start, config.tile[0])
         for tile in range(tall * weight_tiles):
-            first = 0
-            if tall > arguments.band:
-                first = tile // (arguments.band * weight_tiles) * arguments.band
-            height = min(arguments.band, tall - first)
-            weight_tile, token_tile = divmod(tile - first * weight_tiles, height)
+            first = tile // (2 * weight_tiles) * 2
+            weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
             first_token = start + (first + token_tile) * config.tile[0]
             for rank in range(config.share):
                 if config.shares_tokens:

@@ -63,6 +63,12 @@ GROUPED_FAMILIES = {
     "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2, grouped=True),
     "shared columns": GemmConfig(128, 128, 0, share=2, grouped=True),
     "shared rows": GemmConfig(128, 128, 0, share=2, share_rows=True, grouped=True),
+    "two batches, shared rows": GemmConfig(
+        128, 128, 0, share=2, share_rows=True, batches=2, grouped=True
+    ),
+    "three math groups, shared rows": GemmConfig(
+        192, 128, 0, share=2, share_rows=True, grouped=True
+    ),
     "weights are rows": GemmConfig(64, 8, 0, weights_are_rows=True, grouped=True),
     "weights are rows, two math groups": GemmConfig(
         128, 64, 0, weights_are_rows=True, grouped=True

@@ -32,7 +32,8 @@ def grouped_configs() -> list[gemm_config.GemmConfig]:
     """Some of those that are chosen, and every family."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
     asked = itertools.product(some, (1, 8, 32, 256), SHAPES)
-    chosen = (gemm_config.choose_grouped_config(m, g, *n_k, NUM_SMS) for m, g, n_k in asked)
+    choose = gemm_config.choose_grouped_config
+    chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
 
 
@@ -85,20 +86,23 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
 
 @given(
     tokens=sizes(5000, 1),
+    limit=sizes(5000, 1),
     num_groups=st.integers(1, 300),
     n=sizes(40_000, 1),
     k=sizes(20_000, 1),
     num_sms=st.integers(1, 200),
 )
-def test_every_grouped_configuration_fits_an_sm(tokens, num_groups, n, k, num_sms):
-    config = gemm_config.choose_grouped_config(tokens, num_groups, n, k, num_sms)
+def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k, num_sms):
+    shape = tokens, max(tokens, limit), num_groups, n, k, num_sms
+    config = gemm_config.choose_grouped_config(*shape)
     assert config.grouped
     assert config.split == 1
     assert config.stages >= 2
     assert config.shared_bytes <= 227 * 1024
     assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
     assert config.cols % config.store_cols == 0
-    assert config == gemm_config.choose_grouped_config(tokens, num_groups, n, k, num_sms)
+    assert config.cluster <= num_sms
+    assert config == gemm_config.choose_grouped_config(*shape)
 
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))

@@ -195,13 +195,11 @@ def test_every_family_is_launched_rightly(kind, name, limit):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "shared columns"])
-@pytest.mark.parametrize("band", [1, 2, 3, 100])
-def test_bands_of_tiles_are_walked_whole_also_the_last(kind, family, band, monkeypatch):
-    monkeypatch.setattr(gemm_plan, "band", lambda *shape: band)
-    routing = routing_of(kind, (300, 0, 1, 65, 8))
+def test_pairs_of_tiles_are_walked_whole_also_the_last(kind, family):
+    routing = routing_of(kind, (300, 0, 1, 65, 8, 64 * 6))
     with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
         launch_and_compare(routing, operands(routing, 200, 48))
-    assert gpu.launched[0].arguments.band <= band
+    assert len(gpu.launched) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,10 +208,14 @@ def test_expected_m_changes_no_result(gpu, kind):
     made = operands(routing, 136, 272)
     for expected_m in (1, 2, 8, 16, 33, 64, 65, 128, 200, 1000, 100_000):
         launch_and_compare(routing, made, None, expected_m)
-        groups = (min(expected_m, 128), 4) if kind == Kind.ROWS else (expected_m, 4)
-        assert gpu.chosen[-1] == (*groups, 136, 272, NUM_SMS)
+        limit = 128 if kind == Kind.ROWS else routing.num_tokens
+        expected = min(expected_m, limit)
+        assert gpu.chosen[-1] == (expected, limit, 4, 136, 272, NUM_SMS)
+        launched = gpu.launched[-1]
+        guessed = kernels.ceil_div(expected, launched.config.tile[0])
+        assert launched.arguments.groups.expected_tiles == (kind != Kind.ROWS) * guessed
         l2_bytes = 128 if expected_m <= 64 else 256
-        assert {x.l2_bytes for x in gpu.launched[-1].a_maps} == {l2_bytes}
+        assert {x.l2_bytes for x in launched.a_maps} == {l2_bytes}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -465,12 +467,12 @@ def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m
         assert torch.equal(made.d, expected_of(routing, made))
     if gpu.chosen:
         mean = kernels.ceil_div(routing.num_tokens, routing.num_groups)
-        num_segments = routing.num_groups
+        limit, num_segments = routing.num_tokens, routing.num_groups
         if routing.kind == Kind.MASKED:
             mean = min(max(expected_m, 1), routing.num_tokens)
         if routing.kind == Kind.ROWS:  # 128 rows at most are known to be of one group
-            mean, num_segments = min(mean, 128), kernels.ceil_div(routing.num_tokens, 128)
-        assert gpu.chosen == [(mean, num_segments, n, k, NUM_SMS)]
+            limit, num_segments = 128, kernels.ceil_div(routing.num_tokens, 128)
+        assert gpu.chosen == [(min(mean, limit), limit, num_segments, n, k, NUM_SMS)]
 
 
 def test_bodies_of_the_ops_check_their_arguments(gpu):

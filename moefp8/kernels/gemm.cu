@@ -275,6 +275,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   // to load, it and they must meet.
   constexpr bool kLoadsAtOnce = C::kShare == 1 && !C::kGrouped;
   if (loads && kLoadsAtOnce) loader.fill(walk, args.programmatic);
+  if constexpr (C::kGrouped) {
+    if (loads) loader.guess(args);
+  }
   __syncthreads();
   if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends
   if constexpr (C::kShare > 1) cluster_wait();

@@ -253,7 +253,7 @@ def _candidates(m: int) -> Iterator[GemmConfig]:
         yield GemmConfig(128, cols, 0, parts=2)
 
 
-def _usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
+def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
     """How many CTAs run at once. A cluster lies within one GPC: larger ones leave SMs idle.
 
     On a GPU of which other SMs are to stay idle, each CTA may land on an SM of its own.
@@ -277,7 +277,7 @@ def _estimate_us(
     config: GemmConfig, num_tiles: int, num_bytes: int, k: int, num_sms: int, all_sms: bool
 ) -> float:
     num_ctas = num_tiles * config.cluster
-    at_once = _usable_ctas(config, num_sms, all_sms)
+    at_once = usable_ctas(config, num_sms, all_sms)
     if at_once < (num_ctas if config.split > 1 else config.cluster):
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
@@ -317,32 +317,36 @@ def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) ->
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 
-# Tokens of a group, on average: up to the first, memory alone counts; up to the second, groups have
-# one tile of tokens, if not far above the average; from the third on, and with that many products
-# or more, tiles of 192, which ask least of the L2 cache, leave most of the power to tensor cores.
-_FEW_TOKENS, _SOME_TOKENS, _MANY_TOKENS, _MANY_PRODUCTS = 16, 128, 1024, 4e11
+# Tokens of a group, on average: up to the first, they are WGMMA's columns.
+_FEW_TOKENS = 16
+# Few groups have more than so many times the average.
+_MOST = 1.2
+# From so many products on, the power limit counts, and CTAs that share tokens ask less of the L2
+# cache; with that many tokens in a group, so do tiles of 192.
+_MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
 
 @lru_cache(16384)
 def choose_grouped_config(
-    tokens: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool = True
+    tokens: int,
+    limit: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    all_sms: bool = True,
 ) -> GemmConfig:
-    """For groups of about `tokens` tokens, at least 1, each with weights [N, K].
+    """For groups of about `tokens` tokens, and up to `limit` of them, each with weights [N, K].
 
-    From timing up to 58 configurations for each of 30 loads and shapes on an H200.
+    From timing up to 58 configurations for each of 80 loads and shapes on an H200.
     """
     grouped = partial(GemmConfig, stages=0, grouped=True)
     if tokens <= _FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
         return with_most_stages(grouped(128, cols, depth=2, weights_are_rows=True))
-    if tokens <= _SOME_TOKENS:
-        return with_most_stages(grouped(128, 128, batches=2))
     rows = num_groups * tokens
-    if tokens >= _MANY_TOKENS and rows * n * k >= _MANY_PRODUCTS:
-        return with_most_stages(grouped(192, 128))
-
-    candidates = [grouped(128, 128, batches=2), grouped(128, 144), grouped(128, 160)]
+    num_bytes = num_groups * n * k + rows * k + 2 * rows * n
 
     def estimate(config: GemmConfig) -> float:
         """The mean over two numbers of tiles: those expected, and half way to the least."""
@@ -357,5 +361,16 @@ def choose_grouped_config(
             for count in counts
         )
 
-    num_bytes = num_groups * n * k + rows * k + 2 * rows * n
+    square = grouped(128, 128, batches=2)
+    candidates = [square, grouped(128, 144), grouped(128, 160)]
+    if num_groups * ceil_div(tokens, 128) * ceil_div(n, 128) <= num_sms:  # not one tile for each SM
+        narrow = [grouped(128, 96, batches=2), grouped(64, 64, depth=2, batches=2)]
+        candidates = [square, grouped(64, 128, batches=2), *narrow]
+    else:
+        for config in grouped(64, 128, batches=2), square, grouped(192, 128):
+            if min(_MOST * tokens, limit) <= config.rows:
+                return with_most_stages(config)
+        if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
+            config = grouped(192, 128) if tokens >= _MANY_TOKENS else square
+            return with_most_stages(replace(config, share=2, share_rows=True))
     return min(map(with_most_stages, candidates), key=estimate)

@@ -37,9 +37,20 @@ __device__ inline Segment segment(const Groups& groups, int i) {
   return found;
 }
 
+// Where the tile `i` of a segment lies: two tiles of tokens side by side, so that they share weights, then the next
+// weights, then the next two.
+struct Cell {
+  int token, weight;
+
+  static __device__ Cell at(int i, int height, int width) {
+    const int first = height <= 2 ? 0 : i / (2 * width) * 2, in_band = i - first * width;
+    if (height - first == 1) return {first, in_band};
+    return {first + in_band % 2, in_band / 2};
+  }
+};
+
 // One warp: finds the tiles of this CTA, one after the other. Each lane keeps one of 32 segments. Tiles are counted
-// segment by segment; in a segment, those of few tokens lie side by side, then all weights follow, then the next
-// tokens.
+// segment by segment.
 template <class C>
 struct Scheduler {
   static constexpr int kTokens = C::kTokens * (C::kSharesTokens ? 1 : C::kShare);  // of a cluster
@@ -79,23 +90,22 @@ struct Scheduler {
     }
     const int owner = __ffs(found) - 1;
     const int begin = __shfl_sync(~0u, mine.begin, owner), end = __shfl_sync(~0u, mine.end, owner);
-    const uint32_t height = token_tiles(begin, end), width = weight_tiles(), band = args.band;
-    const uint32_t in_segment = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
-    const uint32_t first = height <= band ? 0 : in_segment / (band * width) * band;
-    const uint32_t in_band = in_segment - first * width, band_height = min(band, height - first);
-    const int weight = in_band / band_height, token = first + in_band % band_height;
+    const int height = token_tiles(begin, end), width = weight_tiles();
+    const int in_segment = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
+    const Cell cell = Cell::at(in_segment, height, width);
     const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
 
-    const int from = first_token_of(begin) + token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
+    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
     Place<C> place;
     place.first_token = min(from, args.last_token);
     // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
     if (C::kBeginsAnywhere) place.first_token = min(place.first_token, max(begin, end - ceil_div(end - from, 64) * 64));
-    place.tile = C::kSharesTokens ? weight * C::kShare + rank : weight;
+    place.tile = C::kSharesTokens ? cell.weight * C::kShare + rank : cell.weight;
     place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
     place.group = __shfl_sync(~0u, mine.group, owner);
     place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
+    place.is_only = height == 1;
     return place;
   }
   __device__ void next_segments() {
@@ -149,7 +159,7 @@ struct Follower : Ring<C> {
     const Place<C> told = tiles.places[slot].place;
     place.first_token = warp_uniform(told.first_token), place.tile = warp_uniform(told.tile);
     place.rows = warp_uniform(told.rows), place.matrix = warp_uniform(told.matrix);
-    place.group = warp_uniform(told.group);
+    place.group = warp_uniform(told.group), place.is_only = warp_uniform(told.is_only);
     fence_cta();  // the arrival would overtake the reads: see `release` in gemm.cu
     tiles.empty[slot].arrive();
     ++num_tiles, k = 0;

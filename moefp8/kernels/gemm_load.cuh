@@ -8,9 +8,9 @@
 // One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
 template <bool kShared, class C>
 __device__ void load_operand(bool elected, int rank, uint8_t* destination, const TensorMap& map, int size,
-                             Barrier& full, int k_block, int first, int matrix) {
+                             Barrier& full, int k_block, int first, int matrix, L2Policy policy) {
   if constexpr (!kShared || C::kShare == 1) {
-    tma_load<C::kDimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix});
+    tma_load<C::kDimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix}, policy);
   } else {
     const int share = rank % C::kShare, slice = size / C::kShare;
     const uint16_t ranks = ((1 << C::kShare) - 1) << (rank - share);
@@ -36,26 +36,35 @@ using SchedulerOf = typename Select<C::kGrouped, Scheduler<C>, NoScheduler>::Typ
 // One warp: both operands of every stage and the scales of its tokens, by TMA.
 template <class C>
 struct Loader {
+  using Piece = typename Place<C>::Piece;
+
   Shared<C>& shared;
   const TokenMaps<C>& token_maps;
   const TensorMap& token_scale_map;
   const WeightMaps<C>& weight_maps;
   bool elected;
   int rank = C::kShare == 1 ? 0 : cluster_rank();
+  L2Policy usual = L2Policy::usual(), read_once = L2Policy::read_once();
 
+  template <class Call>
+  static __device__ void for_each_piece(Call call) {
+#pragma unroll
+    for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+      const auto piece = Place<C>::piece(weight);
+      if (weight == piece.begin) call(piece);
+    }
+  }
   __device__ void load_weights(const WalkOf<C>& walk) {
     shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes[walk.place.token_box()]);
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
-#pragma unroll
-      for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
-        const auto piece = Place<C>::piece(weight);
-        if (weight != piece.begin) continue;
+      for_each_piece([&](Piece piece) {
         load_operand<C::kShareRows == C::kWeightsAreRows, C>(
-            elected, rank, shared.weight_operand(walk.stage, i) + weight * kBlock, weight_maps.of_piece[piece.index],
-            piece.size, shared.full[walk.stage], walk.k * C::kDepth + i, walk.place.weight(*walk.args, weight),
-            walk.place.group);
-      }
+            elected, rank, shared.weight_operand(walk.stage, i) + piece.begin * kBlock,
+            weight_maps.of_piece[piece.index], piece.size, shared.full[walk.stage], walk.k * C::kDepth + i,
+            walk.place.weight(*walk.args, piece.begin), walk.place.group,
+            C::kGrouped && walk.place.is_only ? read_once : usual);
+      });
     }
   }
   __device__ void load_tokens(const WalkOf<C>& walk) {
@@ -64,11 +73,33 @@ struct Loader {
       load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
                                                            token_maps.of_box[walk.place.token_box()], C::kTokens,
                                                            shared.full[walk.stage], walk.k * C::kDepth + i,
-                                                           walk.place.first_token, walk.place.matrix);
+                                                           walk.place.first_token, walk.place.matrix, usual);
     }
     const int first_scale = walk.place.first_token - walk.place.scale_offset();
     tma_load<C::kDimensions>(elected, &shared.tokens[walk.stage], token_scale_map, shared.full[walk.stage],
-                             {first_scale, walk.k * C::kDepth, walk.place.matrix});
+                             {first_scale, walk.k * C::kDepth, walk.place.matrix}, usual);
+  }
+
+  // While the numbers of tokens are on their way: what the first stage will be if all groups have as many as expected,
+  // into the L2 cache. If it will not, nothing is lost but a little time of the memory.
+  __device__ void guess(const Arguments& args) {
+    const int height = args.groups.expected_tiles, width = C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles;
+    if (C::kShare > 1 || height == 0) return;
+    Place<C> place;
+    place.group = blockIdx.x / (height * width);
+    if (place.group >= args.groups.num_groups) return;
+    const Cell cell = Cell::at(blockIdx.x - place.group * height * width, height, width);
+    place.tile = cell.weight, place.first_token = min(cell.token * C::kTokens, args.last_token);
+    const bool knows_tokens = args.groups.kind == Groups::kMasked && !args.programmatic;
+#pragma unroll
+    for (int i = 0; i < C::kDepth; ++i) {
+      for_each_piece([&](Piece piece) {
+        const Corner at{i * kBlock, place.weight(args, piece.begin), place.group};
+        tma_prefetch(elected, weight_maps.of_piece[piece.index], at);
+      });
+      const Corner at{i * kBlock, place.first_token, place.group};
+      tma_prefetch(elected && knows_tokens, token_maps.of_box[C::kTokenBoxes - 1], at);
+    }
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for

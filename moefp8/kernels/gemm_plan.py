@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
-from .gemm_config import GemmConfig
+from .gemm_config import GemmConfig, usable_ctas
 from .jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
 from .tma_operands import Box, are_aligned, box_of, empty_fitting, fits, fitting
 
@@ -62,7 +62,8 @@ class Groups(ctypes.Structure):
 
     _fields_ = (
         *(("bounds", c_void_p), ("kind", c_int), ("num_groups", c_int)),
-        *(("num_segments", c_int), ("num_tokens", c_int), ("weight_scale_stride", c_int64)),
+        *(("num_segments", c_int), ("num_tokens", c_int), ("expected_tiles", c_int)),
+        ("weight_scale_stride", c_int64),
         *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
     )
 
@@ -119,10 +120,8 @@ def make_plan(
     weight_tiles = ceil_div(n, config.tile[1])
     num_tiles = token_tiles, weight_tiles
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
-    # A GPU fills idle SMs first: where SMs are to be left idle, each CTA counts as one.
-    num_ctas = num_sms if num_sms < all_sms else num_sms * config.ctas_per_sm
     num_band = min(band(config, tokens, k), token_tiles)
-    clusters = _num_clusters(config, token_tiles * weight_tiles, num_ctas)
+    clusters = _num_clusters(config, token_tiles * weight_tiles, num_sms, num_sms == all_sms)
     # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
     l2_bytes = 128 if tokens <= 64 else 256
     store_columns = config.store_box[0]
@@ -159,11 +158,11 @@ def kernel_of(config: GemmConfig, bias: torch.dtype | None) -> Kernel:
     return Kernel(SOURCE, config.kernel_name(BIASES[bias]))
 
 
-def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
+def _num_clusters(config: GemmConfig, num_tiles: int, num_sms: int, all_sms: bool) -> int:
     """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
     if config.split > 1:
         return num_tiles
-    return min(num_tiles, max(1, num_ctas // config.cluster))
+    return min(num_tiles, max(1, usable_ctas(config, num_sms, all_sms) // config.cluster))
 
 
 def band(config: GemmConfig, m: int, k: int) -> int:
@@ -171,12 +170,10 @@ def band(config: GemmConfig, m: int, k: int) -> int:
 
     All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
     so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
-    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. Of a group
-    about 384 tokens, since its weights stream past once for each band.
+    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A grouped
+    GEMM has an order of its own.
     """
     tokens = config.tile[0]
-    if config.grouped:
-        return max(1, 384 // tokens)
     if config.weights_are_rows:
         return 1
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)

@@ -84,8 +84,9 @@ struct Groups {
   };
   const int* bounds;
   int kind, num_groups;
-  int num_segments;  // groups, or 128 rows
-  int num_tokens;    // rows of a, or of each of its matrices
+  int num_segments;    // groups, or 128 rows
+  int num_tokens;      // rows of a, or of each of its matrices
+  int expected_tiles;  // of tokens in a group; 0: nobody knows
   int64_t weight_scale_stride;
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
@@ -121,9 +122,10 @@ struct Place {
   int first_token;
   int tile;  // of weights
   // Of a grouped GEMM:
-  int rows;    // which tokens of the tile are the group's: the first, and the one after the last << 16
-  int matrix;  // of tokens
-  int group;   // of weights
+  int rows;     // which tokens of the tile are the group's: the first, and the one after the last << 16
+  int matrix;   // of tokens
+  int group;    // of weights
+  int is_only;  // whether no other tile takes these weights
 
   static __device__ Place none() { return {-1}; }
   __device__ bool is_none() const { return first_token < 0; }

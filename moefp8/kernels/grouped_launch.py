@@ -110,12 +110,15 @@ def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Lay
     gemm_plan.check_sizes(op, m, n, k)
     all_sms = device_sms(a.get_device())
     num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    num_segments = num_groups
+    num_segments, limit = num_groups, m
     if kind == Kind.ROWS:  # each block of them is as a group of its own
-        num_segments, expected_m = ceil_div(m, BLOCK), min(expected_m, BLOCK)
+        num_segments, limit = ceil_div(m, BLOCK), BLOCK
+    expected_m = min(expected_m, limit)
     config = gemm_config.choose_grouped_config(
-        expected_m, num_segments, n, k, num_sms, num_sms == all_sms
+        expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
+    # Of rows, nobody can guess the groups.
+    expected_tiles = ceil_div(expected_m, config.tile[0]) if kind != Kind.ROWS else 0
     return make_plan(
         config,
         operands,
@@ -125,7 +128,7 @@ def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Lay
         all_sms=all_sms,
         token_tiles=_most_token_tiles(config, kind, m, num_groups),
         tokens=expected_m,
-        groups=(kind, num_groups, num_segments, m, b_scale_inv.stride(0)),
+        groups=(kind, num_groups, num_segments, m, expected_tiles, b_scale_inv.stride(0)),
     )
 
 
