@@ -105,7 +105,7 @@ struct Scheduler {
     place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
     place.group = __shfl_sync(~0u, mine.group, owner);
     place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
-    place.is_only = height == 1;
+    place.is_only = height == 1 && args.groups.kind != Groups::kRows;  // blocks of rows share weights
     return place;
   }
   __device__ void next_segments() {
