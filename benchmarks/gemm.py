@@ -218,7 +218,7 @@ def lines_of_comparisons(rows: list[Row]) -> Iterator[str]:
             if found is None:
                 continue
             line = f"M = {' and '.join(map(str, group)):10} times as fast as {title:50} "
-            line += f"geomean {found.geomean:.2f}  worst {found.worst:.2f} at {found.worst_case}"
+            line += f"geomean {found.geomean:.3f}  worst {found.worst:.3f} at {found.worst_case}"
             if goal:
                 least = f"{goal[0]:.2f}" + (f", worst {goal[1]:.2f}" if goal[1] else "")
                 line += f"  goal {least}: {verdict(found.meets(goal))}"

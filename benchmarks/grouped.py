@@ -125,8 +125,8 @@ def lines_of_comparisons(rows: Iterable[Row]) -> Iterator[str]:
         if not ratios:
             continue
         shape = min(ratios, key=ratios.__getitem__)
-        line = f"{setting:24} times as fast as DeepGEMM  worst {ratios[shape]:.2f} at {shape:9}  "
-        line += f"geomean {geomean(ratios.values()):.2f}"
+        line = f"{setting:24} times as fast as DeepGEMM  worst {ratios[shape]:.3f} at {shape:9}  "
+        line += f"geomean {geomean(ratios.values()):.3f}"
         if goal:
             line += f"  goal {goal:.2f}: {verdict(ratios[shape] >= goal)}"
         yield line

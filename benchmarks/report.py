@@ -97,7 +97,7 @@ def _circumstances(results: dict[str, Any]) -> str:
 def _gemm_speedups(rows: list[dict[str, Any]]) -> str:
     def cell(m: int, against: str) -> str:
         found = compare(rows, (m,), against)
-        return f"{found.geomean:.2f}, worst {found.worst:.2f}" if found else "-"
+        return f"{found.geomean:.3f}, worst {found.worst:.3f}" if found else "-"
 
     head = "| times as fast as | " + " | ".join(title for title, _ in AGAINST.values()) + " |"
     lines = [
@@ -159,7 +159,7 @@ def _grouped_speedups(rows: list[dict[str, Any]]) -> str:
     lines = ["| case | goal | " + " | ".join(shapes) + " |", "|---" * (2 + len(shapes)) + "|"]
     for setting, of_setting in by_setting(rows).items():
         ratios, goal = against_deep_gemm(of_setting), GOALS.get(setting)
-        cells = [f"{ratios[shape]:.2f}" if shape in ratios else "" for shape in shapes]
+        cells = [f"{ratios[shape]:.3f}" if shape in ratios else "" for shape in shapes]
         lines.append(f"| {setting} | {f'{goal:.2f}' if goal else ''} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

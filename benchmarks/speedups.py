@@ -36,7 +36,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     ticks = zip(*goals, strict=True)
     axes.plot(*ticks, linestyle="none", color="black", label="goal", **style)
     for y, setting, shape, ratio, _ in found:
-        axes.text(0.02, y, f"{ratio:.2f}   {shape}", color="white", va="center", fontsize=9)
+        axes.text(0.02, y, f"{ratio:.3f}   {shape}", color="white", va="center", fontsize=9)
         axes.text(-0.02, y, setting, ha="right", va="center")
     axes.set(
         ylim=(max((y for y, *_ in found), default=0) + 0.7, -0.7),

@@ -95,7 +95,7 @@ def test_what_is_printed(results):
     assert "12.0 x1.20" in table[2]
     assert len({len(line) for line in table[1:]}) == 1
     comparisons = "\n".join(gemm.lines_of_comparisons(rows))
-    assert "geomean 1.10  worst 1.10 at 4096x2112x7168  goal 1.05, worst 1.00: met" in comparisons
+    assert "geomean 1.100  worst 1.100 at 4096x2112x7168  goal 1.05, worst 1.00: met" in comparisons
     assert "goal 1.20, worst 1.03: MISSED" in comparisons
     rest = "\n".join(gemm.lines_of_the_rest(results))
     assert "= 1.00  goal 2.00: met" in rest
@@ -123,7 +123,7 @@ def test_the_report_writes_the_tables(results, tmp_path):
     text = report.with_tables(README, tmp_path)
     assert text.startswith("before\n<!-- gemm -->\n| times as fast as | DeepGEMM |")
     assert text.endswith("</details>\n<!-- /gemm -->\nafter\n")
-    assert "| M = 4096 | 1.10, worst 1.10 | 1.10, worst 1.10 | - | 2.00, worst 2.00 |" in text
+    assert "| M = 4096 | 1.100, worst 1.100 | 1.100, worst 1.100 | - | 2.000, worst 2.000 |" in text
     assert "| 16 | 2112x7168 | 10.0 | 12.0 | **5.0** | 8.0 | - |" in text
     assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
     assert report.with_tables(text, tmp_path) == text

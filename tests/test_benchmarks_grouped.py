@@ -256,9 +256,9 @@ def test_what_is_printed(results):
     assert table[4:] == ["torch BF16 is left out at 7168x2048: it does"]
     assert "padded" not in "\n".join(grouped.lines_of_table(SETTINGS[6], rows[3:]))
     comparisons = list(grouped.lines_of_comparisons(rows))
-    assert comparisons[0].endswith("worst 1.00 at 7168x2048  geomean 1.10  goal 1.05: MISSED")
-    assert comparisons[1].endswith("geomean 1.30  goal 1.30: met")
-    assert comparisons[2].endswith("geomean 2.00  goal 1.15: met")
+    assert comparisons[0].endswith("worst 1.000 at 7168x2048  geomean 1.095  goal 1.05: MISSED")
+    assert comparisons[1].endswith("geomean 1.300  goal 1.30: met")
+    assert comparisons[2].endswith("geomean 2.000  goal 1.15: met")
     rest = "\n".join(grouped.lines_of_the_rest(results))
     assert "moefp8 1.70e-03, moefp8 (padded rows) 1.70e-03, DeepGEMM 1.70e-03" in rest
     assert "the same bits before and after timing: yes" in rest
@@ -274,8 +274,8 @@ def test_what_is_printed(results):
 def test_a_setting_without_a_goal_is_compared_all_the_same(results):
     results["rows"] = [row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
     (line,) = grouped.lines_of_comparisons(results["rows"])
-    assert line.endswith("geomean 0.90")
-    assert "| masked 128 x 8..64 |  | 0.90 |" in report.grouped_tables(results)
+    assert line.endswith("geomean 0.900")
+    assert "| masked 128 x 8..64 |  | 0.900 |" in report.grouped_tables(results)
     assert speedups.bars(results) == [(0.0, "masked 128 x 8..64", "1536x2048", 0.9, None)]
 
 
@@ -295,9 +295,9 @@ def test_the_report_writes_the_tables(results, tmp_path):
     head = "| case | goal | 4096x7168 | 7168x2048 | 1536x2048 |"
     assert text.startswith(f"before\n<!-- grouped -->\n{head}\n|---|---|---|---|---|\n")
     assert text.endswith("</details>\n<!-- /grouped -->\nafter\n")
-    assert "| contiguous 4 x 8192 | 1.05 | 1.20 | 1.00 |  |" in text
-    assert "| contiguous 128 x 8..64 | 1.30 |  |  | 1.30 |" in text
-    assert "| masked 1 x 1024 | 1.15 | 2.00 |  |  |" in text
+    assert "| contiguous 4 x 8192 | 1.05 | 1.200 | 1.000 |  |" in text
+    assert "| contiguous 128 x 8..64 | 1.30 |  |  | 1.300 |" in text
+    assert "| masked 1 x 1024 | 1.15 | 2.000 |  |  |" in text
     case = Case(SETTINGS[4], 1536, 2048)
     tflops, gbps = case.flops / 10 / 1e6, case.num_bytes("block_scaled") / 10 / 1e3
     figures = f"| 4414 | 1536x2048 | 10.0 | {tflops:.0f} | {gbps:.0f} | 12.0 | 13.0 | - |"
