@@ -101,6 +101,50 @@ def check_dense_gemm(
     check_bias(op, bias, b.shape[0])
 
 
+def check_contiguous_gemm(
+    op: str,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor | None,
+    expert_offsets: torch.Tensor | None,
+) -> None:
+    """All that a contiguous GEMM asks of its arguments but their values."""
+    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(op, **operands, grouped_layout=grouped_layout, expert_offsets=expert_offsets)
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 3))
+    if (grouped_layout is None) == (expert_offsets is None):
+        came = "neither" if grouped_layout is None else "both"
+        raise ValueError(f"{op}: give grouped_layout or expert_offsets, got {came}")
+    if grouped_layout is not None:
+        check_tensor(op, "grouped_layout", grouped_layout, (torch.int32,), 1)
+        check_shape(op, "grouped_layout", grouped_layout, [a.shape[0]], "[M]")
+    if expert_offsets is not None:
+        check_tensor(op, "expert_offsets", expert_offsets, (torch.int32,), 1)
+        check_shape(op, "expert_offsets", expert_offsets, [b.shape[0] + 1], "[G + 1]")
+
+
+def check_masked_gemm(
+    op: str,
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+) -> None:
+    """All that a masked GEMM asks of its arguments but their values."""
+    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(op, **operands, masked_m=masked_m)
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (3, 3))
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"{op}: G must be equal in a and b, got {a.shape[0]} and {b.shape[0]}")
+    check_tensor(op, "masked_m", masked_m, (torch.int32,), 1)
+    check_shape(op, "masked_m", masked_m, [a.shape[0]], "[G]")
+
+
 def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
     if bias is not None:
         check_tensor(op, "bias", bias, FLOATS, 1)

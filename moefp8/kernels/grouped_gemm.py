@@ -4,12 +4,14 @@ Contiguous: the rows of all groups follow one another in one [M, K]. Masked: eve
 slab [max_m, K] of which the first `masked_m[g]` rows count.
 """
 
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from .blocks import BLOCK, ceil_div
-from .checks import check_operands, check_pairs, check_same_device, check_shape, check_tensor
+from .blocks import BLOCK
+from .checks import check_contiguous_gemm, check_masked_gemm, check_pairs
 from .gemm import Operand, block_scaled_matmul, check_recipe
 from .gemm_plan import Operands
 from .grouped_launch import Kind, launch_grouped_gemm
@@ -20,35 +22,12 @@ _MASKED = "m_grouped_fp8_gemm_nt_masked"
 
 Segment = tuple[int, int, int]  # group, first row, end row
 
+_check_contiguous = partial(check_contiguous_gemm, _CONTIGUOUS)
+
 
 def get_mk_alignment_for_contiguous_layout() -> int:
     """Rows to which segments must be aligned when groups are named by `grouped_layout`."""
     return BLOCK
-
-
-def _check_contiguous(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor | None,
-    expert_offsets: torch.Tensor | None,
-) -> None:
-    groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
-    check_same_device(
-        _CONTIGUOUS, a=a, a_scale_inv=a_scale_inv, b=b, b_scale_inv=b_scale_inv, d=d, **groups
-    )
-    check_operands(_CONTIGUOUS, a, a_scale_inv, b, b_scale_inv, d, (2, 3))
-    if (grouped_layout is None) == (expert_offsets is None):
-        came = "neither" if grouped_layout is None else "both"
-        raise ValueError(f"{_CONTIGUOUS}: give grouped_layout or expert_offsets, got {came}")
-    if grouped_layout is not None:
-        check_tensor(_CONTIGUOUS, "grouped_layout", grouped_layout, (torch.int32,), 1)
-        check_shape(_CONTIGUOUS, "grouped_layout", grouped_layout, [a.shape[0]], "[M]")
-    if expert_offsets is not None:
-        check_tensor(_CONTIGUOUS, "expert_offsets", expert_offsets, (torch.int32,), 1)
-        check_shape(_CONTIGUOUS, "expert_offsets", expert_offsets, [b.shape[0] + 1], "[G + 1]")
 
 
 def _segments_of_layout(grouped_layout: torch.Tensor, num_groups: int) -> list[Segment]:
@@ -104,25 +83,9 @@ def _contiguous(
         d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
 
 
-def _check_masked(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: int,
-) -> None:
-    check_same_device(
-        _MASKED, a=a, a_scale_inv=a_scale_inv, b=b, b_scale_inv=b_scale_inv, d=d, masked_m=masked_m
-    )
-    check_operands(_MASKED, a, a_scale_inv, b, b_scale_inv, d, (3, 3))
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(
-            f"{_MASKED}: G must be equal in a and b, got {a.shape[0]} and {b.shape[0]}"
-        )
-    check_tensor(_MASKED, "masked_m", masked_m, (torch.int32,), 1)
-    check_shape(_MASKED, "masked_m", masked_m, [a.shape[0]], "[G]")
+def _check_masked(*arguments: Any) -> None:
+    *operands, _ = arguments  # expected_m may be anything
+    check_masked_gemm(_MASKED, *operands)
 
 
 def _masked(
@@ -156,13 +119,13 @@ def _launch_contiguous(
     grouped_layout: torch.Tensor | None,
     expert_offsets: torch.Tensor | None,
 ) -> None:
-    _check_contiguous(a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets)
     operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-    expected_m = max(1, ceil_div(a.shape[0], max(1, b.shape[0])))
-    if expert_offsets is not None:
-        launch_grouped_gemm(_CONTIGUOUS, Kind.OFFSETS, operands, expert_offsets, expected_m)
-    elif grouped_layout is not None:
-        launch_grouped_gemm(_CONTIGUOUS, Kind.ROWS, operands, grouped_layout, expected_m)
+    if expert_offsets is not None and grouped_layout is None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.OFFSETS, operands, expert_offsets)
+    elif grouped_layout is not None and expert_offsets is None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.ROWS, operands, grouped_layout)
+    else:
+        _check_contiguous(*operands, grouped_layout, expert_offsets)
 
 
 def _launch_masked(
@@ -174,10 +137,8 @@ def _launch_masked(
     masked_m: torch.Tensor,
     expected_m: int,
 ) -> None:
-    _check_masked(a, a_scale_inv, b, b_scale_inv, d, masked_m, expected_m)
     operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-    expected_m = max(1, min(expected_m, a.shape[1]))
-    launch_grouped_gemm(_MASKED, Kind.MASKED, operands, masked_m, expected_m)
+    launch_grouped_gemm(_MASKED, Kind.MASKED, operands, masked_m, max(1, expected_m))
 
 
 _contiguous_op = register(

@@ -10,6 +10,7 @@ import torch
 
 from . import gemm_config, gemm_plan
 from .blocks import BLOCK, ceil_div
+from .checks import check_contiguous_gemm, check_masked_gemm
 from .gemm_config import GemmConfig
 from .gemm_plan import (
     Launches,
@@ -38,21 +39,21 @@ def launch_grouped_gemm(
     kind: Kind,
     operands: Operands,
     bounds: torch.Tensor,
-    expected_m: int,
+    expected_m: int | None = None,
     *,
     programmatic: bool = False,
     d_is_padded: bool = False,
 ) -> None:
-    """One kernel on the current stream, for checked operands; nothing waits for it.
+    """One kernel on the current stream; nothing waits for it.
 
     Operands that TMA cannot address are copied first, and d is written through a copy.
 
     operands: a and d are [M, K] and [M, N], if masked [E, max_m, K] and [E, max_m, N].
     bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `kind` says.
-    expected_m: tokens of a group, about; decides how fast it is.
+    expected_m: tokens of a group, about, at least 1; decides how fast it is. None: the mean.
     programmatic: it may be launched before the stream's previous kernel ends; then it waits.
     d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
-    Raises ValueError, JitError, or OutOfMemoryError.
+    Raises TypeError, ValueError as the ops, JitError, or OutOfMemoryError.
     """
     rest = (kind, expected_m, d_is_padded, gemm_plan.max_sms())
     if layouts := _launches.launch([*operands, bounds], rest, programmatic):
@@ -65,11 +66,16 @@ def _launch_unplanned(
     operands: Operands,
     bounds: torch.Tensor,
     layouts: Layouts,
-    rest: tuple[Kind, int, bool, int | None],
+    rest: tuple[Kind, int | None, bool, int | None],
     programmatic: bool,
 ) -> None:
-    """Make a plan for these layouts, or bring the operands into others."""
+    """Check; then make a plan for these layouts, or bring the operands into others."""
     (kind, expected_m, d_is_padded, _), d = rest, operands.d
+    if kind == Kind.MASKED:
+        check_masked_gemm(op, *operands, bounds)
+    else:
+        by_rows = kind == Kind.ROWS
+        check_contiguous_gemm(op, *operands, *((bounds, None) if by_rows else (None, bounds)))
     if d.numel() == 0 or operands.b.shape[0] == 0:
         return
     if operands.a.shape[-1] == 0:
@@ -101,7 +107,9 @@ def rows_of_groups(kind: Kind, d: torch.Tensor, bounds: torch.Tensor) -> torch.T
     return bounds >= 0
 
 
-def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Layouts) -> Plan:
+def _plan(
+    op: str, kind: Kind, operands: Operands, expected_m: int | None, layouts: Layouts
+) -> Plan:
     """For operands that fit."""
     a, a_scale_inv, b, b_scale_inv, d = operands
     if kind != Kind.MASKED:
@@ -113,7 +121,7 @@ def _plan(op: str, kind: Kind, operands: Operands, expected_m: int, layouts: Lay
     num_segments, limit = num_groups, m
     if kind == Kind.ROWS:  # each block of them is as a group of its own
         num_segments, limit = ceil_div(m, BLOCK), BLOCK
-    expected_m = min(expected_m, limit)
+    expected_m = min(expected_m or ceil_div(m, num_groups), limit)
     config = gemm_config.choose_grouped_config(
         expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
