@@ -266,7 +266,8 @@ class Emulator:
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
         limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
-        at_once = gemm_config.usable_ctas(config, limit, limit == NUM_SMS) // config.cluster
+        sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
+        at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
         assert min(max(1, at_once), num_tiles // config.share) <= clusters <= max(1, at_once)
         assert clusters >= 1
 

@@ -178,10 +178,65 @@ def test_machine_code_is_what_was_meant(which, request, disassemble):
         if config.grouped:  # what the previous kernel may write tells which weights are needed
             assert not re.search(r"UTMALDG|\bLDG", before), config
             assert after, config
+            # The first stage is prefetched by one CTA, before all warps meet.
+            of_a_stage = config.depth * (len(config.weight_pieces) + 1) * (config.share == 1)
+            prefetches = [part.count("UTMAPF") for part in code.split("BAR.SYNC", 1)]
+            assert prefetches == [of_a_stage, 0], config
+            if config.share == 1 or config.shares_tokens:  # multicast takes no policy
+                assert re.search(r"UMOV \w+, 0x12[0f]", code), config  # evict_first begins so
         else:  # before the wait for the previous kernel: the weights of one stage, and no tokens
             of_a_stage = config.depth * len(config.weight_pieces)
             (after,) = after
             assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
+
+
+CELLS = """
+#include "gemm_groups.cuh"
+
+// Each tile once, and of two that follow each other in a pair the same weights.
+__device__ constexpr bool is_walked(int height, int width) {
+  bool met[64] = {};
+  for (int i = 0; i < height * width; ++i) {
+    const Cell cell = Cell::at(i, height, width);
+    if (cell.token < 0 || cell.token >= height) return false;
+    if (cell.weight < 0 || cell.weight >= width) return false;
+    bool& seen = met[cell.token * width + cell.weight];
+    if (seen) return false;
+    seen = true;
+    if (cell.token % 2 == 1) {
+      const Cell before = Cell::at(i - 1, height, width);
+      if (before.token != cell.token - 1 || before.weight != cell.weight) return false;
+    }
+  }
+  return true;
+}
+__device__ constexpr bool all_are_walked() {
+  for (int height = 1; height <= 8; ++height)
+    for (int width = 1; width <= 8; ++width)
+      if (!is_walked(height, width)) return false;
+  return true;
+}
+static_assert(all_are_walked());
+template <int>
+__global__ void nothing() {}
+"""
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("change", [None, ("in_pair % 2", "0"), ("in_pair / 2", "in_pair")])
+def test_tiles_of_a_group_are_walked_once_by_pairs(tmp_path, change):
+    for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    source, groups = tmp_path / "cells.cu", tmp_path / "gemm_groups.cuh"
+    source.write_text(CELLS)
+    if change:  # that is, the kernel's own code is read
+        code = groups.read_text()
+        assert code.count(change[0]) == 1
+        groups.write_text(code.replace(*change))
+        with pytest.raises(jit.JitError, match="static assertion"):
+            jit.compile_kernel(jit.Kernel(source, "nothing<0>"))
+    else:
+        jit.compile_kernel(jit.Kernel(source, "nothing<0>"))
 
 
 def releases_before_reads(code: str) -> int:

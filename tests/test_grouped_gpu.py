@@ -371,10 +371,30 @@ def test_a_limit_of_sms_changes_no_result(kind):
         kernels.set_num_sms(None)
 
 
+SHARED_TOKENS = "two batches, shared rows", "three math groups, shared rows"
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [4, 60])
-def test_a_programmatic_launch_waits_for_what_it_reads(kind, m):
+@pytest.mark.parametrize("name", SHARED_TOKENS)
+def test_a_limit_of_sms_changes_no_result_of_clusters(kind, name, choose):
+    choose(sanitizer_cases.GROUPED_FAMILIES[name])
+    routing = routing_of(kind, (5, 0, 300, 64, 700))
+    made = on_gpu(operands(routing, 1000, 1040))
+    try:
+        for limit in (2, 3, 131, None):
+            kernels.set_num_sms(limit)
+            launch_and_compare(routing, made, 300)
+    finally:
+        kernels.set_num_sms(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [4, 60, 1000, *SHARED_TOKENS])
+def test_a_programmatic_launch_waits_for_what_it_reads(kind, m, choose):
     """It starts when the kernel that quantizes its tokens does, while others are in that memory."""
+    if m in SHARED_TOKENS:
+        choose(sanitizer_cases.GROUPED_FAMILIES[m])
+        m = 1000
     routing = routing_of(kind, (400, 0, 1300, 10))
     made, bounds = random(routing, 264, 2064), routing.bounds_on("cuda")
     of_group = routing.is_of_group().cuda()

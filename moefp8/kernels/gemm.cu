@@ -13,7 +13,7 @@
 // a grouped GEMM `Scheduler` and `Follower`, is the tile scheduler and the state of that pipeline; `store` and
 // `reduce` in gemm_output.cuh are the epilogue. kShare is TMA multicast in a cluster, kSplit split-K over its
 // CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes one product while the tensor
-// cores compute the next.
+// cores compute the next. `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
 #include "gemm_groups.cuh"
 #include "gemm_load.cuh"
 #include "gemm_output.cuh"
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   constexpr bool kLoadsAtOnce = C::kShare == 1 && !C::kGrouped;
   if (loads && kLoadsAtOnce) loader.fill(walk, args.programmatic);
   if constexpr (C::kGrouped) {
-    if (loads) loader.guess(args);
+    if (loads) loader.prefetch_expected(args);
   }
   __syncthreads();
   if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends

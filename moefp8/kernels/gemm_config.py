@@ -317,12 +317,12 @@ def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) ->
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 
-# Tokens of a group, on average: up to the first, they are WGMMA's columns.
+# Up to so many tokens of a group, on average, tokens are WGMMA's columns.
 _FEW_TOKENS = 16
-# Few groups have more than so many times the average.
-_MOST = 1.2
-# From so many products on, the power limit counts, and CTAs that share tokens ask less of the L2
-# cache; with that many tokens in a group, so do tiles of 192.
+# Tiles hold so many times the average: what is left over costs less than taller tiles would.
+_PEAK_LOAD = 1.2
+# From so many products on, the power limit counts. With some tokens in a group, CTAs that share
+# them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
 _MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
@@ -337,15 +337,24 @@ def choose_grouped_config(
     num_sms: int,
     all_sms: bool = True,
 ) -> GemmConfig:
-    """For groups of about `tokens` tokens, and up to `limit` of them, each with weights [N, K].
+    """For groups of `tokens` tokens, about, each with weights [N, K].
 
     From timing up to 58 configurations for each of 80 loads and shapes on an H200.
+
+    tokens: from 1 to `limit`, which is the most that a group can have.
     """
     grouped = partial(GemmConfig, stages=0, grouped=True)
     if tokens <= _FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
         return with_most_stages(grouped(128, cols, depth=2, weights_are_rows=True))
-    rows = num_groups * tokens
+    flat, square = grouped(64, 128, batches=2), grouped(128, 128, batches=2)
+    tall = grouped(192, 128)
+    rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
+    if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
+        config = tall if tokens >= _MANY_TOKENS else square
+        if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
+            return with_most_stages(replace(config, share=2, share_rows=True))
+
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n
 
     def estimate(config: GemmConfig) -> float:
@@ -361,16 +370,12 @@ def choose_grouped_config(
             for count in counts
         )
 
-    square = grouped(128, 128, batches=2)
     candidates = [square, grouped(128, 144), grouped(128, 160)]
-    if num_groups * ceil_div(tokens, 128) * ceil_div(n, 128) <= num_sms:  # not one tile for each SM
-        narrow = [grouped(128, 96, batches=2), grouped(64, 64, depth=2, batches=2)]
-        candidates = [square, grouped(64, 128, batches=2), *narrow]
-    else:
-        for config in grouped(64, 128, batches=2), square, grouped(192, 128):
-            if min(_MOST * tokens, limit) <= config.rows:
+    if num_groups == 1 or num_groups * ceil_div(tokens, 128) * weight_tiles <= num_sms:
+        narrow = grouped(128, 96, batches=2), grouped(64, 64, depth=2, batches=2)
+        candidates += [flat, tall, *narrow]
+    else:  # what is not estimated is that in later waves each tile reads its weights anew
+        for config in flat, square, tall:
+            if min(_PEAK_LOAD * tokens, limit) <= config.rows:
                 return with_most_stages(config)
-        if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
-            config = grouped(192, 128) if tokens >= _MANY_TOKENS else square
-            return with_most_stages(replace(config, share=2, share_rows=True))
     return min(map(with_most_stages, candidates), key=estimate)

@@ -42,10 +42,10 @@ __device__ inline Segment segment(const Groups& groups, int i) {
 struct Cell {
   int token, weight;
 
-  static __device__ Cell at(int i, int height, int width) {
-    const int first = height <= 2 ? 0 : i / (2 * width) * 2, in_band = i - first * width;
-    if (height - first == 1) return {first, in_band};
-    return {first + in_band % 2, in_band / 2};
+  static __device__ constexpr Cell at(uint32_t i, uint32_t height, uint32_t width) {
+    const uint32_t first = height <= 2 ? 0 : i / (2 * width) * 2, in_pair = i - first * width;
+    if (height - first == 1) return {int(first), int(in_pair)};
+    return {int(first + in_pair % 2), int(in_pair / 2)};
   }
 };
 

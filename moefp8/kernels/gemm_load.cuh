@@ -80,9 +80,11 @@ struct Loader {
                              {first_scale, walk.k * C::kDepth, walk.place.matrix}, usual);
   }
 
-  // While the numbers of tokens are on their way: what the first stage will be if all groups have as many as expected,
-  // into the L2 cache. If it will not, nothing is lost but a little time of the memory.
-  __device__ void guess(const Arguments& args) {
+  // Of a grouped GEMM, while the numbers of tokens are on their way: the operands that the first stage takes if all
+  // groups have as many tokens as expected, into the L2 cache. If it takes others, nothing is lost but a little time
+  // of the memory. Where tokens lie is known only if each group has a matrix of its own; and they are fetched in vain
+  // while a kernel may still write them.
+  __device__ void prefetch_expected(const Arguments& args) {
     const int height = args.groups.expected_tiles, width = C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles;
     if (C::kShare > 1 || height == 0) return;
     Place<C> place;
@@ -90,7 +92,7 @@ struct Loader {
     if (place.group >= args.groups.num_groups) return;
     const Cell cell = Cell::at(blockIdx.x - place.group * height * width, height, width);
     place.tile = cell.weight, place.first_token = min(cell.token * C::kTokens, args.last_token);
-    const bool knows_tokens = args.groups.kind == Groups::kMasked && !args.programmatic;
+    const bool with_tokens = args.groups.kind == Groups::kMasked && !args.programmatic;
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
       for_each_piece([&](Piece piece) {
@@ -98,7 +100,7 @@ struct Loader {
         tma_prefetch(elected, weight_maps.of_piece[piece.index], at);
       });
       const Corner at{i * kBlock, place.first_token, place.group};
-      tma_prefetch(elected && knows_tokens, token_maps.of_box[C::kTokenBoxes - 1], at);
+      tma_prefetch(elected && with_tokens, token_maps.of_box[C::kTokenBoxes - 1], at);
     }
   }
 

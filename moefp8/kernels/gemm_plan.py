@@ -120,8 +120,9 @@ def make_plan(
     weight_tiles = ceil_div(n, config.tile[1])
     num_tiles = token_tiles, weight_tiles
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
+    num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
     num_band = min(band(config, tokens, k), token_tiles)
-    clusters = _num_clusters(config, token_tiles * weight_tiles, num_sms, num_sms == all_sms)
+    clusters = _num_clusters(config, token_tiles * weight_tiles, num_ctas)
     # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
     l2_bytes = 128 if tokens <= 64 else 256
     store_columns = config.store_box[0]
@@ -158,11 +159,11 @@ def kernel_of(config: GemmConfig, bias: torch.dtype | None) -> Kernel:
     return Kernel(SOURCE, config.kernel_name(BIASES[bias]))
 
 
-def _num_clusters(config: GemmConfig, num_tiles: int, num_sms: int, all_sms: bool) -> int:
+def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
     """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
     if config.split > 1:
         return num_tiles
-    return min(num_tiles, max(1, usable_ctas(config, num_sms, all_sms) // config.cluster))
+    return min(num_tiles, max(1, num_ctas // config.cluster))
 
 
 def band(config: GemmConfig, m: int, k: int) -> int:
@@ -171,10 +172,10 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
     so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
     kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A grouped
-    GEMM has an order of its own.
+    GEMM has an order of its own, and no bands.
     """
     tokens = config.tile[0]
-    if config.weights_are_rows:
+    if config.weights_are_rows or config.grouped:
         return 1
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 

@@ -102,7 +102,7 @@ struct Arguments {
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // that TMA writes, with each box of tokens
   int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile; grouped, those of tokens are a bound
-  int band;                          // row tiles that are walked together, for the L2 cache
+  int band;                          // of a dense GEMM: row tiles that are walked together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up: a division takes long. Exact for all
                                      // x < 2^33 / band: (x * inverse) >> 33 == x / band
   int programmatic;                  // whether the previous kernel may still write the tokens

@@ -125,7 +125,7 @@ def _plan(
     config = gemm_config.choose_grouped_config(
         expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
-    # Of rows, nobody can guess the groups.
+    # Of blocks of rows, nobody can guess the groups.
     expected_tiles = ceil_div(expected_m, config.tile[0]) if kind != Kind.ROWS else 0
     return make_plan(
         config,

@@ -16,8 +16,8 @@ struct Corner {
   int x, y, z;
 };
 
-// Which of what was loaded leaves the L2 cache first. The usual order is not what PTX calls evict_normal: with that,
-// dense GEMMs of an H200 take up to 1.7 times as long.
+// A hint which of what was loaded leaves the L2 cache first. What loads do without one is evict_unchanged; evict_normal
+// is another policy, with which dense GEMMs on an H200 took up to 1.7 times as long.
 struct L2Policy {
   uint64_t bits;
 
@@ -33,7 +33,7 @@ struct L2Policy {
   }
 };
 
-// Loads a box; out of bounds reads as zero. The policy is of 3-D loads only.
+// Loads a box; out of bounds reads as zero. 2-D loads ignore the policy.
 template <int kDimensions>
 __device__ inline void tma_load(bool elected, void* destination, const TensorMap& map, Barrier& full, Corner at,
                                 L2Policy policy) {
