@@ -36,3 +36,12 @@ def fresh_jit(own_cache, monkeypatch):
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
     yield
     forget()
+
+
+@pytest.fixture
+def gpu():
+    """`Emulator` stands for libcuda: launches work on tensors of the CPU."""
+    from emulator import emulated  # not before its asserts are to be rewritten
+
+    with emulated() as made:
+        yield made

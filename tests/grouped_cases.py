@@ -4,13 +4,13 @@ Imports no more than `sanitizer_cases` may need. All sums are exact, in any orde
 compared bit by bit.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moefp8.kernels import num_blocks, tma_aligned
+from moefp8.kernels import grouped_launch, num_blocks, tma_aligned
 from moefp8.kernels.gemm_plan import Operands
 from moefp8.kernels.grouped_launch import Kind
 
@@ -145,3 +145,32 @@ def only_groups_are_written(routing: Routing, d: torch.Tensor) -> Iterator[None]
     yield
     d.masked_fill_(routing.is_of_group()[..., None].to(d.device), UNTOUCHED)
     assert torch.equal(around.view(torch.uint8), before.view(torch.uint8))
+
+
+def launch(
+    routing: Routing,
+    made: Operands,
+    bounds: torch.Tensor | None = None,
+    expected_m: int = 4,
+    **options: bool,
+) -> None:
+    bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
+    grouped_launch.launch_grouped_gemm("op", routing.kind, made, bounds, expected_m, **options)
+
+
+def launch_and_compare(
+    routing: Routing,
+    made: Operands,
+    bounds: torch.Tensor | None = None,
+    expected_m: int = 4,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **options: bool,
+) -> None:
+    """within: what surrounds the launch."""
+    bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
+    expected = expected_of(routing, made)
+    made.d.fill_(UNTOUCHED)
+    with only_groups_are_written(routing, made.d):
+        with within():
+            launch(routing, made, bounds, expected_m, **options)
+        assert torch.equal(made.d, expected)

@@ -1,12 +1,11 @@
 """The launcher of the dense GEMM without a GPU: `Emulator` stands for libcuda."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import sanitizer_cases
 import torch
-from emulator import Emulator, emulated
+from emulator import emulated
 from gemm_cases import (
     BIASES,
     NAN,
@@ -26,12 +25,6 @@ from moefp8 import kernels
 from moefp8.kernels import gemm_config, gemm_plan, jit
 from moefp8.kernels import gemm_launch as room
 from moefp8.testing import gemm_shapes
-
-
-@pytest.fixture
-def gpu() -> Iterator[Emulator]:
-    with emulated() as made:
-        yield made
 
 
 @settings(max_examples=150)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import grouped_cases
 import pytest
 import sanitizer_cases
 import torch
@@ -12,8 +13,8 @@ from grouped_cases import (
     Routing,
     by_offsets,
     expected_of,
+    launch,
     masked,
-    only_groups_are_written,
     operands,
     routing_of,
     routings,
@@ -43,18 +44,8 @@ def on_gpu(made: Operands, device: str = "cuda") -> Operands:
     return Operands(*(x.to(device) for x in made))
 
 
-def launch(routing: Routing, made: Operands, bounds: torch.Tensor | None = None, m: int = 4):
-    bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    room.launch_grouped_gemm("op", routing.kind, made, bounds, m)
-
-
 def launch_and_compare(routing: Routing, made: Operands, m: int = 4) -> None:
-    bounds, expected = routing.bounds_on(made.a.device), expected_of(routing, made)
-    made.d.fill_(UNTOUCHED)
-    with only_groups_are_written(routing, made.d):
-        with no_synchronisation():
-            launch(routing, made, bounds, m)
-        assert torch.equal(made.d, expected)
+    grouped_cases.launch_and_compare(routing, made, None, m, no_synchronisation)
 
 
 def random(routing: Routing, n: int, k: int, octaves: float = 0.0) -> Operands:

@@ -58,11 +58,15 @@ def check_operands(
     b_scale_inv: torch.Tensor,
     d: torch.Tensor,
     ndims: tuple[int, int],
+    **others: torch.Tensor | None,
 ) -> None:
     """The operands of every GEMM: a [..., M, K], b [..., N, K], d [..., M, N] and their scales.
 
-    `ndims` are the dimensions of `a` and `b`; the number of groups is the caller's to check.
+    `ndims` are the dimensions of `a` and `b`; the number of groups is the caller's to check, and of
+    `others` all but the device.
     """
+    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(op, **operands, **others)
     for name, x, dtypes, ndim in (
         ("a", a, (E4M3,), ndims[0]),
         ("a_scale_inv", a_scale_inv, (torch.float32,), ndims[0]),
@@ -95,9 +99,7 @@ def check_dense_gemm(
     bias: torch.Tensor | None,
 ) -> None:
     """All that a dense GEMM asks of its arguments."""
-    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
-    check_same_device(op, **operands, bias=bias)
-    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 2))
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 2), bias=bias)
     check_bias(op, bias, b.shape[0])
 
 
@@ -112,9 +114,8 @@ def check_contiguous_gemm(
     expert_offsets: torch.Tensor | None,
 ) -> None:
     """All that a contiguous GEMM asks of its arguments but their values."""
-    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
-    check_same_device(op, **operands, grouped_layout=grouped_layout, expert_offsets=expert_offsets)
-    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 3))
+    groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (2, 3), **groups)
     if (grouped_layout is None) == (expert_offsets is None):
         came = "neither" if grouped_layout is None else "both"
         raise ValueError(f"{op}: give grouped_layout or expert_offsets, got {came}")
@@ -136,9 +137,7 @@ def check_masked_gemm(
     masked_m: torch.Tensor,
 ) -> None:
     """All that a masked GEMM asks of its arguments but their values."""
-    operands = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
-    check_same_device(op, **operands, masked_m=masked_m)
-    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (3, 3))
+    check_operands(op, a, a_scale_inv, b, b_scale_inv, d, (3, 3), masked_m=masked_m)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"{op}: G must be equal in a and b, got {a.shape[0]} and {b.shape[0]}")
     check_tensor(op, "masked_m", masked_m, (torch.int32,), 1)

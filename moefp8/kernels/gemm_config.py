@@ -359,15 +359,14 @@ def choose_grouped_config(
 
     def estimate(config: GemmConfig) -> float:
         """The mean over two numbers of tiles: those expected, and half way to the least."""
-        height, weight_tiles = config.tile[0], ceil_div(n, config.tile[1])
+        height, width = config.tile[0], ceil_div(n, config.tile[1])
         least = ceil_div(rows, height)
         loads = _LOADS if num_groups > 1 else (1.0,)
         each = sum(ceil_div(int(load * tokens), height) for load in loads) / len(loads)
         expected = max(least, ceil(num_groups * each))
         counts = (least + expected) // 2, expected
         return sum(
-            _estimate_us(config, count * weight_tiles, num_bytes, k, num_sms, all_sms)
-            for count in counts
+            _estimate_us(config, count * width, num_bytes, k, num_sms, all_sms) for count in counts
         )
 
     candidates = [square, grouped(128, 144), grouped(128, 160)]
