@@ -28,7 +28,7 @@ from moefp8.kernels import (
     quantize,
 )
 from moefp8.kernels import quantize_launch as quantize_room
-from moefp8.kernels.grouped_launch import Kind
+from moefp8.kernels.gemm_config import Kind
 from moefp8.kernels.jit import driver, launch, module, tma
 
 
@@ -173,29 +173,29 @@ class Emulator:
         made.d_map.tensor().copy_(result)
 
     def grouped_gemm(self, made, weight_scales):
-        groups = made.arguments.groups
+        groups, kind = made.arguments.groups, kind_of(made)
         a, token_scales, b, d = (
             x.tensor() for x in (made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map)
         )
         (num_matrices, m, _), num_groups = d.shape, b.shape[0]
         assert (groups.num_groups, groups.num_tokens) == (num_groups, m)
-        assert num_matrices == (num_groups if groups.kind == Kind.MASKED else 1)
+        assert num_matrices == (num_groups if kind == Kind.MASKED else 1)
         # Rows of tiles of which not all are the group's are stored without TMA.
         assert groups.d == d.data_ptr()
         assert groups.d_row_stride == d.stride(1) or m == 1
         assert groups.d_matrix_stride == d.stride(0) or num_matrices == 1
-        segments = self.segments(groups)
+        segments = self.segments(groups, kind)
         self.check_group_tiles(made, segments)
         for begin, end, group in segments:
-            matrix, rows = group if groups.kind == Kind.MASKED else 0, slice(begin, end)
+            matrix, rows = group if kind == Kind.MASKED else 0, slice(begin, end)
             d[matrix, rows] = gemm.block_scaled_matmul(
                 *(a[matrix, rows], token_scales[matrix, :, rows].T, b[group], weight_scales[group])
             )
 
     @staticmethod
-    def segments(groups):
+    def segments(groups, kind):
         """As `segment` in gemm_groups.cuh; those with a token."""
-        kind, num_tokens, num_groups = Kind(groups.kind), groups.num_tokens, groups.num_groups
+        num_tokens, num_groups = groups.num_tokens, groups.num_groups
         sizes = {Kind.OFFSETS: num_groups + 1, Kind.MASKED: num_groups, Kind.ROWS: num_tokens}
         bounds = memory(groups.bounds, torch.int32, [sizes[kind]], [1]).tolist()
         if kind == Kind.ROWS:
@@ -324,6 +324,10 @@ class Emulator:
         assert made.d_map.swizzle == (span if span > 16 else 0)
 
 
+def kind_of(made) -> Kind:
+    return Kind(re.search(r"Kind::(\w+)", made.kernel.name)[1])
+
+
 def copy_of(structure, address):
     return structure.from_buffer_copy(structure.from_address(address))
 
@@ -338,7 +342,9 @@ def emulated(config: gemm_config.GemmConfig | None = None) -> Iterator[Emulator]
             *shape, num_sms, _ = arguments
             made.chosen.append((*shape, num_sms))
             chosen = config or choose(*arguments)
-            made.config_of.update({chosen.kernel_name(kind): chosen for kind in KINDS})
+            kinds = Kind if chosen.grouped else [None]
+            names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
+            made.config_of.update(dict.fromkeys(names, chosen))
             return chosen
 
         return choose_and_tell

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moefp8.kernels import grouped_launch, num_blocks, tma_aligned
+from moefp8.kernels.gemm_config import Kind
 from moefp8.kernels.gemm_plan import Operands
-from moefp8.kernels.grouped_launch import Kind
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -7,9 +7,8 @@ import torch
 from grouped_cases import UNTOUCHED, Routing, routing_of
 
 from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch, gemm_plan, grouped_launch
-from moefp8.kernels.gemm_config import GemmConfig, with_most_stages
+from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
 from moefp8.kernels.gemm_plan import Operands
-from moefp8.kernels.grouped_launch import Kind
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
 

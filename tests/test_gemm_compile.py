@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import cuda.pathfinder
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.kernels import gemm_config, gemm_plan, jit
+from moefp8.kernels.gemm_config import Kind
 from moefp8.testing import sizes
 
 
@@ -37,38 +40,52 @@ def grouped_configs() -> list[gemm_config.GemmConfig]:
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
 
 
-Cubins = dict[gemm_config.GemmConfig, jit.Cubin]
+class Variant(NamedTuple):
+    config: gemm_config.GemmConfig
+    bias: str = "kNone"
+    kind: Kind | None = None
+
+    def kernel(self, source: Path = gemm_plan.SOURCE) -> jit.Kernel:
+        return jit.Kernel(source, self.config.kernel_name(self.bias, self.kind))
 
 
-def compiled(folder, configs: list[gemm_config.GemmConfig], kinds: tuple[str, ...]) -> Cubins:
+Cubins = dict[Variant, jit.Cubin]
+
+
+def compiled(folder: Path, variants: list[Variant]) -> Cubins:
     """Anew, so that the logs are those of today's compiler."""
-    names = [c.kernel_name(kinds[i % len(kinds)]) for i, c in enumerate(configs)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_CACHE_DIR", str(folder))
-        cubins = jit.compile_kernels(jit.Kernel(gemm_plan.SOURCE, name) for name in names)
-    return dict(zip(configs, cubins, strict=True))
+        cubins = jit.compile_kernels(variant.kernel() for variant in variants)
+    return dict(zip(variants, cubins, strict=True))
 
 
 @pytest.fixture(scope="module")
 def cubins(tmp_path_factory) -> Cubins:
-    return compiled(tmp_path_factory.mktemp("cache"), configs(), ("kNone",))
+    return compiled(tmp_path_factory.mktemp("cache"), [Variant(config) for config in configs()])
 
 
 @pytest.fixture(scope="module")
 def cubins_with_bias(tmp_path_factory) -> Cubins:
     """It comes on top when most registers are in use. One kind for each configuration."""
-    return compiled(tmp_path_factory.mktemp("cache"), configs(), tuple(KINDS[1:]))
+    pairs = zip(configs(), itertools.cycle(KINDS[1:]), strict=False)
+    return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
 
 
 @pytest.fixture(scope="module")
 def grouped_cubins(tmp_path_factory) -> Cubins:
-    return compiled(tmp_path_factory.mktemp("cache"), grouped_configs(), ("kNone",))
+    """All kinds of every family, and one of each other configuration."""
+    families = sanitizer_cases.GROUPED_FAMILIES.values()
+    pairs = [*zip(grouped_configs(), itertools.cycle(Kind), strict=False)]
+    pairs += itertools.product(families, Kind)
+    variants = [Variant(config, kind=kind) for config, kind in dict.fromkeys(pairs)]
+    return compiled(tmp_path_factory.mktemp("cache"), variants)
 
 
 @pytest.mark.parametrize("which", ["cubins", "grouped_cubins"])
 def test_every_configuration_compiles_and_spills_nothing(which, request):
-    problems = {c: cubin.problems() for c, cubin in request.getfixturevalue(which).items()}
-    assert {config: found for config, found in problems.items() if found} == {}
+    problems = {x: cubin.problems() for x, cubin in request.getfixturevalue(which).items()}
+    assert {variant: found for variant, found in problems.items() if found} == {}
 
 
 @given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
@@ -132,8 +149,8 @@ def test_what_is_shared_is_cut_into_whole_rows_of_the_swizzle():
 
 
 def test_a_bias_makes_nothing_spill(cubins_with_bias):
-    problems = {config: cubin.problems() for config, cubin in cubins_with_bias.items()}
-    assert {config: found for config, found in problems.items() if found} == {}
+    problems = {variant: cubin.problems() for variant, cubin in cubins_with_bias.items()}
+    assert {variant: found for variant, found in problems.items() if found} == {}
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -161,13 +178,13 @@ def disassemble(tmp_path) -> Callable[[jit.Cubin], str]:
 @pytest.fixture(scope="module")
 def family_cubins(tmp_path_factory) -> Cubins:
     """Of every family, and with every bias."""
-    families = list(sanitizer_cases.FAMILIES.values())
-    return compiled(tmp_path_factory.mktemp("cache"), families, KINDS)
+    pairs = zip(sanitizer_cases.FAMILIES.values(), itertools.cycle(KINDS), strict=False)
+    return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
 
 
 @pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins"])
 def test_machine_code_is_what_was_meant(which, request, disassemble):
-    for config, cubin in request.getfixturevalue(which).items():
+    for (config, _, kind), cubin in request.getfixturevalue(which).items():
         code, dimensions = disassemble(cubin), "3D" if config.grouped else "2D"
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
         assert set(re.findall(r"UTMA(?:LDG|STG)\.(\dD)", code)) == {dimensions}, config
@@ -179,11 +196,14 @@ def test_machine_code_is_what_was_meant(which, request, disassemble):
             assert not re.search(r"UTMALDG|\bLDG", before), config
             assert after, config
             # The first stage is prefetched by one CTA, before all warps meet.
-            of_a_stage = config.depth * (len(config.weight_pieces) + 1) * (config.share == 1)
+            loads = len(config.weight_pieces) + (kind == Kind.MASKED)  # weights, tokens
+            of_a_stage = config.depth * loads * (config.share == 1 and kind != Kind.ROWS)
             prefetches = [part.count("UTMAPF") for part in code.split("BAR.SYNC", 1)]
-            assert prefetches == [of_a_stage, 0], config
-            if config.share == 1 or config.shares_tokens:  # multicast takes no policy
-                assert re.search(r"UMOV \w+, 0x12[0f]", code), config  # evict_first begins so
+            assert prefetches == [of_a_stage, 0], (config, kind)
+            # Multicast takes no policy, and nobody knows which blocks of rows share weights.
+            drops = (config.share == 1 or config.shares_tokens) and kind != Kind.ROWS
+            found = re.search(r"UMOV \w+, 0x12[0f]", code)  # evict_first begins so
+            assert bool(found) == drops, (config, kind)
         else:  # before the wait for the previous kernel: the weights of one stage, and no tokens
             of_a_stage = config.depth * len(config.weight_pieces)
             (after,) = after
@@ -278,20 +298,20 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
 
     Of a grouped GEMM the scheduler may fill the slot that told of a tile.
     """
-    for config, cubin in request.getfixturevalue(which).items():
-        assert releases_before_reads(disassemble(cubin)) == 0, config
+    for variant, cubin in request.getfixturevalue(which).items():
+        assert releases_before_reads(disassemble(cubin)) == 0, variant
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    "config",
+    "variant",
     [
-        sanitizer_cases.FAMILIES["weights are rows"],
-        sanitizer_cases.FAMILIES["weights are rows, two batches"],
-        sanitizer_cases.GROUPED_FAMILIES["weights are rows"],
+        Variant(sanitizer_cases.FAMILIES["weights are rows"]),
+        Variant(sanitizer_cases.FAMILIES["weights are rows, two batches"]),
+        Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], kind=Kind.OFFSETS),
     ],
 )
-def test_without_its_fence_a_release_would_come_too_early(config, tmp_path, disassemble):
+def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
     """That is, the test above sees it."""
     for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
         shutil.copy(header, tmp_path)
@@ -301,5 +321,5 @@ def test_without_its_fence_a_release_would_come_too_early(config, tmp_path, disa
         assert code.count(fence) == 1
         code = code.replace(fence, "//" if fence.endswith("scales") else "")
     source.write_text(code)
-    cubin = jit.compile_kernel(jit.Kernel(source, config.kernel_name("kNone")))
+    cubin = jit.compile_kernel(variant.kernel(source))
     assert releases_before_reads(disassemble(cubin)) > 0

@@ -29,8 +29,8 @@ from moefp8.kernels import (
     m_grouped_fp8_gemm_nt_masked,
 )
 from moefp8.kernels import grouped_launch as room
+from moefp8.kernels.gemm_config import Kind
 from moefp8.kernels.gemm_plan import Launches, Operands
-from moefp8.kernels.grouped_launch import Kind
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
 

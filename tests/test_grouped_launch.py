@@ -3,7 +3,7 @@
 import pytest
 import sanitizer_cases
 import torch
-from emulator import emulated
+from emulator import emulated, kind_of
 from gemm_cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, stacked
 from gpu_cases import NUM_SMS
 from grouped_cases import (
@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels import gemm_config, grouped_gemm
 from moefp8.kernels import grouped_launch as room
+from moefp8.kernels.gemm_config import Kind
 from moefp8.kernels.gemm_plan import Operands
-from moefp8.kernels.grouped_launch import Kind
 from moefp8.testing import sizes
 
 KINDS = tuple(Kind)
@@ -187,7 +187,8 @@ def test_expected_m_changes_no_result(gpu, kind):
         assert gpu.chosen[-1] == (expected, limit, 4, 136, 272, NUM_SMS)
         launched = gpu.launched[-1]
         guessed = kernels.ceil_div(expected, launched.config.tile[0])
-        assert launched.arguments.groups.expected_tiles == (kind != Kind.ROWS) * guessed
+        assert launched.arguments.groups.expected_tiles == guessed
+        assert kind_of(launched) == kind
         l2_bytes = 128 if expected_m <= 64 else 256
         assert {x.l2_bytes for x in launched.a_maps} == {l2_bytes}
 

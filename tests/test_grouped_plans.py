@@ -18,7 +18,7 @@ from grouped_cases import (
 from moefp8 import kernels
 from moefp8.kernels import gemm_plan
 from moefp8.kernels import grouped_launch as room
-from moefp8.kernels.grouped_launch import Kind
+from moefp8.kernels.gemm_config import Kind
 
 KINDS = tuple(Kind)
 

@@ -8,6 +8,7 @@ is from the best of still more. `choose_grouped_config` is for groups of tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache, partial
 from math import ceil, gcd
 
@@ -17,6 +18,14 @@ MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the system
 
 _TILE_SLOTS = 4  # kTileSlots in gemm_tile.cuh
+
+
+class Kind(str, Enum):
+    """What tells which group a token is of: the grouped ones of `Kind` in gemm_tile.cuh."""
+
+    OFFSETS = "kOffsets"
+    MASKED = "kMasked"
+    ROWS = "kRows"
 
 
 @dataclass(frozen=True)
@@ -168,11 +177,11 @@ class GemmConfig:
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + tiles + barriers
         return round_up(used, 1024)
 
-    def kernel_name(self, bias: str) -> str:
+    def kernel_name(self, bias: str, kind: Kind | None = None) -> str:
         arguments = (
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
             *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
-            *(f"Bias::{bias}", self.grouped, self.shared_bytes),
+            *(f"Bias::{bias}", f"Kind::{kind.value if kind else 'kDense'}", self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
         return f"gemm_kernel<Config<{template}>>"

@@ -22,19 +22,16 @@ __device__ inline Segment rows_of_block(const Groups& groups, int block) {
   const int first = end;
 #pragma unroll
   for (int i = 0; i < kStep - 1; ++i) end += is_of_group(first + i);
-  return {begin, end, group};
+  return {begin, uint32_t(group) < uint32_t(groups.num_groups) ? end : begin, group};
 }
 
 // Whatever `bounds` holds, nothing outside of the tensors is touched.
-__device__ inline Segment segment(const Groups& groups, int i) {
-  Segment found{0, 0, i};
-  if (i >= groups.num_segments) return found;
-  if (groups.kind == Groups::kRows) found = rows_of_block(groups, i);
-  else if (groups.kind == Groups::kMasked) found.end = groups.bounds[i];
-  else found.begin = max(groups.bounds[i], 0), found.end = groups.bounds[i + 1];
-  found.end = min(found.end, groups.num_tokens);
-  if (uint32_t(found.group) >= uint32_t(groups.num_groups)) found.end = found.begin;
-  return found;
+template <Kind kKind>
+__device__ Segment segment(const Groups& groups, int i) {
+  if (i >= groups.num_segments) return {0, 0, i};
+  if constexpr (kKind == Kind::kRows) return rows_of_block(groups, i);
+  else if constexpr (kKind == Kind::kMasked) return {0, min(groups.bounds[i], groups.num_tokens), i};
+  else return {max(groups.bounds[i], 0), min(groups.bounds[i + 1], groups.num_tokens), i};
 }
 
 // Where the tile `i` of a segment lies: two tiles of tokens side by side, so that they share weights, then the next
@@ -65,7 +62,7 @@ struct Scheduler {
   // As early as can be, for the answer takes long.
   __device__ void prepare() {
     wait_for_previous_kernel();
-    next_mine = segment(args.groups, lane);
+    next_mine = segment<C::kKind>(args.groups, lane);
   }
   __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
@@ -104,14 +101,14 @@ struct Scheduler {
     place.tile = C::kSharesTokens ? cell.weight * C::kShare + rank : cell.weight;
     place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
     place.group = __shfl_sync(~0u, mine.group, owner);
-    place.matrix = args.groups.kind == Groups::kMasked ? place.group : 0;
-    place.is_only = height == 1 && args.groups.kind != Groups::kRows;  // blocks of rows share weights
+    place.matrix = C::kKind == Kind::kMasked ? place.group : 0;
+    place.is_only = height == 1;
     return place;
   }
   __device__ void next_segments() {
     const int tiles_before = __shfl_sync(~0u, tiles_end, kWarp - 1);
     first_segment += kWarp, mine = next_mine;
-    next_mine = segment(args.groups, first_segment + kWarp + lane);  // in time
+    next_mine = segment<C::kKind>(args.groups, first_segment + kWarp + lane);  // in time
     tiles_end = token_tiles(mine.begin, mine.end) * weight_tiles();
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {

@@ -55,6 +55,8 @@ struct Loader {
     }
   }
   __device__ void load_weights(const WalkOf<C>& walk) {
+    // Segments that are blocks of rows share weights, and nobody knows which.
+    const bool is_read_once = C::kGrouped && C::kKind != Kind::kRows && walk.place.is_only;
     shared.full[walk.stage].arrive_and_expect(elected, walk.args->stage_bytes[walk.place.token_box()]);
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
@@ -63,7 +65,7 @@ struct Loader {
             elected, rank, shared.weight_operand(walk.stage, i) + piece.begin * kBlock,
             weight_maps.of_piece[piece.index], piece.size, shared.full[walk.stage], walk.k * C::kDepth + i,
             walk.place.weight(*walk.args, piece.begin), walk.place.group,
-            C::kGrouped && walk.place.is_only ? read_once : usual);
+            is_read_once ? read_once : usual);
       });
     }
   }
@@ -86,13 +88,13 @@ struct Loader {
   // while a kernel may still write them.
   __device__ void prefetch_expected(const Arguments& args) {
     const int height = args.groups.expected_tiles, width = C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles;
-    if (C::kShare > 1 || height == 0) return;
+    if (C::kShare > 1 || C::kKind == Kind::kRows) return;
     Place<C> place;
     place.group = blockIdx.x / (height * width);
     if (place.group >= args.groups.num_groups) return;
     const Cell cell = Cell::at(blockIdx.x - place.group * height * width, height, width);
     place.tile = cell.weight, place.first_token = min(cell.token * C::kTokens, args.last_token);
-    const bool with_tokens = args.groups.kind == Groups::kMasked && !args.programmatic;
+    const bool with_tokens = C::kKind == Kind::kMasked && !args.programmatic;
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
       for_each_piece([&](Piece piece) {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
-from .gemm_config import GemmConfig, usable_ctas
+from .gemm_config import GemmConfig, Kind, usable_ctas
 from .jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
 from .tma_operands import Box, are_aligned, box_of, empty_fitting, fits, fitting
 
@@ -61,8 +61,8 @@ class Groups(ctypes.Structure):
     """`Groups` in gemm_tile.cuh."""
 
     _fields_ = (
-        *(("bounds", c_void_p), ("kind", c_int), ("num_groups", c_int)),
-        *(("num_segments", c_int), ("num_tokens", c_int), ("expected_tiles", c_int)),
+        *(("bounds", c_void_p), ("num_groups", c_int), ("num_segments", c_int)),
+        *(("num_tokens", c_int), ("expected_tiles", c_int)),
         ("weight_scale_stride", c_int64),
         *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
     )
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
     d_box: Box
     b_scale_strides: tuple[int, ...]
     sizes: tuple[Any, ...]  # from num_weights to inverse in `Arguments`
-    groups: tuple[int, ...] | None  # from kind to weight_scale_stride in `Groups`
+    groups: tuple[int, ...] | None  # from num_groups to weight_scale_stride in `Groups`
     d_strides: tuple[int, ...]
 
 
@@ -111,12 +111,13 @@ def make_plan(
     all_sms: int,
     token_tiles: int,
     tokens: int,
+    kind: Kind | None = None,
     groups: tuple[int, ...] | None = None,
 ) -> Plan:
     """num_sms, of all_sms: that may be busy. token_tiles: at most. tokens: of a group, about."""
     a, a_scale_inv, b, b_scale_inv, d = operands
     (m, k), n = a.shape[-2:], b.shape[-2]
-    function = load(kernel_of(config, bias), a.get_device())
+    function = load(kernel_of(config, bias, kind), a.get_device())
     weight_tiles = ceil_div(n, config.tile[1])
     num_tiles = token_tiles, weight_tiles
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
@@ -155,8 +156,8 @@ def check_sizes(op: str, m: int, n: int, k: int) -> None:
         raise ValueError(f"{op}: M, N and K must be at most {_MAX_SIZE}, got {m}, {n} and {k}")
 
 
-def kernel_of(config: GemmConfig, bias: torch.dtype | None) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(BIASES[bias]))
+def kernel_of(config: GemmConfig, bias: torch.dtype | None, kind: Kind | None = None) -> Kernel:
+    return Kernel(SOURCE, config.kernel_name(BIASES[bias], kind))
 
 
 def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:

@@ -7,6 +7,16 @@ constexpr int kBlock = 128;  // of K: one scale, one promotion
 
 enum class Bias { kNone, kFloat, kBFloat16, kHalf };
 
+// Whether all tokens have the same weights, or what tells which group a token is of: see `Groups`. Known to the
+// compiler, for each instruction that a CTA meets on the way to its first load costs time: no cache holds it.
+enum class Kind {
+  kDense,
+  kOffsets,  // group g has the rows from bounds[g] to bounds[g + 1]
+  kMasked,   // group g has the first bounds[g] rows of its own matrix
+  kRows,     // row i is of the group bounds[i], or of none if that is -1; of each 128 rows, the first are of one group
+             // and the others of none
+};
+
 __host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
 
 __host__ __device__ constexpr int count_bits(int x) { return x == 0 ? 0 : x % 2 + count_bits(x / 2); }
@@ -17,7 +27,7 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, bool kGrouped_, int kSharedBytes_>
+          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, int kSharedBytes_>
 struct Config {
   static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
   static constexpr int kCols = kCols_;             // of the CTA's tile
@@ -31,7 +41,8 @@ struct Config {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kWeightsAreRows = kWeightsAreRows_;
   static constexpr Bias kBias = kBias_;
-  static constexpr bool kGrouped = kGrouped_;  // each group of tokens has weights of its own
+  static constexpr Kind kKind = kKind_;
+  static constexpr bool kGrouped = kKind != Kind::kDense;  // each group of tokens has weights of its own
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
   static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
@@ -76,17 +87,11 @@ struct Config {
 
 // Which rows of a grouped GEMM are of which group: `bounds` says so, and a kernel before it may have written that.
 struct Groups {
-  enum Kind : int {
-    kOffsets,  // group g has the rows from bounds[g] to bounds[g + 1]
-    kMasked,   // group g has the first bounds[g] rows of its own matrix
-    kRows,     // row i is of the group bounds[i], or of none if that is -1; of each 128 rows, the first are of one
-               // group and the others of none
-  };
   const int* bounds;
-  int kind, num_groups;
+  int num_groups;
   int num_segments;    // groups, or 128 rows
   int num_tokens;      // rows of a, or of each of its matrices
-  int expected_tiles;  // of tokens in a group; 0: nobody knows
+  int expected_tiles;  // of tokens in a group
   int64_t weight_scale_stride;
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
@@ -125,7 +130,7 @@ struct Place {
   int rows;     // which tokens of the tile are the group's: the first, and the one after the last << 16
   int matrix;   // of tokens
   int group;    // of weights
-  int is_only;  // whether no other tile takes these weights
+  int is_only;  // whether no other tile of its segment takes these weights
 
   static __device__ Place none() { return {-1}; }
   __device__ bool is_none() const { return first_token < 0; }

@@ -13,8 +13,9 @@ import torch
 from .blocks import BLOCK
 from .checks import check_contiguous_gemm, check_masked_gemm, check_pairs
 from .gemm import Operand, block_scaled_matmul, check_recipe
+from .gemm_config import Kind
 from .gemm_plan import Operands
-from .grouped_launch import Kind, launch_grouped_gemm
+from .grouped_launch import launch_grouped_gemm
 from .registry import register
 
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"

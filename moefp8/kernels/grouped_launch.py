@@ -4,14 +4,12 @@ Nothing here reads what the device holds: a launch depends on shapes alone, and 
 serves all routings.
 """
 
-from enum import IntEnum
-
 import torch
 
 from . import gemm_config, gemm_plan
 from .blocks import BLOCK, ceil_div
 from .checks import check_contiguous_gemm, check_masked_gemm
-from .gemm_config import GemmConfig
+from .gemm_config import GemmConfig, Kind
 from .gemm_plan import (
     Launches,
     Layouts,
@@ -21,15 +19,6 @@ from .gemm_plan import (
     fitting_operands,
     make_plan,
 )
-
-
-class Kind(IntEnum):
-    """`Groups::Kind` in gemm_tile.cuh."""
-
-    OFFSETS = 0
-    MASKED = 1
-    ROWS = 2
-
 
 _launches = Launches()
 
@@ -125,8 +114,7 @@ def _plan(
     config = gemm_config.choose_grouped_config(
         expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
-    # Of blocks of rows, nobody can guess the groups.
-    expected_tiles = ceil_div(expected_m, config.tile[0]) if kind != Kind.ROWS else 0
+    expected_tiles = ceil_div(expected_m, config.tile[0])
     return make_plan(
         config,
         operands,
@@ -136,7 +124,8 @@ def _plan(
         all_sms=all_sms,
         token_tiles=_most_token_tiles(config, kind, m, num_groups),
         tokens=expected_m,
-        groups=(kind, num_groups, num_segments, m, expected_tiles, b_scale_inv.stride(0)),
+        kind=kind,
+        groups=(num_groups, num_segments, m, expected_tiles, b_scale_inv.stride(0)),
     )
 
 
