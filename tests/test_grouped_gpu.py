@@ -138,7 +138,7 @@ def test_large_shapes_are_right(kind, m):
     routing = routing_of(kind, counts)
     for n, k in ((4096, 7168), (7168, 2048), (2048, 768)):
         made = random(routing, n, k)
-        launch(routing, made, m=m)
+        launch(routing, made, expected_m=m)
         assert_right(routing, made)
 
 
@@ -201,7 +201,7 @@ def test_d_of_more_than_2_to_31_elements():
     scales = kernels.tma_aligned(torch.ones(sum(counts), 1, device="cuda"))
     d = torch.full((sum(counts), n), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
     assert d.numel() > 2**31
-    launch(routing, made._replace(a=a, a_scale_inv=scales, d=d), m=20_000)
+    launch(routing, made._replace(a=a, a_scale_inv=scales, d=d), expected_m=20_000)
     for group, first in ((0, 0), (0, 2**15), (2, 2**15 + 7), (2, sum(counts) - 90)):
         rows = slice(first, first + 7)
         weights = made.b[group].double() * made.b_scale_inv[group].repeat_interleave(128, 0)[:n]
@@ -230,7 +230,7 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(kind, m):
         part = Operands(
             made.a[rows].clone(), made.a_scale_inv[rows], made.b, made.b_scale_inv, first[rows] * 0
         )
-        launch(some, part, m=m)
+        launch(some, part, expected_m=m)
         assert torch.equal(part.d, first[rows])
 
 
