@@ -159,7 +159,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 #pragma unroll
   for (int part = 0; part < C::kParts; ++part) begin_part(part);
   for (; !walk.done(); walk.next_tile()) {
-    if (C::kTokenBoxes > 1 && !thread.has_rows(walk.place)) {  // the group ends before them
+    if (C::kHasShortTiles && !thread.has_rows(walk.place)) {  // the group ends before them
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) store_finished(part);
       finished = Place<C>::none();

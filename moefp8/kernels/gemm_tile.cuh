@@ -57,9 +57,11 @@ struct Config {
   // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
   static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
   static constexpr int kTokenScales = kTokens + (kBeginsAnywhere ? 4 : 0);
-  // Of groups that end within a tile, only as many times 64 tokens are loaded as there are.
+  // Of a group that ends within a tile, some math warpgroups may have no tokens. And only as many times 64 are loaded
+  // as there are, where no other CTA needs more.
+  static constexpr bool kHasShortTiles = kBeginsAnywhere && kMathGroups > 1;
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
-  static constexpr int kTokenBoxes = kGrouped && !kWeightsAreRows && !kSharesTokens ? kMathGroups : 1;
+  static constexpr int kTokenBoxes = kHasShortTiles && !kSharesTokens ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
   // The weights of a tile come in pieces: see `Place`.
   static constexpr int kBlockWeights = kWeights / kBlock * kBlock;  // of the first piece, if there is a whole block
