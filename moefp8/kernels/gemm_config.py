@@ -178,7 +178,6 @@ class GemmConfig:
         return round_up(used, 1024)
 
     def kernel_name(self, bias: str, kind: Kind | None = None) -> str:
-        assert self.grouped == (kind is not None)
         arguments = (
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
             *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
