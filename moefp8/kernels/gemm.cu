@@ -14,6 +14,7 @@
 // `reduce` in gemm_output.cuh are the epilogue. kShare is TMA multicast in a cluster, kSplit split-K over its
 // CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes one product while the tensor
 // cores compute the next. `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
+#include "gemm_activation.cuh"
 #include "gemm_groups.cuh"
 #include "gemm_load.cuh"
 #include "gemm_output.cuh"
@@ -26,9 +27,11 @@ struct Scales {
   float weight[C::kWeightsAreRows ? 1 : C::kWeightScales];
   float token[2];  // of its two rows, where tokens are the rows
 
-  __device__ void load(const Shared<C>& shared, int stage, int d, int row, const Thread<C>& thread) {
+  __device__ void load(const Shared<C>& shared, int stage, int d, int part, int row, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[d];
-    if constexpr (C::kWeightsAreRows) {
+    if constexpr (C::kStacked) {
+      weight[0] = weights[part];
+    } else if constexpr (C::kWeightsAreRows) {
       weight[0] = weights[C::kWeightScales == 1 ? 0 : Place<C>::scale(thread.group * 64)];
     } else {
 #pragma unroll
@@ -46,7 +49,7 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
   float scale[2];
 #pragma unroll
   for (int j = 0; j < C::kPartCols / 8; ++j) {
-    const int col = part * C::kPartCols + 8 * j;
+    const int col = (C::kStacked ? 0 : part * C::kPartCols) + 8 * j;
     if constexpr (C::kWeightsAreRows) {  // one weight scale; two token scales for each 8 columns
       const float2 token = *reinterpret_cast<const float2*>(token_scales + col + thread.col);
       scale[0] = token.x * scales.weight[0], scale[1] = token.y * scales.weight[0];
@@ -89,7 +92,7 @@ struct Batch {
     if (part == 0) shared.full[stage].wait(walk.parity);  // the other parts are of the same stage
 #pragma unroll
     for (int d = 0; d < C::kDepth; ++d) {
-      scales[d].load(shared, stage, d, thread.row + walk.place.scale_offset(), thread);
+      scales[d].load(shared, stage, d, part, thread.row + walk.place.scale_offset(), thread);
       pin_registers(products[d]);
     }
     wgmma_fence();
@@ -97,12 +100,22 @@ struct Batch {
     for (int d = 0; d < C::kDepth; ++d) {
 #pragma unroll
       for (int i = 0; i < kBlock / 32; ++i) {
-        const uint32_t a = rows + d * C::kRows * kBlock / 16 + i * kDescriptorStepK;
-        const uint32_t b = cols + (d * C::kCols + part * C::kPartCols) * kBlock / 16 + i * kDescriptorStepK;
+        const int row = d * C::kRows + (C::kStacked ? part * C::kOutputs : 0);
+        const int col = d * C::kCols + (C::kStacked ? 0 : part * C::kPartCols);
+        const uint32_t a = rows + row * kBlock / 16 + i * kDescriptorStepK;
+        const uint32_t b = cols + col * kBlock / 16 + i * kDescriptorStepK;
         wgmma<C::kPartCols>(products[d], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
       }
     }
     wgmma_commit();
+  }
+  // The registers of the products are free until `begin`, which overwrites them; the compiler cannot know that.
+  __device__ void forget() {
+#pragma unroll
+    for (int d = 0; d < C::kDepth; ++d) {
+#pragma unroll
+      for (int i = 0; i < C::kPartCols / 2; ++i) products[d][i] = 0.0f;
+    }
   }
   // Once the tensor cores are done with it.
   __device__ void finish(float (&total)[C::kPartCols / 2], Shared<C>& shared, int part, bool releases,
@@ -125,6 +138,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
   TileBias<C> biases[C::kParts];
   Batch<C> batches[C::kBatches];
   auto finished = Place<C>::none();  // of a tile that is in `total`, to be stored
+  int num_activated = 0;
   // Above 0: the next stage will be filled again. Only such ones are released, so that no signal is on its
   // way to a CTA that has left; so none waits for the others at the end.
   // A grouped GEMM does not know them.
@@ -146,22 +160,32 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
     if constexpr (C::kSplit == 1) biases[part].load(args, walk.place, part * C::kPartCols, thread);
   };
   const auto store_part = [&](int part, Staging staging) {
-    if constexpr (C::kSplit == 1) {
+    if constexpr (C::kSplit == 1 && !C::kGateUp) {
       store<C>(total[part], staging, d_map, args, finished, part * C::kPartCols, biases[part], thread);
     }
     begin_part(part);
   };
-  // The tile before this one leaves while the tensor cores compute the first products.
-  const auto store_finished = [&](int part) {
-    if (!finished.is_none()) store_part(part, output_staging(shared, thread));
+  // The tile before this one leaves while the tensor cores compute the first products; gate and up together.
+  const auto store_finished = [&](int part) __attribute__((always_inline)) {
+    if (finished.is_none()) return;
+    if constexpr (C::kGateUp) {
+      if (part == 0) activate<C>(total, shared, d_map, args, finished, num_activated++, thread);
+      begin_part(part);
+    } else {
+      store_part(part, output_staging(shared, thread));
+    }
   };
 
 #pragma unroll
   for (int part = 0; part < C::kParts; ++part) begin_part(part);
   for (; !walk.done(); walk.next_tile()) {
+    if constexpr (C::kStoresFirst) {
+      store_finished(0);
+      batches[0].forget();
+    }
     if (C::kHasShortTiles && !thread.has_rows(walk.place)) {  // the group ends before them
 #pragma unroll
-      for (int part = 0; part < C::kParts; ++part) store_finished(part);
+      for (int part = 0; part < (C::kStoresFirst ? 0 : C::kParts); ++part) store_finished(part);
       finished = Place<C>::none();
 #pragma unroll 1
       for (int k = walk.k_begin; k < walk.k_end; ++k, walk.next_stage()) {
@@ -175,7 +199,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 #pragma unroll
         for (int part = 0; part < C::kParts; ++part) {
           begin_batch(0, part);
-          if (is_first) store_finished(part);
+          if (is_first && !C::kStoresFirst) store_finished(part);
           wgmma_wait<0>();
           finish_batch(0, part);
         }
@@ -209,7 +233,9 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
     finished = walk.place;
   }
 
-  if constexpr (C::kSplit == 1) {
+  if constexpr (C::kGateUp) {
+    store_finished(0);
+  } else if constexpr (C::kSplit == 1) {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part)
       if (!finished.is_none())
@@ -261,6 +287,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
       }
       shared.delivered.init(1);
       if constexpr (C::kGrouped) shared.tiles.init();
+      if constexpr (C::kGateUp) init_magnitudes<C>(shared.magnitudes);
       fence_barrier_init();
     }
     __syncwarp();
@@ -279,8 +306,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
     if (loads) loader.prefetch_expected(args);
   }
   __syncthreads();
-  if constexpr (C::kShare * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends
-  if constexpr (C::kShare > 1) cluster_wait();
+  if constexpr (C::kTogether * C::kSplit > 1) cluster_arrive();  // split only: `reduce` waits, where it sends
+  if constexpr (C::kTogether > 1) cluster_wait();
 
   if (group == C::kMathGroups) {
     if constexpr (kMoveRegisters) give_registers<C::kLoadRegisters>();

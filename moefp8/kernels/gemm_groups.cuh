@@ -50,23 +50,23 @@ struct Cell {
 // segment by segment.
 template <class C>
 struct Scheduler {
-  static constexpr int kTokens = C::kTokens * (C::kSharesTokens ? 1 : C::kShare);  // of a cluster
+  static constexpr int kTokens = C::kTokens * (C::kSameTokens ? 1 : C::kTogether);  // of a cluster
 
   const Arguments& args;
   const int lane;
-  int tile = blockIdx.x / C::kShare;
+  int tile = blockIdx.x / C::kTogether;
   int first_segment = -kWarp;
   Segment mine, next_mine;
   int tiles_end = 0;  // how many tiles this lane's segment and all before it have
 
   // As early as can be, for the answer takes long.
   __device__ void prepare() {
-    wait_for_previous_kernel();
+    if (!args.groups.bounds_are_old) wait_for_previous_kernel();
     next_mine = segment<C::kKind>(args.groups, lane);
   }
   __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
-    for (int i = 0;; ++i, tile += gridDim.x / C::kShare) {
+    for (int i = 0;; ++i, tile += gridDim.x / C::kTogether) {
       const Place<C> place = find();
       const int slot = i % kTileSlots;
       shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
@@ -90,15 +90,15 @@ struct Scheduler {
     const int height = token_tiles(begin, end), width = weight_tiles();
     const int in_segment = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
     const Cell cell = Cell::at(in_segment, height, width);
-    const int rank = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
 
-    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSharesTokens ? 0 : rank * C::kTokens);
+    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSameTokens ? 0 : rank * C::kTokens);
     Place<C> place;
     place.first_token = min(from, args.last_token);
     // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
     if (C::kBeginsAnywhere) place.first_token = min(place.first_token, max(begin, end - ceil_div(end - from, 64) * 64));
-    place.tile = C::kSharesTokens ? cell.weight * C::kShare + rank : cell.weight;
+    place.tile = C::kSameTokens ? cell.weight * C::kTogether + rank : cell.weight;
     place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
     place.group = __shfl_sync(~0u, mine.group, owner);
     place.matrix = C::kKind == Kind::kMasked ? place.group : 0;

@@ -88,7 +88,7 @@ struct Loader {
   // while a kernel may still write them.
   __device__ void prefetch_expected(const Arguments& args) {
     const int height = args.groups.expected_tiles, width = C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles;
-    if (C::kShare > 1 || C::kKind == Kind::kRows) return;
+    if (C::kTogether > 1 || C::kKind == Kind::kRows || height == 0) return;
     Place<C> place;
     place.group = blockIdx.x / (height * width);
     if (place.group >= args.groups.num_groups) return;
@@ -107,15 +107,22 @@ struct Loader {
   }
 
   // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
-  // as a whole. But while the previous kernel may still write the tokens, only the first stage gets its
-  // weights; behind those of more, the tokens would wait.
+  // as a whole. But while the previous kernel may still write the tokens, the first `num_ahead` stages, of one tile,
+  // get their weights: of a dense GEMM only one, behind the weights of more the tokens would wait.
   __device__ void fill(WalkOf<C>& walk, bool programmatic) {
-    if (C::kGrouped) programmatic = false;  // the scheduler has waited
-    if (programmatic) load_weights(walk);
-    if (!C::kGrouped) wait_for_previous_kernel();
+    int num_ahead = 0;
+    if constexpr (C::kGrouped) {  // the scheduler has waited, or knew the tiles before
+      if (programmatic && walk.args->groups.bounds_are_old && !walk.done()) num_ahead = min(C::kStages, walk.k_end);
+    } else {
+      num_ahead = programmatic;
+    }
+    auto ahead = walk;
+#pragma unroll 1
+    for (int i = 0; i < num_ahead; ++i, ++ahead.k, ahead.next_stage()) load_weights(ahead);
+    if (!C::kGrouped || num_ahead > 0) wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
-      if (i > 0 || !programmatic) load_weights(walk);
+      if (i >= num_ahead) load_weights(walk);
       load_tokens(walk);
     }
     let_next_kernel_start();
@@ -152,13 +159,14 @@ struct ScaleLoader {
   __device__ void read(const WalkOf<C>& walk) {
     const int last_block = (args.num_weights - 1) / kBlock;
     const int64_t k_block = min(walk.k * C::kDepth + lane, args.num_k_blocks - 1);
-    const float* first = args.weight_scales + k_block * args.weight_scale_stride_k;
+    int64_t first = k_block * args.weight_scale_stride_k;
     if constexpr (C::kGrouped) first += walk.place.group * args.groups.weight_scale_stride;
 #pragma unroll
     for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
       if (!Place<C>::begins_scale(weight)) continue;
       const int64_t block = min(walk.place.weight(args, weight) / kBlock, last_block);
-      chunk.scales[Place<C>::scale(weight)] = first[block * args.weight_scale_stride];
+      const float* scales = C::kGateUp && weight > 0 ? args.activation.up_scales : args.weight_scales;
+      chunk.scales[Place<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }
   // After `read` of the first chunk. Each is read while the one before it is handed out.

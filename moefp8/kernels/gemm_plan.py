@@ -7,7 +7,7 @@ addresses cost little more: their tensor maps.
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,16 @@ class Groups(ctypes.Structure):
         *(("num_tokens", c_int), ("expected_tiles", c_int)),
         ("weight_scale_stride", c_int64),
         *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
+        ("bounds_are_old", c_int),
+    )
+
+
+class Activation(ctypes.Structure):
+    """`Activation` in gemm_tile.cuh."""
+
+    _fields_ = (
+        *(("up_scales", c_void_p), ("limit", c_float)),
+        *(("scales", c_void_p), ("pitch", c_int64)),
     )
 
 
@@ -79,7 +89,7 @@ class Arguments(ctypes.Structure):
         *(("last_token", c_int), ("stage_bytes", c_int * _MAX_TOKEN_BOXES)),
         *(("num_row_tiles", c_int), ("num_col_tiles", c_int)),
         *(("band", c_int), ("inverse", c_int64), ("programmatic", c_int)),
-        ("groups", Groups),
+        *(("groups", Groups), ("activation", Activation)),
     )
 
 
@@ -99,6 +109,7 @@ class Plan(NamedTuple):
     sizes: tuple[Any, ...]  # from num_weights to inverse in `Arguments`
     groups: tuple[int, ...] | None  # from num_groups to weight_scale_stride in `Groups`
     d_strides: tuple[int, ...]
+    bounds_are_old: bool
 
 
 def make_plan(
@@ -113,12 +124,16 @@ def make_plan(
     tokens: int,
     kind: Kind | None = None,
     groups: tuple[int, ...] | None = None,
+    bounds_are_old: bool = False,
 ) -> Plan:
-    """num_sms, of all_sms: that may be busy. token_tiles: at most. tokens: of a group, about."""
+    """num_sms, of all_sms: that may be busy. token_tiles: at most. tokens: of a group, about.
+
+    If `config.gate_up`, b and its scales are gate's, and d is E4M3.
+    """
     a, a_scale_inv, b, b_scale_inv, d = operands
     (m, k), n = a.shape[-2:], b.shape[-2]
     function = load(kernel_of(config, bias, kind), a.get_device())
-    weight_tiles = ceil_div(n, config.tile[1])
+    weight_tiles = ceil_div(n, config.outputs * config.tile[1] // config.cta_tile[1])
     num_tiles = token_tiles, weight_tiles
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
     num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
@@ -126,7 +141,7 @@ def make_plan(
     clusters = _num_clusters(config, token_tiles * weight_tiles, num_ctas)
     # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
     l2_bytes = 128 if tokens <= 64 else 256
-    store_columns = config.store_box[0]
+    store_columns, size = config.store_box[0], d.element_size()
     boxes = config.token_boxes(m)
     stage_bytes = [config.stage_bytes(box) for box in boxes]
     return Plan(
@@ -139,7 +154,7 @@ def make_plan(
         box_of(a_scale_inv.mT, torch.float32, (config.token_scales, config.depth), 0),
         [box_of(b, E4M3, (128, box), 128, l2_bytes) for box in config.weight_boxes],
         # 16 bytes of a row are one unit of the swizzle.
-        box_of(d, torch.bfloat16, config.store_box, store_columns * 2 if store_columns > 8 else 0),
+        box_of(d, d.dtype, config.store_box, store_columns * size if store_columns > 8 else 0),
         b_scale_inv.stride()[-2:],
         (
             *(n, num_blocks(k), config.last_token(m)),
@@ -148,6 +163,7 @@ def make_plan(
         ),
         groups,
         (d.stride(-2), d.stride(0)),
+        bounds_are_old,
     )
 
 
@@ -181,12 +197,30 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 
 
-def _prepare(plan: Plan, addresses: tuple[int, ...], stream: int, programmatic: bool) -> Launch:
+class GateUp(NamedTuple):
+    """What a GEMM with `config.gate_up` takes besides: addresses, limit, and the scales' pitch."""
+
+    up: int
+    up_scale_inv: int
+    limit: float
+    d_scale_inv: int
+    d_scale_pitch: int
+
+
+def prepare(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    stream: int,
+    programmatic: bool,
+    gate_up: GateUp | None = None,
+) -> Launch:
     a, a_scale_inv, b, b_scale_inv, d, *rest = addresses
+    weights = [b] * len(plan.b_boxes) if gate_up is None else [b, gate_up.up]
+    of_weights = zip(weights, plan.b_boxes, strict=True)
     maps = (
         tensor_map_array([tensor_map(a, *box) for box in plan.a_boxes]),
         tensor_map(a_scale_inv, *plan.a_scale_box),
-        tensor_map_array([tensor_map(b, *box) for box in plan.b_boxes]),
+        tensor_map_array([tensor_map(address, *box) for address, box in of_weights]),
         tensor_map(d, *plan.d_box),
     )
     bias = rest[0] if rest and plan.groups is None else None
@@ -195,7 +229,9 @@ def _prepare(plan: Plan, addresses: tuple[int, ...], stream: int, programmatic: 
         *(*plan.sizes, programmatic),
     )
     if plan.groups is not None:
-        arguments.groups = Groups(rest[0], *plan.groups, d, *plan.d_strides)
+        arguments.groups = Groups(rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_are_old)
+    if gate_up is not None:
+        arguments.activation = Activation(*gate_up[1:])
     return Launch(
         plan.function,
         *plan.grid_and_block,
@@ -237,7 +273,7 @@ class Launches:
             a, a_scale_inv, b, _, d, *_ = addresses
             if plan is None or not are_aligned((a, a_scale_inv, b, d)):
                 return layouts
-            launch = _prepare(plan, addresses, stream, programmatic)
+            launch = prepare(plan, addresses, stream, programmatic)
             # With the plan's own layouts: what thousands of keys hold, the garbage collector walks.
             key = (plan.layouts, addresses, stream, programmatic, rest)
             self._keep(self.prepared, key, launch)

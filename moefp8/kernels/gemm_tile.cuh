@@ -27,11 +27,12 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, int kSharedBytes_>
+          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, bool kGateUp_,
+          int kSharedBytes_>
 struct Config {
   static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
   static constexpr int kCols = kCols_;             // of the CTA's tile
-  static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols
+  static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols; kStacked: kRows
   static constexpr int kDepth = kDepth_;           // k-blocks of a stage
   static constexpr int kStages = kStages_;         // stages in flight
   static constexpr int kShare = kShare_;           // neighbouring CTAs that share one operand by multicast
@@ -43,16 +44,19 @@ struct Config {
   static constexpr Bias kBias = kBias_;
   static constexpr Kind kKind = kKind_;
   static constexpr bool kGrouped = kKind != Kind::kDense;  // each group of tokens has weights of its own
+  // Half of the tile's weights are gate's, the others up's for the same outputs: gemm_activation.cuh.
+  static constexpr bool kGateUp = kGateUp_;
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
   static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
-  static constexpr int kMathGroups = kRows / 64;
+  static constexpr bool kStacked = kGateUp && kWeightsAreRows;  // each math warpgroup has rows of gate and of up
+  static constexpr int kMathGroups = kRows / 64 / (kStacked ? kParts : 1);
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
   // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up. A scheduler
   // needs more than those that load.
   static constexpr int kMathRegisters = (kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112) - (kGrouped ? 8 : 0);
   static constexpr int kLoadRegisters = (kMathGroups == 2 ? 24 : 32) + (kGrouped ? 8 * kMathGroups : 0);
-  static constexpr int kPartCols = kCols / kParts;
+  static constexpr int kPartCols = kStacked ? kCols : kCols / kParts;
   static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
   // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
   static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
@@ -61,28 +65,38 @@ struct Config {
   // as there are, where no other CTA needs more.
   static constexpr bool kHasShortTiles = kBeginsAnywhere && kMathGroups > 1;
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
+  // Registers do not suffice to activate a tile while products of the next one are under way.
+  static constexpr bool kStoresFirst = kGateUp && kMathGroups == 3 && kParts == 1;
   static constexpr int kTokenBoxes = kHasShortTiles && !kSharesTokens ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
+  static constexpr int kOutputs = kGateUp ? kWeights / 2 : kWeights;  // values of a token that the tile computes
+  // A tile of 64 outputs and its neighbour are computed side by side, by two CTAs of a cluster: they have one scale.
+  static constexpr bool kMeetsPeer = kGateUp && kOutputs != kBlock;
+  static constexpr int kTogether = kMeetsPeer ? 2 : kShare;  // neighbouring CTAs that walk over the same tiles
+  static constexpr bool kSameTokens = kSharesTokens || kMeetsPeer;  // whether it is the tokens that these have in common
   // The weights of a tile come in pieces: see `Place`.
   static constexpr int kBlockWeights = kWeights / kBlock * kBlock;  // of the first piece, if there is a whole block
-  static constexpr int kPieces = (kBlockWeights > 0) + count_bits(kWeights % kBlock);
-  static constexpr int kSmallestPiece = gcd(kWeights, kBlock);
-  static constexpr int kWeightScales = kWeights / kBlock + count_bits(kWeights % kBlock);
+  static constexpr int kPieces = kGateUp ? 2 : (kBlockWeights > 0) + count_bits(kWeights % kBlock);
+  static constexpr int kSmallestPiece = kGateUp ? kOutputs : gcd(kWeights, kBlock);
+  static constexpr int kWeightScales = kGateUp ? 2 : kWeights / kBlock + count_bits(kWeights % kBlock);
 
   // The sums of the CTAs that divided K meet. Each writes out a slice of the columns, as many as get equal
   // slices.
   static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
   static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
   // The output leaves in boxes that are one swizzle span wide.
-  static constexpr int kBoxCols = kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
+  static constexpr int kBoxCols = kGateUp ? kOutputs : kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
   static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
-  static constexpr int kBoxBytes = kBoxCols * kBoxRows * 2;
-  static constexpr int kBoxes = kWeightsAreRows ? 1 : kStoreCols / kBoxCols;
+  static constexpr int kBoxBytes = kBoxCols * kBoxRows * (kGateUp ? 1 : 2) / (kStacked ? kMathGroups : 1);
+  static constexpr int kBoxes = kWeightsAreRows || kGateUp ? 1 : kStoreCols / kBoxCols;
 
   static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
   static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
   static_assert(kTokenScales <= 256, "TMA boxes");
   static_assert(!kGrouped || (kSplit == 1 && kBias == Bias::kNone), "what a grouped GEMM has no use for");
+  static_assert(!kGateUp || (kGrouped && kParts * kPartCols == (kStacked ? 2 * kCols : kCols)), "see `activate`");
+  static_assert(!kGateUp || kOutputs * (kMeetsPeer ? 2 : 1) == kBlock, "a scale for each 128 outputs");
+  static_assert(!kGateUp || kShare == 1 || (kShare == 2 && kSharesTokens && kMeetsPeer), "who shares is the peer");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
@@ -97,6 +111,15 @@ struct Groups {
   int64_t weight_scale_stride;
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
+  int bounds_are_old;  // whether they were complete before the previous kernel began
+};
+
+// What gate and up become: E4M3 with a scale for each token and 128 outputs.
+struct Activation {
+  const float* up_scales;  // as `weight_scales`, which are gate's
+  float limit;             // of gate from above, of up on both sides; may be infinite
+  float* scales;           // [matrices, outputs/128, pitch]
+  int64_t pitch;
 };
 
 constexpr int kMaxTokenBoxes = 4;
@@ -114,6 +137,7 @@ struct Arguments {
                                      // x < 2^33 / band: (x * inverse) >> 33 == x / band
   int programmatic;                  // whether the previous kernel may still write the tokens
   Groups groups;
+  Activation activation;
 };
 
 // Which tokens and weights a tile takes. The tokens lie side by side. The weights come in pieces: as many
@@ -150,17 +174,21 @@ struct Place {
   };
   // The one with the weight `i` of a tile. A constant `i` makes all of these constant.
   static __device__ Piece piece(int i) {
+    if (C::kGateUp) return {i / C::kOutputs * C::kOutputs, C::kOutputs, i / C::kOutputs};
     if (i < C::kBlockWeights) return {0, C::kBlockWeights, 0};
     const int size = 1 << (31 - __clz(i ^ C::kWeights));  // the highest bit in which they differ
     const int begin = i & -size;
     return {begin, size, (C::kBlockWeights > 0) + __popc(begin % kBlock)};
   }
   // A whole block has one scale, and so has every smaller piece.
-  static __device__ int scale(int i) { return i / kBlock + __popc(piece(i).begin % kBlock); }
+  static __device__ int scale(int i) {
+    return C::kGateUp ? piece(i).index : i / kBlock + __popc(piece(i).begin % kBlock);
+  }
   static __device__ bool begins_scale(int i) { return i == 0 || scale(i) != scale(i - 8); }  // they come in 8s
 
-  // Where the weight `i` of the tile lies among all weights.
+  // Where the weight `i` of the tile lies among all weights; of gate and up, among its own.
   __device__ int weight(const Arguments& args, int i) const {
+    if (C::kGateUp) return tile * C::kOutputs + i % C::kOutputs;
     constexpr int kOfCluster = C::kShareRows == C::kWeightsAreRows ? 1 : C::kShare;
     const int num_tiles = (C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles) * kOfCluster;
     return piece(i).begin * num_tiles + tile * piece(i).size + i - piece(i).begin;
@@ -191,6 +219,25 @@ struct Tiles {
 template <class C>
 struct Tiles<C, false> {};
 
+// Where the magnitudes meet that decide a token's scale, where they are in several warps or CTAs. Of what peers
+// deliver, there is room for two tiles in turn.
+template <class C, bool kOfColumns = C::kStacked, bool kOfPeer = C::kMeetsPeer>
+struct Magnitudes {};
+template <class C>
+struct Magnitudes<C, false, true> {
+  alignas(16) uint32_t of_peer[2][C::kRows];
+  Barrier delivered[2][C::kMathGroups];
+};
+template <class C>
+struct Magnitudes<C, true, false> {
+  alignas(16) uint32_t of_warps[1][kBlock / 16][C::kCols];  // a warp has 16 outputs
+};
+template <class C>
+struct Magnitudes<C, true, true> {
+  alignas(16) uint32_t of_warps[2][kBlock / 16][C::kCols];
+  Barrier delivered[2][C::kMathGroups];
+};
+
 template <class C>
 struct Shared : Inbox<C> {
   __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
@@ -206,6 +253,7 @@ struct Shared : Inbox<C> {
     float scales[C::kDepth][C::kWeightScales];
   } weights[C::kStages];
   [[no_unique_address]] Tiles<C> tiles;
+  [[no_unique_address]] Magnitudes<C> magnitudes;
   alignas(8) Barrier full[C::kStages];
   Barrier empty[C::kStages];
   Barrier delivered;

@@ -122,14 +122,14 @@ def _plan(
         layouts,
         num_sms=num_sms,
         all_sms=all_sms,
-        token_tiles=_most_token_tiles(config, kind, m, num_groups),
+        token_tiles=most_token_tiles(config, kind, m, num_groups),
         tokens=expected_m,
         kind=kind,
         groups=(num_groups, num_segments, m, expected_tiles, b_scale_inv.stride(0)),
     )
 
 
-def _most_token_tiles(config: GemmConfig, kind: Kind, m: int, num_groups: int) -> int:
+def most_token_tiles(config: GemmConfig, kind: Kind, m: int, num_groups: int) -> int:
     """Over all routings."""
     tokens = config.tile[0]
     if kind == Kind.MASKED:

@@ -49,6 +49,16 @@ __device__ inline void store_in_cluster(void* destination, Barrier& barrier, uin
                : "memory");
 }
 
+// The same for four bytes, of the lanes that are `elected`.
+__device__ inline void store_in_cluster(bool elected, void* destination, Barrier& barrier, uint32_t rank, uint32_t v) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %2, [%1];\n}" ::"r"(
+          address_in_cluster(shared_address(destination), rank)),
+      "r"(address_in_cluster(barrier.address(), rank)), "r"(v), "r"(static_cast<int>(elected))
+      : "memory");
+}
+
 // Makes initialised barriers visible to TMA, as CUTLASS too takes it, and, after a barrier of threads, to
 // the other CTAs.
 __device__ inline void fence_barrier_init() {

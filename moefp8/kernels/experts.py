@@ -1,0 +1,166 @@
+"""The routed SwiGLU experts of a MoE layer, from tokens and the router's choice to their output.
+
+T tokens, k choices each, E experts, H hidden, I intermediate.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from .blocks import E4M3, num_blocks
+from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
+from .experts_launch import launch_experts
+from .gemm import block_scaled_matmul
+from .quantize import quantize_1x128
+from .registry import register
+
+_OP = "experts"
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float = math.inf) -> torch.Tensor:
+    """`silu(gate) * up` in FP32, of gate below `limit` and up within +-limit."""
+    gate, up = gate.float(), up.float()
+    if limit < math.inf:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return F.silu(gate) * up
+
+
+def _allocate(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    gate_up_proj_scale_inv: torch.Tensor,
+    down_proj: torch.Tensor,
+    down_proj_scale_inv: torch.Tensor,
+    swiglu_limit: float,
+    masked: bool,
+) -> torch.Tensor:
+    """Check, then allocate the result. Also the fake body."""
+    check_same_device(
+        _OP,
+        hidden_states=hidden_states,
+        top_k_index=top_k_index,
+        top_k_weights=top_k_weights,
+        gate_up_proj=gate_up_proj,
+        gate_up_proj_scale_inv=gate_up_proj_scale_inv,
+        down_proj=down_proj,
+        down_proj_scale_inv=down_proj_scale_inv,
+    )
+    for name, x, dtypes, ndim in (
+        ("hidden_states", hidden_states, FLOATS, 2),
+        ("top_k_index", top_k_index, (torch.int32, torch.int64), 2),
+        ("top_k_weights", top_k_weights, FLOATS, 2),
+        ("gate_up_proj", gate_up_proj, (E4M3,), 3),
+        ("gate_up_proj_scale_inv", gate_up_proj_scale_inv, (torch.float32,), 3),
+        ("down_proj", down_proj, (E4M3,), 3),
+        ("down_proj_scale_inv", down_proj_scale_inv, (torch.float32,), 3),
+    ):
+        check_tensor(_OP, name, x, dtypes, ndim)
+    (num_tokens, top_k), (e, h, i) = top_k_index.shape, down_proj.shape
+    for name, x, shape, rule in (
+        ("hidden_states", hidden_states, [num_tokens, h], "[T, H]"),
+        ("top_k_weights", top_k_weights, [num_tokens, top_k], "[T, k] as top_k_index"),
+        ("gate_up_proj", gate_up_proj, [e, 2 * i, h], "[E, 2I, H] for down_proj [E, H, I]"),
+        (
+            *("gate_up_proj_scale_inv", gate_up_proj_scale_inv),
+            *([e, 2 * num_blocks(i), num_blocks(h)], "[E, 2 ceil(I/128), ceil(H/128)]"),
+        ),
+        (
+            *("down_proj_scale_inv", down_proj_scale_inv),
+            *([e, num_blocks(h), num_blocks(i)], "[E, ceil(H/128), ceil(I/128)]"),
+        ),
+    ):
+        check_shape(_OP, name, x, shape, rule)
+    if top_k < 1 or e < 1:
+        raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
+    for name, x in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        check_rows_contiguous(_OP, name, x)
+    return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
+
+
+def _check_ids(top_k_index: torch.Tensor, num_experts: int) -> None:
+    """Only on a CPU, where it costs no synchronisation."""
+    if top_k_index.numel() == 0:
+        return
+    low, high = (int(x) for x in top_k_index.aminmax())
+    if low < 0 or high > num_experts:
+        raise ValueError(
+            f"{_OP}: top_k_index must be in [0, E] for E = {num_experts} experts (E itself marks "
+            f"a choice held elsewhere, of weight 0), got ids from {low} to {high}"
+        )
+
+
+def _body(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    gate_up_proj_scale_inv: torch.Tensor,
+    down_proj: torch.Tensor,
+    down_proj_scale_inv: torch.Tensor,
+    swiglu_limit: float,
+    masked: bool,
+) -> torch.Tensor:
+    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    y = _allocate(hidden_states, top_k_index, top_k_weights, *weights, swiglu_limit, masked)
+    num_experts, h, i = down_proj.shape
+    if hidden_states.device.type == "cpu":
+        _check_ids(top_k_index, num_experts)
+    data, scale_inv = quantize_1x128(hidden_states, False)
+    rows = y.new_zeros(*top_k_index.shape, h)  # of every choice; zeros where it is held elsewhere
+    for expert in range(num_experts):
+        token, choice = torch.where(top_k_index == expert)
+        if len(token) == 0:
+            continue
+        x = data.view(torch.uint8)[token].view(E4M3), scale_inv[token]
+        gate_up, scales = gate_up_proj[expert], gate_up_proj_scale_inv[expert]
+        gate = block_scaled_matmul(*x, gate_up[:i], scales[: num_blocks(i)])
+        up = block_scaled_matmul(*x, gate_up[i:], scales[num_blocks(i) :])
+        activated = quantize_1x128(swiglu(gate, up, swiglu_limit), False)
+        down = down_proj[expert], down_proj_scale_inv[expert]
+        rows[token, choice] = block_scaled_matmul(*activated, *down).to(rows.dtype)
+    result = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
+    for choice in range(top_k_index.shape[1]):
+        is_here = (top_k_index[:, choice] >= 0) & (top_k_index[:, choice] < num_experts)
+        term = top_k_weights[:, choice, None].float() * rows[:, choice].float()
+        result += term.masked_fill(~is_here[:, None], 0.0)
+    return y.copy_(result)
+
+
+def _launch(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    gate_up_proj_scale_inv: torch.Tensor,
+    down_proj: torch.Tensor,
+    down_proj_scale_inv: torch.Tensor,
+    swiglu_limit: float,
+    masked: bool,
+) -> torch.Tensor:
+    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    tokens = (hidden_states, top_k_index, top_k_weights)
+    return launch_experts(_allocate, *tokens, *weights, swiglu_limit, masked)
+
+
+experts = register(
+    f"{_OP}(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, "
+    "Tensor gate_up_proj_scale_inv, Tensor down_proj, Tensor down_proj_scale_inv, "
+    "float swiglu_limit, bool masked) -> Tensor",
+    _body,
+    _allocate,
+    _launch,
+)
+"""`sum_j w_j down(silu(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
+
+hidden_states [T, H] bf16, fp16 or fp32 is quantized to 1x128, and so are the activated values,
+which are FP32 before; the output of each expert is rounded to BF16, the sum FP32. top_k_index
+int32 or int64 [T, k] in [0, E] (E: held elsewhere, of weight 0; values are checked on the CPU,
+and on a GPU other ids count as E), top_k_weights [T, k]; gate_up_proj e4m3 [E, 2I, H], gate first,
+with gate_up_proj_scale_inv fp32 [E, 2 ceil(I/128), ceil(H/128)]; down_proj e4m3 [E, H, I] with
+down_proj_scale_inv fp32 [E, ceil(H/128), ceil(I/128)] -> bf16 [T, H]. What a token gives does not
+depend on the other tokens, bit for bit on one device. swiglu_limit: see `swiglu`; inf for none.
+masked: on a GPU, every expert has T rows of memory, else as many as it has tokens: the result is
+the same. Raises TypeError, ValueError, naming the argument, the rule and what came."""
