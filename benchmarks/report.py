@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, speedups
-from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us
+from benchmarks import floors, moe, roofline, speedups
+from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, ratio
 from benchmarks.grouped import (
     GOALS,
     against_deep_gemm,
@@ -18,6 +18,7 @@ from benchmarks.grouped import (
     shape_of,
     titles_of,
 )
+from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
 ROOT = Path(__file__).parents[1]
@@ -181,13 +182,75 @@ def _grouped_times(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def moe_tables(results: dict[str, Any]) -> str:
+    """How many times as fast as each peer, the plot, and all times folded away."""
+    rows, titles = results["rows"], moe.titles_of(results["rows"])
+    errors, of_fp8 = (
+        ", ".join(f"{title} {error:.1e}" for title, error in moe.worst_of(rows, key).items())
+        for key in ("error", "fp8_error")
+    )
+    return "\n".join(
+        [
+            _moe_speedups(rows, titles),
+            "",
+            f"Routed experts of whole layers on one {results['gpu']}, the router's choice given, "
+            "BF16 in and out. The floor is what takes longer: reading the weights of all experts "
+            f"that have a token once at {FLOOR_TBPS:g} TB/s, or all products at {FLOOR_TFLOPS:g} "
+            "TFLOP/s. Goals are against the mega-kernel. Error against an FP32 layer with the same "
+            f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
+            "",
+            f"![Layers of routed experts on one {results['gpu']}](benchmarks/results/moe.png)",
+            "",
+            f"<details><summary>All {len(rows)} cases</summary>",
+            "",
+            "Device time / stream time of one eager call from an idle start / replay of a CUDA "
+            "graph, us, L2 flushed before every call; what overlaps counts once. "
+            f"{_circumstances(results)}",
+            "",
+            _moe_times(rows, titles),
+            "",
+            "</details>",
+        ]
+    )
+
+
+def _moe_speedups(rows: list[dict[str, Any]], titles: dict[str, str]) -> str:
+    others = [name for name in titles if name != OURS]
+    head = "| model | tokens | floor, us | moefp8, us | goal |"
+    lines = [head + "".join(f" times as fast as {titles[name]} |" for name in others)]
+    lines.append("|---" * (5 + len(others)) + "|")
+    for row in rows:
+        ratios, goal = [ratio(row, (name,)) for name in others], moe.goal_of(row)
+        cells = [MODELS[row["model"]].title, str(row["tokens"]), f"{row['floor_us']:.1f}"]
+        cells += [f"{row['peers'][OURS]['us']:.1f}", f"{goal:.2f}" if goal else ""]
+        cells += ["-" if value is None else f"{value:.2f}" for value in ratios]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _moe_times(rows: list[dict[str, Any]], titles: dict[str, str]) -> str:
+    def cell(found: dict[str, Any]) -> str:
+        times = [found.get(key) for key in ("us", "eager_us", "graph_us")]
+        return " / ".join(f"{us:.1f}" if us else "-" for us in times) if times[0] else "-"
+
+    lines = ["| model | tokens | active experts | " + " | ".join(titles.values()) + " |"]
+    lines.append("|---" * (3 + len(titles)) + "|")
+    for row in rows:
+        cells = [MODELS[row["model"]].title, str(row["tokens"]), str(row["active"])]
+        cells += [cell(row["peers"].get(name, {})) for name in titles]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "accuracy": accuracy_table,
     "load": load_table,
     "cpu": cpu_table,
     "gemm": gemm_tables,
     "grouped": grouped_tables,
+    "moe": moe_tables,
 }
+PLOTS = {"gemm": roofline.draw, "grouped": speedups.draw, "moe": floors.draw}
 
 
 def with_tables(text: str, directory: Path = RESULTS) -> str:
@@ -206,7 +269,7 @@ def with_tables(text: str, directory: Path = RESULTS) -> str:
 
 
 def draw_plots(directory: Path = RESULTS) -> None:
-    for name, draw in (("gemm", roofline.draw), ("grouped", speedups.draw)):
+    for name, draw in PLOTS.items():
         file = directory / f"{name}.json"
         if file.exists():
             draw(json.loads(file.read_text()), file.with_suffix(".png"))

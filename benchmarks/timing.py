@@ -1,6 +1,7 @@
 """Timers for calls that launch CUDA kernels. All give microseconds: the median over many calls.
 
-`device_us`, `device_us_many`: how long the device works for one call, without gaps.
+`device_us`, `device_us_many`: how long the device works for one call, without gaps. What runs at
+    the same time counts once: a kernel may wait on the device for the one before it to end.
 `graph_us`: how long one replay of the call takes as a CUDA graph.
 `eager_us`: how long the stream takes for one call from an idle start, launches included.
 `host_us`: how long one call keeps the calling thread.
@@ -13,12 +14,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
-Event = tuple[str, float]  # name of a kernel, memset or copy; microseconds
+
+
+class Event(NamedTuple):
+    """A kernel, memset or copy on the device; microseconds."""
+
+    name: str
+    start: float
+    end: float
+
 
 FLUSH_BYTES = 512 << 20
 _ATTEMPTS = 3
@@ -41,7 +51,8 @@ class Flush:
     def _see_own_kernels(self) -> tuple[str, ...]:
         repeats = 3
         for _ in range(_ATTEMPTS):  # the first profile of a process may miss its beginning
-            names = [name for name, _ in _device_events(lambda: [self() for _ in range(repeats)])]
+            events = _device_events(lambda: [self() for _ in range(repeats)])
+            names = [event.name for event in events]
             marker = names[: len(names) // repeats]
             if marker and marker * repeats == names:
                 return tuple(marker)
@@ -54,7 +65,7 @@ def flush() -> Flush:
 
 
 def device_us(call: Call, repeats: int = 20) -> float:
-    """The summed durations of all that one call runs on the device: kernels, memsets, copies."""
+    """How long at least one kernel, memset or copy of a call runs on the device."""
     return device_us_many({"": call}, repeats)[""]
 
 
@@ -84,14 +95,14 @@ def device_us_many(
         torch.cuda.synchronize()
     for _ in range(_ATTEMPTS):
         events = _device_events(take_turns)
-        sums = sums_after(clear_l2.marker, events)
-        if len(sums) == len(turns):
+        busy = busy_after(clear_l2.marker, events)
+        if len(busy) == len(turns):
             break
     else:
-        names = sorted({name[:80] for name, _ in events})
-        raise RuntimeError(f"the profiler saw {len(sums)} of {len(turns)} calls; it saw {names}")
+        names = sorted({event.name[:80] for event in events})
+        raise RuntimeError(f"the profiler saw {len(busy)} of {len(turns)} calls; it saw {names}")
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, microseconds in zip(turns, sums, strict=True):
+    for name, microseconds in zip(turns, busy, strict=True):
         times[name].append(microseconds)
     idle = [name for name, each in times.items() if not min(each)]
     if idle:
@@ -99,23 +110,27 @@ def device_us_many(
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def sums_after(marker: Sequence[str], events: Sequence[Event]) -> list[float]:
-    """Sum the durations between occurrences of `marker`, a run of names, in `events`.
+def busy_after(marker: Sequence[str], events: Sequence[Event]) -> list[float]:
+    """The length of the union of the events between occurrences of `marker`, a run of names.
 
-    One sum follows each marker; what precedes the first marker belongs to no call.
+    One length follows each marker; what precedes the first marker belongs to no call. `events` are
+    in the order in which they start.
     """
-    names, marker = [name for name, _ in events], list(marker)
-    sums: list[float] = []
-    at = 0
+    names, marker = [event.name for event in events], list(marker)
+    busy: list[float] = []
+    at, until = 0, 0.0
     while at < len(events):
         if names[at : at + len(marker)] == marker:
-            sums.append(0.0)
+            busy.append(0.0)
             at += len(marker)
+            until = events[at - 1].end
         else:
-            if sums:
-                sums[-1] += events[at][1]
+            _, start, end = events[at]
+            if busy:
+                busy[-1] += max(0.0, end - max(start, until))
+            until = max(until, end)
             at += 1
-    return sums
+    return busy
 
 
 def _device_events(work: Call) -> list[Event]:
@@ -126,7 +141,7 @@ def _device_events(work: Call) -> list[Event]:
         torch.cuda.synchronize()
     seen = [e for e in recorded.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
     seen.sort(key=lambda event: event.time_range.start)
-    return [(event.name, event.time_range.elapsed_us()) for event in seen]
+    return [Event(event.name, event.time_range.start, event.time_range.end) for event in seen]
 
 
 def graph_us(call: Call, repeats: int = 20) -> float:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -204,12 +205,38 @@ def test_first_line():
     assert peers.first_line(KeyError()) == "KeyError: "
 
 
-def test_sums_go_to_the_flush_before_them():
+def one_after_the_other(*events: tuple[str, float]) -> list[timing.Event]:
+    """Of names and durations, with a gap of 1 between two."""
+    ends = accumulate(duration + 1 for _, duration in events)
+    return [
+        timing.Event(name, end - duration, end)
+        for (name, duration), end in zip(events, ends, strict=True)
+    ]
+
+
+def test_time_goes_to_the_flush_before_it():
     flush = [("memset", 1.0), ("flush", 100.0)]
-    events = [("early", 9.0), *flush, ("a", 2.0), ("memset", 0.5), *flush, *flush, ("b", 4.0)]
-    assert timing.sums_after(("memset", "flush"), events) == [2.5, 0.0, 4.0]
-    assert timing.sums_after(("memset", "flush"), []) == []
-    assert timing.sums_after(("flush",), [("flush", 1.0), ("flush", 1.0)]) == [0.0, 0.0]
+    calls = [("early", 9.0), *flush, ("a", 2.0), ("memset", 0.5), *flush, *flush, ("b", 4.0)]
+    assert timing.busy_after(("memset", "flush"), one_after_the_other(*calls)) == [2.5, 0.0, 4.0]
+    assert timing.busy_after(("memset", "flush"), []) == []
+    flushes = one_after_the_other(("flush", 1.0), ("flush", 1.0))
+    assert timing.busy_after(("flush",), flushes) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("spans", "busy"),
+    [
+        ([(10, 14), (14, 20)], 10),
+        ([(10, 14), (17, 20)], 7),  # a gap is nobody's time
+        ([(10, 14), (12, 20)], 10),  # waits for the end of the one before it
+        ([(10, 30), (12, 14), (13, 20), (28, 31)], 21),  # within another, and beyond it
+        ([(9, 14)], 4),  # what the flush still runs is the flush's
+    ],
+)
+def test_what_overlaps_counts_once(spans, busy):
+    events = [timing.Event("flush", 0, 10), *(timing.Event("x", *span) for span in spans)]
+    again = [timing.Event("flush", 40, 50), timing.Event("x", 50, 53)]
+    assert timing.busy_after(("flush",), events + again) == [busy, 3]
 
 
 def test_calls_take_turns_and_are_told_apart(monkeypatch):
@@ -219,7 +246,7 @@ def test_calls_take_turns_and_are_told_apart(monkeypatch):
     def device_events(work):
         ran.clear()
         work()
-        return ran[1:] if lost and lost.pop() else list(ran)
+        return one_after_the_other(*ran)[1 if lost and lost.pop() else 0 :]
 
     class Flush:
         marker = ("flush",)

@@ -1,0 +1,228 @@
+"""Whole layers of routed experts beside their peers on one Hopper GPU: `python -m benchmarks.moe`.
+
+Tokens in BF16 and the router's choice are given, BF16 comes back. Every peer in
+`benchmarks.moe_peers` gets the same random ones, in one process and taking turns; device time, L2
+flushed before every call. Results are compared with a layer in FP32 that has the same FP8 weights.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.circumstances import require_gpu
+from benchmarks.gemm import Row, about_this_run, fastest_us, figures, keep, ratio, verdict
+from benchmarks.moe_accuracy import accuracy
+from benchmarks.moe_cases import MODELS, Case, random_experts
+from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
+from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
+from benchmarks.timing import device_us_many, eager_us, graph_us
+from moefp8 import GroupedExperts
+
+TOKENS = 1, 16, 128, 1024, 4096, 16384
+RESULTS = Path(__file__).parent / "results" / "moe.json"
+# How many times as fast as the mega-kernel ours is to be.
+GOALS = {
+    "qwen3_30b_a3b": {1: 2.0, 16: 1.3, 128: 1.3, 1024: 1.5, 4096: 1.8},
+    "deepseek_v3": {1: 1.30, 16: 1.03, 128: 1.03, 1024: 1.08, 4096: 1.50},
+}
+ERROR_GOAL = 1.0  # times that of each FP8 peer
+
+
+def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
+    torch.cuda.empty_cache()
+    calls: dict[str, Call] = {}
+    first: dict[str, torch.Tensor] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        why = PEERS[name].refuses(case)
+        try:
+            if why is None:
+                call = PEERS[name].prepare(case)
+                first[name] = call().clone()
+                calls[name] = call
+        except Exception as error:
+            if name == OURS:
+                raise
+            why = first_line(error)
+        found[name] = {} if why is None else {"refused": why}
+    errors, repeats = accuracy(case, first), 5 if case.floor_us > 1000 else 15
+    for name, us in device_us_many(calls, repeats).items():
+        num_bytes = case.num_bytes(PEERS[name].operands)
+        found[name] = figures(us, case.flops, num_bytes, errors[name]["error"]) | errors[name]
+        found[name]["eager_us"] = round(eager_us(calls[name], repeats), 3)
+    found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
+    for name, call in calls.items():  # last, since a capture that fails may leave traces
+        found[name] |= graph_time(call, repeats)
+    about = {"model": name_of_model, "tokens": len(case.x), "active": case.num_active}
+    return {**about, "floor_us": round(case.floor_us, 3), "peers": found}
+
+
+def graph_time(call: Call, repeats: int) -> dict[str, Any]:
+    try:
+        return {"graph_us": round(graph_us(call, repeats), 3)}
+    except Exception as error:
+        return {"graph_refused": first_line(error)}
+
+
+def goal_of(row: Row) -> float | None:
+    return GOALS.get(row["model"], {}).get(row["tokens"])
+
+
+def titles_of(rows: Iterable[Row]) -> dict[str, str]:
+    """The peers that ran anywhere in `rows`."""
+    ran = {name for row in rows for name, found in row["peers"].items() if "us" in found}
+    return {name: peer.title for name, peer in PEERS.items() if name in ran}
+
+
+def worst_of(rows: Iterable[Row], key: str) -> dict[str, float]:
+    """The largest `key` of each peer that has one, by its title."""
+    rows = list(rows)
+    found = {
+        title: [row["peers"].get(name, {}).get(key, 0.0) for row in rows]
+        for name, title in titles_of(rows).items()
+    }
+    return {title: max(values) for title, values in found.items() if any(values)}
+
+
+def case_of(row: Row) -> str:
+    return f"{MODELS[row['model']].title}, {row['tokens']} tokens"
+
+
+def head_of_table(names: Iterable[str]) -> str:
+    """Of `lines_of_row`."""
+    head = f"{'tokens':>6} {'active':>6} {'floor':>8}  {'moefp8, us':>10} {'eager':>8} {'graph':>8}"
+    peers = "".join(f"  {PEERS[name].title:>22}" for name in names if name != OURS)
+    return f"{head} {'error':>8}{peers}"
+
+
+def lines_of_row(row: Row) -> Iterator[str]:
+    """Ours in full; of the others the time, and how many times as long as ours it is."""
+    ours, goal = row["peers"][OURS], goal_of(row)
+    graph = ours.get("graph_us")
+    line = f"{row['tokens']:>6} {row['active']:>6} {row['floor_us']:8.1f}  {ours['us']:10.1f} "
+    line += f"{ours['eager_us']:8.1f} "
+    line += f"{f'{graph:.1f}' if graph else '-':>8} {ours['error']:8.1e}"
+    for name in row["peers"]:
+        if name != OURS:
+            us, times = fastest_us(row, (name,)), ratio(row, (name,))
+            line += f"  {f'{us:.1f} x{times:.2f}' if us else '-':>22}"
+    to_mega = ratio(row, (MEGA,))
+    if goal and to_mega:
+        line += f"  goal {goal:.2f}: {verdict(to_mega >= goal)}"
+    yield line
+    for name, found in row["peers"].items():
+        for key, what in (("refused", "is left out"), ("graph_refused", "is no CUDA graph")):
+            if key in found:
+                yield f"{PEERS[name].title} {what} at {row['tokens']} tokens: {found[key]}"
+
+
+def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
+    """Eager calls with one token, errors, repeatability."""
+    rows = results["rows"]
+    for row in rows:
+        ours, mega = (row["peers"].get(name, {}).get("eager_us") for name in (OURS, MEGA))
+        if row["tokens"] == 1 and ours and mega:
+            line = f"eager call, {case_of(row)}, us: moefp8 {ours:.1f}, {PEERS[MEGA].title} "
+            yield f"{line}{mega:.1f}  goal at most that: {verdict(ours <= mega)}"
+    for key, what in (
+        ("error", "against a layer in FP32 with the same FP8 weights, worst case"),
+        ("worst_row", "against it, worst row of all"),
+        ("fp8_error", "against FP8 activations with FP32 sums, worst case"),
+    ):
+        errors = ", ".join(f"{title} {error:.2e}" for title, error in worst_of(rows, key).items())
+        yield f"error {what}: {errors}"
+    for name in (MEGA, HF_FP8):
+        ran = [row for row in rows if "error" in row["peers"].get(name, {})]
+        if ran:
+            worst, row = max(((error_ratio(row, name), row) for row in ran), key=lambda e: e[0])
+            line = f"error, moefp8 over {PEERS[name].title}: at most {worst:.2f} at {case_of(row)}"
+            met = verdict(round(worst, 2) <= ERROR_GOAL)  # of 64 random tokens
+            yield f"{line}  goal {ERROR_GOAL:.2f}: {met}"
+    moved = [case_of(row) for row in rows if not row["peers"][OURS]["repeatable"]]
+    yield "the same bits before and after timing: " + (
+        f"NOT at {'; '.join(moved)}" if moved else "yes"
+    )
+    yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"
+
+
+def error_ratio(row: Row, name: str) -> float:
+    """Ours over that of `name`."""
+    return row["peers"][OURS]["error"] / row["peers"][name]["error"]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print each row when it is done, and write it to `options.out` if that is given.
+
+    A case in which moefp8 fails has no row.
+    """
+    names = available({name: PEERS[name] for name in PEERS if name in (OURS, *options.peers)})
+    about = about_this_run([DEEP_GEMM] if {MEGA, HF_FP8} & {*names} else [])
+    about["transformers"] = version("transformers") if {HF_FP8, HF_BF16} & {*names} else "missing"
+    results: dict[str, Any] = {**about, "rows": []}
+    for model in options.models:
+        print(f"\n{MODELS[model].title}", head_of_table(names), sep="\n")
+        experts: GroupedExperts | None = None
+        for num_tokens in options.tokens:
+            try:
+                experts = experts or random_experts(MODELS[model])
+                case = Case.random(MODELS[model], experts, num_tokens)
+                row = measure(model, case, names)
+            except Exception:
+                traceback.print_exc()
+                print(f"no row for {MODELS[model].title}, {num_tokens} tokens")
+                continue
+            print(*lines_of_row(row), sep="\n", flush=True)
+            results["rows"].append(row)
+            if options.out:
+                keep(results, options.out, RESULTS, False)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    some_models, some_peers = (_some_of(tuple(table)) for table in (MODELS, PEERS))
+    parser.add_argument("--models", type=some_models, default=tuple(MODELS), metavar="M,...")
+    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="such as 1,128")
+    parser.add_argument("--peers", type=some_peers, default=tuple(PEERS), metavar="P,...")
+    parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
+    options = parser.parse_args()
+    require_gpu("benchmarks.moe")
+    torch.manual_seed(0)
+    num_cases, started = len(options.models) * len(options.tokens), time.perf_counter()
+    with torch.inference_mode():
+        results = run(options)
+    rows, chosen = results["rows"], (options.models, options.tokens, options.peers)
+    is_all = chosen == (tuple(MODELS), TOKENS, tuple(PEERS))
+    keep(results, options.out, RESULTS, is_all and len(rows) == num_cases)
+    if rows:
+        print("", *lines_of_the_rest(results), sep="\n")
+    print(f"{len(rows)} of {num_cases} cases in {time.perf_counter() - started:.0f} s")
+    if len(rows) < num_cases:
+        sys.exit(1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Reads a list of `names`, and gives them in their own order."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        if unknown := set(text.split(",")) - set(names):
+            wrong, right = ", ".join(sorted(unknown)), ",".join(names)
+            raise argparse.ArgumentTypeError(f"{wrong}: must be of {right}")
+        return tuple(name for name in names if name in text.split(","))
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()
