@@ -18,10 +18,10 @@ from .registry import register
 _OP = "experts"
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float = math.inf) -> torch.Tensor:
-    """`silu(gate) * up` in FP32, of gate below `limit` and up within +-limit."""
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """`silu(gate) * up` in FP32; with `limit`, of gate below it and up within +-limit."""
     gate, up = gate.float(), up.float()
-    if limit < math.inf:
+    if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return F.silu(gate) * up
 
@@ -34,7 +34,7 @@ def _allocate(
     gate_up_proj_scale_inv: torch.Tensor,
     down_proj: torch.Tensor,
     down_proj_scale_inv: torch.Tensor,
-    swiglu_limit: float,
+    swiglu_limit: float | None,
     masked: bool,
 ) -> torch.Tensor:
     """Check, then allocate the result. Also the fake body."""
@@ -100,7 +100,7 @@ def _body(
     gate_up_proj_scale_inv: torch.Tensor,
     down_proj: torch.Tensor,
     down_proj_scale_inv: torch.Tensor,
-    swiglu_limit: float,
+    swiglu_limit: float | None,
     masked: bool,
 ) -> torch.Tensor:
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
@@ -137,18 +137,21 @@ def _launch(
     gate_up_proj_scale_inv: torch.Tensor,
     down_proj: torch.Tensor,
     down_proj_scale_inv: torch.Tensor,
-    swiglu_limit: float,
+    swiglu_limit: float | None,
     masked: bool,
 ) -> torch.Tensor:
-    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     tokens = (hidden_states, top_k_index, top_k_weights)
-    return launch_experts(_allocate, *tokens, *weights, swiglu_limit, masked)
+    weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    y = _allocate(*tokens, *weights, swiglu_limit, masked)
+    limit = math.inf if swiglu_limit is None else swiglu_limit
+    launch_experts(tokens, weights, y, limit, masked)
+    return y
 
 
 experts = register(
     f"{_OP}(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, "
     "Tensor gate_up_proj_scale_inv, Tensor down_proj, Tensor down_proj_scale_inv, "
-    "float swiglu_limit, bool masked) -> Tensor",
+    "float? swiglu_limit, bool masked) -> Tensor",
     _body,
     _allocate,
     _launch,
@@ -161,6 +164,6 @@ int32 or int64 [T, k] in [0, E] (E: held elsewhere, of weight 0; values are chec
 and on a GPU other ids count as E), top_k_weights [T, k]; gate_up_proj e4m3 [E, 2I, H], gate first,
 with gate_up_proj_scale_inv fp32 [E, 2 ceil(I/128), ceil(H/128)]; down_proj e4m3 [E, H, I] with
 down_proj_scale_inv fp32 [E, ceil(H/128), ceil(I/128)] -> bf16 [T, H]. What a token gives does not
-depend on the other tokens, bit for bit on one device. swiglu_limit: see `swiglu`; inf for none.
+depend on the other tokens, bit for bit on one device. swiglu_limit: see `swiglu`.
 masked: on a GPU, every expert has T rows of memory, else as many as it has tokens: the result is
 the same. Raises TypeError, ValueError, naming the argument, the rule and what came."""

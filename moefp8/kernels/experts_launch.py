@@ -14,21 +14,27 @@ to any number of streams. Its size depends on T alone; a large T is split.
 """
 
 import threading
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from . import gemm_config, gemm_plan
 from .blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
-from .dispatch_launch import prepare_combine, prepare_dispatch
+from .combine_launch import prepare_combine
+from .dispatch_launch import prepare_dispatch
 from .gemm_config import GemmConfig, Kind
-from .grouped_launch import most_token_tiles
 from .gemm_plan import GateUp, Operands, Plan, device_sms, make_plan
+from .grouped_launch import most_token_tiles
 from .jit import Launch, current_stream
 from .tma_operands import fitting
 
 MAX_WORKSPACE_BYTES = 4 << 30
 _ALIGNMENT = 256
+
+
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # as in `experts`
 
 
 class Sizes(NamedTuple):
@@ -176,9 +182,7 @@ def make_steps(
 
     gate = Operands(tokens, token_scales, weights.gate, weights.gate_scale_inv, activated)
     down = Operands(activated, activated_scales, weights.down, weights.down_scale_inv, results)
-    return Steps(
-        plan(configs[0], gate, tiles), plan(configs[1], down, 0, bounds_are_old=True)
-    )
+    return Steps(plan(configs[0], gate, tiles), plan(configs[1], down, 0, bounds_are_old=True))
 
 
 def prepare_gemms(
@@ -204,3 +208,162 @@ def prepare_gemms(
         steps.down, (*operands, start + at.results, bounds), stream, programmatic
     )
     return first, second
+
+
+def prepare_dispatch_and_combine(
+    sizes: Sizes,
+    tokens: Tokens,
+    memory: torch.Tensor,
+    y: torch.Tensor,
+    stream: int,
+) -> tuple[Launch, Launch]:
+    """tokens: hidden states, the router's choices and weights."""
+    at, start, (_, rows) = Workspace.of(sizes), memory.data_ptr(), sizes.matrix
+    x, ids, weights = tokens
+    device_index, hidden_size = x.get_device(), sizes.hidden_size
+    common = {
+        "num_tokens": sizes.num_tokens,
+        "top_k": sizes.top_k,
+        "hidden_size": hidden_size,
+        "token_to_row": start + at.token_to_row,
+        "stream": stream,
+        "num_sms": device_sms(device_index),
+    }
+    dispatch = prepare_dispatch(
+        device_index,
+        x=x.data_ptr(),
+        x_dtype=x.dtype,
+        x_row_stride_bytes=x.stride(0) * x.element_size(),
+        ids=ids.data_ptr(),
+        id_bytes=ids.element_size(),
+        id_strides=ids.stride(),
+        num_experts=sizes.num_experts,
+        max_m=sizes.num_tokens if sizes.masked else None,
+        rows=start + at.tokens,
+        row_pitch=round_up(hidden_size, 16),
+        row_scales=start + at.token_scales,
+        scale_pitch=scale_pitch(rows),
+        expert_offsets=start + at.offsets,
+        tokens_per_expert=start + at.counts,
+        **common,
+    )
+    combine = prepare_combine(
+        device_index,
+        y=start + at.results,
+        y_row_pitch=round_up(hidden_size, 8),
+        weights=weights.data_ptr(),
+        weights_dtype=weights.dtype,
+        weight_strides=weights.stride(),
+        out=y.data_ptr(),
+        programmatic=True,
+        **common,
+    )
+    return dispatch, combine
+
+
+class _Prepared(NamedTuple):
+    """Launches in order; the addresses of tokens and results are written in right before."""
+
+    launches: tuple[Launch, ...]
+    dispatch: Any  # `Arguments` in dispatch.cu
+    combine: Any  # `Arguments` in combine.cu
+
+
+class _OfThread(threading.local):
+    """What this thread has prepared; no other thread may write into its arguments meanwhile."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[Any, _Prepared] = {}
+
+
+_of_thread = _OfThread()
+_MAX_PREPARED = 4096  # then all is forgotten: addresses that come and go must not fill the memory
+
+
+def launch_experts(
+    tokens: Tokens, projections: Projections, y: torch.Tensor, limit: float, masked: bool
+) -> None:
+    """`experts` into y, bf16 [T, H] and contiguous, on the current stream; nothing waits for it.
+
+    All arguments are checked. Weights that TMA cannot address (16 does not divide H, or I) are
+    copied first, in every call.
+    """
+    num_tokens, top_k = tokens[1].shape
+    num_experts, hidden_size, intermediate_size = projections[2].shape
+    if y.numel() == 0 or intermediate_size == 0:
+        y.zero_()
+        return
+    if tokens[0].stride(1) != 1:
+        tokens = (tokens[0].contiguous(), *tokens[1:])
+    sizes = Sizes(num_tokens, top_k, num_experts, hidden_size, intermediate_size, masked)
+    num_parts = ceil_div(_workspace(sizes).size, MAX_WORKSPACE_BYTES)
+    if num_parts == 1:
+        _launch(sizes, tokens, projections, y, limit)
+        return
+    split = ceil_div(num_tokens, num_parts)
+    for x, ids, weights, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
+        launch_experts((x, ids, weights), projections, part, limit, masked)
+
+
+def _launch(
+    sizes: Sizes,
+    tokens: Tokens,
+    weights: Projections,
+    y: torch.Tensor,
+    limit: float,
+) -> None:
+    x, ids, top_k_weights = tokens
+    device_index = x.get_device()
+    stream = current_stream(device_index)
+    memory = x.new_empty(_workspace(sizes).size, dtype=torch.uint8)
+    x_address, y_address = x.data_ptr(), y.data_ptr()
+    key = (
+        sizes,
+        limit,
+        gemm_plan.max_sms(),
+        tuple([(z.stride(), z.dtype) for z in tokens]),
+        tuple([(z.stride(), z.data_ptr()) for z in weights]),
+        *(device_index, stream, memory.data_ptr(), x_address % 16, y_address % 16),
+    )
+    prepared = _of_thread.prepared.get(key)
+    if prepared is None:
+        if len(_of_thread.prepared) >= _MAX_PREPARED:
+            _of_thread.prepared.clear()
+        prepared, keep = _prepare(sizes, tokens, weights, memory, y, limit, stream)
+        if keep:
+            _of_thread.prepared[key] = prepared
+    launches, dispatch, combine = prepared
+    dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
+    combine.weights, combine.out = top_k_weights.data_ptr(), y_address
+    for launch in launches:
+        launch.on(device_index)
+
+
+def _prepare(
+    sizes: Sizes,
+    tokens: Tokens,
+    weights: Projections,
+    memory: torch.Tensor,
+    y: torch.Tensor,
+    limit: float,
+    stream: int,
+) -> tuple[_Prepared, bool]:
+    """Also whether it holds for later calls with the same key."""
+    gate_up, gate_up_scale_inv, down, down_scale_inv = weights
+    i, blocks = sizes.intermediate_size, num_blocks(sizes.intermediate_size)
+    gate, up = gate_up[:, :i], gate_up[:, i:]
+    fitting_weights = Weights(
+        *(fitting(gate), gate_up_scale_inv[:, :blocks]),
+        *(fitting(up), gate_up_scale_inv[:, blocks:]),
+        *(fitting(down), down_scale_inv),
+    )
+    keep = fitting_weights.gate is gate and fitting_weights.up is up
+    keep = keep and fitting_weights.down is down
+    steps = make_steps(sizes, fitting_weights, memory)
+    first, second = prepare_gemms(steps, sizes, fitting_weights, memory, limit, stream)
+    dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
+    launches = (dispatch, first, second, combine)
+    return _Prepared(launches, dispatch.arguments[0], combine.arguments[0]), keep
+
+
+_workspace = lru_cache(4096)(Workspace.of)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
-from .experts import GroupedExperts, swiglu
+from ..kernels.experts import swiglu
+from .experts import GroupedExperts
 from .linear import FP8Linear
 
 # Small, and what they decide is not forgiving: output heads, routers, gates to one number.

@@ -7,13 +7,12 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional as F
 
-from .. import kernels
 from ..kernels import num_blocks
 from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
-from ..quant import BlockScaled, quantize_1x128, quantize_128x128
-from ..routing import Layout, RoutingPlan, build_plan, combine, dispatch
+from ..kernels.experts import experts
+from ..quant import quantize_128x128
+from ..routing import Layout
 from .module import (
     FixedDtypeModule,
     fp8_parameter,
@@ -23,27 +22,6 @@ from .module import (
 )
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """`silu(gate) * up` in FP32; with `limit`, of gate below it and up within +-limit."""
-    gate, up = gate.float(), up.float()
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return F.silu(gate) * up
-
-
-def grouped_gemm(a: BlockScaled, b: BlockScaled, plan: RoutingPlan) -> torch.Tensor:
-    """Every row of `a`, laid out as `plan` says, times the weight of its expert -> bf16."""
-    n = b.data.shape[1]
-    d = torch.empty(*plan.row_shape, n, dtype=torch.bfloat16, device=a.data.device)
-    if plan.max_m is None:
-        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=plan.expert_offsets)
-    else:
-        num_experts, top_k = b.data.shape[0], plan.token_to_row.shape[1]
-        expected_m = kernels.ceil_div(plan.token_to_row.shape[0] * top_k, num_experts)
-        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, plan.tokens_per_expert, expected_m)
-    return d
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -63,24 +41,9 @@ class _ExpertsFunction(torch.autograd.Function):
         swiglu_limit: float | None,
     ) -> torch.Tensor:
         weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-        inputs = (hidden_states, top_k_index, top_k_weights, *weights, None, None)
-        save_for_no_backward(ctx, "GroupedExperts", *inputs)
-        intermediate_size = down_proj.shape[2]
-        gate_blocks = num_blocks(intermediate_size)
-        gate = gate_up_proj[:, :intermediate_size], gate_up_proj_scale_inv[:, :gate_blocks]
-        up = gate_up_proj[:, intermediate_size:], gate_up_proj_scale_inv[:, gate_blocks:]
-
-        # 1. Quantize every token once, then copy it to its rows.
-        plan = build_plan(top_k_index, gate_up_proj.shape[0], layout)
-        x = BlockScaled(*(dispatch(part, plan) for part in quantize_1x128(hidden_states)))
-        # 2. Gate and up: two GEMMs, because their scale blocks are cut separately.
-        gate_rows = grouped_gemm(x, BlockScaled(*gate), plan)
-        up_rows = grouped_gemm(x, BlockScaled(*up), plan)
-        # 3. SwiGLU, and down.
-        activated = quantize_1x128(swiglu(gate_rows, up_rows, swiglu_limit))
-        y = grouped_gemm(activated, BlockScaled(down_proj, down_proj_scale_inv), plan)
-        # 4. The weighted sum of every token's rows.
-        return combine(y, plan, top_k_weights)
+        inputs = (hidden_states, top_k_index, top_k_weights, *weights)
+        save_for_no_backward(ctx, "GroupedExperts", *inputs, None, None)
+        return experts(*inputs, swiglu_limit, layout == "masked")
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
-from .experts import ExpertLayout, GroupedExperts, swiglu
+from ..kernels.experts import swiglu
+from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
 from .router import TopKRouter
 

@@ -118,7 +118,7 @@ class ReferenceExperts(nn.Module):
         scale_rows = experts.gate_up_proj_scale_inv[expert].chunk(2)
         weight_rows = experts.gate_up_proj[expert].split(size) if size else ()
         gate, up = (
-            (rounded(x) @ dequantized_blocks(rows, scales).T).bfloat16().float()
+            rounded(x) @ dequantized_blocks(rows, scales).T
             for rows, scales in zip(weight_rows, scale_rows, strict=True)
         )
         if experts.swiglu_limit is not None:

@@ -95,6 +95,11 @@ class Launch:
         self._parameters = (c_void_p * len(addresses))(*addresses)
         self._launch = driver.library().cuLaunchKernelEx
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the kernel: what is written into them, later calls launch with."""
+        return self._keep[2]
+
     def __call__(self) -> None:
         result = self._launch(self._config, self._handle, self._parameters, None)
         if result:
