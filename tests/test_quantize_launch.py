@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moefp8.kernels import quantize
 from moefp8.kernels import quantize_launch as room
+from moefp8.kernels.divisor import Divisor
 from moefp8.kernels.jit import Kernel, compile_kernels
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.kernels.quantize_launch import Cut
@@ -45,7 +46,7 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
 @example(n=2**31 - 1, value=2**31 - 1)
 @example(n=2**31 - 2, value=3)
 def test_divisor_divides(n, value):
-    divisor = room._Divisor.of(value)
+    divisor = Divisor.of(value)
     assert n * divisor.magic >> divisor.shift == n // value
     assert divisor.value == value
     assert n * divisor.magic < 2**64

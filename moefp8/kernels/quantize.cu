@@ -3,16 +3,10 @@
 // x is matrices of rows of K elements. A thread holds vectors of eight neighbouring elements: it reads
 // 16 B (32 B of FP32) and writes 8 B of codes. Each element is read from memory once, and waits in
 // registers until the scale of its block is known.
+#include "divisor.cuh"
 #include "fp8.cuh"
 
 constexpr int kBlock = 128;
-
-// Divides numbers below 2^31: n / value == n * magic >> shift.
-struct Divisor {
-  uint32_t value, magic, shift;
-
-  __device__ uint32_t quotient(uint32_t n) const { return static_cast<uint64_t>(n) * magic >> shift; }
-};
 
 struct Arguments {
   const uint8_t* x;

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import ceil_div, num_blocks, round_up
+from .divisor import Divisor
 from .jit import Kernel, Launch, current_stream, load
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
@@ -25,17 +26,6 @@ _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
 _MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
 
 
-class _Divisor(ctypes.Structure):
-    """`Divisor` in quantize.cu: `n // value == n * magic >> shift` for every n below 2**31."""
-
-    _fields_ = (("value", c_uint32), ("magic", c_uint32), ("shift", c_uint32))
-
-    @classmethod
-    def of(cls, value: int) -> "_Divisor":
-        shift = 31 + (value - 1).bit_length()
-        return cls(value, ceil_div(1 << shift, value), shift)
-
-
 class _Arguments(ctypes.Structure):
     """`Arguments` in quantize.cu."""
 
@@ -43,7 +33,7 @@ class _Arguments(ctypes.Structure):
         *(("x", c_void_p), ("data", c_void_p), ("scale_inv", c_void_p)),
         *(("matrix_bytes", c_int64), ("row_bytes", c_int64), ("k", c_int64), ("pitch", c_int64)),
         *(("num_matrices", c_uint32), ("num_rows", c_uint32)),
-        *(("num_k_blocks", _Divisor), ("num_row_tiles", _Divisor), ("ue8m0", c_uint32)),
+        *(("num_k_blocks", Divisor), ("num_row_tiles", Divisor), ("ue8m0", c_uint32)),
     )
 
 
@@ -168,7 +158,7 @@ def _prepare(
         )
     arguments = _Arguments(
         *(None, None, None, matrix_bytes, row_bytes, k, scale_inv.stride(-1)),
-        *(num_matrices, num_rows, _Divisor.of(num_k_blocks), _Divisor.of(num_row_tiles), ue8m0),
+        *(num_matrices, num_rows, Divisor.of(num_k_blocks), Divisor.of(num_row_tiles), ue8m0),
     )
     vectorized = k % 8 == 0 and not any(
         step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)

@@ -36,14 +36,14 @@ def register(
         fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
         hopper: launches kernels of ours, on GPUs of compute capability 9. What it raises is not
             caught: no kernel, no result. Other GPUs run `cpu`, with a warning.
-        cuda: instead of both on every GPU, without a warning.
+        cuda: runs on GPUs where `hopper` does not, without a warning.
 
     The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
     through them means.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, _isolated(cpu), "CPU")
-    LIBRARY.impl(name, cuda or _on_gpu(name, cpu, hopper), "CUDA")
+    LIBRARY.impl(name, _on_gpu(name, cpu, hopper, cuda), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.moefp8, name).default
@@ -68,8 +68,13 @@ def _isolated(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_gpu(
-    name: str, portable: Callable[..., Any], hopper: Callable[..., Any] | None
+    name: str,
+    portable: Callable[..., Any],
+    hopper: Callable[..., Any] | None,
+    cuda: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
+    if hopper is None and cuda is not None:
+        return cuda
     isolated = _isolated(portable)
 
     @wraps(portable)
@@ -79,6 +84,8 @@ def _on_gpu(
             return isolated(*args)
         if hopper is not None and runs_our_kernels(device_index):
             return hopper(*args)
+        if cuda is not None:
+            return cuda(*args)
         _announce_portable(name, device_index)
         return isolated(*args)
 

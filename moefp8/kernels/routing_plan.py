@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from .checks import check_tensor
 from .registry import register
+from .routing_plan_launch import launch_plan
 
 _OP = "build_plan"
 
@@ -107,11 +108,21 @@ def _cpu(
     return _build(top_k_index, num_experts, alignment, max_m)
 
 
+def launch_build_plan(
+    top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: int | None
+) -> tuple[torch.Tensor, ...]:
+    """`build_plan` on a Hopper GPU: one kernel on the current stream; nothing waits for it."""
+    maps = _allocate(top_k_index, num_experts, alignment, max_m)
+    launch_plan(_OP, top_k_index, num_experts, alignment, max_m, maps)
+    return maps
+
+
 build_plan = register(
     "build_plan(Tensor top_k_index, int num_experts, int alignment, SymInt? max_m) -> "
     "(Tensor tokens_per_expert, Tensor expert_offsets, Tensor row_to_token, "
     "Tensor row_to_expert, Tensor token_to_row)",
     cpu=_cpu,
     fake=_allocate,
+    hopper=launch_build_plan,
     cuda=_build,
 )

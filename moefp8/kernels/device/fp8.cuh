@@ -62,6 +62,12 @@ __device__ inline uint32_t encode_e4m3(float a, float b, float c, float d) {
   return codes;
 }
 
+__device__ inline float half_to_float(uint32_t low_bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(low_bits)));
+  return x;
+}
+
 enum class Input { kBFloat16, kHalf, kFloat };
 
 // Eight neighbouring elements of a row, as they lie in memory.
@@ -152,12 +158,5 @@ struct Eight {
         if (column + i < width) row[column + i] = (i < 4 ? codes.x : codes.y) >> i % 4 * 8;
       }
     }
-  }
-
- private:
-  __device__ static float half_to_float(uint32_t low_bits) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(low_bits)));
-    return x;
   }
 };

@@ -1,0 +1,76 @@
+// Combine on Hopper: the weighted sum of each token's rows, in FP32 and in the order of its choices.
+#include "divisor.cuh"
+#include "fp8.cuh"
+#include "matrix.cuh"
+
+struct Arguments {
+  const uint8_t* y;         // bf16 [R, H]
+  int64_t y_row_bytes;      // from one row to the next
+  const int* token_to_row;  // [T, k]; -1: no row
+  const uint8_t* weights;   // [T, k]
+  int64_t weight_token_bytes, weight_choice_bytes;
+  uint8_t* out;  // bf16 [T, H]
+  uint32_t num_tokens, top_k, hidden_size;
+  Divisor units;  // of eight columns, in a row
+};
+
+template <Input kInput>
+__device__ float load_float(const uint8_t* x) {
+  if constexpr (kInput == Input::kFloat) return *reinterpret_cast<const float*>(x);
+  const uint32_t bits = *reinterpret_cast<const uint16_t*>(x);
+  return kInput == Input::kHalf ? half_to_float(bits) : __uint_as_float(bits << 16);
+}
+
+// out[t] = sum of weights[t, j] * y[token_to_row[t, j]] over j: products and sums each rounded to FP32.
+// Grid: a thread owns eight neighbouring columns of a token; neighbouring threads the next ones.
+// Shared memory: none.
+// Barriers: none.
+// Alignment: y and its rows of 16 B; vectorized if out is too and H is a multiple of 8; else any.
+template <Input kWeights, bool kVectorized>
+__global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Arguments args) {
+  constexpr int kAtOnce = 8;  // choices whose rows are in flight together
+  const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, token = args.units.quotient(index);
+  const uint32_t column = (index - token * args.units.value) * 8;
+  if (token >= args.num_tokens) return;
+  const int* token_to_row = args.token_to_row + static_cast<int64_t>(token) * args.top_k;
+  const uint8_t* token_weights = args.weights + token * args.weight_token_bytes;
+
+  float sums[8] = {};
+  for (uint32_t first = 0; first < args.top_k; first += kAtOnce) {
+    int rows[kAtOnce];
+    float weights[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t choice = min(first + i, args.top_k - 1);
+      rows[i] = first + i < args.top_k ? token_to_row[choice] : -1;
+      weights[i] = load_float<kWeights>(token_weights + choice * args.weight_choice_bytes);
+    }
+    if (first == 0) {  // plan and weights are older than the previous kernel
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+    Eight<Input::kBFloat16> values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (rows[i] >= 0) values[i].template load<true>(args.y + rows[i] * args.y_row_bytes, column, column + 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (rows[i] < 0) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], __fmul_rn(weights[i], values[i][j]));
+    }
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack_bf16(sums[2 * i], sums[2 * i + 1]);
+  uint8_t* target = args.out + (static_cast<int64_t>(token) * args.hidden_size + column) * 2;
+  if constexpr (kVectorized) {
+    *reinterpret_cast<uint4*>(target) = {words[0], words[1], words[2], words[3]};
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (column + j < args.hidden_size) reinterpret_cast<uint16_t*>(target)[j] = words[j / 2] >> j % 2 * 16;
+    }
+  }
+}

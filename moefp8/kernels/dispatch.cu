@@ -1,0 +1,103 @@
+// Plan, quantize and dispatch in one launch on Hopper: each token goes to the rows of its experts.
+//
+// Sixteen threads hold a block of 128 elements of a token, eight neighbouring ones each. They read
+// and quantize it once, and write its codes and its scale to each row of the token.
+#include "fp8.cuh"
+#include "plan.cuh"
+
+constexpr int kBlock = 128;
+constexpr int kLanes = 16;
+
+struct Arguments {
+  Routing routing;
+  const uint8_t* x;        // [T, H]
+  int64_t x_row_bytes;     // from one row to the next
+  uint8_t* rows;           // [R, H]
+  int64_t row_pitch;       // from one row to the next, in bytes
+  float* row_scales;       // [H/128, pitch]; with max_m [E, H/128, pitch]; rows innermost
+  uint32_t scale_pitch;
+  uint32_t hidden_size, num_k_blocks;
+  Divisor parts, part_blocks;  // CTAs of a chunk of tokens; k-blocks of a CTA
+};
+
+// The block that a thread has a share in: what a CTA owns is counted along K, then over its tokens.
+// What lies past the last one is the last one again, which then is written twice.
+struct Block {
+  uint32_t token, k_block;  // of the chunk; of x
+  uint32_t width;           // 128, or less at the end of a row
+
+  __device__ Block(const Arguments& args, uint32_t index, uint32_t num_blocks, uint32_t part) {
+    index = min(index, num_blocks - 1);
+    token = args.part_blocks.quotient(index);
+    k_block = min(part * args.part_blocks.value + index - token * args.part_blocks.value, args.num_k_blocks - 1);
+    width = min(args.hidden_size - k_block * kBlock, kBlock);
+  }
+};
+
+// rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
+// Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
+// Shared memory: 8 B for each slot, 4 B for each choice of the chunk, and with max_m 4 B more.
+// Barriers: zeros, counts and rows are each complete before they are read; 16 lanes meet in shuffles.
+// Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
+template <Input kInput, bool kVectorized, int kAhead>
+__global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ int memory[];
+  const Routing& routing = args.routing;
+  const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.parts.value;
+  const Plan plan(routing, chunk, memory);
+  const uint32_t num_blocks = (plan.end - plan.begin) * args.part_blocks.value;
+  const uint32_t lane = threadIdx.x % kLanes, column = lane * 8, step = blockDim.x / kLanes;
+  // Where the scale of each choice lies in its column: only with max_m elsewhere than its codes.
+  int* const scale_rows = plan.rows + (routing.max_m ? (plan.end - plan.begin) * routing.top_k : 0);
+
+  const auto load = [&](uint32_t index) {
+    const Block block(args, index, num_blocks, part);
+    const int64_t first_byte = static_cast<int64_t>(block.k_block) * kBlock * Eight<kInput>::kElementBytes;
+    Eight<kInput> x;
+    x.template load<kVectorized>(args.x + (plan.begin + block.token) * args.x_row_bytes + first_byte, column,
+                                 block.width);
+    return x;
+  };
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  uint32_t index = threadIdx.x / kLanes;
+  Eight<kInput> next = load(index);  // while the plan is made
+  plan.count<kAhead>();
+  if (threadIdx.x < kWarp) {
+    plan.find_experts<false>();
+    plan.find_rows([&](uint32_t i, uint32_t, uint32_t expert, int row) {
+      if (routing.max_m) scale_rows[i] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
+      if (part == 0) routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + i] = row;
+    });
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (; (index & ~1) < num_blocks; index += step) {  // the same for both blocks of a warp
+    const Eight<kInput> x = next;
+    if ((index & ~1) + step < num_blocks) next = load(index + step);
+    uint32_t amax = Eight<kInput>::amax(x.largest());
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
+    }
+    const Scale scale(amax, false);
+    const uint2 codes = x.e4m3(scale);
+    const Block block(args, index, num_blocks, part);
+    const int* rows = plan.rows + block.token * routing.top_k;
+    uint8_t* target = args.rows + static_cast<int64_t>(block.k_block) * kBlock + column;
+    if (column < block.width) {
+#pragma unroll 2
+      for (uint32_t i = 0; i < routing.top_k; ++i) {  // whole units of 8 B, also at the end of a row
+        if (rows[i] >= 0) *reinterpret_cast<uint2*>(target + rows[i] * args.row_pitch) = codes;
+      }
+    }
+    float* scales = args.row_scales + static_cast<int64_t>(block.k_block) * args.scale_pitch;
+#pragma unroll 1
+    for (uint32_t i = lane; i < routing.top_k; i += kLanes) {
+      if (rows[i] >= 0) scales[scale_rows[block.token * routing.top_k + i]] = scale.scale_inv;
+    }
+  }
+}

@@ -1,0 +1,190 @@
+// The routing plan on the device: T tokens, k choices each, E experts; which row each choice has.
+//
+// A CTA owns a chunk of neighbouring tokens and finds their rows alone: it counts the choices of all
+// tokens, so that no CTA waits for another. Within an expert, rows keep the order of the tokens.
+#pragma once
+#include "divisor.cuh"
+
+struct Routing {
+  const uint8_t* ids;                 // int32 or int64 [T, k]; one that is of no expert has no row
+  int64_t token_bytes, choice_bytes;  // from one to the next in ids
+  int* tokens_per_expert;             // [E]
+  int* expert_offsets;                // [E + 1]
+  int* token_to_row;                  // [T, k]
+  uint32_t num_tokens, top_k, num_experts;
+  uint32_t is_wide;            // whether ids are int64
+  uint32_t chunk;              // tokens of a CTA
+  uint32_t max_m;              // rows of each expert; 0: as many as it has tokens
+  Divisor alignment;           // without max_m, of which the rows of an expert are a multiple
+  uint32_t num_slots;          // more than E, a multiple of 128
+  uint32_t tokens_at_once;     // whose choices a warp holds: as many as fit, at least one
+  uint32_t reciprocal_of_k;    // lane / k == lane * reciprocal_of_k >> 16
+
+  // E if there is none.
+  __device__ uint32_t expert(uint32_t token, uint32_t choice) const {
+    const uint8_t* id = ids + token * token_bytes + choice * choice_bytes;
+    const int64_t expert = is_wide ? *reinterpret_cast<const int64_t*>(id) : *reinterpret_cast<const int*>(id);
+    return min(static_cast<uint64_t>(expert), static_cast<uint64_t>(num_experts));
+  }
+
+  // Where the segment of an expert ends whose last row ends at `end`.
+  template <bool kAligned>
+  __device__ uint32_t segment_end(uint32_t first_row, uint32_t end) const {
+    if (max_m) return first_row + max_m;
+    return kAligned ? alignment.quotient(end + alignment.value - 1) * alignment.value : end;
+  }
+};
+
+// The choice of a lane: a warp holds those of `tokens_at_once` tokens, or 32 of one token.
+struct Choice {
+  uint32_t token, choice;
+  uint32_t held_token;  // of those that the warp holds
+  bool exists;
+
+  __device__ Choice(const Routing& routing, uint32_t first_token, uint32_t first_choice, uint32_t end) {
+    const uint32_t lane = threadIdx.x % kWarp;
+    held_token = lane * routing.reciprocal_of_k >> 16;
+    token = first_token + held_token;
+    choice = first_choice + lane - held_token * routing.top_k;
+    exists = held_token < routing.tokens_at_once && token < end && choice < routing.top_k;
+  }
+
+  // The first lane whose choice is the same expert for the same token. The whole warp calls it.
+  __device__ uint32_t first_lane(uint32_t expert) const {
+    return __ffs(__match_any_sync(0xffffffff, expert * kWarp + held_token)) - 1;
+  }
+
+  // Whether the token named this expert before the choices that the warp holds: never if k <= 32.
+  __device__ bool is_named_before(const Routing& routing, uint32_t first_choice, uint32_t expert) const {
+    bool found = false;
+#pragma unroll 1
+    for (uint32_t i = 0; i < first_choice; ++i) found |= routing.expert(token, i) == expert;
+    return found;
+  }
+};
+
+// The part of the plan that a CTA knows, in shared memory. Its three steps follow each other.
+struct Plan {
+  const Routing& routing;
+  const uint32_t begin, end;  // the tokens of this CTA
+  int* const next_row;        // [slots]: how many tokens before `begin` it has; then, where the next one goes
+  int* const end_row;         // [slots]: how many others it has; then, the end of its rows
+  int* const rows;            // [end - begin, k]: experts of the choices; then rows, -1 if there is none
+
+  __device__ Plan(const Routing& routing, uint32_t chunk, int* memory)
+      : routing(routing),
+        begin(min(chunk * routing.chunk, routing.num_tokens)),
+        end(min(begin + routing.chunk, routing.num_tokens)),
+        next_row(memory),
+        end_row(memory + routing.num_slots),
+        rows(memory + 2 * routing.num_slots) {}
+
+  // 1. All threads: counts the tokens of each expert. A warp reads choices of kAhead times
+  // `tokens_at_once` tokens at once.
+  template <int kAhead>
+  __device__ void count() const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
+    __syncthreads();
+    const uint32_t step = blockDim.x / kWarp * routing.tokens_at_once;
+    uint32_t token = threadIdx.x / kWarp * routing.tokens_at_once;
+#pragma unroll 1
+    for (; token < routing.num_tokens; token += kAhead * step) {
+#pragma unroll 1
+      for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
+        uint32_t experts[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const Choice choice(routing, token + i * step, first_choice, routing.num_tokens);
+          experts[i] = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          count(Choice(routing, token + i * step, first_choice, routing.num_tokens), first_choice, experts[i]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // 2. One warp: the first row of each expert. The first CTA writes what is of no token.
+  template <bool kAligned>
+  __device__ void find_experts() const {
+    constexpr int kAtOnce = 4;
+    const uint32_t lane = threadIdx.x % kWarp, share = routing.num_slots / kWarp;
+    const uint32_t first = lane * share, last = first + share;
+    uint32_t size = 0;  // of this lane's segments
+#pragma unroll 1
+    for (uint32_t i = first; i < last; i += kAtOnce) {
+#pragma unroll
+      for (uint32_t j = i; j < i + kAtOnce; ++j) {
+        size += routing.segment_end<kAligned>(0, next_row[j] + end_row[j]);
+      }
+    }
+    uint32_t row = size;
+#pragma unroll 1
+    for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t before = __shfl_up_sync(0xffffffff, row, distance);
+      if (lane >= distance) row += before;
+    }
+    row -= size;
+#pragma unroll 1
+    for (uint32_t i = first; i < last; i += kAtOnce) {
+      uint32_t before[kAtOnce], count[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) before[j] = next_row[i + j], count[j] = before[j] + end_row[i + j];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (blockIdx.x == 0 && i + j <= routing.num_experts) routing.expert_offsets[i + j] = row;
+        if (blockIdx.x == 0 && i + j < routing.num_experts) routing.tokens_per_expert[i + j] = count[j];
+        next_row[i + j] = row + before[j];
+        end_row[i + j] = row + count[j];
+        row = routing.segment_end<kAligned>(row, row + count[j]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // 3. The same warp: the rows of the chunk, and visit(index, token, expert, row) for each choice:
+  // index counts the choices of the chunk; expert E and row -1 are none.
+  template <class Visit>
+  __device__ void find_rows(const Visit& visit) const {
+    const uint32_t lane = threadIdx.x % kWarp;
+#pragma unroll 1
+    for (uint32_t token = begin; token < end; token += routing.tokens_at_once) {
+#pragma unroll 1
+      for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
+        const Choice choice(routing, token, first_choice, end);
+        const uint32_t index = index_of(choice), expert = choice.exists ? rows[index] : routing.num_experts;
+        const uint32_t first = choice.first_lane(expert), same = __match_any_sync(0xffffffff, expert);
+        const bool is_named_before = choice.is_named_before(routing, first_choice, expert);
+        // Of the lanes with this expert, those whose choice has a row of its own.
+        const uint32_t own = __ballot_sync(0xffffffff, lane == first && !is_named_before) & same;
+        int row = -1;
+        if (expert < routing.num_experts) {
+          row = next_row[expert] + (is_named_before ? -1 : __popc(own & ((1u << first) - 1)));
+        }
+        __syncwarp();
+        if (expert < routing.num_experts && lane == __ffs(own) - 1) next_row[expert] += __popc(own);
+        __syncwarp();
+        if (choice.exists) {
+          rows[index] = row;
+          visit(index, choice.token, expert, row);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ uint32_t index_of(const Choice& choice) const {
+    return (choice.token - begin) * routing.top_k + choice.choice;
+  }
+
+  __device__ void count(const Choice& choice, uint32_t first_choice, uint32_t expert) const {
+    const bool is_first = choice.first_lane(expert) == threadIdx.x % kWarp;
+    if (expert < routing.num_experts && is_first && !choice.is_named_before(routing, first_choice, expert)) {
+      atomicAdd((choice.token < begin ? next_row : end_row) + expert, 1);
+    }
+    if (choice.exists && choice.token - begin < end - begin) rows[index_of(choice)] = expert;
+  }
+};
