@@ -138,9 +138,9 @@ class GemmConfig:
         in the tile only as many times 64 are loaded as there are, so there are several.
         """
         tokens = self.cta_tile[0]
-        if self.shares_tokens:
-            return [tokens // self.share]
         step = tokens if self.weights_are_rows or not self.grouped else 64
+        if self.shares_tokens:
+            return [box // self.share for box in range(step, tokens + 1, step)]
         return [min(m, box) for box in range(step, tokens + 1, step)]
 
     @property
@@ -171,7 +171,7 @@ class GemmConfig:
     def stage_bytes(self, token_box: int) -> int:
         """What TMA writes in one stage: both operands, and the scales of the tokens."""
         tokens, weights = self.cta_tile
-        loaded = tokens if self.shares_tokens else token_box
+        loaded = token_box * (self.share if self.shares_tokens else 1)
         return self.depth * ((loaded + weights) * BLOCK + self.token_scales * 4)
 
     @property

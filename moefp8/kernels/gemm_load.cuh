@@ -73,7 +73,8 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
       load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
-                                                           token_maps.of_box[walk.place.token_box()], C::kTokens,
+                                                           token_maps.of_box[walk.place.token_box()],
+                                                           C::kTokens / C::kTokenBoxes * (walk.place.token_box() + 1),
                                                            shared.full[walk.stage], walk.k * C::kDepth + i,
                                                            walk.place.first_token, walk.place.matrix, usual);
     }

@@ -67,7 +67,7 @@ struct Config {
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
   // Registers do not suffice to activate a tile while products of the next one are under way.
   static constexpr bool kStoresFirst = kGateUp && kMathGroups == 3 && kParts == 1;
-  static constexpr int kTokenBoxes = kHasShortTiles && !kSharesTokens ? kMathGroups : 1;
+  static constexpr int kTokenBoxes = kHasShortTiles ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
   static constexpr int kOutputs = kGateUp ? kWeights / 2 : kWeights;  // values of a token that the tile computes
   // A tile of 64 outputs and its neighbour are computed side by side, by two CTAs of a cluster: they have one scale.
