@@ -109,9 +109,9 @@ def check_dispatch(
     codes = torch.where(is_row, data.view(torch.uint8)[token], POISON)
     assert torch.equal(done.rows[:, :hidden_size], codes)
     assert (done.rows[:, unit_end:] == POISON).all()
-    untouched = poisoned((1,), torch.float32, x.device)
-    scales = torch.where(is_row, scale_inv[token], untouched)  # [R, num_k_blocks]
-    ours = done.row_scales.transpose(-1, -2)
+    untouched = poisoned((1,), torch.int32, x.device)
+    scales = torch.where(is_row, scale_inv.view(torch.int32)[token], untouched)  # [R, H/128]
+    ours = done.row_scales.view(torch.int32).transpose(-1, -2)
     if max_m is None:
         assert torch.equal(ours[: scales.shape[0]], scales)
     else:

@@ -189,7 +189,7 @@ def test_plan_equals_the_portable_body(
     ("num_tokens", "top_k", "num_experts", "hidden_size", "dtype", "num_sms"),
     [
         (1, 2, 8, 128, torch.float32, 4),
-        (2, 8, 130, 2200, torch.bfloat16, 7),
+        (2, 8, 130, 2104, torch.bfloat16, 7),
         (3, 10, 5, 200, torch.float16, 2),
         (37, 1, 8, 333, torch.float32, 6),
         (50, 40, 64, 8, torch.bfloat16, 3),
