@@ -4,13 +4,16 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 """
 
 import torch
+from dispatch_cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
 from grouped_cases import UNTOUCHED, Routing, routing_of
 
 from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch, gemm_plan, grouped_launch
 from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
 from moefp8.kernels.gemm_plan import Operands
+from moefp8.kernels.jit import current_stream
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
+from moefp8.kernels.routing_plan import launch_build_plan
 
 # Of gemm.cu; 0 stages: as many as fit.
 FAMILIES = {
@@ -115,7 +118,29 @@ def main() -> None:
         weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
         launch_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
+    for num_tokens, top_k, hidden_size, num_sms in ((3, 2, 200, 132), (200, 3, 1160, 5)):
+        for kind in ("out of range", "one expert"):
+            run_routing(kind, num_tokens, top_k, hidden_size, num_sms)
     torch.cuda.synchronize()
+
+
+def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int, num_sms: int) -> None:
+    """Plan, dispatch and combine; `num_sms` makes long chunks."""
+    where = {"num_sms": num_sms, "stream": current_stream(0)}
+    x = torch.ones(num_tokens, hidden_size, dtype=torch.bfloat16, device="cuda")
+    ids = ids_of(kind, num_tokens, top_k, 9).cuda()
+    weights = torch.ones(num_tokens, top_k, device="cuda")
+    for max_m in (None, num_tokens):
+        launch_build_plan(ids, 9, 1 if max_m else 4, max_m)
+        check_dispatch(run_dispatch(x, ids, 9, max_m, **where), x, ids, 9, max_m)
+        plan = plan_of(ids, 9, max_m)
+        y = torch.ones(len(plan.row_to_token), hidden_size, dtype=torch.bfloat16, device="cuda")
+        out = run_combine(y, hidden_size, plan, weights, **where)
+        expected = (plan.token_to_row >= 0).sum(1, keepdim=True)
+        wrong = int((out.cpu() != expected).sum())
+        print(f"routing, {kind}, {num_tokens} tokens: {wrong} wrong", flush=True)
+        if wrong:
+            raise SystemExit(1)
 
 
 def run_gemm(name: str, m: int, n: int, k: int) -> None:

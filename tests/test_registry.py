@@ -35,3 +35,12 @@ def test_which_body_runs(monkeypatch):
         on_gpu(x)
     registry._announce_portable.cache_clear()
     registry.runs_our_kernels.cache_clear()
+
+
+def test_a_body_for_other_gpus_needs_no_warning(monkeypatch):
+    bodies = [lambda x: "portable", lambda x: "hopper", lambda x: "cuda"]
+    x = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
+    for is_hopper, expected in ((True, "hopper"), (False, "cuda")):
+        monkeypatch.setattr(registry, "runs_our_kernels", lambda index, is_it=is_hopper: is_it)
+        assert registry._on_gpu("some_op", *bodies)(x) == expected
+        assert registry._on_gpu("some_op", bodies[0], None, bodies[2])(x) == "cuda"

@@ -1,0 +1,237 @@
+"""Run simple kernels of ours on a CPU, thread by thread, as their launchers launch them.
+
+g++ compiles a kernel's own source. Threads are fibers that take turns where they meet; CTAs run one
+after the other. What is PTX is replaced, so this says nothing about the numerics of `fp8.cuh`.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit.kernel import DEVICE_FOLDER
+
+CUDA = r"""
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <vector>
+#define __device__
+#define __global__
+#define __host__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Index { unsigned x; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+static int memory[1 << 16];
+
+template <class A, class B> auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
+template <class A, class B> auto max(A a, B b) { return std::max<std::common_type_t<A, B>>(a, b); }
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline size_t __cvta_generic_to_shared(const void*) { return 0; }
+inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
+
+struct Meeting {
+  unsigned size = 0, arrived = 0, round = 0;
+  uint32_t values[2][32];
+};
+static Meeting cta, warps[32];
+static ucontext_t scheduler, fibers[1024];
+static bool ended[1024];
+
+inline void yield() {
+  const Index index = threadIdx;
+  swapcontext(&fibers[index.x], &scheduler);
+  threadIdx = index;
+}
+inline const uint32_t* meet(Meeting& meeting, uint32_t value) {
+  const unsigned round = meeting.round;
+  meeting.values[round % 2][threadIdx.x % 32] = value;
+  if (++meeting.arrived == meeting.size) meeting.arrived = 0, ++meeting.round;
+  while (meeting.round == round) yield();
+  return meeting.values[round % 2];
+}
+inline const uint32_t* meet_warp(uint32_t value) { return meet(warps[threadIdx.x / 32], value); }
+inline void __syncthreads() { meet(cta, 0); }
+inline void __syncwarp() { meet_warp(0); }
+inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
+  const uint32_t* values = meet_warp(value);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= uint32_t(values[i] == value) << i;
+  return mask;
+}
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  const uint32_t* values = meet_warp(value);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= values[i] << i;
+  return mask;
+}
+inline int __shfl_sync(uint32_t, uint32_t value, int lane) { return meet_warp(value)[lane]; }
+inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, unsigned distance) {
+  const unsigned lane = threadIdx.x % 32;
+  return meet_warp(value)[lane < distance ? lane : lane - distance];
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, unsigned distance) {
+  return meet_warp(value)[threadIdx.x % 32 ^ distance];
+}
+
+static const std::function<void()>* body;
+static void run_fiber() {
+  (*body)();
+  ended[threadIdx.x] = true;
+  swapcontext(&fibers[threadIdx.x], &scheduler);
+}
+// Whether no CTA wrote behind its shared memory.
+static bool launch(const std::function<void()>& kernel, unsigned grid, unsigned block,
+                   unsigned shared_bytes) {
+  constexpr size_t kStack = 1 << 15;
+  const std::unique_ptr<char[]> stacks(new char[block * kStack]);
+  body = &kernel, gridDim = {grid}, blockDim = {block};
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    memset(memory, 0x5a, sizeof(memory));
+    cta = {block};
+    for (unsigned i = 0; i < block; ++i) {
+      warps[i / 32] = {32}, ended[i] = false;
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = &stacks[i * kStack], fibers[i].uc_stack.ss_size = kStack;
+      makecontext(&fibers[i], run_fiber, 0);
+    }
+    for (unsigned left = block; left > 0;) {
+      left = 0;
+      for (unsigned i = 0; i < block; ++i) {
+        if (ended[i]) continue;
+        threadIdx = {i};
+        swapcontext(&scheduler, &fibers[i]);
+        left += !ended[i];
+      }
+    }
+    const int* end = memory + (shared_bytes + 3) / 4;
+    if (std::any_of(end, std::cend(memory), [](int x) { return x != 0x5a5a5a5a; })) return false;
+  }
+  return true;
+}
+"""
+# What `fp8.cuh` does, in the words of C++.
+FP8 = r"""
+#pragma once
+#include "base.cuh"
+enum class Input { kBFloat16, kHalf, kFloat };
+inline float half_to_float(uint32_t bits) { return std::bit_cast<_Float16>(uint16_t(bits)); }
+struct Scale {
+  float scale_inv;
+  Scale(uint32_t amax, bool) : scale_inv(std::max(__uint_as_float(amax), 1e-4f) / 448) {}
+};
+inline uint32_t encode(float x) {
+  const float magnitude = std::min(std::fabs(x), 448.0f);
+  const int exponent = std::max(std::ilogb(std::max(magnitude, 1e-30f)), -6);
+  const int steps = std::nearbyint(std::ldexp(magnitude, 3 - exponent));  // of the least bit
+  return std::signbit(x) << 7 | ((exponent + 6) * 8 + steps);
+}
+template <Input kInput>
+struct Eight {
+  static constexpr int kElementBytes = kInput == Input::kFloat ? 4 : 2;
+  float x[8];
+  template <bool kVectorized>
+  void load(const uint8_t* row, uint32_t column, uint32_t width) {
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t place = kVectorized ? min(column, width - 8) + i : min(column + i, width - 1);
+      uint32_t bits = 0;
+      memcpy(&bits, row + place * kElementBytes, kElementBytes);
+      if (kInput == Input::kBFloat16) bits <<= 16;
+      x[i] = kInput == Input::kHalf ? half_to_float(bits) : __uint_as_float(bits);
+    }
+  }
+  float operator[](int i) const { return x[i]; }
+  uint32_t largest() const {
+    float amax = 0;
+    for (float y : x) amax = std::max(amax, std::fabs(y));
+    return std::bit_cast<uint32_t>(amax);
+  }
+  static uint32_t amax(uint32_t word) { return word; }
+  uint2 e4m3(const Scale& scale) const {
+    uint32_t codes[2] = {};
+    for (int i = 0; i < 8; ++i) codes[i / 4] |= encode(x[i] / scale.scale_inv) << i % 4 * 8;
+    return {codes[0], codes[1]};
+  }
+};
+"""
+MATRIX = r"""
+#pragma once
+inline uint32_t pack_bf16(float low, float high) {
+  const auto round = [](float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  };
+  return round(low) | round(high) << 16;
+}
+"""
+
+
+def build(kernels: list[jit.Kernel], folder: Path) -> dict[str, Callable[..., bool]]:
+    """By name, run(arguments, grid, block, shared_bytes) of kernels of one source."""
+    (source,) = {kernel.source for kernel in kernels}
+    for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
+        text = re.sub(r'asm volatile\("griddepcontrol[^;]*;[^;]*;', "", path.read_text())
+        (folder / path.name).write_text(text)
+    (folder / "fp8.cuh").write_text(FP8)
+    (folder / "matrix.cuh").write_text(MATRIX)
+    runs = "\n".join(
+        f'extern "C" bool run{i}(const Arguments* args, unsigned grid, unsigned block, unsigned '
+        f"bytes) {{ return launch([&] {{ {kernel.name}(*args); }}, grid, block, bytes); }}"
+        for i, kernel in enumerate(kernels)
+    )
+    main, library = folder / f"{source.stem}.cpp", folder / f"{source.stem}.so"
+    main.write_text(f'{CUDA}\n#include "{source.name}"\n{runs}')
+    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run(["g++", *options, str(main), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    functions = {}
+    for i, kernel in enumerate(kernels):
+        functions[kernel.name] = getattr(loaded, f"run{i}")
+        functions[kernel.name].restype = ctypes.c_bool
+    return functions
+
+
+def is_possible() -> bool:
+    return shutil.which("g++") is not None
+
+
+def launch_class(functions: dict[str, Callable[..., bool]]) -> type:
+    """In place of `jit.Launch`, for functions that are kernels."""
+
+    class LaunchOnCpu:
+        def __init__(
+            self, kernel, grid, block, arguments, *, stream, shared_bytes=0, programmatic=False
+        ):
+            assert block % 32 == 0
+            assert 32 <= block <= 1024
+            (self.arguments,) = arguments
+            self.kernel, self.shape = kernel, (grid, block, shared_bytes)
+            self.programmatic = programmatic
+
+        def __call__(self) -> None:
+            run = functions[self.kernel.name]
+            assert run(ctypes.byref(self.arguments), *self.shape), "writes behind shared memory"
+
+        def on(self, device_index: int) -> None:
+            self()
+
+    return LaunchOnCpu
