@@ -11,6 +11,7 @@ from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
 from moefp8.kernels.gemm_plan import Operands
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
+from moefp8.kernels.top_k import launch_sigmoid_group_topk, launch_softmax_topk
 
 # Of gemm.cu; 0 stages: as many as fit.
 FAMILIES = {
@@ -115,7 +116,23 @@ def main() -> None:
         weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
         launch_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
+        run_top_k(dtype)
     torch.cuda.synchronize()
+
+
+def run_top_k(dtype: torch.dtype) -> None:
+    """On zeros: of equals the first experts are chosen, in groups of several sizes too."""
+    for num_experts, k, num_groups in ((7, 3, 7), (160, 6, 8), (256, 8, 1), (512, 40, 64)):
+        logits = torch.zeros(9, num_experts + 1, dtype=dtype, device="cuda")[:, 1:]
+        bias = torch.zeros(num_experts, device="cuda")
+        groups = num_groups, (num_groups + 1) // 2
+        index = launch_sigmoid_group_topk(logits, bias, k, *groups, True, 2.5)[0].cpu()
+        wrong = int((index != torch.arange(k)).sum())
+        index = launch_softmax_topk(logits, k, True)[0].cpu()
+        wrong += int((index != torch.arange(k)).sum())
+        print(f"top-k of {num_experts}, {dtype}: {wrong} wrong", flush=True)
+        if wrong:
+            raise SystemExit(1)
 
 
 def run_gemm(name: str, m: int, n: int, k: int) -> None:
