@@ -26,6 +26,8 @@ from moefp8.kernels import (
     grouped_launch,
     jit,
     quantize,
+    top_k,
+    top_k_launch,
 )
 from moefp8.kernels import quantize_launch as quantize_room
 from moefp8.kernels.gemm_config import Kind
@@ -110,8 +112,8 @@ class Emulator:
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
-        body = self.quantize if kernel.name.startswith("quantize") else self.gemm
-        body(made, parameters)
+        bodies = {"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k}
+        bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
         return 0
 
     def quantize(self, made, parameters):
@@ -124,6 +126,28 @@ class Emulator:
         data, scale_inv = quantize._quantize_1x128(source, bool(x.ue8m0))
         memory(x.data, torch.float8_e4m3fn, [x.num_rows, x.k], [x.k, 1]).copy_(data)
         memory(x.scale_inv, torch.float32, list(scale_inv.shape), [1, x.pitch]).copy_(scale_inv)
+
+    def top_k(self, made, parameters):
+        made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
+        op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
+        dtype = next(d for d, found in top_k_launch._INPUTS.items() if found == name)
+        shape = [x.num_tokens, x.num_experts]
+        assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
+        assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
+        assert made.block % 32 == 0
+        assert 32 <= made.block <= 128
+        assert x.group_lanes.bit_count() == 1
+        assert x.group_lanes * x.num_groups <= 32 or x.group_lanes == 1
+        strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
+        logits = memory(x.logits, dtype, shape, strides)
+        if op == "softmax_topk":
+            result = top_k._softmax_topk(logits, x.top_k, bool(x.renormalize))
+        else:
+            bias = memory(x.bias, torch.float32, shape[1:], [1]) if x.bias else None
+            rest = x.top_k, x.num_groups, x.topk_groups, bool(x.renormalize), x.scaling_factor
+            result = top_k._sigmoid_group_topk(logits, bias, *rest)
+        for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
+            memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
     def gemm(self, made, parameters):
         made.config = config = self.config_of[made.kernel.name]
@@ -353,13 +377,14 @@ def emulated(config: gemm_config.GemmConfig | None = None) -> Iterator[Emulator]
     tma._encode.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "library", lambda: made)
-        for folder in (gemm_plan, quantize_room):
+        for folder in (gemm_plan, quantize_room, top_k_launch):
             patch.setattr(folder, "load", made.load)
             patch.setattr(folder, "current_stream", lambda device_index: 7)
         for folder in (gemm_launch, grouped_launch):
             patch.setattr(folder, "_launches", gemm_plan.Launches())
         patch.setattr(gemm_plan, "_max_sms", None)
-        patch.setattr(quantize_room, "_of_thread", quantize_room._OfThread())
+        for folder in (quantize_room, top_k_launch):
+            patch.setattr(folder, "_of_thread", folder._OfThread())
         for name in ("choose_config", "choose_grouped_config"):
             patch.setattr(gemm_config, name, telling(getattr(gemm_config, name)))
         patch.setattr(torch.cuda, "current_device", lambda: -1)

@@ -70,23 +70,37 @@ def gemm(
     return values(*a, block_rows=1) @ values(*b, block_rows=128).T
 
 
+def best(scores: list[float], k: int) -> list[int]:
+    """The largest first, NaN above all; of equals the lowest id."""
+    return sorted(range(len(scores)), key=lambda e: (*_rank(scores[e]), e))[:k]
+
+
+def _rank(score: float) -> tuple[bool, float]:
+    return (False, 0.0) if math.isnan(score) else (True, -score)
+
+
 def softmax_topk(logits: list[float], k: int, renormalize: bool) -> tuple[list[int], list[float]]:
-    exponentials = [math.exp(v - max(logits)) for v in logits]
-    scores = [v / sum(exponentials) for v in exponentials]
-    index = sorted(range(len(scores)), key=lambda e: (-scores[e], e))[:k]
-    weights = [scores[e] for e in index]
+    largest = math.nan if any(map(math.isnan, logits)) else max(logits)
+    exponentials = [math.exp(v - largest) for v in logits]
+    index = best(logits, k)
+    weights = [exponentials[e] / sum(exponentials) for e in index]
     total = sum(weights) if renormalize else 1.0
     return index, [w / total for w in weights]
 
 
 def group_choice(biased: list[float], k: int, num_groups: int, topk_groups: int) -> list[int]:
-    """The k best of the groups whose two best have the largest sums; of equals the lowest id."""
-    size = len(biased) // num_groups
-    groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
-    best_two = [sorted((biased[e] for e in group), reverse=True)[:2] for group in groups]
-    strength = [torch.tensor(best).sum().item() for best in best_two]  # in FP32: ties are ties
-    kept = sorted(range(num_groups), key=lambda g: (-strength[g], g))[:topk_groups]
-    return sorted((e for g in kept for e in groups[g]), key=lambda e: (-biased[e], e))[:k]
+    """The k best of the groups whose two best have the largest sums; of equals the lowest id.
+
+    Experts of other groups count as -Inf, and are chosen where nothing better is left.
+    """
+    if topk_groups < num_groups:
+        size = len(biased) // num_groups
+        groups = [biased[g * size : (g + 1) * size] for g in range(num_groups)]
+        best_two = [[group[e] for e in best(group, 2)] for group in groups]
+        strength = [torch.tensor(two).sum().item() for two in best_two]  # in FP32: ties are ties
+        kept = best(strength, topk_groups)
+        biased = [v if e // size in kept else -math.inf for e, v in enumerate(biased)]
+    return best(biased, k)
 
 
 def sigmoid_group_topk(

@@ -14,6 +14,7 @@ from moefp8.kernels.jit import current_stream
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.kernels.routing_plan import launch_build_plan
+from moefp8.kernels.top_k import launch_sigmoid_group_topk, launch_softmax_topk
 
 # Of gemm.cu; 0 stages: as many as fit.
 FAMILIES = {
@@ -118,10 +119,26 @@ def main() -> None:
         weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
         launch_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
+        run_top_k(dtype)
     for num_tokens, top_k, hidden_size, num_sms in ((3, 2, 200, 132), (200, 3, 1160, 5)):
         for kind in ("out of range", "one expert"):
             run_routing(kind, num_tokens, top_k, hidden_size, num_sms)
     torch.cuda.synchronize()
+
+
+def run_top_k(dtype: torch.dtype) -> None:
+    """On zeros: of equals the first experts are chosen, in groups of several sizes too."""
+    for num_experts, k, num_groups in ((7, 3, 7), (160, 6, 8), (256, 8, 1), (512, 40, 64)):
+        logits = torch.zeros(9, num_experts + 1, dtype=dtype, device="cuda")[:, 1:]
+        bias = torch.zeros(num_experts, device="cuda")
+        groups = num_groups, (num_groups + 1) // 2
+        index = launch_sigmoid_group_topk(logits, bias, k, *groups, True, 2.5)[0].cpu()
+        wrong = int((index != torch.arange(k)).sum())
+        index = launch_softmax_topk(logits, k, True)[0].cpu()
+        wrong += int((index != torch.arange(k)).sum())
+        print(f"top-k of {num_experts}, {dtype}: {wrong} wrong", flush=True)
+        if wrong:
+            raise SystemExit(1)
 
 
 def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int, num_sms: int) -> None:

@@ -14,13 +14,6 @@ struct Arguments {
   Divisor units;  // of eight columns, in a row
 };
 
-template <Input kInput>
-__device__ float load_float(const uint8_t* x) {
-  if constexpr (kInput == Input::kFloat) return *reinterpret_cast<const float*>(x);
-  const uint32_t bits = *reinterpret_cast<const uint16_t*>(x);
-  return kInput == Input::kHalf ? half_to_float(bits) : __uint_as_float(bits << 16);
-}
-
 // out[t] = sum of weights[t, j] * y[token_to_row[t, j]] over j: products and sums each rounded to FP32.
 // Grid: a thread owns eight neighbouring columns of a token; neighbouring threads the next ones.
 // Shared memory: none.

@@ -112,19 +112,24 @@ def _body(
     rows = y.new_zeros(*top_k_index.shape, h)  # of every choice; zeros where it is held elsewhere
     for expert in range(num_experts):
         token, choice = torch.where(top_k_index == expert)
-        if len(token) == 0:
+        if len(token) == 0 or i == 0:
             continue
-        x = data.view(torch.uint8)[token].view(E4M3), scale_inv[token]
-        gate_up, scales = gate_up_proj[expert], gate_up_proj_scale_inv[expert]
-        gate = block_scaled_matmul(*x, gate_up[:i], scales[: num_blocks(i)])
-        up = block_scaled_matmul(*x, gate_up[i:], scales[num_blocks(i) :])
-        activated = quantize_1x128(swiglu(gate, up, swiglu_limit), False)
-        down = down_proj[expert], down_proj_scale_inv[expert]
-        rows[token, choice] = block_scaled_matmul(*activated, *down).to(rows.dtype)
+        x = data.view(torch.uint8)[token].view(E4M3)  # FP8 has few ops of its own
+        gate, up = (
+            block_scaled_matmul(x, scale_inv[token], weight, scales)
+            for weight, scales in zip(
+                gate_up_proj[expert].split(i),
+                gate_up_proj_scale_inv[expert].split(num_blocks(i)),
+                strict=True,
+            )
+        )
+        activated, scales = quantize_1x128(swiglu(gate, up, swiglu_limit), False)
+        of_down = down_proj[expert], down_proj_scale_inv[expert]
+        rows[token, choice] = block_scaled_matmul(activated, scales, *of_down).to(rows.dtype)
     result = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
-    for choice in range(top_k_index.shape[1]):
-        is_here = (top_k_index[:, choice] >= 0) & (top_k_index[:, choice] < num_experts)
-        term = top_k_weights[:, choice, None].float() * rows[:, choice].float()
+    for j in range(top_k_index.shape[1]):
+        is_here = (top_k_index[:, j] >= 0) & (top_k_index[:, j] < num_experts)
+        term = top_k_weights[:, j, None].float() * rows[:, j].float()
         result += term.masked_fill(~is_here[:, None], 0.0)
     return y.copy_(result)
 

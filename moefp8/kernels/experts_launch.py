@@ -221,14 +221,7 @@ def prepare_dispatch_and_combine(
     at, start, (_, rows) = Workspace.of(sizes), memory.data_ptr(), sizes.matrix
     x, ids, weights = tokens
     device_index, hidden_size = x.get_device(), sizes.hidden_size
-    common = {
-        "num_tokens": sizes.num_tokens,
-        "top_k": sizes.top_k,
-        "hidden_size": hidden_size,
-        "token_to_row": start + at.token_to_row,
-        "stream": stream,
-        "num_sms": device_sms(device_index),
-    }
+    token_to_row, num_sms = start + at.token_to_row, device_sms(device_index)
     dispatch = prepare_dispatch(
         device_index,
         x=x.data_ptr(),
@@ -236,8 +229,11 @@ def prepare_dispatch_and_combine(
         x_row_stride_bytes=x.stride(0) * x.element_size(),
         ids=ids.data_ptr(),
         id_bytes=ids.element_size(),
-        id_strides=ids.stride(),
+        id_strides=(ids.stride(0), ids.stride(1)),
+        num_tokens=sizes.num_tokens,
+        top_k=sizes.top_k,
         num_experts=sizes.num_experts,
+        hidden_size=hidden_size,
         max_m=sizes.num_tokens if sizes.masked else None,
         rows=start + at.tokens,
         row_pitch=round_up(hidden_size, 16),
@@ -245,18 +241,25 @@ def prepare_dispatch_and_combine(
         scale_pitch=scale_pitch(rows),
         expert_offsets=start + at.offsets,
         tokens_per_expert=start + at.counts,
-        **common,
+        token_to_row=token_to_row,
+        stream=stream,
+        num_sms=num_sms,
     )
     combine = prepare_combine(
         device_index,
         y=start + at.results,
         y_row_pitch=round_up(hidden_size, 8),
+        token_to_row=token_to_row,
         weights=weights.data_ptr(),
         weights_dtype=weights.dtype,
-        weight_strides=weights.stride(),
+        weight_strides=(weights.stride(0), weights.stride(1)),
+        num_tokens=sizes.num_tokens,
+        top_k=sizes.top_k,
+        hidden_size=hidden_size,
         out=y.data_ptr(),
+        stream=stream,
+        num_sms=num_sms,
         programmatic=True,
-        **common,
     )
     return dispatch, combine
 

@@ -170,7 +170,7 @@ class GemmConfig:
 
     def stage_bytes(self, token_box: int) -> int:
         """What TMA writes in one stage: both operands, and the scales of the tokens."""
-        tokens, weights = self.cta_tile
+        _tokens, weights = self.cta_tile
         loaded = token_box * (self.share if self.shares_tokens else 1)
         return self.depth * ((loaded + weights) * BLOCK + self.token_scales * 4)
 

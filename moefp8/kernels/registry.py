@@ -26,6 +26,7 @@ def register(
     hopper: Callable[..., Any] | None = None,
     *,
     cuda: Callable[..., Any] | None = None,
+    hopper_takes: Callable[..., bool] | None = None,
 ) -> Any:
     """Register the op `moefp8::<schema>` and return its overload, ready to be called.
 
@@ -37,13 +38,15 @@ def register(
         hopper: launches kernels of ours, on GPUs of compute capability 9. What it raises is not
             caught: no kernel, no result. Other GPUs run `cpu`, with a warning.
         cuda: runs on GPUs where `hopper` does not, without a warning.
+        hopper_takes: whether `hopper` has a kernel for these arguments; for others `cpu` runs, with
+            a warning.
 
     The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
     through them means.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, _isolated(cpu), "CPU")
-    LIBRARY.impl(name, _on_gpu(name, cpu, hopper, cuda), "CUDA")
+    LIBRARY.impl(name, _on_gpu(name, cpu, hopper, cuda, hopper_takes), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.moefp8, name).default
@@ -72,6 +75,7 @@ def _on_gpu(
     portable: Callable[..., Any],
     hopper: Callable[..., Any] | None,
     cuda: Callable[..., Any] | None = None,
+    hopper_takes: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
     if hopper is None and cuda is not None:
         return cuda
@@ -82,7 +86,8 @@ def _on_gpu(
         device_index = args[0].get_device()
         if device_index < 0:  # another argument is on a GPU: the check of the body tells
             return isolated(*args)
-        if hopper is not None and runs_our_kernels(device_index):
+        takes = hopper_takes is None or hopper_takes(*args)
+        if hopper is not None and takes and runs_our_kernels(device_index):
             return hopper(*args)
         if cuda is not None:
             return cuda(*args)

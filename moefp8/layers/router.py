@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from ..kernels.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.registry import without_autocast
+from ..kernels.top_k import check_choice
 from ..routing import TopK, sigmoid_group_topk, softmax_topk
-from ..routing.top_k import check_choice
 from .module import FixedDtypeModule
 
 

@@ -1,14 +1,15 @@
 """The router's choice: which experts a token goes to, and with which weight.
 
-T tokens, E experts. Everything is FP32. Of equal scores the lowest expert id wins, on every
-device and every time.
+T tokens, E experts. Everything is FP32. Of equal scores the lowest expert id wins, and NaN is the
+largest score, on every device and every time. A Hopper GPU chooses among up to 512 experts by one
+kernel; among more, as other GPUs do, by PyTorch's operations, with a warning.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.checks import check_same_device
+from ..kernels import top_k as kernels
 
 
 class TopK(NamedTuple):
@@ -26,20 +27,19 @@ class TopK(NamedTuple):
 def softmax_topk(logits: torch.Tensor, k: int, renormalize: bool) -> TopK:
     """Softmax over all experts, then the k best (Qwen3-MoE, Mixtral).
 
+    Choice: the k largest logits, which are those of the largest softmax; so experts whose logits
+    differ are no tie, however equal the softmax rounds them. A row with NaN or +Inf has weights
+    of NaN.
+
     Args:
         logits: [T, E], any float dtype.
         renormalize: divide the k weights by their sum (`norm_topk_prob`).
 
     Raises:
+        TypeError: `logits` is not of a float dtype.
         ValueError: `k` is not in [1, E], or `logits` is not two-dimensional.
     """
-    _check("softmax_topk", logits, k)
-    scores = logits.float().softmax(dim=-1)
-    index = _stable_topk(scores, k)
-    weights = scores.gather(1, index)
-    if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return TopK(index, weights)
+    return TopK(*_SoftmaxTopK.apply(logits, k, renormalize))
 
 
 def sigmoid_group_topk(
@@ -54,9 +54,10 @@ def sigmoid_group_topk(
     """DeepSeek-V3's choice: sigmoid scores, a bias that steers but does not weigh, group limits.
 
     Choice: of `sigmoid(logits) + bias`, the `topk_groups` groups whose two best experts have the
-    largest sum stay; among their experts the k best win. Weights: `sigmoid(logits)` of the
-    winners, divided by (their sum + 1e-20) if `renormalize`, times `scaling_factor`
-    (arXiv:2412.19437, section 2.1.2).
+    largest sum stay; the scores of other experts count as -Inf, and the k best win. Weights:
+    `sigmoid(logits)` of the winners, divided by (their sum + 1e-20) if `renormalize`, times
+    `scaling_factor` (arXiv:2412.19437, section 2.1.2). The sigmoid is rounded correctly but for
+    1e-5 ulp; it and the weights are equal bit for bit on every device.
 
     Args:
         logits: [T, E], any float dtype.
@@ -66,63 +67,60 @@ def sigmoid_group_topk(
         scaling_factor: `routed_scaling_factor`.
 
     Raises:
+        TypeError: `logits` is not of a float dtype.
         ValueError: sizes that contradict one another, by name.
     """
-    _check("sigmoid_group_topk", logits, k, bias, num_groups, topk_groups)
-    scores = logits.float().sigmoid()
-    for_choice = scores if bias is None else scores + bias.float()
-    if topk_groups < num_groups:
-        by_group = for_choice.unflatten(1, (num_groups, -1))
-        best_two = by_group.sort(dim=-1, descending=True).values[..., :2]
-        chosen_groups = _stable_topk(best_two.sum(dim=-1), topk_groups)
-        is_open = torch.zeros_like(by_group[..., 0], dtype=torch.bool)
-        is_open = is_open.scatter(1, chosen_groups, True)
-        for_choice = by_group.masked_fill(~is_open[..., None], float("-inf")).flatten(1)
-    index = _stable_topk(for_choice, k)
-    weights = scores.gather(1, index)
-    if renormalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return TopK(index, weights * scaling_factor)
+    groups = num_groups, topk_groups
+    return TopK(*_SigmoidTopK.apply(logits, bias, k, *groups, renormalize, scaling_factor))
 
 
-def _stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
-    # torch.topk breaks ties differently from call to call and device to device.
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+class _SoftmaxTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, k: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        index, weights = kernels.softmax_topk(logits, k, renormalize)
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(logits, index)
+        ctx.renormalize = renormalize
+        return index, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, index = ctx.saved_tensors
+        scores = logits.float().softmax(dim=-1)
+        if ctx.renormalize:
+            grad = _grad_of_parts(grad, scores.gather(1, index), 0.0)
+        grad = torch.zeros_like(scores).scatter(1, index, grad)
+        grad = scores * (grad - (grad * scores).sum(dim=-1, keepdim=True))
+        return grad.to(logits.dtype), None, None
 
 
-def _check(
-    op: str,
-    logits: torch.Tensor,
-    k: int,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-) -> None:
-    if logits.ndim != 2:
-        raise ValueError(f"{op}: logits must be [T, E], got shape {list(logits.shape)}")
-    if not logits.is_floating_point():
-        raise TypeError(f"{op}: logits must be a float dtype, got {logits.dtype}")
-    check_choice(op, logits.shape[1], k, num_groups, topk_groups)
-    check_same_device(op, logits=logits, bias=bias)
-    if bias is not None and bias.shape != logits.shape[1:]:
-        raise ValueError(
-            f"{op}: bias must be [E] = {list(logits.shape[1:])}, got {list(bias.shape)}"
-        )
+class _SigmoidTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        index, weights = kernels.sigmoid_group_topk(logits, bias, *rest)
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(logits, index)
+        ctx.rest = rest
+        return index, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, index = ctx.saved_tensors
+        *_, renormalize, scaling_factor = ctx.rest
+        scores = logits.float().gather(1, index).sigmoid()
+        grad = grad * scaling_factor
+        if renormalize:
+            grad = _grad_of_parts(grad, scores, 1e-20)
+        grad = grad * scores * (1 - scores)
+        grad = torch.zeros_like(logits).scatter(1, index, grad.to(logits.dtype))
+        return grad, None, *(None for _ in ctx.rest)
 
 
-def check_choice(op: str, num_experts: int, k: int, num_groups: int, topk_groups: int) -> None:
-    """Raise ValueError, naming `op`, unless k of E experts can be chosen under the group limit."""
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"{op}: top_k must be in [1, E] = [1, {num_experts}], got {k}")
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"{op}: num_groups must divide E = {num_experts}, got {num_groups}")
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(
-            f"{op}: topk_groups must be in [1, num_groups] = [1, {num_groups}], got {topk_groups}"
-        )
-    open_experts = topk_groups * (num_experts // num_groups)
-    if k > open_experts:
-        raise ValueError(
-            f"{op}: top_k must be at most the {open_experts} experts of {topk_groups} groups, "
-            f"got {k}"
-        )
+def _grad_of_parts(grad: torch.Tensor, x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The gradient in x of `x / (x.sum(-1) + epsilon)`, of which `grad` is that of the result."""
+    total = x.sum(dim=-1, keepdim=True) + epsilon
+    return (grad - (grad * x).sum(dim=-1, keepdim=True) / total) / total

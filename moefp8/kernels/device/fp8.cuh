@@ -1,6 +1,6 @@
 // E4M3: the scale of a block, division by it, and eight elements of any input type with their codes.
 #pragma once
-#include "base.cuh"
+#include "input.cuh"
 
 constexpr uint32_t kInfinity = 0x7f800000;  // as bits: NaN has larger ones, other magnitudes smaller ones
 constexpr uint32_t kNan = 0x7fc00000;
@@ -61,14 +61,6 @@ __device__ inline uint32_t encode_e4m3(float a, float b, float c, float d) {
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return codes;
 }
-
-__device__ inline float half_to_float(uint32_t low_bits) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(low_bits)));
-  return x;
-}
-
-enum class Input { kBFloat16, kHalf, kFloat };
 
 // Eight neighbouring elements of a row, as they lie in memory.
 template <Input kInput>

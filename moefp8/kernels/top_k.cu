@@ -1,0 +1,226 @@
+// The router's choice on Hopper: the k best of E experts for each token, and their weights.
+//
+// A warp owns a token. A lane holds every 32nd expert as an integer that rises with the expert's score;
+// then, k times, the warp finds the largest one and takes it out.
+#include "input.cuh"
+#include "sigmoid.cuh"
+
+constexpr int kMaxWarps = 4;  // of a CTA
+constexpr uint32_t kAllLanes = 0xffffffff;
+
+struct Arguments {
+  const uint8_t* logits;           // [T, E]
+  const float* bias;               // [E] or null
+  int64_t* top_k_index;            // [T, k]
+  float* top_k_weights;            // [T, k]
+  int64_t row_bytes, expert_bytes;  // from one to the next in logits
+  int64_t num_tokens;
+  uint32_t num_experts, top_k;
+  uint32_t num_groups, topk_groups;
+  uint32_t group_lanes;  // that find the best two of a group: a power of two
+  uint32_t renormalize;
+  float scaling_factor;
+};
+
+// Keys lie in the order of the numbers: equal numbers have equal keys, -0 that of +0, NaN the largest.
+// No number has the key 0.
+constexpr uint32_t kNoKey = 0, kLowestKey = 0x007fffff, kNanKey = 0xffffffff;  // lowest: -Inf
+__device__ inline uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(x, 0));
+  if (x != x) return kNanKey;
+  return bits >> 31 ? ~bits : bits | 0x80000000;
+}
+__device__ inline float number_of(uint32_t key) {
+  return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+}
+
+// The token of this warp.
+template <Input kInput>
+struct Token {
+  int64_t index;
+  const uint8_t* logits;
+  int64_t expert_bytes;
+
+  __device__ explicit Token(const Arguments& args)
+      : index(static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp),
+        logits(args.logits + index * args.row_bytes),
+        expert_bytes(args.expert_bytes) {}
+
+  __device__ float logit(uint32_t expert) const { return load_float<kInput>(logits + expert * expert_bytes); }
+};
+
+// The experts that can still be chosen; lane l holds kWarp i + l in keys[i].
+template <int kItems>
+struct Candidates {
+  uint32_t keys[kItems];
+  uint32_t best, best_expert;  // of this lane
+
+  __device__ static uint32_t expert(int i) { return i * kWarp + threadIdx.x % kWarp; }
+
+  __device__ void find_best() {
+    best = keys[0];
+#pragma unroll
+    for (int i = 1; i < kItems; ++i) best = max(best, keys[i]);
+#pragma unroll
+    for (int i = kItems - 1; i >= 0; --i) {
+      if (keys[i] == best) best_expert = expert(i);
+    }
+  }
+
+  // The best expert of the warp, of equals the one with the lowest id.
+  __device__ uint32_t take_best() {
+    const uint32_t key = __reduce_max_sync(kAllLanes, best);
+    const uint32_t taken = __reduce_min_sync(kAllLanes, best == key ? best_expert : kAllLanes);
+    if (taken == best_expert) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) keys[i] = expert(i) == taken ? kNoKey : keys[i];
+      find_best();
+    }
+    return taken;
+  }
+};
+
+// What the lanes of a warp tell one another.
+template <int kItems>
+struct Choice {
+  uint32_t expert[kItems * kWarp];
+  float weight[kItems * kWarp];
+};
+template <int kItems>
+struct Groups {
+  uint32_t keys[kItems * kWarp];
+  uint32_t strengths[kItems * kWarp];
+};
+
+// Chooses k times and writes experts and weights. score(logit) is a weight before the k are divided by
+// (their sum + epsilon), if that is asked for. The sum takes them in order, as the CPU body does.
+template <Input kInput, int kItems, class Score>
+__device__ void choose(const Arguments& args, const Token<kInput>& token, Candidates<kItems>& candidates,
+                       Choice<kItems>& choice, float epsilon, const Score& score) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  candidates.find_best();
+  for (uint32_t j = 0; j < args.top_k; ++j) {
+    const uint32_t expert = candidates.take_best();
+    if (lane == 0) choice.expert[j] = expert;
+  }
+  __syncwarp();
+  for (uint32_t j = lane; j < args.top_k; j += kWarp) choice.weight[j] = score(token.logit(choice.expert[j]));
+  __syncwarp();
+  float sum = choice.weight[0];
+  for (uint32_t j = 1; j < args.top_k; ++j) sum = __fadd_rn(sum, choice.weight[j]);
+  const float divisor = args.renormalize ? __fadd_rn(sum, epsilon) : 1;
+  for (uint32_t j = lane; j < args.top_k; j += kWarp) {
+    const int64_t at = token.index * args.top_k + j;
+    args.top_k_index[at] = choice.expert[j];
+    args.top_k_weights[at] = __fmul_rn(__fdiv_rn(choice.weight[j], divisor), args.scaling_factor);
+  }
+}
+
+// weights = softmax(logits) of the k experts with the largest logits.
+// Grid: a warp owns a token, a CTA up to kMaxWarps of them.
+// Shared memory: the choice of each warp, 256 kItems B.
+// Barriers: none but those of a warp.
+// Alignment: that of an element.
+template <Input kInput, int kItems>
+__global__ void __launch_bounds__(kMaxWarps* kWarp) softmax_topk_kernel(const __grid_constant__ Arguments args) {
+  __shared__ Choice<kItems> choices[kMaxWarps];
+  const Token<kInput> token(args);
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  if (token.index >= args.num_tokens) return;
+  Candidates<kItems> candidates;
+  uint32_t best = kNoKey;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t expert = candidates.expert(i);
+    const uint32_t key = key_of(token.logit(min(expert, args.num_experts - 1)));
+    candidates.keys[i] = expert < args.num_experts ? key : kNoKey;
+    best = max(best, key);
+  }
+  const float largest = number_of(__reduce_max_sync(kAllLanes, best));
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (candidates.keys[i] != kNoKey) sum += expf(number_of(candidates.keys[i]) - largest);
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  const auto score = [&](float logit) { return __fdiv_rn(expf(logit - largest), sum); };
+  choose(args, token, candidates, choices[threadIdx.x / kWarp], 0, score);
+}
+
+// Gives all experts but those of the `topk_groups` strongest groups the score -Inf. A group is as strong
+// as the sum of its two best scores; of equals the first one stays.
+template <int kItems>
+__device__ void close_groups(const Arguments& args, Candidates<kItems>& candidates, Groups<kItems>& groups) {
+  const uint32_t lane = threadIdx.x % kWarp, size = args.num_experts / args.num_groups, lanes = args.group_lanes;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) groups.keys[candidates.expert(i)] = candidates.keys[i];
+  __syncwarp();
+  for (uint32_t first = 0; first < args.num_groups; first += kWarp / lanes) {
+    const uint32_t group = first + lane / lanes;
+    const bool exists = group < args.num_groups;
+    uint32_t best = kNoKey, second = kNoKey;
+    for (uint32_t i = lane % lanes; exists && i < size; i += lanes) {
+      const uint32_t key = groups.keys[group * size + i];
+      second = max(second, min(best, key));
+      best = max(best, key);
+    }
+    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(kAllLanes, best, distance);
+      second = max(max(second, __shfl_xor_sync(kAllLanes, second, distance)), min(best, other));
+      best = max(best, other);
+    }
+    if (exists && lane % lanes == 0) {
+      groups.strengths[group] = size == 1 ? best : key_of(__fadd_rn(number_of(best), number_of(second)));
+    }
+  }
+  __syncwarp();
+  for (uint32_t group = lane; group < args.num_groups; group += kWarp) {
+    const uint32_t strength = groups.strengths[group];
+    uint32_t rank = 0;
+    for (uint32_t i = 0; i < args.num_groups; ++i) {
+      rank += groups.strengths[i] > strength || (groups.strengths[i] == strength && i < group);
+    }
+    groups.keys[group] = rank < args.topk_groups;  // from here on: whether it is open
+  }
+  __syncwarp();
+  const uint32_t inverse = ((1 << 18) + size - 1) / size;  // exact for up to 512 experts
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t expert = candidates.expert(i);
+    if (expert < args.num_experts && !groups.keys[expert * inverse >> 18]) candidates.keys[i] = kLowestKey;
+  }
+}
+
+// weights = sigmoid(logits) of the k experts with the largest sigmoid(logits) + bias in the open groups.
+// Grid: a warp owns a token, a CTA up to kMaxWarps of them.
+// Shared memory: the choice and the groups of each warp, 512 kItems B.
+// Barriers: none but those of a warp.
+// Alignment: that of an element.
+template <Input kInput, int kItems>
+__global__ void __launch_bounds__(kMaxWarps* kWarp) sigmoid_group_topk_kernel(const __grid_constant__ Arguments args) {
+  __shared__ Choice<kItems> choices[kMaxWarps];
+  __shared__ Groups<kItems> groups[kMaxWarps];
+  const Token<kInput> token(args);
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  if (token.index >= args.num_tokens) return;
+  Candidates<kItems> candidates;
+  float logits[kItems];  // all loads are in flight at once
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) logits[i] = token.logit(min(candidates.expert(i), args.num_experts - 1));
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t expert = candidates.expert(i);
+    float score = sigmoid(logits[i]);
+    if (args.bias && expert < args.num_experts) score = __fadd_rn(score, args.bias[expert]);
+    candidates.keys[i] = expert < args.num_experts ? key_of(score) : kNoKey;
+  }
+  if (args.topk_groups < args.num_groups) close_groups(args, candidates, groups[threadIdx.x / kWarp]);
+  choose(args, token, candidates, choices[threadIdx.x / kWarp], 1e-20f, sigmoid);
+}
