@@ -1,12 +1,13 @@
 // Plan, quantize and dispatch in one launch on Hopper: each token goes to the rows of its experts.
 //
-// Sixteen threads hold a block of 128 elements of a token, eight neighbouring ones each. They read
-// and quantize it once, and write its codes and its scale to each row of the token.
+// Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and
+// quantize it once, and write its codes and its scale to each row of the token.
 #include "fp8.cuh"
 #include "plan.cuh"
 
 constexpr int kBlock = 128;
-constexpr int kLanes = 16;
+constexpr int kLanes = 8;
+constexpr int kColumns = kBlock / kLanes;
 
 struct Arguments {
   Routing routing;
@@ -36,68 +37,78 @@ struct Block {
 
 // rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
-// Shared memory: 8 B for each slot, 4 B for each choice of the chunk, and with max_m 4 B more.
-// Barriers: zeros, counts and rows are each complete before they are read; 16 lanes meet in shuffles.
+// Shared memory: 8 B for each slot, 4 B for each choice of the chunk, and if kMerges 4 B more.
+// Barriers: zeros, counts and rows are each complete before they are read; 8 lanes meet in shuffles.
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
-template <Input kInput, bool kVectorized, int kAhead>
+template <Input kInput, bool kVectorized, bool kMerges, int kAhead>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
-  extern __shared__ int memory[];
+  extern __shared__ __align__(16) int memory[];
   const Routing& routing = args.routing;
   const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.parts.value;
-  const Plan plan(routing, chunk, memory);
+  const Plan<kMerges> plan(routing, chunk, memory);
   const uint32_t num_blocks = (plan.end - plan.begin) * args.part_blocks.value;
-  const uint32_t lane = threadIdx.x % kLanes, column = lane * 8, step = blockDim.x / kLanes;
-  // Where the scale of each choice lies in its column: only with max_m elsewhere than its codes.
-  int* const scale_rows = plan.rows + (routing.max_m ? (plan.end - plan.begin) * routing.top_k : 0);
+  const uint32_t lane = threadIdx.x % kLanes, column = lane * kColumns, step = blockDim.x / kLanes;
+  // Where the scale of each choice lies in its column: only in the masked layout elsewhere than its codes.
+  int* const scale_rows = plan.rows + (kMerges ? (plan.end - plan.begin) * routing.rows_of_token : 0);
 
+  struct Held {
+    Block block;
+    Eight<kInput> x[2];
+  };
   const auto load = [&](uint32_t index) {
-    const Block block(args, index, num_blocks, part);
-    const int64_t first_byte = static_cast<int64_t>(block.k_block) * kBlock * Eight<kInput>::kElementBytes;
-    Eight<kInput> x;
-    x.template load<kVectorized>(args.x + (plan.begin + block.token) * args.x_row_bytes + first_byte, column,
-                                 block.width);
-    return x;
+    Held held{Block(args, index, num_blocks, part)};
+    const int64_t first_byte = static_cast<int64_t>(held.block.k_block) * kBlock * Eight<kInput>::kElementBytes;
+    const uint8_t* x = args.x + (plan.begin + held.block.token) * args.x_row_bytes + first_byte;
+    held.x[0].template load<kVectorized>(x, column, held.block.width);
+    held.x[1].template load<kVectorized>(x, column + 8, held.block.width);
+    return held;
   };
 
   wait_for_previous_kernel();
   let_next_kernel_start();
 
   uint32_t index = threadIdx.x / kLanes;
-  Eight<kInput> next = load(index);  // while the plan is made
-  plan.count<kAhead>();
+  Held next = load(index);  // while the plan is made
+  plan.template count<kAhead>();
   if (threadIdx.x < kWarp) {
-    plan.find_experts<false>();
-    plan.find_rows([&](uint32_t i, uint32_t, uint32_t expert, int row) {
-      if (routing.max_m) scale_rows[i] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
+    plan.template find_experts<false>();
+    plan.find_rows([&](uint32_t i, uint32_t place, uint32_t expert, int row) {
+      if (kMerges) scale_rows[place] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
       if (part == 0) routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + i] = row;
     });
   }
   __syncthreads();
 
+  constexpr uint32_t kInWarp = kWarp / kLanes;
 #pragma unroll 1
-  for (; (index & ~1) < num_blocks; index += step) {  // the same for both blocks of a warp
-    const Eight<kInput> x = next;
-    if ((index & ~1) + step < num_blocks) next = load(index + step);
-    uint32_t amax = Eight<kInput>::amax(x.largest());
+  for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
+    const auto [block, x] = next;
+    next = load(index + step);
+    uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(x[0].largest(), x[1].largest()));
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
     }
     const Scale scale(amax, false);
-    const uint2 codes = x.e4m3(scale);
-    const Block block(args, index, num_blocks, part);
-    const int* rows = plan.rows + block.token * routing.top_k;
+    const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
+    const int* rows = plan.rows + block.token * routing.rows_of_token;
     uint8_t* target = args.rows + static_cast<int64_t>(block.k_block) * kBlock + column;
     if (column < block.width) {
 #pragma unroll 2
-      for (uint32_t i = 0; i < routing.top_k; ++i) {  // whole units of 8 B, also at the end of a row
-        if (rows[i] >= 0) *reinterpret_cast<uint2*>(target + rows[i] * args.row_pitch) = codes;
+      for (uint32_t i = 0; i < routing.rows_of_token; i += 4) {  // whole units of 16 B, also at the end of a row
+        const int4 v = *reinterpret_cast<const int4*>(rows + i);
+        const int four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (four[j] >= 0)
+            *reinterpret_cast<uint4*>(target + four[j] * args.row_pitch) = {low.x, low.y, high.x, high.y};
+        }
       }
     }
     float* scales = args.row_scales + static_cast<int64_t>(block.k_block) * args.scale_pitch;
 #pragma unroll 1
     for (uint32_t i = lane; i < routing.top_k; i += kLanes) {
-      if (rows[i] >= 0) scales[scale_rows[block.token * routing.top_k + i]] = scale.scale_inv;
+      if (rows[i] >= 0) scales[scale_rows[block.token * routing.rows_of_token + i]] = scale.scale_inv;
     }
   }
 }

@@ -23,7 +23,7 @@ _INPUTS = {
     torch.float32: "Input::kFloat",
 }
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
-_LANES = 16  # that hold a block of 128 elements
+_LANES = 8  # that hold a block of 128 elements
 _MIN_BLOCKS = 8  # of a CTA: one with fewer would plan more than it quantizes
 
 
@@ -57,16 +57,17 @@ def cut_dispatch(num_tokens: int, top_k: int, num_k_blocks: int, num_sms: int) -
     return Cut(chunk, k_blocks, plan.threads, plan.ahead)
 
 
-def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
+def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool, masked: bool) -> Kernel:
     """vectorized: elements lie such that eight can be loaded at once."""
-    flag = str(vectorized).lower()
-    return Kernel(_SOURCE, f"dispatch_kernel<{_INPUTS[dtype]}, {flag}, {cut.ahead}>")
+    flags = f"{str(vectorized).lower()}, {str(masked).lower()}"
+    return Kernel(_SOURCE, f"dispatch_kernel<{_INPUTS[dtype]}, {flags}, {cut.ahead}>")
 
 
 def kernels_of(dtype: torch.dtype) -> list[Kernel]:
     """All kernels that inputs of this dtype can need."""
     cuts = (Cut(1, 8, 128, ahead) for ahead in (1, 4))
-    return [kernel_of(cut, dtype, vectorized) for cut in cuts for vectorized in (True, False)]
+    flags = (True, False)
+    return [kernel_of(cut, dtype, x, masked) for cut in cuts for x in flags for masked in flags]
 
 
 def prepare_dispatch(
@@ -143,7 +144,7 @@ def prepare_dispatch(
     )
     vectorized = hidden_size % 8 == 0 and not (x | x_row_stride_bytes) % _VECTOR_BYTES
     return Launch(
-        load(kernel_of(cut, x_dtype, vectorized), device_index),
+        load(kernel_of(cut, x_dtype, vectorized, max_m is not None), device_index),
         *(ceil_div(num_tokens, cut.tokens) * parts, cut.threads, (arguments,)),
         stream=stream,
         shared_bytes=shared_bytes(routing, 1 if max_m is None else 2),

@@ -17,10 +17,16 @@ struct Routing {
   uint32_t max_m;              // rows of each expert; 0: as many as it has tokens
   Divisor alignment;           // without max_m, of which the rows of an expert are a multiple
   uint32_t num_slots;          // more than E, a multiple of 128
+  Divisor of_k;                // k
+  uint32_t rows_of_token;      // places for its rows in shared memory: at least k, a multiple of 4
   uint32_t tokens_at_once;     // whose choices a warp holds: as many as fit, at least one
   uint32_t reciprocal_of_k;    // lane / k == lane * reciprocal_of_k >> 16
 
   // E if there is none.
+  __device__ uint32_t expert(uint32_t index) const {  // of all choices
+    const uint32_t token = of_k.quotient(index);
+    return expert(token, index - token * top_k);
+  }
   __device__ uint32_t expert(uint32_t token, uint32_t choice) const {
     const uint8_t* id = ids + token * token_bytes + choice * choice_bytes;
     const int64_t expert = is_wide ? *reinterpret_cast<const int64_t*>(id) : *reinterpret_cast<const int*>(id);
@@ -63,13 +69,15 @@ struct Choice {
   }
 };
 
-// The part of the plan that a CTA knows, in shared memory. Its three steps follow each other.
+// The part of the plan that a CTA knows, in shared memory. Its three steps follow each other. Choices of one expert by
+// one token share a row if kMerges, which costs more; else each has its own.
+template <bool kMerges>
 struct Plan {
   const Routing& routing;
   const uint32_t begin, end;  // the tokens of this CTA
   int* const next_row;        // [slots]: how many tokens before `begin` it has; then, where the next one goes
   int* const end_row;         // [slots]: how many others it has; then, the end of its rows
-  int* const rows;            // [end - begin, k]: experts of the choices; then rows, -1 if there is none
+  int* const rows;  // [end - begin, rows_of_token]: experts of the choices; then rows, -1 if there is none
 
   __device__ Plan(const Routing& routing, uint32_t chunk, int* memory)
       : routing(routing),
@@ -79,31 +87,16 @@ struct Plan {
         end_row(memory + routing.num_slots),
         rows(memory + 2 * routing.num_slots) {}
 
-  // 1. All threads: counts the tokens of each expert. A warp reads choices of kAhead times
-  // `tokens_at_once` tokens at once.
+  // 1. All threads: counts the choices of each expert, kAhead at once.
   template <int kAhead>
   __device__ void count() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < (end - begin) * routing.rows_of_token; i += blockDim.x) rows[i] = -1;
     __syncthreads();
-    const uint32_t step = blockDim.x / kWarp * routing.tokens_at_once;
-    uint32_t token = threadIdx.x / kWarp * routing.tokens_at_once;
-#pragma unroll 1
-    for (; token < routing.num_tokens; token += kAhead * step) {
-#pragma unroll 1
-      for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
-        uint32_t experts[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const Choice choice(routing, token + i * step, first_choice, routing.num_tokens);
-          experts[i] = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          count(Choice(routing, token + i * step, first_choice, routing.num_tokens), first_choice, experts[i]);
-        }
-      }
-    }
+    if constexpr (kMerges) count_merged<kAhead>();
+    else count_each<kAhead>();
     __syncthreads();
   }
 
@@ -145,17 +138,96 @@ struct Plan {
     __syncwarp();
   }
 
-  // 3. The same warp: the rows of the chunk, and visit(index, token, expert, row) for each choice:
-  // index counts the choices of the chunk; expert E and row -1 are none.
+  // 3. The same warp: the rows of the chunk, and visit(index, place, expert, row) for each choice: index counts the
+  // choices of the chunk, place is that of its row in `rows`; expert E and row -1 are none.
   template <class Visit>
   __device__ void find_rows(const Visit& visit) const {
+    if constexpr (kMerges) find_merged_rows(visit);
+    else find_rows_of_each(visit);
+  }
+
+ private:
+  __device__ uint32_t place(uint32_t token, uint32_t choice) const {
+    return (token - begin) * routing.rows_of_token + choice;
+  }
+
+  template <int kAhead>
+  __device__ void count_each() const {
+    const uint32_t num_choices = routing.num_tokens * routing.top_k;
+#pragma unroll 1
+    for (uint32_t first = threadIdx.x; first < num_choices; first += kAhead * blockDim.x) {
+      uint32_t experts[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const uint32_t index = first + i * blockDim.x;
+        experts[i] = index < num_choices ? routing.expert(index) : routing.num_experts;
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const uint32_t index = first + i * blockDim.x;
+        if (experts[i] < routing.num_experts)
+          atomicAdd((index < begin * routing.top_k ? next_row : end_row) + experts[i], 1);
+      }
+    }
+  }
+  template <class Visit>
+  __device__ void find_rows_of_each(const Visit& visit) const {
+    const uint32_t lane = threadIdx.x % kWarp, num_choices = (end - begin) * routing.top_k;
+#pragma unroll 1
+    for (uint32_t index = lane; index - lane < num_choices; index += kWarp) {
+      const bool exists = index < num_choices;
+      const uint32_t expert = exists ? routing.expert(begin * routing.top_k + index) : routing.num_experts;
+      const uint32_t same = __match_any_sync(0xffffffff, expert), before = same & ((1u << lane) - 1);
+      int row = -1;
+      if (expert < routing.num_experts) row = next_row[expert] + __popc(before);
+      __syncwarp();
+      if (expert < routing.num_experts && before == 0) next_row[expert] += __popc(same);
+      __syncwarp();
+      if (exists) {
+        const uint32_t token = routing.of_k.quotient(index), at = index + token * (routing.rows_of_token - routing.top_k);
+        rows[at] = row;
+        visit(index, at, expert, row);
+      }
+    }
+  }
+
+  // A warp reads choices of kAhead times `tokens_at_once` tokens at once.
+  template <int kAhead>
+  __device__ void count_merged() const {
+    const uint32_t step = blockDim.x / kWarp * routing.tokens_at_once;
+    uint32_t token = threadIdx.x / kWarp * routing.tokens_at_once;
+#pragma unroll 1
+    for (; token < routing.num_tokens; token += kAhead * step) {
+#pragma unroll 1
+      for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
+        uint32_t experts[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const Choice choice(routing, token + i * step, first_choice, routing.num_tokens);
+          experts[i] = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          count_merged(Choice(routing, token + i * step, first_choice, routing.num_tokens), first_choice, experts[i]);
+        }
+      }
+    }
+  }
+  __device__ void count_merged(const Choice& choice, uint32_t first_choice, uint32_t expert) const {
+    const bool is_first = choice.first_lane(expert) == threadIdx.x % kWarp;
+    if (expert < routing.num_experts && is_first && !choice.is_named_before(routing, first_choice, expert)) {
+      atomicAdd((choice.token < begin ? next_row : end_row) + expert, 1);
+    }
+  }
+  template <class Visit>
+  __device__ void find_merged_rows(const Visit& visit) const {
     const uint32_t lane = threadIdx.x % kWarp;
 #pragma unroll 1
     for (uint32_t token = begin; token < end; token += routing.tokens_at_once) {
 #pragma unroll 1
       for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
         const Choice choice(routing, token, first_choice, end);
-        const uint32_t index = index_of(choice), expert = choice.exists ? rows[index] : routing.num_experts;
+        const uint32_t expert = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
         const uint32_t first = choice.first_lane(expert), same = __match_any_sync(0xffffffff, expert);
         const bool is_named_before = choice.is_named_before(routing, first_choice, expert);
         // Of the lanes with this expert, those whose choice has a row of its own.
@@ -168,23 +240,11 @@ struct Plan {
         if (expert < routing.num_experts && lane == __ffs(own) - 1) next_row[expert] += __popc(own);
         __syncwarp();
         if (choice.exists) {
-          rows[index] = row;
-          visit(index, choice.token, expert, row);
+          const uint32_t at = place(choice.token, choice.choice);
+          rows[at] = row;
+          visit((choice.token - begin) * routing.top_k + choice.choice, at, expert, row);
         }
       }
     }
-  }
-
- private:
-  __device__ uint32_t index_of(const Choice& choice) const {
-    return (choice.token - begin) * routing.top_k + choice.choice;
-  }
-
-  __device__ void count(const Choice& choice, uint32_t first_choice, uint32_t expert) const {
-    const bool is_first = choice.first_lane(expert) == threadIdx.x % kWarp;
-    if (expert < routing.num_experts && is_first && !choice.is_named_before(routing, first_choice, expert)) {
-      atomicAdd((choice.token < begin ? next_row : end_row) + expert, 1);
-    }
-    if (choice.exists && choice.token - begin < end - begin) rows[index_of(choice)] = expert;
   }
 };

@@ -17,7 +17,7 @@ template <int kAhead>
 __global__ void __launch_bounds__(1024, 1) plan_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ int memory[];
   const Routing& routing = args.routing;
-  const Plan plan(routing, blockIdx.x, memory);
+  const Plan<true> plan(routing, blockIdx.x, memory);
 
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const __grid_constant__ A
   if (threadIdx.x < kWarp) plan.find_experts<true>();
   __syncthreads();
   if (threadIdx.x < kWarp) {
-    plan.find_rows([&](uint32_t index, uint32_t token, uint32_t expert, int row) {
+    plan.find_rows([&](uint32_t index, uint32_t, uint32_t expert, int row) {
       routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + index] = row;
       if (row < 0) return;
-      args.row_to_token[row] = token;
+      args.row_to_token[row] = plan.begin + routing.of_k.quotient(index);
       args.row_to_expert[row] = expert;
     });
   }

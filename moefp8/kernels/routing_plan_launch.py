@@ -32,6 +32,7 @@ class Routing(ctypes.Structure):
         *(("token_to_row", c_void_p), ("num_tokens", c_uint32), ("top_k", c_uint32)),
         *(("num_experts", c_uint32), ("is_wide", c_uint32), ("chunk", c_uint32)),
         *(("max_m", c_uint32), ("alignment", Divisor), ("num_slots", c_uint32)),
+        *(("of_k", Divisor), ("rows_of_token", c_uint32)),
         *(("tokens_at_once", c_uint32), ("reciprocal_of_k", c_uint32)),
     )
 
@@ -95,14 +96,14 @@ def routing_of(
     return Routing(
         *(ids, token_bytes, choice_bytes, tokens_per_expert, expert_offsets, token_to_row),
         *(num_tokens, top_k, num_experts, id_bytes == 8, chunk, max_m or 0),
-        *(Divisor.of(alignment), num_slots),
+        *(Divisor.of(alignment), num_slots, Divisor.of(top_k), round_up(top_k, 4)),
         *(max(1, _WARP // top_k), 2**16 // top_k + 1),
     )
 
 
 def shared_bytes(routing: Routing, words_of_choice: int = 1) -> int:
     """Two words for each slot, `words_of_choice` for each choice of a chunk."""
-    return 4 * (2 * routing.num_slots + routing.chunk * routing.top_k * words_of_choice)
+    return 4 * (2 * routing.num_slots + routing.chunk * routing.rows_of_token * words_of_choice)
 
 
 def kernel_of(cut: Cut) -> Kernel:
