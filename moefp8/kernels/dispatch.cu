@@ -18,45 +18,66 @@ struct Arguments {
   float* row_scales;       // [H/128, pitch]; with max_m [E, H/128, pitch]; rows innermost
   uint32_t scale_pitch;
   uint32_t hidden_size, num_k_blocks;
-  Divisor parts, part_blocks;  // CTAs of a chunk of tokens; k-blocks of a CTA
+  uint32_t part_blocks;     // k-blocks of a CTA
+  uint32_t num_parts;       // CTAs of a chunk of tokens
+  uint32_t group;           // k-blocks that follow each other in the order of work, of all tokens of the chunk: 2^n
+  Divisor parts, in_group;  // num_parts; blocks of a group
+  uint32_t num_chunks;
+  uint32_t* counts;  // of each chunk, if a kernel before has counted: [chunks, slots / 2]
 };
 
-// The block that a thread has a share in: what a CTA owns is counted along K, then over its tokens.
-// What lies past the last one is the last one again, which then is written twice.
+// The block that a thread has a share in. All CTAs work along K, some k-blocks of all their tokens at a time, so that
+// scales which lie side by side, of different tokens, are written at about the same time. What lies past the last
+// token or k-block is the last one again, which then is written twice.
 struct Block {
   uint32_t token, k_block;  // of the chunk; of x
   uint32_t width;           // 128, or less at the end of a row
 
-  __device__ Block(const Arguments& args, uint32_t index, uint32_t num_blocks, uint32_t part) {
-    index = min(index, num_blocks - 1);
-    token = args.part_blocks.quotient(index);
-    k_block = min(part * args.part_blocks.value + index - token * args.part_blocks.value, args.num_k_blocks - 1);
+  __device__ Block(const Arguments& args, uint32_t index, uint32_t num_tokens, uint32_t part) {
+    const uint32_t group = args.in_group.quotient(index), in_group = index - group * args.in_group.value;
+    token = min(in_group / args.group, num_tokens - 1);
+    const uint32_t in_part = min(group * args.group + in_group % args.group, args.part_blocks - 1);
+    k_block = min(part * args.part_blocks + in_part, args.num_k_blocks - 1);
     width = min(args.hidden_size - k_block * kBlock, kBlock);
   }
 };
+
+// counts[c] = how many choices of the chunk c each expert has.
+// Grid: a CTA of 128 threads owns a chunk of tokens.
+// Shared memory: as the kernel below.
+// Barriers: zeros and counts are each complete before they are read.
+// Alignment: any.
+template <bool kMerges>
+__global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(16) int memory[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  Plan<kMerges>(args.routing, blockIdx.x, memory).count_chunk(args.counts, blockIdx.x);
+}
 
 // rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
 // Shared memory: 8 B for each slot, 4 B for each choice of the chunk, and if kMerges 4 B more.
 // Barriers: zeros, counts and rows are each complete before they are read; 8 lanes meet in shuffles.
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
-template <Input kInput, bool kVectorized, bool kMerges, int kAhead>
+template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(16) int memory[];
   const Routing& routing = args.routing;
-  const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.parts.value;
+  const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.num_parts;
   const Plan<kMerges> plan(routing, chunk, memory);
-  const uint32_t num_blocks = (plan.end - plan.begin) * args.part_blocks.value;
+  const uint32_t num_tokens = plan.end - plan.begin;
+  const uint32_t num_blocks = ceil_div(args.part_blocks, args.group) * args.in_group.value;
   const uint32_t lane = threadIdx.x % kLanes, column = lane * kColumns, step = blockDim.x / kLanes;
   // Where the scale of each choice lies in its column: only in the masked layout elsewhere than its codes.
-  int* const scale_rows = plan.rows + (kMerges ? (plan.end - plan.begin) * routing.rows_of_token : 0);
+  int* const scale_rows = plan.rows + (kMerges ? num_tokens * routing.rows_of_token : 0);
 
   struct Held {
     Block block;
     Eight<kInput> x[2];
   };
   const auto load = [&](uint32_t index) {
-    Held held{Block(args, index, num_blocks, part)};
+    Held held{Block(args, index, num_tokens, part)};
     const int64_t first_byte = static_cast<int64_t>(held.block.k_block) * kBlock * Eight<kInput>::kElementBytes;
     const uint8_t* x = args.x + (plan.begin + held.block.token) * args.x_row_bytes + first_byte;
     held.x[0].template load<kVectorized>(x, column, held.block.width);
@@ -64,12 +85,18 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
     return held;
   };
 
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!kIsCounted) wait_for_previous_kernel();  // tokens and choices are older than counts
 
   uint32_t index = threadIdx.x / kLanes;
   Held next = load(index);  // while the plan is made
-  plan.template count<kAhead>();
+  if (!kIsCounted) let_next_kernel_start();
+  if constexpr (kIsCounted) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    plan.add_chunks(args.counts, chunk, args.num_chunks);
+  } else {
+    plan.template count<4>();
+  }
   if (threadIdx.x < kWarp) {
     plan.template find_experts<false>();
     plan.find_rows([&](uint32_t i, uint32_t place, uint32_t expert, int row) {

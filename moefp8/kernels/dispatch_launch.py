@@ -5,6 +5,7 @@ T tokens, k choices each, E experts, H hidden, R rows.
 
 import ctypes
 from ctypes import c_int64, c_uint32, c_void_p
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,14 @@ import torch
 from .blocks import ceil_div, num_blocks, round_up
 from .divisor import Divisor
 from .jit import Kernel, Launch, load
-from .routing_plan_launch import MAX_THREADS, Routing, cut_plan, routing_of, shared_bytes
+from .routing_plan_launch import (
+    MAX_CHOICES,
+    MAX_THREADS,
+    Routing,
+    num_slots_of,
+    routing_of,
+    shared_bytes,
+)
 
 _OP = "dispatch"
 _SOURCE = Path(__file__).with_name("dispatch.cu")
@@ -24,6 +32,8 @@ _INPUTS = {
 }
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
 _LANES = 8  # that hold a block of 128 elements
+_COUNT_THREADS = 128
+_MANY_CHOICES = 2**13  # more than that many take longer to count for each CTA than a kernel does
 _MIN_BLOCKS = 8  # of a CTA: one with fewer would plan more than it quantizes
 
 
@@ -34,40 +44,71 @@ class _Arguments(ctypes.Structure):
         *(("routing", Routing), ("x", c_void_p), ("x_row_bytes", c_int64)),
         *(("rows", c_void_p), ("row_pitch", c_int64), ("row_scales", c_void_p)),
         *(("scale_pitch", c_uint32), ("hidden_size", c_uint32), ("num_k_blocks", c_uint32)),
-        *(("parts", Divisor), ("part_blocks", Divisor)),
+        *(("part_blocks", c_uint32), ("num_parts", c_uint32), ("group", c_uint32)),
+        *(("parts", Divisor), ("in_group", Divisor)),
+        *(("num_chunks", c_uint32), ("counts", c_void_p)),
     )
 
 
 class Cut(NamedTuple):
-    """A CTA has `threads` and owns `k_blocks` of each of its `tokens`; `ahead` as in `cut_plan`."""
+    """How the kernels are cut.
+
+    tokens: of a chunk.
+    k_blocks: of each of its tokens, that a CTA owns.
+    group: of k-blocks, that all tokens of the chunk have behind them before the next ones begin.
+    threads: of a CTA.
+    is_counted: whether a kernel before counts the choices of each chunk.
+    """
 
     tokens: int
     k_blocks: int
+    group: int
     threads: int
-    ahead: int
+    is_counted: bool
 
 
-def cut_dispatch(num_tokens: int, top_k: int, num_k_blocks: int, num_sms: int) -> Cut:
+def cut_dispatch(
+    num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
+) -> Cut:
     """About one CTA for each SM: it has a chunk of tokens, or of few tokens only a part."""
-    chunk = cut_plan(num_tokens, top_k, num_sms).tokens
+    chunk = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // top_k))
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
     k_blocks = ceil_div(num_k_blocks, max(1, parts))
-    threads = min(MAX_THREADS, round_up(chunk * k_blocks * _LANES, 32))
-    plan = cut_plan(num_tokens, top_k, num_sms, threads)
-    return Cut(chunk, k_blocks, plan.threads, plan.ahead)
+    at_once = max(1, MAX_THREADS // _LANES // chunk)
+    group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
+    num_choices = num_tokens * top_k
+    threads = max(round_up(chunk * group * _LANES, 32), min(num_choices // 2, 512))
+    is_counted = num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
+    threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, 32))
+    return Cut(chunk, k_blocks, group, threads, is_counted)
 
 
-def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool, masked: bool) -> Kernel:
+def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
     """vectorized: elements lie such that eight can be loaded at once."""
-    flags = f"{str(vectorized).lower()}, {str(masked).lower()}"
-    return Kernel(_SOURCE, f"dispatch_kernel<{_INPUTS[dtype]}, {flags}, {cut.ahead}>")
+    flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
+    return Kernel(_SOURCE, f"dispatch_kernel<{_INPUTS[dtype]}, {flags}>")
+
+
+def count_kernel_of(*, masked: bool) -> Kernel:
+    return Kernel(_SOURCE, f"count_kernel<{str(masked).lower()}>")
 
 
 def kernels_of(dtype: torch.dtype) -> list[Kernel]:
     """All kernels that inputs of this dtype can need."""
-    cuts = (Cut(1, 8, 128, ahead) for ahead in (1, 4))
     flags = (True, False)
-    return [kernel_of(cut, dtype, x, masked) for cut in cuts for x in flags for masked in flags]
+    return [
+        *(count_kernel_of(masked=masked) for masked in flags),
+        *(
+            kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
+            for vectorized, masked, is_counted in product(flags, repeat=3)
+        ),
+    ]
+
+
+def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Of the memory that `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
+    num_chunks = min(num_tokens, max(256, ceil_div(2 * num_tokens * top_k, MAX_CHOICES)))
+    return num_chunks * num_slots_of(num_experts) * 2
 
 
 def prepare_dispatch(
@@ -93,21 +134,23 @@ def prepare_dispatch(
     token_to_row: int,
     stream: int,
     num_sms: int,
+    counts: int,
     programmatic: bool = False,
-) -> Launch:
+) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128`, into its rows; and the plan.
 
-    Addresses are ints.
+    Addresses are ints. One kernel, or of many tokens two, of which the first counts choices.
 
     Args:
         x: [T, H] of x_dtype, T and H at least 1.
         ids: [T, k] of `id_bytes` 4 or 8; strides in elements. One out of range has no row.
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
         rows: e4m3 [R, H]; address and `row_pitch`, in bytes, are multiples of 16. What lies behind
-            the end of a row, up to its next multiple of 8, may be written too.
+            the end of a row, up to its next multiple of 16, may be written too.
         row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
             row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
         expert_offsets, tokens_per_expert, token_to_row: int32 [E + 1], [E], [T, k], contiguous.
+        counts: `most_count_bytes` of memory, at a multiple of 4.
         programmatic: it may be launched before the stream's previous kernel ends, and then waits.
 
     Raises:
@@ -123,7 +166,7 @@ def prepare_dispatch(
     num_scales = num_k_blocks * scale_pitch * (1 if max_m is None else num_experts)
     if num_scales >= 2**31:
         raise ValueError(f"{_OP}: one call takes fewer than 2**31 scales, got {num_scales}")
-    cut = cut_dispatch(num_tokens, top_k, num_k_blocks, num_sms)
+    cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
     routing = routing_of(
         *(_OP, cut.tokens),
         ids=ids,
@@ -137,16 +180,30 @@ def prepare_dispatch(
         expert_offsets=expert_offsets,
         token_to_row=token_to_row,
     )
-    parts = ceil_div(num_k_blocks, cut.k_blocks)
+    parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
     arguments = _Arguments(
         *(routing, x, x_row_stride_bytes, rows, row_pitch, row_scales, scale_pitch),
-        *(hidden_size, num_k_blocks, Divisor.of(parts), Divisor.of(cut.k_blocks)),
+        *(hidden_size, num_k_blocks, cut.k_blocks, parts, cut.group),
+        *(Divisor.of(parts), Divisor.of(cut.tokens * cut.group), num_chunks, counts),
     )
     vectorized = hidden_size % 8 == 0 and not (x | x_row_stride_bytes) % _VECTOR_BYTES
-    return Launch(
-        load(kernel_of(cut, x_dtype, vectorized, max_m is not None), device_index),
-        *(ceil_div(num_tokens, cut.tokens) * parts, cut.threads, (arguments,)),
+    masked = max_m is not None
+    kernel = kernel_of(x_dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
+    shared = shared_bytes(routing, 2 if masked else 1)
+    dispatch = Launch(
+        load(kernel, device_index),
+        *(num_chunks * parts, cut.threads, (arguments,)),
         stream=stream,
-        shared_bytes=shared_bytes(routing, 1 if max_m is None else 2),
+        shared_bytes=shared,
+        programmatic=programmatic or cut.is_counted,
+    )
+    if not cut.is_counted:
+        return (dispatch,)
+    count = Launch(
+        load(count_kernel_of(masked=masked), device_index),
+        *(num_chunks, _COUNT_THREADS, (arguments,)),
+        stream=stream,
+        shared_bytes=shared,
         programmatic=programmatic,
     )
+    return count, dispatch

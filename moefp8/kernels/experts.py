@@ -147,10 +147,12 @@ def _launch(
 ) -> torch.Tensor:
     tokens = (hidden_states, top_k_index, top_k_weights)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-    y = _allocate(*tokens, *weights, swiglu_limit, masked)
+
+    def check() -> torch.Tensor:
+        return _allocate(*tokens, *weights, swiglu_limit, masked)
+
     limit = math.inf if swiglu_limit is None else swiglu_limit
-    launch_experts(tokens, weights, y, limit, masked)
-    return y
+    return launch_experts(check, tokens, weights, limit, masked)
 
 
 experts = register(

@@ -13,16 +13,17 @@ in one workspace, which the caching allocator of PyTorch hands out anew for each
 to any number of streams. Its size depends on T alone; a large T is split.
 """
 
-import threading
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from . import gemm_config, gemm_plan
 from .blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
 from .combine_launch import prepare_combine
-from .dispatch_launch import prepare_dispatch
+from .dispatch_launch import most_count_bytes, prepare_dispatch
 from .gemm_config import GemmConfig, Kind
 from .gemm_plan import GateUp, Operands, Plan, device_sms, make_plan
 from .grouped_launch import most_token_tiles
@@ -30,6 +31,7 @@ from .jit import Launch, current_stream
 from .tma_operands import fitting
 
 MAX_WORKSPACE_BYTES = 4 << 30
+Kept = TypeVar("Kept")
 _ALIGNMENT = 256
 
 
@@ -77,7 +79,7 @@ class Workspace(NamedTuple):
         result_bytes = matrices * rows * round_up(h, 8) * 2
         lengths = (
             max(token_bytes + token_scale_bytes, result_bytes),
-            matrices * rows * round_up(i, 16),
+            max(matrices * rows * round_up(i, 16), most_count_bytes(*sizes[:3])),
             matrices * num_blocks(i) * pitch * 4,
             (sizes.num_experts + 1) * 4,
             sizes.num_experts * 4,
@@ -216,7 +218,7 @@ def prepare_dispatch_and_combine(
     memory: torch.Tensor,
     y: torch.Tensor,
     stream: int,
-) -> tuple[Launch, Launch]:
+) -> tuple[tuple[Launch, ...], Launch]:
     """tokens: hidden states, the router's choices and weights."""
     at, start, (_, rows) = Workspace.of(sizes), memory.data_ptr(), sizes.matrix
     x, ids, weights = tokens
@@ -244,6 +246,7 @@ def prepare_dispatch_and_combine(
         token_to_row=token_to_row,
         stream=stream,
         num_sms=num_sms,
+        counts=start + at.activated,  # not yet in use
     )
     combine = prepare_combine(
         device_index,
@@ -268,78 +271,99 @@ class _Prepared(NamedTuple):
     """Launches in order; the addresses of tokens and results are written in right before."""
 
     launches: tuple[Launch, ...]
-    dispatch: Any  # `Arguments` in dispatch.cu
+    dispatches: tuple[Any, ...]  # `Arguments` in dispatch.cu
     combine: Any  # `Arguments` in combine.cu
 
 
-class _OfThread(threading.local):
-    """What this thread has prepared; no other thread may write into its arguments meanwhile."""
+class _Layer(NamedTuple):
+    """Of tensors of known layouts: in how many parts, and what is prepared for which addresses.
 
-    def __init__(self) -> None:
-        self.prepared: dict[Any, _Prepared] = {}
+    The key of what is prepared names the thread too: no other one may write into its arguments.
+    """
+
+    sizes: Sizes
+    num_parts: int
+    workspace_bytes: int
+    prepared: dict[Any, _Prepared]
 
 
-_of_thread = _OfThread()
-_MAX_PREPARED = 4096  # then all is forgotten: addresses that come and go must not fill the memory
+_layers: dict[Any, _Layer] = {}
+_MAX_KEPT = 4096  # then all is forgotten: what comes and goes must not fill the memory
 
 
 def launch_experts(
-    tokens: Tokens, projections: Projections, y: torch.Tensor, limit: float, masked: bool
-) -> None:
-    """`experts` into y, bf16 [T, H] and contiguous, on the current stream; nothing waits for it.
-
-    All arguments are checked. Weights that TMA cannot address (16 does not divide H, or I) are
-    copied first, in every call.
-    """
-    num_tokens, top_k = tokens[1].shape
-    num_experts, hidden_size, intermediate_size = projections[2].shape
-    if y.numel() == 0 or intermediate_size == 0:
-        y.zero_()
-        return
-    if tokens[0].stride(1) != 1:
-        tokens = (tokens[0].contiguous(), *tokens[1:])
-    sizes = Sizes(num_tokens, top_k, num_experts, hidden_size, intermediate_size, masked)
-    num_parts = ceil_div(_workspace(sizes).size, MAX_WORKSPACE_BYTES)
-    if num_parts == 1:
-        _launch(sizes, tokens, projections, y, limit)
-        return
-    split = ceil_div(num_tokens, num_parts)
-    for x, ids, weights, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
-        launch_experts((x, ids, weights), projections, part, limit, masked)
-
-
-def _launch(
-    sizes: Sizes,
+    check: Callable[[], object],
     tokens: Tokens,
-    weights: Projections,
-    y: torch.Tensor,
+    projections: Projections,
     limit: float,
-) -> None:
+    masked: bool,
+    y: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
+
+    Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call.
+
+    check: raises if the arguments are wrong; called for layouts that are new.
+    y: for the result, contiguous, if there is memory for it.
+    """
     x, ids, top_k_weights = tokens
-    device_index = x.get_device()
-    stream = current_stream(device_index)
-    memory = x.new_empty(_workspace(sizes).size, dtype=torch.uint8)
+    tensors = (*tokens, *projections)
+    key = masked, tuple([(z.shape, z.stride(), z.dtype, z.get_device()) for z in tensors])
+    layer = _layers.get(key)
+    if layer is None:
+        check()
+        layer = _keep(_layers, key, _layer_of(tokens, projections, masked))
+    sizes, num_parts, workspace_bytes, prepared = layer
+    device = x.device
+    if y is None:
+        shape = sizes.num_tokens, sizes.hidden_size
+        y = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if num_parts == 0:
+        return y.zero_()
+    if num_parts > 1:
+        split = ceil_div(sizes.num_tokens, num_parts)
+        for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
+            launch_experts(check, cast(Tokens, tuple(some)), projections, limit, masked, part)
+        return y
+    if x.stride(1) != 1:
+        return launch_experts(check, (x.contiguous(), *tokens[1:]), projections, limit, masked, y)
+    memory = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    stream = current_stream(device.index)
     x_address, y_address = x.data_ptr(), y.data_ptr()
-    key = (
-        sizes,
-        limit,
-        gemm_plan.max_sms(),
-        tuple([(z.stride(), z.dtype) for z in tokens]),
-        tuple([(z.stride(), z.data_ptr()) for z in weights]),
-        *(device_index, stream, memory.data_ptr(), x_address % 16, y_address % 16),
-    )
-    prepared = _of_thread.prepared.get(key)
-    if prepared is None:
-        if len(_of_thread.prepared) >= _MAX_PREPARED:
-            _of_thread.prepared.clear()
-        prepared, keep = _prepare(sizes, tokens, weights, memory, y, limit, stream)
+    addresses = tuple([z.data_ptr() for z in projections])
+    place = stream, memory.data_ptr(), x_address % 16, y_address % 16, get_ident()
+    found = (addresses, limit, gemm_plan.max_sms(), place)
+    ready = prepared.get(found)
+    if ready is None:
+        ready, keep = _prepare(sizes, tokens, projections, memory, y, limit, stream)
         if keep:
-            _of_thread.prepared[key] = prepared
-    launches, dispatch, combine = prepared
-    dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
-    combine.weights, combine.out = top_k_weights.data_ptr(), y_address
-    for launch in launches:
-        launch.on(device_index)
+            _keep(prepared, found, ready)
+    for dispatch in ready.dispatches:
+        dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
+    ready.combine.weights, ready.combine.out = top_k_weights.data_ptr(), y_address
+    with torch.cuda.device(device) if torch.cuda.current_device() != device.index else _NO_CHANGE:
+        for launch in ready.launches:
+            launch()
+    return y
+
+
+_NO_CHANGE: AbstractContextManager[object] = nullcontext()
+
+
+def _layer_of(tokens: Tokens, projections: Projections, masked: bool) -> _Layer:
+    num_tokens, top_k = tokens[1].shape
+    sizes = Sizes(num_tokens, top_k, *projections[2].shape, masked)
+    if 0 in sizes[:-1]:
+        return _Layer(sizes, 0, 0, {})
+    size = Workspace.of(sizes).size
+    return _Layer(sizes, ceil_div(size, MAX_WORKSPACE_BYTES), size, {})
+
+
+def _keep(kept: dict[Any, Kept], key: Any, value: Kept) -> Kept:
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 def _prepare(
@@ -365,8 +389,6 @@ def _prepare(
     steps = make_steps(sizes, fitting_weights, memory)
     first, second = prepare_gemms(steps, sizes, fitting_weights, memory, limit, stream)
     dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
-    launches = (dispatch, first, second, combine)
-    return _Prepared(launches, dispatch.arguments[0], combine.arguments[0]), keep
-
-
-_workspace = lru_cache(4096)(Workspace.of)
+    launches = (*dispatch, first, second, combine)
+    arguments = tuple(launch.arguments[0] for launch in dispatch)
+    return _Prepared(launches, arguments, combine.arguments[0]), keep

@@ -439,6 +439,8 @@ def choose_gate_up_config(tokens: int) -> GemmConfig:
         config = gate_up(64, 128, batches=2)
     elif 128 < _PEAK_LOAD * tokens <= 192:
         config = gate_up(192, 128)
+    elif tokens < _SOME_TOKENS:
+        config = gate_up(128, 128, batches=2)
     else:
         config = gate_up(128, 256, parts=2)
     return with_most_stages(config)

@@ -1,7 +1,8 @@
 // The routing plan on the device: T tokens, k choices each, E experts; which row each choice has.
 //
 // A CTA owns a chunk of neighbouring tokens and finds their rows alone: it counts the choices of all
-// tokens, so that no CTA waits for another. Within an expert, rows keep the order of the tokens.
+// tokens, so that no CTA waits for another; of many tokens, each chunk's were counted by a kernel before.
+// Within an expert, rows keep the order of the tokens.
 #pragma once
 #include "divisor.cuh"
 
@@ -87,16 +88,46 @@ struct Plan {
         end_row(memory + routing.num_slots),
         rows(memory + 2 * routing.num_slots) {}
 
-  // 1. All threads: counts the choices of each expert, kAhead at once.
+  // 1. All threads: counts the choices of each expert, kAhead at once. Shared memory takes one a cycle.
   template <int kAhead>
   __device__ void count() const {
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < (end - begin) * routing.rows_of_token; i += blockDim.x) rows[i] = -1;
+    clear();
+    count<kAhead>(0, routing.num_tokens);
     __syncthreads();
-    if constexpr (kMerges) count_merged<kAhead>();
-    else count_each<kAhead>();
+  }
+  // Or in two kernels: those of each chunk, two experts in a word;
+  __device__ void count_chunk(uint32_t* counts, uint32_t chunk) const {
+    clear();
+    count<1>(begin, end);
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < routing.num_slots / 2; i += blockDim.x)
+      counts[chunk * (routing.num_slots / 2) + i] = end_row[2 * i] | end_row[2 * i + 1] << 16;
+  }
+  // then their sums. A thread adds up those of some chunks for two experts.
+  __device__ void add_chunks(const uint32_t* counts, uint32_t chunk, uint32_t num_chunks) const {
+    constexpr int kAtOnce = 8;
+    clear();
+    const uint32_t columns = routing.num_slots / 2, step = blockDim.x / columns;  // the host sees to it: at least 1
+    const uint32_t column = threadIdx.x % columns, first = threadIdx.x / columns;
+    uint32_t before[2] = {}, after[2] = {};
+#pragma unroll 1
+    for (uint32_t i = first; first < step && i < num_chunks; i += kAtOnce * step) {
+      uint32_t words[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) words[j] = i + j * step < num_chunks ? counts[(i + j * step) * columns + column] : 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const uint32_t low = words[j] & 0xffff, high = words[j] >> 16;
+        if (i + j * step < chunk) before[0] += low, before[1] += high;
+        else after[0] += low, after[1] += high;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      atomicAdd(next_row + 2 * column + j, before[j]);
+      atomicAdd(end_row + 2 * column + j, after[j]);
+    }
     __syncthreads();
   }
 
@@ -147,15 +178,27 @@ struct Plan {
   }
 
  private:
+  __device__ void clear() const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < (end - begin) * routing.rows_of_token; i += blockDim.x) rows[i] = -1;
+    __syncthreads();
+  }
+  template <int kAhead>
+  __device__ void count(uint32_t from, uint32_t to) const {
+    if constexpr (kMerges) count_merged<kAhead>(from, to);
+    else count_each<kAhead>(from, to);
+  }
   __device__ uint32_t place(uint32_t token, uint32_t choice) const {
     return (token - begin) * routing.rows_of_token + choice;
   }
 
   template <int kAhead>
-  __device__ void count_each() const {
-    const uint32_t num_choices = routing.num_tokens * routing.top_k;
+  __device__ void count_each(uint32_t from, uint32_t to) const {
+    const uint32_t num_choices = to * routing.top_k;
 #pragma unroll 1
-    for (uint32_t first = threadIdx.x; first < num_choices; first += kAhead * blockDim.x) {
+    for (uint32_t first = from * routing.top_k + threadIdx.x; first < num_choices; first += kAhead * blockDim.x) {
       uint32_t experts[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -193,22 +236,22 @@ struct Plan {
 
   // A warp reads choices of kAhead times `tokens_at_once` tokens at once.
   template <int kAhead>
-  __device__ void count_merged() const {
+  __device__ void count_merged(uint32_t from, uint32_t to) const {
     const uint32_t step = blockDim.x / kWarp * routing.tokens_at_once;
-    uint32_t token = threadIdx.x / kWarp * routing.tokens_at_once;
+    uint32_t token = from + threadIdx.x / kWarp * routing.tokens_at_once;
 #pragma unroll 1
-    for (; token < routing.num_tokens; token += kAhead * step) {
+    for (; token < to; token += kAhead * step) {
 #pragma unroll 1
       for (uint32_t first_choice = 0; first_choice < routing.top_k; first_choice += kWarp) {
         uint32_t experts[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          const Choice choice(routing, token + i * step, first_choice, routing.num_tokens);
+          const Choice choice(routing, token + i * step, first_choice, to);
           experts[i] = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          count_merged(Choice(routing, token + i * step, first_choice, routing.num_tokens), first_choice, experts[i]);
+          count_merged(Choice(routing, token + i * step, first_choice, to), first_choice, experts[i]);
         }
       }
     }

@@ -85,7 +85,7 @@ def routing_of(
 
     chunk: tokens of a CTA. All else as in `build_plan`.
     """
-    num_slots = round_up(num_experts + 1, _SLOTS)
+    num_slots = num_slots_of(num_experts)
     most_rows = num_tokens * top_k + num_slots * max(alignment, max_m or 0)
     if most_rows >= 2**31:
         raise ValueError(
@@ -99,6 +99,10 @@ def routing_of(
         *(Divisor.of(alignment), num_slots, Divisor.of(top_k), round_up(top_k, 4)),
         *(max(1, _WARP // top_k), 2**16 // top_k + 1),
     )
+
+
+def num_slots_of(num_experts: int) -> int:
+    return round_up(num_experts + 1, _SLOTS)
 
 
 def shared_bytes(routing: Routing, words_of_choice: int = 1) -> int:

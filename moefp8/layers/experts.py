@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 
 from ..kernels import num_blocks
-from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..kernels.checks import FLOATS, check_shape, check_tensor
 from ..kernels.experts import experts
 from ..quant import quantize_128x128
-from ..routing import Layout
 from .module import (
     FixedDtypeModule,
     fp8_parameter,
@@ -28,35 +27,13 @@ class _ExpertsFunction(torch.autograd.Function):
     """The forward of `GroupedExperts`; the place where a backward will live."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        gate_up_proj: torch.Tensor,
-        gate_up_proj_scale_inv: torch.Tensor,
-        down_proj: torch.Tensor,
-        down_proj_scale_inv: torch.Tensor,
-        layout: Layout,
-        swiglu_limit: float | None,
-    ) -> torch.Tensor:
-        weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-        inputs = (hidden_states, top_k_index, top_k_weights, *weights)
-        save_for_no_backward(ctx, "GroupedExperts", *inputs, None, None)
-        return experts(*inputs, swiglu_limit, layout == "masked")
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        save_for_no_backward(ctx, "GroupedExperts", *inputs[:-2], None, None)
+        return experts(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return no_backward(ctx, grads[0])
-
-
-def _resolve(layout: ExpertLayout) -> Layout:
-    """The layout that "auto" stands for, or `layout` itself."""
-    if layout not in ("auto", "contiguous", "masked"):
-        raise ValueError(
-            f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
-        )
-    return "contiguous" if layout == "auto" else layout
 
 
 class GroupedExperts(FixedDtypeModule):
@@ -95,7 +72,10 @@ class GroupedExperts(FixedDtypeModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _resolve(layout)
+        if layout not in ("auto", "contiguous", "masked"):
+            raise ValueError(
+                f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
+            )
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -180,39 +160,17 @@ class GroupedExperts(FixedDtypeModule):
             TypeError, ValueError: naming the argument, the rule and what came.
             NotImplementedError: in `backward()`; training is not supported yet.
         """
-        self._check(hidden_states, top_k_index, top_k_weights)
-        y = _ExpertsFunction.apply(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.gate_up_proj,
-            self.gate_up_proj_scale_inv,
-            self.down_proj,
-            self.down_proj_scale_inv,
-            _resolve(self.layout),
-            self.swiglu_limit,
+        inputs = (
+            *(hidden_states, top_k_index, top_k_weights),
+            *(self.gate_up_proj, self.gate_up_proj_scale_inv),
+            *(self.down_proj, self.down_proj_scale_inv),
+            *(self.swiglu_limit, self.layout == "masked"),
         )
-        return y.to(hidden_states.dtype)
-
-    def _check(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> None:
-        op = "GroupedExperts"
-        check_tensor(op, "hidden_states", hidden_states, FLOATS, 2)
-        check_tensor(op, "top_k_index", top_k_index, (torch.int32, torch.int64), 2)
-        check_tensor(op, "top_k_weights", top_k_weights, FLOATS, 2)
-        num_tokens = hidden_states.shape[0]
-        check_shape(op, "hidden_states", hidden_states, [num_tokens, self.hidden_size], "[T, H]")
-        shape = [num_tokens, top_k_index.shape[1]]
-        check_shape(op, "top_k_index", top_k_index, shape, "[T, k]")
-        check_shape(op, "top_k_weights", top_k_weights, shape, "[T, k] as top_k_index")
-        check_same_device(
-            op,
-            hidden_states=hidden_states,
-            top_k_index=top_k_index,
-            top_k_weights=top_k_weights,
-            gate_up_proj=self.gate_up_proj,
-        )
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            y = _ExpertsFunction.apply(*inputs)
+        else:
+            y = experts(*inputs)
+        return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return (
