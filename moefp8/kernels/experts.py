@@ -58,9 +58,10 @@ def _allocate(
         ("down_proj_scale_inv", down_proj_scale_inv, (torch.float32,), 3),
     ):
         check_tensor(_OP, name, x, dtypes, ndim)
-    (num_tokens, top_k), (e, h, i) = top_k_index.shape, down_proj.shape
+    (num_tokens, _), top_k, (e, h, i) = hidden_states.shape, top_k_index.shape[1], down_proj.shape
     for name, x, shape, rule in (
         ("hidden_states", hidden_states, [num_tokens, h], "[T, H]"),
+        ("top_k_index", top_k_index, [num_tokens, top_k], "[T, k]"),
         ("top_k_weights", top_k_weights, [num_tokens, top_k], "[T, k] as top_k_index"),
         ("gate_up_proj", gate_up_proj, [e, 2 * i, h], "[E, 2I, H] for down_proj [E, H, I]"),
         (

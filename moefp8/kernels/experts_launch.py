@@ -351,8 +351,8 @@ _NO_CHANGE: AbstractContextManager[object] = nullcontext()
 
 
 def _layer_of(tokens: Tokens, projections: Projections, masked: bool) -> _Layer:
-    num_tokens, top_k = tokens[1].shape
-    sizes = Sizes(num_tokens, top_k, *projections[2].shape, masked)
+    (num_tokens, top_k), (num_experts, h, i) = tokens[1].shape, projections[2].shape
+    sizes = Sizes(num_tokens, top_k, num_experts, h, i, masked)
     if 0 in sizes[:-1]:
         return _Layer(sizes, 0, 0, {})
     size = Workspace.of(sizes).size

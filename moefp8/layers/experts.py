@@ -160,16 +160,14 @@ class GroupedExperts(FixedDtypeModule):
             TypeError, ValueError: naming the argument, the rule and what came.
             NotImplementedError: in `backward()`; training is not supported yet.
         """
-        inputs = (
+        tensors = (
             *(hidden_states, top_k_index, top_k_weights),
             *(self.gate_up_proj, self.gate_up_proj_scale_inv),
             *(self.down_proj, self.down_proj_scale_inv),
-            *(self.swiglu_limit, self.layout == "masked"),
         )
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-            y = _ExpertsFunction.apply(*inputs)
-        else:
-            y = experts(*inputs)
+        needs_grad = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+        run = _ExpertsFunction.apply if needs_grad else experts
+        y = run(*tensors, self.swiglu_limit, self.layout == "masked")
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
