@@ -165,7 +165,7 @@ class GroupedExperts(FixedDtypeModule):
             *(self.gate_up_proj, self.gate_up_proj_scale_inv),
             *(self.down_proj, self.down_proj_scale_inv),
         )
-        needs_grad = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         run = _ExpertsFunction.apply if needs_grad else experts
         y = run(*tensors, self.swiglu_limit, self.layout == "masked")
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
