@@ -152,7 +152,7 @@ class Emulator:
     def gemm(self, made, parameters):
         made.config = config = self.config_of[made.kernel.name]
         num_boxes = 1
-        if config.grouped and not config.weights_are_rows and not config.shares_tokens:
+        if config.begins_anywhere:  # as many times 64 tokens as a group has left
             num_boxes = config.rows // 64
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
             self.maps_at(parameters[0], num_boxes),

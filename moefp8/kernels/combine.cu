@@ -1,6 +1,7 @@
 // Combine on Hopper: the weighted sum of each token's rows, in FP32 and in the order of its choices.
 #include "divisor.cuh"
 #include "fp8.cuh"
+#include "input.cuh"
 #include "matrix.cuh"
 
 struct Arguments {
