@@ -132,9 +132,7 @@ static bool launch(const std::function<void()>& kernel, unsigned grid, unsigned 
 # What `fp8.cuh` does, in the words of C++.
 FP8 = r"""
 #pragma once
-#include "base.cuh"
-enum class Input { kBFloat16, kHalf, kFloat };
-inline float half_to_float(uint32_t bits) { return std::bit_cast<_Float16>(uint16_t(bits)); }
+#include "input.cuh"
 struct Scale {
   float scale_inv;
   Scale(uint32_t amax, bool) : scale_inv(std::max(__uint_as_float(amax), 1e-4f) / 448) {}
@@ -153,10 +151,7 @@ struct Eight {
   void load(const uint8_t* row, uint32_t column, uint32_t width) {
     for (uint32_t i = 0; i < 8; ++i) {
       const uint32_t place = kVectorized ? min(column, width - 8) + i : min(column + i, width - 1);
-      uint32_t bits = 0;
-      memcpy(&bits, row + place * kElementBytes, kElementBytes);
-      if (kInput == Input::kBFloat16) bits <<= 16;
-      x[i] = kInput == Input::kHalf ? half_to_float(bits) : __uint_as_float(bits);
+      x[i] = load_float<kInput>(row + place * kElementBytes);
     }
   }
   float operator[](int i) const { return x[i]; }
@@ -173,6 +168,7 @@ struct Eight {
   }
 };
 """
+FROM_HALF = "x = std::bit_cast<_Float16>(uint16_t(low_bits));"
 MATRIX = r"""
 #pragma once
 inline uint32_t pack_bf16(float low, float high) {
@@ -190,6 +186,7 @@ def build(kernels: list[jit.Kernel], folder: Path) -> dict[str, Callable[..., bo
     (source,) = {kernel.source for kernel in kernels}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
         text = re.sub(r'asm volatile\("griddepcontrol[^;]*;[^;]*;', "", path.read_text())
+        text = re.sub(r'asm\("cvt.f32.f16[^;]*;[^;]*;', FROM_HALF, text)
         (folder / path.name).write_text(text)
     (folder / "fp8.cuh").write_text(FP8)
     (folder / "matrix.cuh").write_text(MATRIX)

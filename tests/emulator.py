@@ -19,6 +19,10 @@ from gpu_cases import NUM_SMS
 
 from moefp8 import kernels
 from moefp8.kernels import (
+    combine_launch,
+    dispatch_launch,
+    experts,
+    experts_launch,
     gemm,
     gemm_config,
     gemm_launch,
@@ -112,7 +116,10 @@ class Emulator:
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
-        bodies = {"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k}
+        bodies = {
+            **{"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k},
+            **{"dispatch": self.dispatch, "combine": self.combine},
+        }
         bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
         return 0
 
@@ -149,10 +156,75 @@ class Emulator:
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
+    def dispatch(self, made, parameters):
+        """Of the rows of all experts, a choice has one of its own; of matrices, the token."""
+        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        routing, h = x.routing, x.hidden_size
+        num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
+        blocks = kernels.num_blocks(h)
+        assert x.num_k_blocks == blocks
+        name = re.search(r"Input::\w+", made.kernel.name)[0]
+        dtype = next(d for d, found in dispatch_launch._INPUTS.items() if found == name)
+        id_dtype = torch.int64 if routing.is_wide else torch.int32
+        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
+        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
+        places = [[{} for _ in range(e)], [[-1] * top_k for _ in range(num_tokens)]]
+        for token, choice in itertools.product(range(num_tokens), range(top_k)):
+            expert = ids[token][choice]
+            if 0 <= expert < e:
+                rows_of_expert = places[0][expert]
+                key = token if routing.max_m else (token, choice)
+                row = rows_of_expert.setdefault(key, len(rows_of_expert))
+                places[1][token][choice] = expert, row
+        counts = [len(rows) for rows in places[0]]
+        if routing.max_m:
+            assert max(counts) <= routing.max_m
+            offsets = [routing.max_m * i for i in range(e + 1)]
+        else:
+            offsets = [0, *itertools.accumulate(counts)]
+        source = memory(x.x, dtype, [num_tokens, h], [x.x_row_bytes // dtype.itemsize, 1])
+        data, scale_inv = quantize._quantize_1x128(source, False)
+        token_to_row = [[-1] * top_k for _ in range(num_tokens)]
+        for token, choice in itertools.product(range(num_tokens), range(top_k)):
+            if places[1][token][choice] == -1:
+                continue
+            expert, in_expert = places[1][token][choice]
+            row = token_to_row[token][choice] = offsets[expert] + in_expert
+            codes = data[token].view(torch.uint8)
+            memory(x.rows + row * x.row_pitch, torch.uint8, [h], [1]).copy_(codes)
+            first = row
+            if routing.max_m:
+                first = expert * blocks * x.scale_pitch + in_expert
+            scales = memory(x.row_scales + first * 4, torch.float32, [blocks], [x.scale_pitch])
+            scales.copy_(scale_inv[token])
+        for address, values in (
+            (routing.expert_offsets, offsets),
+            (routing.tokens_per_expert, counts),
+            (routing.token_to_row, list(itertools.chain.from_iterable(token_to_row))),
+        ):
+            memory(address, torch.int32, [len(values)], [1]).copy_(torch.tensor(values))
+
+    def combine(self, made, parameters):
+        made.arguments = x = copy_of(combine_launch._Arguments, parameters[0])
+        name = re.search(r"Input::\w+", made.kernel.name)[0]
+        dtype = next(d for d, found in combine_launch._INPUTS.items() if found == name)
+        shape, h = [x.num_tokens, x.top_k], x.hidden_size
+        strides = [y // dtype.itemsize for y in (x.weight_token_bytes, x.weight_choice_bytes)]
+        weights = memory(x.weights, dtype, shape, strides).float()
+        token_to_row = memory(x.token_to_row, torch.int32, shape, [x.top_k, 1]).tolist()
+        out = memory(x.out, torch.bfloat16, [x.num_tokens, h], [h, 1])
+        for token, rows in enumerate(token_to_row):
+            total = torch.zeros(h)
+            for choice, row in enumerate(rows):
+                if row >= 0:
+                    y = memory(x.y + row * x.y_row_bytes, torch.bfloat16, [h], [1])
+                    total += weights[token, choice] * y.float()
+            out[token] = total
+
     def gemm(self, made, parameters):
         made.config = config = self.config_of[made.kernel.name]
         num_boxes = 1
-        if config.grouped and not config.weights_are_rows and not config.shares_tokens:
+        if config.begins_anywhere:  # as many times 64 tokens as a group has left
             num_boxes = config.rows // 64
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
             self.maps_at(parameters[0], num_boxes),
@@ -162,7 +234,11 @@ class Emulator:
         )
         made.arguments = arguments = copy_of(gemm_plan.Arguments, parameters[4])
         for maps in (made.a_maps, made.b_maps):
-            assert all(x._replace(box=maps[0].box) == maps[0] for x in maps)
+            known = {"box": maps[0].box}
+            if config.gate_up:  # the maps of the weights are gate's and up's
+                known["address"] = maps[0].address
+            assert all(x._replace(**known) == maps[0] for x in maps)
+        assert made.d_map.dtype == (torch.float8_e4m3fn if config.gate_up else torch.bfloat16)
         (k, m, *matrices), (_, n, *groups) = made.a_maps[0].shape, made.b_maps[0].shape
         k_blocks = kernels.num_blocks(k)
         assert made.b_maps[0].shape[0] == k
@@ -186,7 +262,7 @@ class Emulator:
         kind = re.search(r"Bias::(\w+)", made.kernel.name)[1]
         assert (kind == "kNone") == (arguments.bias is None)
         if config.grouped:
-            self.grouped_gemm(made, weight_scales)
+            self.grouped_gemm(made, weight_scales, strides)
             return
         self.check_tiles(made, m, n)
         tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
@@ -196,7 +272,7 @@ class Emulator:
             result += memory(arguments.bias, dtype, [n], [1]).float()
         made.d_map.tensor().copy_(result)
 
-    def grouped_gemm(self, made, weight_scales):
+    def grouped_gemm(self, made, weight_scales, scale_strides):
         groups, kind = made.arguments.groups, kind_of(made)
         a, token_scales, b, d = (
             x.tensor() for x in (made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map)
@@ -210,11 +286,27 @@ class Emulator:
         assert groups.d_matrix_stride == d.stride(0) or num_matrices == 1
         segments = self.segments(groups, kind)
         self.check_group_tiles(made, segments)
+        activation = made.arguments.activation
+        if made.config.gate_up:
+            up = made.b_maps[1].tensor()
+            up_scales = memory(
+                activation.up_scales, torch.float32, [*weight_scales.shape], scale_strides
+            )
+            blocks = kernels.num_blocks(d.shape[2])
+            strides = [blocks * activation.pitch, activation.pitch, 1]
+            d_scales = memory(activation.scales, torch.float32, [num_matrices, blocks, m], strides)
         for begin, end, group in segments:
             matrix, rows = group if kind == Kind.MASKED else 0, slice(begin, end)
-            d[matrix, rows] = gemm.block_scaled_matmul(
-                *(a[matrix, rows], token_scales[matrix, :, rows].T, b[group], weight_scales[group])
-            )
+            tokens = a[matrix, rows], token_scales[matrix, :, rows].T
+            result = gemm.block_scaled_matmul(*tokens, b[group], weight_scales[group])
+            if made.config.gate_up:
+                others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
+                activated = experts.swiglu(result, others, activation.limit)
+                data, scale_inv = quantize._quantize_1x128(activated, False)
+                d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
+                d_scales[matrix, :, rows] = scale_inv.T
+            else:
+                d[matrix, rows] = result
 
     @staticmethod
     def segments(groups, kind):
@@ -270,9 +362,10 @@ class Emulator:
         config, arguments = made.config, made.arguments
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         weight_tiles = counts[0 if config.weights_are_rows else 1]
-        assert weight_tiles == kernels.ceil_div(arguments.num_weights, config.tile[1])
-        in_cluster = config.share if config.shares_tokens else 1
-        loaded = [x.box[1] * in_cluster for x in made.a_maps]
+        in_cluster = config.cluster if config.shares_tokens or config.meets_peer else 1
+        of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
+        assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
+        loaded = [x.box[1] * (config.share if config.shares_tokens else 1) for x in made.a_maps]
         num_tiles = 0
         for segment in segments:
             met = []
@@ -292,7 +385,7 @@ class Emulator:
         limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
         sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
         at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
-        assert min(max(1, at_once), num_tiles // config.share) <= clusters <= max(1, at_once)
+        assert min(max(1, at_once), num_tiles // config.cluster) <= clusters <= max(1, at_once)
         assert clusters >= 1
 
     @staticmethod
@@ -306,9 +399,9 @@ class Emulator:
             first = tile // (2 * weight_tiles) * 2
             weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
             first_token = start + (first + token_tile) * config.tile[0]
-            for rank in range(config.share):
-                if config.shares_tokens:
-                    own_tile, own_first = weight_tile * config.share + rank, first_token
+            for rank in range(config.cluster):
+                if config.shares_tokens or config.meets_peer:
+                    own_tile, own_first = weight_tile * config.cluster + rank, first_token
                 else:
                     own_tile, own_first = weight_tile, first_token + rank * tokens
                 left = max(0, end - own_first)
@@ -344,7 +437,7 @@ class Emulator:
         spare = 1 if scales > tokens else 4
         assert m <= last + tokens < m + spare if m > tokens else last == 0
         assert made.d_map.box == [*config.store_box, *outer]
-        span = config.store_box[0] * 2
+        span = config.store_box[0] * made.d_map.dtype.itemsize
         assert made.d_map.swizzle == (span if span > 16 else 0)
 
 
@@ -357,15 +450,21 @@ def copy_of(structure, address):
 
 
 @contextmanager
-def emulated(config: gemm_config.GemmConfig | None = None) -> Iterator[Emulator]:
-    """Launches work on tensors of the CPU; config: instead of what is chosen."""
+def emulated(
+    config: gemm_config.GemmConfig | None = None,
+    gate_up: gemm_config.GemmConfig | None = None,
+) -> Iterator[Emulator]:
+    """Launches work on tensors of the CPU; config, and of gate and up gate_up: instead of what is
+    chosen.
+    """
     made = Emulator()
 
-    def telling(choose):
+    def telling(choose, instead):
         def choose_and_tell(*arguments):
-            *shape, num_sms, _ = arguments
-            made.chosen.append((*shape, num_sms))
-            chosen = config or choose(*arguments)
+            if len(arguments) > 1:
+                *shape, num_sms, _ = arguments
+                made.chosen.append((*shape, num_sms))
+            chosen = instead or choose(*arguments)
             kinds = Kind if chosen.grouped else [None]
             names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
             made.config_of.update(dict.fromkeys(names, chosen))
@@ -377,16 +476,20 @@ def emulated(config: gemm_config.GemmConfig | None = None) -> Iterator[Emulator]
     tma._encode.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "library", lambda: made)
-        for folder in (gemm_plan, quantize_room, top_k_launch):
+        for folder in (gemm_plan, quantize_room, top_k_launch, dispatch_launch, combine_launch):
             patch.setattr(folder, "load", made.load)
+        for folder in (gemm_plan, quantize_room, top_k_launch, experts_launch):
             patch.setattr(folder, "current_stream", lambda device_index: 7)
         for folder in (gemm_launch, grouped_launch):
             patch.setattr(folder, "_launches", gemm_plan.Launches())
         patch.setattr(gemm_plan, "_max_sms", None)
-        for folder in (quantize_room, top_k_launch):
+        for folder in (quantize_room, top_k_launch, experts_launch):
             patch.setattr(folder, "_of_thread", folder._OfThread())
-        for name in ("choose_config", "choose_grouped_config"):
-            patch.setattr(gemm_config, name, telling(getattr(gemm_config, name)))
+        for name, instead in (
+            *(("choose_config", config), ("choose_grouped_config", config)),
+            ("choose_gate_up_config", gate_up),
+        ):
+            patch.setattr(gemm_config, name, telling(getattr(gemm_config, name), instead))
         patch.setattr(torch.cuda, "current_device", lambda: -1)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         yield made

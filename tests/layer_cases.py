@@ -3,6 +3,7 @@
 import torch
 
 from moefp8 import MoE
+from moefp8.testing import assert_matches_reference, row_errors
 
 E, H, I, K = 6, 256, 200, 2
 
@@ -25,3 +26,10 @@ def make_moe() -> MoE:
 
 def hidden(num_tokens: int = 9, size: int = H) -> torch.Tensor:
     return torch.randn(num_tokens, size, dtype=torch.bfloat16)
+
+
+def assert_matches_up_to_codes(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Between the GEMMs one activation in a million may round to the neighbouring E4M3 code."""
+    assert_matches_reference(actual, expected, 5e-2)
+    errors = row_errors(actual, expected)
+    assert int((errors > 6e-3).sum()) <= 1 + 0.05 * errors.numel()

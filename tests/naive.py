@@ -142,3 +142,38 @@ def experts(
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             result[token] += weight * (down[expert].double() @ (gate / (1 + (-gate).exp()) * up))
     return result
+
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """fp64 [K]: x through E4M3 with a scale for each 128 elements."""
+    codes, scales = quantize(x[None].float(), 1, False)
+    return E4M3_VALUES[codes[0]] * scales[0].double().repeat_interleave(128)[: len(x)]
+
+
+def fp8_experts(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """As `experts` on E4M3 weights, and rounded where the kernels round; bf16 [T, H]."""
+    num_experts, hidden_size, size = down.shape
+    blocks = math.ceil(size / 128)
+    result = torch.zeros(hidden_states.shape[0], hidden_size)
+    for token, ids in enumerate(top_k_index.tolist()):
+        x = rounded_to_fp8(hidden_states[token])
+        for choice, expert in enumerate(ids):
+            if expert == num_experts:
+                continue
+            gate = values(gate_up[expert, :size], gate_up_scale_inv[expert, :blocks], 128) @ x
+            up = values(gate_up[expert, size:], gate_up_scale_inv[expert, blocks:], 128) @ x
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            activated = rounded_to_fp8(gate / (1 + (-gate).exp()) * up)
+            y = (values(down[expert], down_scale_inv[expert], 128) @ activated).bfloat16()
+            result[token] += top_k_weights[token, choice].float() * y.float()
+    return result.bfloat16()

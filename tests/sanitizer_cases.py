@@ -5,9 +5,18 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 
 import torch
 from dispatch_cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
+from experts_cases import GATE_UP_FAMILIES
 from grouped_cases import UNTOUCHED, Routing, routing_of
 
-from moefp8.kernels import empty_tma_aligned, gemm_config, gemm_launch, gemm_plan, grouped_launch
+from moefp8.kernels import (
+    empty_tma_aligned,
+    experts_launch,
+    gemm_config,
+    gemm_launch,
+    gemm_plan,
+    grouped_launch,
+)
+from moefp8.kernels.experts import experts
 from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
 from moefp8.kernels.gemm_plan import Operands
 from moefp8.kernels.jit import current_stream
@@ -111,6 +120,7 @@ def main() -> None:
             gemm_plan.set_num_sms(None)
     gemm_config.choose_config = chosen
     run_grouped_families()
+    run_gate_up_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
         launch_quantize_1x128(x, False)
@@ -191,6 +201,40 @@ def run_grouped_families() -> None:
     gemm_config.choose_grouped_config = chosen
     for kind in Kind:
         run_broken_bounds(kind)
+
+
+def run_gate_up_families() -> None:
+    chosen = experts_launch.choose_configs
+    for name, config in GATE_UP_FAMILIES.items():
+        experts_launch.choose_configs = lambda *shape, config=config: (config, chosen(*shape)[1])
+        for num_tokens, h, i, limit in ((5, 200, 144, None), (77, 264, 400, 1)):
+            gemm_plan.set_num_sms(limit)
+            experts_launch._of_thread.prepared.clear()
+            for masked in (False, True):
+                run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
+            gemm_plan.set_num_sms(None)
+    experts_launch.choose_configs = chosen
+    experts_launch._of_thread.prepared.clear()
+
+
+def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> None:
+    """Gate and up are 1, so every choice that is held here gives its weight times silu(1)."""
+    e, blocks_h, blocks_i = 4, -(-h // 128), -(-i // 128)
+    gate_up = torch.full((e, 2 * i, h), 0x38, dtype=torch.uint8, device="cuda")
+    down = torch.full((e, h, i), 0x38, dtype=torch.uint8, device="cuda")
+    weights = (
+        *(gate_up.view(torch.float8_e4m3fn), torch.full((e, 2 * blocks_i, blocks_h), 1 / h).cuda()),
+        *(down.view(torch.float8_e4m3fn), torch.full((e, blocks_h, blocks_i), 1 / i).cuda()),
+    )
+    ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (e + 1)
+    x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
+    top_k_weights = torch.ones(num_tokens, 3, device="cuda")
+    y = experts(x, ids.cuda(), top_k_weights, *weights, 100.0, masked).cpu()
+    expected = 0.7310586 * (ids < e).sum(1, keepdim=True)
+    wrong = int(((y - expected).abs() > 0.02).sum()) + int(y.isnan().sum())
+    print(f"{name}{', masked' if masked else ''}: {wrong} wrong", flush=True)
+    if wrong:
+        raise SystemExit(1)
 
 
 def run_broken_bounds(kind: Kind) -> None:

@@ -293,7 +293,7 @@ def test_nothing_is_launched_for_no_token(gpu):
 def test_more_experts_than_lanes_hold_run_in_pytorch(monkeypatch):
     logits, ran = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0, ndim=2), []
     bodies = [lambda x: ran.append("portable"), lambda x: ran.append("hopper")]
-    op = registry._on_gpu("some_op", *bodies, top_k_launch.can_launch)
+    op = registry._on_gpu("some_op", *bodies, None, top_k_launch.can_launch)
     monkeypatch.setattr(registry, "runs_our_kernels", lambda index: True)
     monkeypatch.setattr(registry, "_announce_portable", lambda *_: ran.append("announced"))
     for num_experts in (512, 513):

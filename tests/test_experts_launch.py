@@ -1,0 +1,482 @@
+"""The launcher of the routed experts without a GPU: `Emulator` stands for libcuda."""
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dispatch_cases import ids_of
+from emulator import emulated
+from experts_cases import GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
+from gpu_cases import NUM_SMS
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_cases import assert_matches_up_to_codes
+
+from moefp8 import kernels
+from moefp8.kernels import experts as op_room
+from moefp8.kernels import experts_launch as room
+from moefp8.kernels import gemm_config, num_blocks, round_up
+from moefp8.kernels.gemm_config import Kind
+from moefp8.testing import sizes
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+_GUARD = 1 << 12
+
+
+class Workspaces:
+    """Stands for the allocator: of each size the same memory, never written before."""
+
+    def __init__(self, new_empty) -> None:
+        self.new_empty, self.of_size = new_empty, {}
+        self.sizes = []
+
+    def __call__(self, x: torch.Tensor, *size, **options) -> torch.Tensor:
+        if options.get("dtype") != torch.uint8:
+            return self.new_empty(x, *size, **options)
+        (count,) = size
+        self.sizes.append(count)
+        memory = self.of_size.get(count)
+        if memory is None:
+            memory = torch.empty(count + 2 * _GUARD + 256, dtype=torch.uint8)
+            self.of_size[count] = memory
+        memory.fill_(0xFF)
+        return memory[self.first_of(memory) :][:count]
+
+    @staticmethod
+    def first_of(memory: torch.Tensor) -> int:
+        """Where the workspace begins, which lies as CUDA's allocator would place it."""
+        return _GUARD - (memory.data_ptr() + _GUARD) % 256 + 256
+
+    def check(self) -> None:
+        """Nothing is written around them."""
+        for count, memory in self.of_size.items():
+            first = self.first_of(memory)
+            assert bool((memory[:first] == 0xFF).all())
+            assert bool((memory[first + count :] == 0xFF).all())
+
+
+@pytest.fixture
+def workspaces(monkeypatch):
+    made = Workspaces(torch.Tensor.new_empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **rest: made(x, *size, **rest))
+    yield made
+    made.check()
+
+
+def launch(x, ids, top_k_weights, weights, limit=None, masked=False) -> torch.Tensor:
+    """As the op does on a Hopper GPU, into memory of which nothing around is written."""
+    return op_room._launch(x, ids, top_k_weights, *weights, limit, masked)
+
+
+def body(x, ids, top_k_weights, weights, limit=None, masked=False) -> torch.Tensor:
+    """Ids out of range count as E."""
+    e = weights.down_proj.shape[0]
+    return run(x, ids.masked_fill((ids < 0) | (ids > e), e), top_k_weights, weights, limit, masked)
+
+
+SHAPES = {  # T, k, E, H, I
+    "one token": (1, 2, 4, 128, 128),
+    "few": (5, 2, 6, 256, 144),
+    "some for each": (70, 3, 2, 160, 272),
+    "many": (150, 4, 3, 272, 16),
+    "many experts": (9, 8, 40, 144, 128),
+    "more choices than experts": (6, 9, 4, 128, 384),
+}
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
+def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
+    num_tokens, top_k, e, h, i = SHAPES[shape]
+    x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
+    ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
+    arguments = x, ids, top_k_weights, weights, None, masked
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    assert [made.kernel.name.split("_")[0] for made in gpu.launched] == [
+        *("dispatch", "gemm", "gemm", "combine")
+    ]
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.25])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights_dtype", DTYPES)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtype):
+    x = tokens_of(12, 200)[:, :144].to(dtype)[::2]
+    ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
+    top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
+    arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
+    assert_matches_up_to_codes(launch(x, *arguments[1:]), body(*arguments))
+    if limit:
+        clamped, free = body(*arguments), body(*arguments[:4], None, masked)
+        assert not torch.equal(clamped, free)
+    activation = gpu.launched[1].arguments.activation
+    assert activation.limit == (limit or float("inf"))
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("family", GATE_UP_FAMILIES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_every_family_is_launched_rightly(family, masked, limit):
+    config = GATE_UP_FAMILIES[family]
+    with emulated(None, config) as gpu:
+        kernels.set_num_sms(limit)
+        for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
+            x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
+            ids = ids_of("distinct", num_tokens, 2, 3)
+            arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
+            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+            assert gpu.launched[-3].config == config
+
+
+def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
+    """The experts of a larger layer, every other one, and scales in any order."""
+    gate_up, gate_up_scales, down, down_scales = weights_of(6, 144, 272)
+    weights = Weights(
+        *(gate_up[1::2], gate_up_scales[1::2].mT.contiguous().mT),
+        *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
+    )
+    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    _, first, second, _ = gpu.launched
+    assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
+    assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
+    assert second.b_maps[0].address == weights.down_proj.data_ptr()
+    assert first.arguments.weight_scales == weights.gate_up_proj_scale_inv.data_ptr()
+    scales = weights.gate_up_proj_scale_inv[:, 3:]
+    assert first.arguments.activation.up_scales == scales.data_ptr()
+
+
+# ---- What is launched how ----
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_but_the_first_are_launched_before_the_one_before_ends(gpu, masked):
+    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
+    launch(*arguments, weights_of(3, 144, 272), None, masked)
+    assert [made.programmatic for made in gpu.launched] == [False, True, True, True]
+    assert {made.stream for made in gpu.launched} == {7}
+    _, first, second, _ = gpu.launched
+    # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
+    olds = [made.arguments.groups.bounds_are_old for made in (first, second)]
+    assert olds == [False, True]
+    kind = Kind.MASKED if masked else Kind.OFFSETS
+    assert all(f"Kind::{kind.value}" in made.kernel.name for made in (first, second))
+    assert first.arguments.groups.bounds == second.arguments.groups.bounds
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_launched_serves_all_routings(gpu, masked):
+    """So may a CUDA graph: what the device is told depends on no id."""
+    weights, x = weights_of(3, 144, 272), tokens_of(9, 144)
+    ids, top_k_weights = torch.zeros(9, 2, dtype=torch.int64), torch.rand(9, 2)
+    told = set()
+    for kind in ("distinct", "repeated", "out of range", "one expert"):
+        ids.copy_(ids_of(kind, 9, 2, 3))
+        arguments = x, ids, top_k_weights, weights, None, masked
+        room._of_thread.prepared.clear()
+        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+        made = gpu.launched[-4:]
+        told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
+    assert len(told) == 1
+
+
+def test_configurations_go_by_the_load_of_experts_that_have_tokens():
+    def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
+        asked = []
+        with pytest.MonkeyPatch.context() as patch:
+            one = gemm_config.choose_gate_up_config
+
+            def choose(*arguments):
+                asked.append(arguments)
+                return one(arguments[0])
+
+            patch.setattr(gemm_config, "choose_gate_up_config", choose)
+            patch.setattr(gemm_config, "choose_grouped_config", choose)
+            shape = room.Sizes(num_tokens, top_k, num_experts, 256, 128, False)
+            room.choose_configs(shape, NUM_SMS, True)
+        (load,), (same, limit, groups, *rest) = asked
+        assert load == same <= limit
+        assert rest == [256, 128, NUM_SMS, True]
+        return load, groups
+
+    assert loads(1, 8, 256) == (1, 8)
+    assert loads(64, 8, 256) == (2, 256)
+    assert loads(65, 8, 256) == (3, 256)
+    assert loads(4096, 8, 256) == (128, 256)
+    assert loads(1, 1, 1) == (1, 1)
+    assert loads(1, 9, 2) == (5, 2)
+
+
+@pytest.mark.usefixtures("workspaces")
+def test_num_sms_limits_the_grids_of_the_gemms(gpu):
+    arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
+    weights = weights_of(3, 144, 272)
+    for limit in (None, 4):
+        kernels.set_num_sms(limit)
+        assert_matches_up_to_codes(launch(*arguments, weights), body(*arguments, weights))
+    limited = gpu.launched[5:7]
+    assert all(made.grid <= 4 for made in limited)
+    assert any(made.grid > 4 for made in gpu.launched[1:3])
+
+
+# ---- What is kept ----
+
+
+@pytest.fixture
+def preparations(monkeypatch):
+    """The arguments of every preparation."""
+    made, prepare = [], room._prepare
+
+    def count(*arguments):
+        made.append(arguments)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(room, "_prepare", count)
+    return made
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_second_call_prepares_nothing(gpu, preparations, masked):
+    weights = weights_of(3, 144, 272)
+    for i in range(4):
+        x, ids = tokens_of(9, 144), ids_of("distinct", 9, 2, 3)
+        arguments = x, ids, torch.rand(9, 2), weights, None, masked
+        y = launch(*arguments)
+        assert_matches_up_to_codes(y, body(*arguments))
+        dispatch, *_, combine = gpu.launched[-4:]
+        assert dispatch.arguments.x == x.data_ptr()
+        assert dispatch.arguments.routing.ids == ids.data_ptr()
+        assert combine.arguments.weights == arguments[2].data_ptr()
+        assert combine.arguments.out == y.data_ptr()
+        assert len(preparations) == 1
+        assert len(gpu.launched) == 4 * (i + 1)
+
+
+@pytest.mark.usefixtures("workspaces", "gpu")
+def test_whatever_decides_a_launch_is_prepared_for():
+    weights = weights_of(3, 144, 272)
+    x, ids, top_k_weights = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
+    odd = torch.empty(9 * 144 + 1, dtype=x.dtype)[1:].view(9, 144).copy_(x)
+    assert x.data_ptr() % 16 == 0
+    wide = torch.empty(9, 152, dtype=x.dtype)[:, :144].copy_(x)
+    others = Weights(*(z.clone() for z in weights))
+    expected = body(x, ids, top_k_weights, weights)
+    variants = [
+        (x, ids, top_k_weights, weights),
+        (x, ids.int(), top_k_weights, weights),
+        (x.float(), ids, top_k_weights, weights),
+        (odd, ids, top_k_weights, weights),
+        (wide, ids, top_k_weights, weights),
+        (x, ids.T.contiguous().T, top_k_weights, weights),
+        (x, ids, top_k_weights.double().float().T.contiguous().T, weights),
+        (x, ids, top_k_weights, weights, None, True),
+        (x, ids, top_k_weights, weights, 1e30),
+        (x, ids, top_k_weights, others),
+        (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=others.down_proj_scale_inv)),
+    ]
+    for _ in range(2):
+        for arguments in variants:
+            assert_matches_up_to_codes(launch(*arguments), expected)
+        assert len(room._of_thread.prepared) == len(variants)
+    kernels.set_num_sms(3)
+    assert_matches_up_to_codes(launch(*variants[0]), expected)
+    assert len(room._of_thread.prepared) == len(variants) + 1
+
+
+@pytest.mark.usefixtures("workspaces", "gpu")
+def test_what_is_prepared_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(room, "_MAX_PREPARED", 3)
+    weights = weights_of(3, 144, 272)
+    for num_tokens in (*range(1, 9), 1, 2):
+        ids = ids_of("distinct", num_tokens, 2, 3)
+        arguments = tokens_of(num_tokens, 144), ids, torch.rand(num_tokens, 2), weights
+        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+        assert 1 <= len(room._of_thread.prepared) <= 3
+
+
+@pytest.mark.usefixtures("workspaces", "gpu")
+def test_threads_prepare_for_themselves(preparations):
+    """The addresses of tokens are written into what is prepared."""
+    weights = weights_of(3, 144, 272)
+
+    def work(_) -> None:
+        arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
+        for _ in range(2):
+            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+
+    work(0)
+    for i in range(2):  # one after the other: they have one workspace here
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(work, i).result()
+    assert len(preparations) == 3
+
+
+class Copies:
+    """Keeps what is copied so that TMA can address it, which here no stream protects."""
+
+    def __init__(self, fitting) -> None:
+        self.fitting, self.kept = fitting, []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(self.fitting(x))
+        return self.kept[-1]
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize(("h", "i"), [(100, 128), (128, 100), (3, 5), (1, 1), (129, 257)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_weights_that_tma_cannot_address_are_copied_each_time(
+    gpu, preparations, monkeypatch, h, i, masked
+):
+    monkeypatch.setattr(room, "fitting", Copies(room.fitting))
+    weights = weights_of(3, h, i)
+    arguments = tokens_of(20, h), ids_of("distinct", 20, 2, 3), torch.rand(20, 2), weights
+    for calls in (1, 2):
+        y = launch(*arguments, None, masked)
+        assert_matches_up_to_codes(y, body(*arguments))
+        assert len(preparations) == calls
+        weights.gate_up_proj.copy_(weights_of(3, h, i).gate_up_proj)  # and are new each time
+    assert room._of_thread.prepared == {}
+    _, first, second, _ = gpu.launched[-4:]
+    assert (first.b_maps[0].address != weights.gate_up_proj.data_ptr()) == (h % 16 != 0)
+    assert (second.b_maps[0].address != weights.down_proj.data_ptr()) == (i % 16 != 0)
+
+
+@pytest.mark.xfail(strict=True, reason="another thread may be given their memory meanwhile")
+@pytest.mark.usefixtures("gpu")
+def test_copies_of_weights_live_until_all_is_launched(monkeypatch):
+    copies, fitting, prepare = [], room.fitting, room._prepare
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        fits = fitting(x)
+        copies.append(weakref.ref(fits))
+        return fits
+
+    def check(*arguments):
+        result = prepare(*arguments)
+        assert all(x() is not None for x in copies)
+        return result
+
+    monkeypatch.setattr(room, "fitting", copy)
+    monkeypatch.setattr(room, "_prepare", check)
+    ids = ids_of("distinct", 20, 2, 3)
+    launch(tokens_of(20, 100), ids, torch.rand(20, 2), weights_of(3, 100, 100))
+
+
+# ---- Without work ----
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "h", "i"), [(0, 128, 128), (5, 0, 128), (5, 128, 0), (0, 0, 0)]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
+    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
+    y = launch(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
+    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+    assert gpu.launched == []
+
+
+# ---- Parts ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
+def test_many_tokens_go_in_parts(gpu, workspaces, monkeypatch, masked, num_tokens):
+    weights = weights_of(4, 144, 272)
+    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 4), torch.rand(num_tokens, 2)
+    arguments = tokens_of(num_tokens, 144), ids, top_k_weights, weights, None, masked
+    whole = launch(*arguments)
+    assert len(gpu.launched) == 4
+    (size,) = workspaces.sizes
+    least = room.Workspace.of(room.Sizes(1, 2, 4, 144, 272, masked)).size
+    for limit in (size, max(least, size // 3), max(least, size // 20)):
+        monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", limit)
+        gpu.launched.clear()
+        workspaces.sizes.clear()
+        assert_matches_up_to_codes(launch(*arguments), whole)
+        parts = len(workspaces.sizes)
+        assert len(gpu.launched) == 4 * parts
+        assert max(workspaces.sizes) <= limit
+        assert parts == 1 if limit >= size else parts >= min(num_tokens, -(-size // limit))
+
+
+# ---- The workspace ----
+
+shapes = st.builds(
+    room.Sizes,
+    num_tokens=sizes(3000, 1),
+    top_k=st.integers(1, 12),
+    num_experts=st.integers(1, 300),
+    hidden_size=sizes(8000, 1),
+    intermediate_size=sizes(3000, 1),
+    masked=st.booleans(),
+)
+
+
+def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
+    """Where each lies, and from which kernel on and up to which it is needed."""
+    at, (matrices, rows) = room.Workspace.of(shape), shape.matrix
+    h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
+    every = matrices * rows
+    lengths = {  # bytes, first kernel, last kernel
+        "tokens": (every * round_up(h, 16), 0, 1),
+        "token_scales": (matrices * num_blocks(h) * pitch * 4, 0, 1),
+        "activated": (every * round_up(i, 16), 1, 2),
+        "activated_scales": (matrices * num_blocks(i) * pitch * 4, 1, 2),
+        "results": (every * round_up(h, 8) * 2, 2, 3),
+        "offsets": ((shape.num_experts + 1) * 4, 0, 3),
+        "counts": (shape.num_experts * 4, 0, 3),
+        "token_to_row": (shape.num_tokens * shape.top_k * 4, 0, 3),
+    }
+    return {
+        name: SimpleNamespace(
+            begin=getattr(at, name), end=getattr(at, name) + length, first=first, last=last
+        )
+        for name, (length, first, last) in lengths.items()
+    }
+
+
+@given(shape=shapes)
+def test_what_is_needed_at_once_lies_apart(shape):
+    found, at = regions(shape), room.Workspace.of(shape)
+    assert all(x.begin % 256 == 0 and 0 <= x.begin <= x.end <= at.size for x in found.values())
+    for name, x in found.items():
+        for other, y in found.items():
+            at_once = x.first <= y.last and y.first <= x.last
+            if name != other and at_once:
+                assert x.end <= y.begin or y.end <= x.begin, (name, other)
+
+
+@given(shape=shapes)
+def test_a_workspace_is_as_large_as_what_is_needed_at_once(shape):
+    found = regions(shape)
+    at_once = max(
+        sum(x.end - x.begin for x in found.values() if x.first <= kernel <= x.last)
+        for kernel in range(4)
+    )
+    activated = sum(x.end - x.begin for name, x in found.items() if "activated" in name)
+    size = room.Workspace.of(shape).size
+    assert size <= at_once + activated + len(found) * 256
+    assert size == room.Workspace.of(shape).size
+
+
+def test_sizes_of_common_workspaces():
+    """DeepSeek-V3's layer: 16.5 KB for each row, of which those of the results are 14."""
+    of_prefill = room.Sizes(4096, 8, 256, 7168, 2048, False)
+    assert 16_400 < room.Workspace.of(of_prefill).size / (4096 * 8) < 16_500
+    of_decode = room.Sizes(64, 8, 256, 7168, 2048, True)
+    assert 16_400 < room.Workspace.of(of_decode).size / (64 * 256) < 16_500
