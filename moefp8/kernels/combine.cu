@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const uint32_t choice = min(first + i, args.top_k - 1);
-      rows[i] = first + i < args.top_k ? token_to_row[choice] : -1;
+      rows[i] = token_to_row[choice];
       weights[i] = load_float<kWeights>(token_weights + choice * args.weight_choice_bytes);
     }
     if (first == 0) {  // plan and weights are older than the previous kernel
@@ -46,11 +46,12 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
     Eight<Input::kBFloat16> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (rows[i] >= 0) values[i].template load<true>(args.y + rows[i] * args.y_row_bytes, column, column + 8);
+      // Whatever a choice without a row reads: no load has a condition, so that all are in flight at once.
+      values[i].template load<true>(args.y + max(rows[i], 0) * args.y_row_bytes, column, column + 8);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (rows[i] < 0) continue;
+      if (rows[i] < 0 || first + i >= args.top_k) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], __fmul_rn(weights[i], values[i][j]));
     }

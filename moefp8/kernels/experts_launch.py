@@ -111,17 +111,14 @@ class Weights(NamedTuple):
     down_scale_inv: torch.Tensor
 
 
-def choose_configs(sizes: Sizes, num_sms: int, all_sms: bool) -> tuple[GemmConfig, GemmConfig]:
+def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
     """For gate and up, and for down: by the mean load of an expert that has a token."""
     num_choices = sizes.num_tokens * sizes.top_k
     groups = min(sizes.num_experts, num_choices)
     load = ceil_div(num_choices, groups)
-    gate_up = gemm_config.choose_gate_up_config(load)
-    down = gemm_config.choose_grouped_config(
-        *(load, max(load, sizes.num_tokens), groups, sizes.hidden_size, sizes.intermediate_size),
-        *(num_sms, all_sms),
+    return gemm_config.choose_experts_configs(
+        load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
     )
-    return gate_up, down
 
 
 class Steps(NamedTuple):
@@ -142,7 +139,7 @@ def make_steps(
     h, i, pitch = sizes.hidden_size, sizes.intermediate_size, scale_pitch(rows)
     all_sms = device_sms(memory.get_device())
     num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    configs = configs or choose_configs(sizes, num_sms, num_sms == all_sms)
+    configs = configs or choose_configs(sizes, num_sms)
 
     def rows_at(offset: int, columns: int, row_pitch: int, dtype: torch.dtype) -> torch.Tensor:
         shape = matrices, rows, columns

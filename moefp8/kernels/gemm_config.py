@@ -425,22 +425,35 @@ def choose_grouped_config(
     return min(map(with_most_stages, candidates), key=estimate)
 
 
-def choose_gate_up_config(tokens: int) -> GemmConfig:
-    """For gate and up of groups of `tokens` tokens, about.
+def choose_experts_configs(
+    tokens: int, num_groups: int, h: int, i: int, num_sms: int
+) -> tuple[GemmConfig, GemmConfig]:
+    """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
 
-    From timing up to 14 configurations for 5 loads of DeepSeek-V3's and Qwen3-30B-A3B's experts
-    each on an H200.
+    From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
+    Qwen3-30B-A3B on an H200, alone and one behind the other.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
-    if tokens <= _FEW_TOKENS:
-        cols = round_up(tokens * 3 // 2 + 8, 8)
-        config = gate_up(128, cols, parts=2, depth=2, ctas_per_sm=2, weights_are_rows=True)
+    down = partial(GemmConfig, stages=0, grouped=True)
+    many = num_groups * tokens * h * i >= _MANY_PRODUCTS / 2
+    if tokens <= _FEW_TOKENS:  # as in `choose_grouped_config`
+        cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
+        few = partial(down, 128, cols, depth=2, ctas_per_sm=2, weights_are_rows=True)
+        configs = few(gate_up=True, parts=2), few()
     elif _PEAK_LOAD * tokens <= 64:
-        config = gate_up(64, 128, batches=2)
+        configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
+    elif 128 < _PEAK_LOAD * tokens <= 192 and many:
+        configs = gate_up(192, 128), down(192, 128)
     elif 128 < _PEAK_LOAD * tokens <= 192:
-        config = gate_up(192, 128)
-    elif tokens < _SOME_TOKENS:
-        config = gate_up(128, 128, batches=2)
+        configs = gate_up(128, 128, batches=2), down(128, 160)
+    elif many:
+        share = {"share": 2, "share_rows": True}
+        configs = gate_up(128, 128, batches=2, **share), down(128, 128, batches=2, **share)
+    elif tokens < 2 * _SOME_TOKENS:
+        configs = gate_up(128, 128, batches=2), down(128, 128, batches=2)
     else:
-        config = gate_up(128, 256, parts=2)
-    return with_most_stages(config)
+        configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
+    if num_sms == 1:  # there is no second CTA for half of the outputs, or to share tokens
+        alone = gate_up(256, 32, parts=2, weights_are_rows=True), down(128, 128, batches=2)
+        configs = alone if tokens <= _FEW_TOKENS else (gate_up(128, 256, parts=2), alone[1])
+    return with_most_stages(configs[0]), with_most_stages(configs[1])
