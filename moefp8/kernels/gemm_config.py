@@ -447,8 +447,10 @@ def choose_experts_configs(
     elif 128 < _PEAK_LOAD * tokens <= 192:
         configs = gate_up(128, 128, batches=2), down(128, 160)
     elif many:
-        share = {"share": 2, "share_rows": True}
-        configs = gate_up(128, 128, batches=2, **share), down(128, 128, batches=2, **share)
+        configs = (
+            gate_up(128, 128, batches=2, share=2, share_rows=True),
+            down(128, 128, batches=2, share=2, share_rows=True),
+        )
     elif tokens < 2 * _SOME_TOKENS:
         configs = gate_up(128, 128, batches=2), down(128, 128, batches=2)
     else:

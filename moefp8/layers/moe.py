@@ -1,6 +1,8 @@
 """`MoE`: router, routed experts and optional shared experts: the whole feed-forward of a layer."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class SharedExperts(nn.Module):
 
 class MoE(nn.Module):
     """`experts(x, router(x)) + sigmoid(shared_gate(x)) * shared(x)`, with DeepSeek's names.
+
+    On a GPU, shared and routed experts are computed side by side, on two streams.
 
     Args:
         hidden_size: H.
@@ -109,11 +113,41 @@ class MoE(nn.Module):
                 f"{list(hidden_states.shape)}"
             )
         tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), self.hidden_size)
-        y = self.experts(tokens, *self.gate(tokens))
-        if self.shared_experts is not None:
-            shared = self.shared_experts(tokens)
-            if self.shared_expert_gate is not None:
-                logit = self.shared_expert_gate(tokens.to(self.shared_expert_gate.weight.dtype))
-                shared = shared * logit.sigmoid().to(shared.dtype)
-            y = y + shared
-        return y.view(hidden_states.shape)
+        if self.shared_experts is None:
+            return self.experts(tokens, *self.gate(tokens)).view(hidden_states.shape)
+        y, shared = _side_by_side(
+            lambda: self.experts(tokens, *self.gate(tokens)), lambda: self._shared(tokens), tokens
+        )
+        return (y + shared).view(hidden_states.shape)
+
+    def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.shared_experts is not None
+        shared: torch.Tensor = self.shared_experts(tokens)
+        if self.shared_expert_gate is None:
+            return shared
+        logit = self.shared_expert_gate(tokens.to(self.shared_expert_gate.weight.dtype))
+        return shared * logit.sigmoid().to(shared.dtype)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _side_by_side(
+    first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both results, which depend on `x`; on a GPU the second comes from a stream of its own.
+
+    While `torch.compile` traces, both are on the current one.
+    """
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return first(), second()
+    current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        beside = second()
+    result = first()
+    current.wait_stream(side)
+    beside.record_stream(current)  # its memory is the side stream's
+    return result, beside
