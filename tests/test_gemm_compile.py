@@ -369,7 +369,6 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
         Variant(sanitizer_cases.FAMILIES["weights are rows, two batches"]),
         Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], kind=Kind.OFFSETS),
         Variant(GATE_UP_FAMILIES["weights are rows, 24"], kind=Kind.OFFSETS),
-        Variant(GATE_UP_FAMILIES["two batches"], kind=Kind.MASKED),
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
