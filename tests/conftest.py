@@ -9,7 +9,9 @@ from jit_cases import forget
 
 from moefp8.kernels.jit import cache
 
-pytest.register_assert_rewrite("emulator", "gemm_cases", "gpu_cases", "grouped_cases")
+pytest.register_assert_rewrite(
+    "emulator", "gemm_cases", "gpu_cases", "grouped_cases", "layer_cases"
+)
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
