@@ -74,6 +74,8 @@ def _allocate(
         ),
     ):
         check_shape(_OP, name, x, shape, rule)
+    if swiglu_limit is not None and not swiglu_limit >= 0:
+        raise ValueError(f"{_OP}: swiglu_limit must be at least 0, or None, got {swiglu_limit}")
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
     for name, x in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
@@ -109,11 +111,13 @@ def _body(
     num_experts, h, i = down_proj.shape
     if hidden_states.device.type == "cpu":
         _check_ids(top_k_index, num_experts)
+    if i == 0:
+        return y.zero_()
     data, scale_inv = quantize_1x128(hidden_states, False)
     rows = y.new_zeros(*top_k_index.shape, h)  # of every choice; zeros where it is held elsewhere
     for expert in range(num_experts):
         token, choice = torch.where(top_k_index == expert)
-        if len(token) == 0 or i == 0:
+        if len(token) == 0:
             continue
         x = data.view(torch.uint8)[token].view(E4M3)  # FP8 has few ops of its own
         gate, up = (

@@ -270,6 +270,7 @@ class _Prepared(NamedTuple):
     launches: tuple[Launch, ...]
     dispatches: tuple[Any, ...]  # `Arguments` in dispatch.cu
     combine: Any  # `Arguments` in combine.cu
+    copies: Weights | None  # of weights that TMA cannot address: for one call
 
 
 class _Layer(NamedTuple):
@@ -332,8 +333,8 @@ def launch_experts(
     found = (addresses, limit, gemm_plan.max_sms(), place)
     ready = prepared.get(found)
     if ready is None:
-        ready, keep = _prepare(sizes, tokens, projections, memory, y, limit, stream)
-        if keep:
+        ready = _prepare(sizes, tokens, projections, memory, y, limit, stream)
+        if ready.copies is None:
             _keep(prepared, found, ready)
     for dispatch in ready.dispatches:
         dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
@@ -371,8 +372,7 @@ def _prepare(
     y: torch.Tensor,
     limit: float,
     stream: int,
-) -> tuple[_Prepared, bool]:
-    """Also whether it holds for later calls with the same key."""
+) -> _Prepared:
     gate_up, gate_up_scale_inv, down, down_scale_inv = weights
     i, blocks = sizes.intermediate_size, num_blocks(sizes.intermediate_size)
     gate, up = gate_up[:, :i], gate_up[:, i:]
@@ -381,11 +381,12 @@ def _prepare(
         *(fitting(up), gate_up_scale_inv[:, blocks:]),
         *(fitting(down), down_scale_inv),
     )
-    keep = fitting_weights.gate is gate and fitting_weights.up is up
-    keep = keep and fitting_weights.down is down
+    given = gate, up, down
+    fit = all(x is y for x, y in zip(fitting_weights[::2], given, strict=True))
     steps = make_steps(sizes, fitting_weights, memory)
     first, second = prepare_gemms(steps, sizes, fitting_weights, memory, limit, stream)
     dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
     launches = (*dispatch, first, second, combine)
     arguments = tuple(launch.arguments[0] for launch in dispatch)
-    return _Prepared(launches, arguments, combine.arguments[0]), keep
+    copies = None if fit else fitting_weights
+    return _Prepared(launches, arguments, combine.arguments[0], copies)
