@@ -41,7 +41,7 @@ class SharedExperts(nn.Module):
 class MoE(nn.Module):
     """`experts(x, router(x)) + sigmoid(shared_gate(x)) * shared(x)`, with DeepSeek's names.
 
-    On a GPU, shared and routed experts are computed side by side, on two streams.
+    In a CUDA graph, shared and routed experts are computed side by side, on two streams.
 
     Args:
         hidden_size: H.
@@ -137,11 +137,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _side_by_side(
     first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both results, which depend on `x`; on a GPU the second comes from a stream of its own.
+    """Both results, which depend on `x`; in a CUDA graph, computed side by side.
 
-    While `torch.compile` traces, both are on the current one.
+    Elsewhere the host would take longer for a second stream than the GPU gains by it.
     """
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return first(), second()
+    if not torch.cuda.is_current_stream_capturing():
         return first(), second()
     current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     side.wait_stream(current)
