@@ -46,8 +46,9 @@ class GroupedExperts(FixedDtypeModule):
         hidden_size: H, any size.
         intermediate_size: I, any size.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
-        layout: of the rows between the GEMMs. "contiguous" packs them, "masked" gives every
-            expert T rows, E * T in all. "auto" is contiguous today.
+        layout: of the rows between the GEMMs, on a GPU. "contiguous" packs them; "masked" gives
+            every expert T rows, E * T in all, and takes 0 to 9 % longer for up to 128 tokens and up
+            to twice as long for 1024 (H200). "auto" is therefore contiguous. No result depends on it.
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:
