@@ -26,6 +26,11 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> 
     return F.silu(gate) * up
 
 
+def check_limit(op: str, swiglu_limit: float | None) -> None:
+    if swiglu_limit is not None and not swiglu_limit >= 0:
+        raise ValueError(f"{op}: swiglu_limit must be at least 0, or None, got {swiglu_limit}")
+
+
 def _allocate(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -74,8 +79,7 @@ def _allocate(
         ),
     ):
         check_shape(_OP, name, x, shape, rule)
-    if swiglu_limit is not None and not swiglu_limit >= 0:
-        raise ValueError(f"{_OP}: swiglu_limit must be at least 0, or None, got {swiglu_limit}")
+    check_limit(_OP, swiglu_limit)
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
     for name, x in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):

@@ -31,6 +31,7 @@ __device__ Segment segment(const Groups& groups, int i) {
   if (i >= groups.num_segments) return {0, 0, i};
   if constexpr (kKind == Kind::kRows) return rows_of_block(groups, i);
   else if constexpr (kKind == Kind::kMasked) return {0, min(groups.bounds[i], groups.num_tokens), i};
+  else if (groups.bounds == nullptr) return {0, groups.num_tokens, i};  // of a single group
   else return {max(groups.bounds[i], 0), min(groups.bounds[i + 1], groups.num_tokens), i};
 }
 

@@ -48,7 +48,7 @@ class GroupedExperts(FixedDtypeModule):
         swiglu_limit: clamps gate from above and up on both sides before they meet.
         layout: of the rows between the GEMMs, on a GPU. "contiguous" packs them; "masked" gives
             every expert T rows, E * T in all, and takes 0 to 9 % longer for up to 128 tokens and up
-            to twice as long for 1024 (H200). "auto" is therefore contiguous. No result depends on it.
+            to twice as long for 1024 (H200). So "auto" is contiguous. No result depends on it.
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
 from ..kernels.experts import swiglu
+from ..kernels.feed_forward import feed_forward
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
 from .router import TopKRouter
@@ -33,9 +34,24 @@ class SharedExperts(nn.Module):
         self.down_proj = FP8Linear(intermediate_size, hidden_size, bias=False, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.swiglu_limit)).to(
-            x.dtype
+        """x: [T, H] bf16, fp16 or fp32 -> the same shape and dtype."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        needs_grad = torch.is_grad_enabled() and any(
+            y.requires_grad for y in (x, *self.parameters())
         )
+        if needs_grad or not all(_is_plain(projection) for projection in projections):
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            return self.down_proj(swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
+        weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
+        y = feed_forward(x, *weights, self.swiglu_limit)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether to call it is to multiply by its weight, and no more."""
+    if type(module) is not FP8Linear or module.bias is not None:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 class MoE(nn.Module):
