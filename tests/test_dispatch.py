@@ -55,7 +55,7 @@ dispatches = st.tuples(  # T, k, E, k-blocks, SMs
 
 @given(shape=dispatches)
 def test_each_block_of_each_token_has_a_cta(shape):
-    num_tokens, top_k, num_experts, num_k_blocks, num_sms = shape
+    num_tokens, top_k, _, num_k_blocks, num_sms = shape
     cut = dispatch_launch.cut_dispatch(*shape)
     chunks, parts = -(-num_tokens // cut.tokens), -(-num_k_blocks // cut.k_blocks)
     assert (cut.threads % 32, 32 <= cut.threads <= 1024) == (0, True)
