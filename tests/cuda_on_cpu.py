@@ -32,12 +32,14 @@ CUDA = r"""
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(...)
 
 struct Index { unsigned x; };
 struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-static int memory[1 << 16];
+alignas(16) static int memory[1 << 16];
 
 template <class A, class B> auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
 template <class A, class B> auto max(A a, B b) { return std::max<std::common_type_t<A, B>>(a, b); }
@@ -160,6 +162,7 @@ struct Eight {
     for (float y : x) amax = std::max(amax, std::fabs(y));
     return std::bit_cast<uint32_t>(amax);
   }
+  static uint32_t larger(uint32_t a, uint32_t b) { return std::max(a, b); }
   static uint32_t amax(uint32_t word) { return word; }
   uint2 e4m3(const Scale& scale) const {
     uint32_t codes[2] = {};

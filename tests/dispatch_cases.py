@@ -6,16 +6,20 @@ from typing import Any
 import torch
 
 from moefp8.kernels import combine_launch, dispatch_launch, num_blocks, round_up
+from moefp8.kernels.jit import Launch
 from moefp8.kernels.quantize import quantize_1x128
 from moefp8.kernels.routing_plan import _build
 from moefp8.routing import RoutingPlan, combine
 
+_GUARD = 64
 POISON = 0x7F  # a code, and in each byte of a scale or of a map
 
 
 def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     """int64 [T, k] on the CPU."""
     shape = num_tokens, top_k
+    if kind == "nowhere":
+        return torch.full(shape, num_experts)
     if kind == "one expert":
         return torch.full(shape, num_experts - 1)
     if kind == "out of range":  # and repeated
@@ -28,7 +32,15 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
 
 
 def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:
-    return RoutingPlan(*_build(ids.cpu(), num_experts, 1, max_m), max_m)
+    """As dispatch makes it: without max_m, every choice has a row of its own."""
+    ids = ids.cpu()
+    if max_m is not None:
+        return RoutingPlan(*_build(ids, num_experts, 1, max_m), max_m)
+    maps = _build(ids.reshape(-1, 1), num_experts, 1, None)
+    counts, offsets, row_to_choice, row_to_expert, choice_to_row = maps
+    row_to_token = row_to_choice.div(ids.shape[1], rounding_mode="floor").int()  # -1 stays -1
+    token_to_row = choice_to_row.view(ids.shape)
+    return RoutingPlan(counts, offsets, row_to_token, row_to_expert, token_to_row, None)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -43,6 +55,8 @@ class Dispatched:
     expert_offsets: torch.Tensor
     tokens_per_expert: torch.Tensor
     token_to_row: torch.Tensor
+    counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
+    launches: tuple[Launch, ...]
 
 
 def run_dispatch(
@@ -60,14 +74,17 @@ def run_dispatch(
     pitch, num_k_blocks = round_up(hidden_size, 16) + 16, num_blocks(hidden_size)
     scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
     matrices = () if max_m is None else (num_experts,)
-    done = Dispatched(
+    count_bytes = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
+    filled = (
         poisoned((num_rows, pitch), torch.uint8, device),
         poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, device),
         poisoned((num_experts + 1,), torch.int32, device),
         poisoned((num_experts,), torch.int32, device),
         poisoned((num_tokens, top_k), torch.int32, device),
+        poisoned((count_bytes + _GUARD,), torch.uint8, device),
     )
-    dispatch_launch.prepare_dispatch(
+    rows, row_scales, expert_offsets, tokens_per_expert, token_to_row, counts = filled
+    launches = dispatch_launch.prepare_dispatch(
         x.get_device(),
         x=x.data_ptr(),
         x_dtype=x.dtype,
@@ -80,18 +97,21 @@ def run_dispatch(
         num_experts=num_experts,
         hidden_size=hidden_size,
         max_m=max_m,
-        rows=done.rows.data_ptr(),
+        rows=rows.data_ptr(),
         row_pitch=pitch,
-        row_scales=done.row_scales.data_ptr(),
+        row_scales=row_scales.data_ptr(),
         scale_pitch=scale_pitch,
-        expert_offsets=done.expert_offsets.data_ptr(),
-        tokens_per_expert=done.tokens_per_expert.data_ptr(),
-        token_to_row=done.token_to_row.data_ptr(),
+        expert_offsets=expert_offsets.data_ptr(),
+        tokens_per_expert=tokens_per_expert.data_ptr(),
+        token_to_row=token_to_row.data_ptr(),
         stream=stream,
         num_sms=num_sms,
+        counts=counts.data_ptr(),
         programmatic=programmatic,
-    ).on(x.get_device())
-    return done
+    )
+    for launch in launches:
+        launch.on(x.get_device())
+    return Dispatched(*filled, launches)
 
 
 def check_dispatch(
@@ -102,7 +122,7 @@ def check_dispatch(
     for name in ("expert_offsets", "tokens_per_expert", "token_to_row"):
         assert torch.equal(getattr(done, name), getattr(plan, name).to(x.device)), name
     data, scale_inv = quantize_1x128(x, False)
-    hidden_size, unit_end = x.shape[1], round_up(x.shape[1], 8)
+    hidden_size, unit_end = x.shape[1], round_up(x.shape[1], 16)
     row_to_token = plan.row_to_token.to(x.device)
     row_to_token = row_to_token[: done.rows.shape[0]]
     is_row, token = (row_to_token >= 0)[:, None], row_to_token.clamp(min=0)
@@ -112,10 +132,12 @@ def check_dispatch(
     untouched = poisoned((1,), torch.int32, x.device)
     scales = torch.where(is_row, scale_inv.view(torch.int32)[token], untouched)  # [R, H/128]
     ours = done.row_scales.view(torch.int32).transpose(-1, -2)
-    if max_m is None:
-        assert torch.equal(ours[: scales.shape[0]], scales)
-    else:
-        assert torch.equal(ours[:, :max_m], scales.view(num_experts, max_m, -1))
+    if max_m is not None:
+        scales = scales.view(num_experts, max_m, -1)
+    num_rows = scales.shape[-2]
+    assert torch.equal(ours[..., :num_rows, :], scales)
+    assert (ours[..., num_rows:, :] == untouched).all()
+    assert (done.counts[-_GUARD:] == POISON).all()
 
 
 def run_combine(

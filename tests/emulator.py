@@ -118,7 +118,7 @@ class Emulator:
         self.launched.append(made)
         bodies = {
             **{"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k},
-            **{"dispatch": self.dispatch, "combine": self.combine},
+            **{"count": self.count, "dispatch": self.dispatch, "combine": self.combine},
         }
         bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
         return 0
@@ -156,26 +156,60 @@ class Emulator:
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
+    @staticmethod
+    def places(routing):
+        """Tokens or choices with a row, for each expert; expert and row of each choice, or -1.
+
+        Of the rows of all experts, a choice has one of its own; of matrices, the token.
+        """
+        num_tokens, top_k = routing.num_tokens, routing.top_k
+        id_dtype = torch.int64 if routing.is_wide else torch.int32
+        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
+        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
+        of_experts = [{} for _ in range(routing.num_experts)]
+        of_choices = [[-1] * top_k for _ in range(num_tokens)]
+        for token, choice in itertools.product(range(num_tokens), range(top_k)):
+            expert = ids[token][choice]
+            if 0 <= expert < routing.num_experts:
+                rows_of_expert = of_experts[expert]
+                key = (token, 0) if routing.max_m else (token, choice)
+                row = rows_of_expert.setdefault(key, len(rows_of_expert))
+                of_choices[token][choice] = expert, row
+        return of_experts, of_choices
+
+    def counts_of(self, x):
+        """[chunks, slots] of how many rows each expert has in each chunk of tokens."""
+        counts = torch.zeros(x.num_chunks, x.routing.num_slots, dtype=torch.int16)
+        for expert, rows in enumerate(self.places(x.routing)[0]):
+            for token, _ in rows:
+                counts[token // x.routing.chunk, expert] += 1
+        return counts
+
+    def count(self, made, parameters):
+        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        counts = self.counts_of(x)
+        assert (made.grid, made.block) == (x.num_chunks, 128)
+        assert f"<{str(x.routing.max_m > 0).lower()}>" in made.kernel.name
+        memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
+
     def dispatch(self, made, parameters):
-        """Of the rows of all experts, a choice has one of its own; of matrices, the token."""
         made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
         routing, h = x.routing, x.hidden_size
         num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
         blocks = kernels.num_blocks(h)
         assert x.num_k_blocks == blocks
-        name = re.search(r"Input::\w+", made.kernel.name)[0]
+        assert made.grid == x.num_chunks * x.num_parts
+        assert x.num_chunks == kernels.ceil_div(num_tokens, routing.chunk)
+        name, *flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")
         dtype = next(d for d, found in dispatch_launch._INPUTS.items() if found == name)
-        id_dtype = torch.int64 if routing.is_wide else torch.int32
-        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
-        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
-        places = [[{} for _ in range(e)], [[-1] * top_k for _ in range(num_tokens)]]
-        for token, choice in itertools.product(range(num_tokens), range(top_k)):
-            expert = ids[token][choice]
-            if 0 <= expert < e:
-                rows_of_expert = places[0][expert]
-                key = token if routing.max_m else (token, choice)
-                row = rows_of_expert.setdefault(key, len(rows_of_expert))
-                places[1][token][choice] = expert, row
+        _, merges, is_counted = (flag == "true" for flag in flags)
+        assert merges == (routing.max_m > 0)
+        if is_counted:
+            shape = [x.num_chunks, routing.num_slots]
+            counted = memory(x.counts, torch.int16, shape, [shape[1], 1])
+            assert torch.equal(counted, self.counts_of(x))
+            assert made.programmatic
+        places = self.places(routing)
         counts = [len(rows) for rows in places[0]]
         if routing.max_m:
             assert max(counts) <= routing.max_m
@@ -445,6 +479,13 @@ def kind_of(made) -> Kind:
     return Kind(re.search(r"Kind::(\w+)", made.kernel.name)[1])
 
 
+class AnyIndex:
+    """Of the current device: tensors of the CPU have index None, and say -1."""
+
+    def __eq__(self, other):
+        return other in (None, -1)
+
+
 def copy_of(structure, address):
     return structure.from_buffer_copy(structure.from_address(address))
 
@@ -454,21 +495,23 @@ def emulated(
     config: gemm_config.GemmConfig | None = None,
     gate_up: gemm_config.GemmConfig | None = None,
 ) -> Iterator[Emulator]:
-    """Launches work on tensors of the CPU; config, and of gate and up gate_up: instead of what is
-    chosen.
+    """Launches work on tensors of the CPU.
+
+    config, and of gate and up gate_up: instead of what is chosen.
     """
     made = Emulator()
 
+    def remember(chosen):
+        kinds = Kind if chosen.grouped else [None]
+        names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
+        made.config_of.update(dict.fromkeys(names, chosen))
+        return chosen
+
     def telling(choose, instead):
         def choose_and_tell(*arguments):
-            if len(arguments) > 1:
-                *shape, num_sms, _ = arguments
-                made.chosen.append((*shape, num_sms))
-            chosen = instead or choose(*arguments)
-            kinds = Kind if chosen.grouped else [None]
-            names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
-            made.config_of.update(dict.fromkeys(names, chosen))
-            return chosen
+            *shape, num_sms, _ = arguments
+            made.chosen.append((*shape, num_sms))
+            return remember(instead or choose(*arguments))
 
         return choose_and_tell
 
@@ -483,14 +526,22 @@ def emulated(
         for folder in (gemm_launch, grouped_launch):
             patch.setattr(folder, "_launches", gemm_plan.Launches())
         patch.setattr(gemm_plan, "_max_sms", None)
-        for folder in (quantize_room, top_k_launch, experts_launch):
+        for folder in (quantize_room, top_k_launch):
             patch.setattr(folder, "_of_thread", folder._OfThread())
+        patch.setattr(experts_launch, "_layers", {})
         for name, instead in (
-            *(("choose_config", config), ("choose_grouped_config", config)),
-            ("choose_gate_up_config", gate_up),
+            ("choose_config", config),
+            ("choose_grouped_config", config),
         ):
             patch.setattr(gemm_config, name, telling(getattr(gemm_config, name), instead))
-        patch.setattr(torch.cuda, "current_device", lambda: -1)
+        choose_both = gemm_config.choose_experts_configs
+
+        def choose_both_and_tell(*arguments):
+            chosen = choose_both(*arguments)
+            return remember(gate_up or chosen[0]), remember(config or chosen[1])
+
+        patch.setattr(gemm_config, "choose_experts_configs", choose_both_and_tell)
+        patch.setattr(torch.cuda, "current_device", AnyIndex)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         yield made
     tma._encode.cache_clear()

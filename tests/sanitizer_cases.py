@@ -130,8 +130,11 @@ def main() -> None:
         launch_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
-    for num_tokens, top_k, hidden_size, num_sms in ((3, 2, 200, 132), (200, 3, 1160, 5)):
-        for kind in ("out of range", "one expert"):
+    for num_tokens, top_k, hidden_size, num_sms in (
+        *((3, 2, 200, 132), (200, 3, 1160, 5)),
+        (2731, 3, 136, 50),  # choices are counted by a kernel before
+    ):
+        for kind in ("out of range", "one expert", "nowhere"):
             run_routing(kind, num_tokens, top_k, hidden_size, num_sms)
     torch.cuda.synchronize()
 
@@ -209,12 +212,12 @@ def run_gate_up_families() -> None:
         experts_launch.choose_configs = lambda *shape, config=config: (config, chosen(*shape)[1])
         for num_tokens, h, i, limit in ((5, 200, 144, None), (77, 264, 400, 1)):
             gemm_plan.set_num_sms(limit)
-            experts_launch._of_thread.prepared.clear()
+            experts_launch._layers.clear()
             for masked in (False, True):
                 run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
             gemm_plan.set_num_sms(None)
     experts_launch.choose_configs = chosen
-    experts_launch._of_thread.prepared.clear()
+    experts_launch._layers.clear()
 
 
 def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> None:

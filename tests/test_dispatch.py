@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from moefp8.kernels import combine_launch, dispatch_launch, routing_plan, routing_plan_launch
 from moefp8.kernels.jit import compile_kernels
+from moefp8.testing import sizes
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
+OF_DISPATCH = [kernel for dtype in DTYPES for kernel in dispatch_launch.kernels_of(dtype)]
 MODULES = {
     routing_plan_launch: routing_plan_launch.kernels_of(),
-    dispatch_launch: [kernel for dtype in DTYPES for kernel in dispatch_launch.kernels_of(dtype)],
+    dispatch_launch: list(dict.fromkeys(OF_DISPATCH)),
     combine_launch: combine_launch.kernels_of(),
 }
-KINDS = "distinct", "repeated", "out of range", "one expert"
+KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 
 # ---- Compiling ----
 
@@ -45,22 +47,39 @@ def test_arguments_lie_in_memory_as_the_kernels_read_them(module, tmp_path):
 # ---- How the kernels are cut ----
 
 
-@given(
-    num_tokens=st.integers(1, 2**18),
-    top_k=st.integers(1, 64),
-    num_k_blocks=st.integers(1, 200),
+dispatches = st.tuples(  # T, k, E, k-blocks, SMs
+    *(sizes(2**18, 1), st.integers(1, 64), st.integers(1, 2000)),
+    *(st.integers(1, 200), st.integers(1, 256)),
 )
-def test_each_block_of_each_token_has_a_cta(num_tokens, top_k, num_k_blocks):
-    cut = dispatch_launch.cut_dispatch(num_tokens, top_k, num_k_blocks, NUM_SMS)
+
+
+@given(shape=dispatches)
+def test_each_block_of_each_token_has_a_cta(shape):
+    num_tokens, top_k, _, num_k_blocks, num_sms = shape
+    cut = dispatch_launch.cut_dispatch(*shape)
     chunks, parts = -(-num_tokens // cut.tokens), -(-num_k_blocks // cut.k_blocks)
-    assert (cut.threads % 32, cut.threads <= 1024, cut.ahead in (1, 4)) == (0, True, True)
+    assert (cut.threads % 32, 32 <= cut.threads <= 1024) == (0, True)
     assert cut.tokens * top_k <= routing_plan_launch.MAX_CHOICES
-    if num_tokens * top_k <= NUM_SMS * routing_plan_launch.MAX_CHOICES // 2:
-        assert chunks * parts <= NUM_SMS
+    if num_tokens * top_k <= num_sms * routing_plan_launch.MAX_CHOICES // 2:
+        assert chunks * parts <= num_sms
     if parts > 1:
         assert cut.k_blocks >= 8
-    slots = cut.threads // 16
-    assert slots >= min(64, cut.tokens * cut.k_blocks)
+    assert cut.group.bit_count() == 1
+    at_once = cut.threads // 8  # blocks
+    assert at_once >= min(64, cut.tokens * cut.k_blocks)
+    assert cut.group == 1 or cut.tokens * cut.group <= at_once
+
+
+@given(shape=dispatches)
+def test_counts_of_all_chunks_have_room(shape):
+    num_tokens, top_k, num_experts, *_ = shape
+    cut = dispatch_launch.cut_dispatch(*shape)
+    slots = routing_plan_launch.num_slots_of(num_experts)
+    assert cut.is_counted == (num_tokens * top_k > 2**13 and num_experts < 1024)
+    if cut.is_counted:  # a thread for each two experts
+        assert (cut.threads, slots // 2 <= 512) == (1024, True)
+    room = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
+    assert room >= -(-num_tokens // cut.tokens) * slots * 2
 
 
 @given(num_tokens=st.integers(0, 2**20), top_k=st.integers(1, 9000))
@@ -74,15 +93,18 @@ def test_a_plan_fits_into_shared_memory(num_tokens, top_k):
 @pytest.mark.parametrize(
     ("tokens", "hidden_blocks", "expected"),
     [
-        (1, 56, (1, 8, 128, 1)),
-        (16, 56, (1, 8, 128, 1)),
-        (128, 56, (1, 56, 896, 1)),
-        (128, 16, (1, 16, 512, 1)),
-        (4096, 56, (32, 56, 1024, 4)),
+        (1, 56, (1, 8, 8, 64, False)),
+        (16, 56, (1, 8, 8, 64, False)),
+        (128, 56, (1, 56, 64, 512, False)),
+        (128, 16, (1, 16, 16, 512, False)),
+        (1024, 56, (8, 56, 16, 1024, False)),
+        (1025, 56, (8, 56, 16, 1024, True)),
+        (4096, 56, (32, 56, 4, 1024, True)),
+        (65536, 56, (497, 56, 1, 1024, True)),
     ],
 )
 def test_cuts_of_common_shapes(tokens, hidden_blocks, expected):
-    assert dispatch_launch.cut_dispatch(tokens, 8, hidden_blocks, NUM_SMS) == expected
+    assert dispatch_launch.cut_dispatch(tokens, 8, 256, hidden_blocks, NUM_SMS) == expected
 
 
 @pytest.mark.parametrize("top_k", range(1, 70))
@@ -106,6 +128,13 @@ def test_slots_hold_all_experts_and_one_more(num_experts):
     assert routing.num_slots % 128 == 0
     assert num_experts < routing.num_slots <= num_experts + 128
     assert routing_plan_launch.shared_bytes(routing, 2) == 8 * (routing.num_slots + 2 * 4)
+
+
+@pytest.mark.parametrize(("top_k", "places"), [(1, 4), (4, 4), (5, 8), (8, 8), (10, 12), (41, 44)])
+def test_rows_of_a_token_can_be_read_four_at_once(top_k, places):
+    routing = routing_of(top_k)
+    assert routing.rows_of_token == places
+    assert routing_plan_launch.shared_bytes(routing) == 8 * routing.num_slots + 4 * 2 * places
 
 
 def test_more_rows_than_a_kernel_counts_are_refused():
@@ -194,6 +223,10 @@ def test_plan_equals_the_portable_body(
         (37, 1, 8, 333, torch.float32, 6),
         (50, 40, 64, 8, torch.bfloat16, 3),
         (130, 8, 256, 264, torch.bfloat16, 3),
+        (20, 3, 4, 1500, torch.float32, 30),
+        (70, 5, 20, 16, torch.bfloat16, 1),
+        *((1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40)),
+        *((1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5)),
     ],
 )
 def test_dispatch_equals_its_parts(
@@ -204,8 +237,40 @@ def test_dispatch_equals_its_parts(
     if kind != "out of range":
         ids = torch.stack([ids, ids + 1], 2).int()[..., 0]  # strides of 2 k and 2
     max_m = num_tokens + 1 if masked else None
+    if masked and num_experts * num_tokens > 2**18:
+        pytest.skip("too much memory")
     done = run_dispatch(x, ids, num_experts, max_m, num_sms=num_sms, stream=0)
     check_dispatch(done, x, ids, num_experts, max_m)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("programmatic", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "names"),
+    [(2730, 4, ["dispatch"]), (2731, 4, ["count", "dispatch"]), (2731, 1024, ["dispatch"])],
+)
+def test_of_many_choices_a_kernel_before_counts(num_tokens, num_experts, names, programmatic):
+    x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, 3, num_experts)
+    where = {"num_sms": 2, "stream": 0, "programmatic": programmatic}
+    launches = run_dispatch(x, ids, num_experts, None, **where).launches
+    assert [launch.kernel.name.split("_")[0] for launch in launches] == names
+    assert [launch.programmatic for launch in launches] == [programmatic, True][: len(names)]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_second_kernel_takes_the_counts_of_the_first(masked):
+    """And does not count anew: what is in memory decides."""
+    x, ids = torch.randn(1100, 8), ids_of("distinct", 1100, 8, 20)
+    max_m = 1100 if masked else None
+    done = run_dispatch(x, ids, 20, max_m, num_sms=10, stream=0)
+    check_dispatch(done, x, ids, 20, max_m)
+    per_chunk = torch.stack([chunk.flatten().bincount(minlength=128) for chunk in ids.split(110)])
+    assert torch.equal(done.counts[: 10 * 128 * 2].view(torch.int16), per_chunk.short().flatten())
+    done.counts.zero_()
+    _, dispatch = done.launches
+    dispatch()
+    assert (done.tokens_per_expert == 0).all()
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -217,7 +282,7 @@ def test_dispatch_equals_its_parts(
 def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_size):
     plan = plan_of(ids_of(kind, num_tokens, top_k, 6), 6, None)
     y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16()
-    y[plan.row_to_token < 0] = torch.nan
+    y[plan.row_to_token < 0] = torch.nan  # also row 0, if there is none
     weights = torch.rand(top_k, num_tokens).to(weights_dtype).T
     ours = run_combine(y, hidden_size, plan, weights, num_sms=2, stream=0)
     assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights))
@@ -243,6 +308,7 @@ def test_rows_must_be_aligned():
             row_pitch=24,
             row_scales=0,
             scale_pitch=4,
+            counts=0,
             **common,
             **maps,
         )

@@ -19,7 +19,7 @@ from moefp8.routing import build_plan, dispatch
 
 pytestmark = NEEDS_GPU
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-KINDS = "distinct", "repeated", "out of range", "one expert"
+KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 TOKENS = 1, 2, 16, 129, 1000, 5000
 EXPERTS_AND_K = (1, 1), (8, 2), (128, 8), (256, 8), (384, 10), (1024, 6), (64, 40)
 
@@ -92,6 +92,24 @@ def test_dispatch_of_any_dtype_and_stride(num_tokens, offset, hidden_size, dtype
         check_dispatch(done, x, ids, 6, max_m)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_experts", [4, 600, 1023, 1024])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1025, 8), (1024, 8), (130, 65), (20000, 2)])
+def test_dispatch_of_many_choices(num_tokens, top_k, num_experts, masked):
+    """Those of up to 1023 experts are counted by a kernel before; any number of SMs is right."""
+    x = torch.randn(num_tokens, 200, device="cuda").bfloat16()
+    max_m = num_tokens if masked else None
+    if masked and num_experts * num_tokens > 2**22:
+        pytest.skip("too much memory")
+    for kind in KINDS:
+        ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
+        for num_sms in (3, 132):
+            where = {**on_this_gpu(), "num_sms": num_sms}
+            done = run_dispatch(x, ids, num_experts, max_m, **where)
+            assert len(done.launches) == 1 + (num_tokens * top_k > 2**13 and num_experts < 1024)
+            check_dispatch(done, x, ids, num_experts, max_m)
+
+
 def test_dispatch_equals_the_routing_room():
     x, ids = torch.randn(77, 7168, device="cuda").bfloat16(), ids_of("distinct", 77, 8, 256).cuda()
     done, plan = run_dispatch(x, ids, 256, None, **on_this_gpu()), build_plan(ids, 256)
@@ -118,7 +136,7 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
     assert torch.equal(ours.cpu(), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 700])
+@pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # of the last, choices are counted
 def test_launched_early_it_waits(num_tokens):
     """Dispatch and combine behind kernels that write what they read."""
     ids = ids_of("distinct", num_tokens, 4, 16).cuda()
@@ -139,15 +157,17 @@ def test_launched_early_it_waits(num_tokens):
         assert torch.equal(ours.cpu(), expected_combine(rows, 2048, plan, weights))
 
 
-def test_a_graph_follows_the_ids():
-    x, ids = torch.randn(50, 512, device="cuda"), torch.zeros(50, 3, device="cuda").long()
+@pytest.mark.parametrize("num_tokens", [50, 3000])
+def test_a_graph_follows_the_ids(num_tokens):
+    x = torch.randn(num_tokens, 512, device="cuda")
+    ids = torch.zeros(num_tokens, 3, device="cuda").long()
     run_dispatch(x, ids, 9, None, **on_this_gpu())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         done = run_dispatch(x, ids, 9, None, **on_this_gpu())
         maps = routing_plan.launch_build_plan(ids, 9, 4, None)
     for kind in KINDS:
-        ids.copy_(ids_of(kind, 50, 3, 9))
+        ids.copy_(ids_of(kind, num_tokens, 3, 9))
         graph.replay()
         check_dispatch(done, x, ids, 9, None)
         for mine, theirs in zip(maps, routing_plan._build(ids.cpu(), 9, 4, None), strict=True):

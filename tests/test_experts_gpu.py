@@ -71,11 +71,11 @@ def choose(monkeypatch):
 
     def take(config) -> None:
         monkeypatch.setattr(room, "choose_configs", lambda *shape: (config, chosen(*shape)[1]))
-        room._of_thread.prepared.clear()
+        room._layers.clear()
 
     yield take
     monkeypatch.undo()
-    room._of_thread.prepared.clear()
+    room._layers.clear()
 
 
 # ---- Against the portable body ----
@@ -90,6 +90,7 @@ def choose(monkeypatch):
         *((65, 3, 2, 100, 200), (130, 6, 9, 129, 257), (200, 7, 1, 3, 5), (300, 12, 12, 1, 1)),
         *((512, 16, 4, 1024, 512), (700, 9, 2, 264, 136), (1025, 32, 8, 384, 640)),
         *((4096, 8, 2, 512, 256), (37, 384, 40, 160, 144), (3, 1, 5, 7168, 2048)),
+        *((4097, 8, 2, 512, 256), (2100, 500, 4, 264, 144), (1500, 1024, 6, 128, 128)),
     ],
 )
 def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, masked):
@@ -130,7 +131,7 @@ def test_limits_count(layer, limit):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 50, 800])
+@pytest.mark.parametrize("num_tokens", [1, 50, 800, 2100])  # of the last, choices are counted
 def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
     x, ids, top_k_weights = inputs(num_tokens)
     is_here = torch.rand(num_tokens, K, device="cuda") < 0.6
@@ -145,7 +146,7 @@ def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
 
 
 def test_an_expert_named_twice_counts_twice(layer):
-    for num_tokens, top_k in ((1, 3), (70, 9), (600, 4)):
+    for num_tokens, top_k in ((1, 3), (70, 9), (600, 4), (1000, 9)):
         x, ids, top_k_weights = inputs(num_tokens, top_k, 2)
         for of_pairs in (ids % 2, ids * 0):
             y = run(x, of_pairs, top_k_weights, layer)
@@ -165,7 +166,7 @@ def test_empty_sizes(num_tokens, h, i):
 @pytest.mark.parametrize("expert", [0, 7, E - 1])
 @pytest.mark.parametrize("masked", [False, True])
 def test_all_tokens_of_one_expert(layer, expert, masked):
-    for num_tokens in (1, 63, 129, 3000):
+    for num_tokens in (1, 63, 129, 3000, 8193):
         x, ids, top_k_weights = inputs(num_tokens, 1)
         ids.fill_(expert)
         y = run(x, ids, top_k_weights, layer, None, masked)
@@ -219,9 +220,9 @@ def test_a_token_depends_on_no_other(masked, h, i):
             assert torch.equal(y, expected[some]), num_tokens
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 90, 1500])
+@pytest.mark.parametrize("num_tokens", [1, 5, 90, 1500, 2100])
 def test_masked_equals_contiguous(layer, num_tokens):
-    for kind in ("distinct", "repeated", "out of range", "one expert"):
+    for kind in ("distinct", "repeated", "out of range", "one expert", "nowhere"):
         arguments = inputs(num_tokens, kind=kind)
         assert torch.equal(run(*arguments, layer), run(*arguments, layer, None, True))
 
@@ -233,7 +234,9 @@ def test_parts_equal_the_whole(layer, monkeypatch, masked):
     size = room.Workspace.of(room.Sizes(777, K, E, H, I, masked)).size
     for parts in (2, 5, 40):
         monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", size // parts)
+        room._layers.clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
+    room._layers.clear()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -259,13 +262,13 @@ def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 32, 400])
+@pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
 @pytest.mark.parametrize(("h", "i"), [(H, I), (100, 200)])
 def test_one_graph_serves_all_routings(num_tokens, masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     memory = inputs(num_tokens, hidden_size=h)
     run(*memory, weights, None, masked)  # kernels are compiled and loaded
-    room._of_thread.prepared.clear()  # preparing while a graph is captured must be allowed
+    room._layers.clear()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(*memory, weights, None, masked)
@@ -281,7 +284,7 @@ def test_one_graph_serves_all_routings(num_tokens, masked, h, i):
 
 def test_streams_run_side_by_side(layer):
     """Also with other sizes, so that kernels of both are on the GPU at once."""
-    made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700)]
+    made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700, 2100)]
     expected = [run(*arguments, layer) for arguments in made]
     streams = [torch.cuda.Stream() for _ in made]
     torch.cuda.synchronize()
@@ -297,7 +300,7 @@ def test_streams_run_side_by_side(layer):
 
 def test_calls_in_a_row_do_not_meet(layer):
     """They share a workspace, and inputs are written right before."""
-    made = [inputs(num_tokens) for num_tokens in (1, 300, 2, 64, 1000, 5, 300)]
+    made = [inputs(num_tokens) for num_tokens in (1, 300, 2, 64, 2100, 1000, 5, 300)]
     expected = [run(*arguments, layer) for arguments in made]
     for _ in range(10):
         results = []
@@ -340,7 +343,7 @@ def test_layers_compile_whole(layout):
 
 def test_it_never_waits_and_needs_no_portable_body(layer, monkeypatch):
     monkeypatch.setenv("MOEFP8_STRICT", "1")
-    for num_tokens in (1, 60, 2000):
+    for num_tokens in (1, 60, 2000, 2100):
         arguments = inputs(num_tokens)
         for masked in (False, True):
             with no_synchronisation(), torch.inference_mode():

@@ -18,6 +18,7 @@ from moefp8 import kernels
 from moefp8.kernels import experts as op_room
 from moefp8.kernels import experts_launch as room
 from moefp8.kernels import gemm_config, num_blocks, round_up
+from moefp8.kernels.dispatch_launch import most_count_bytes
 from moefp8.kernels.gemm_config import Kind
 from moefp8.testing import sizes
 
@@ -26,16 +27,17 @@ _GUARD = 1 << 12
 
 
 class Workspaces:
-    """Stands for the allocator: of each size the same memory, never written before."""
+    """Stands for torch and its allocator: of each size the same memory, never written before."""
 
-    def __init__(self, new_empty) -> None:
-        self.new_empty, self.of_size = new_empty, {}
-        self.sizes = []
+    def __init__(self) -> None:
+        self.of_size, self.sizes = {}, []
 
-    def __call__(self, x: torch.Tensor, *size, **options) -> torch.Tensor:
-        if options.get("dtype") != torch.uint8:
-            return self.new_empty(x, *size, **options)
-        (count,) = size
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    def empty(self, count, **options) -> torch.Tensor:
+        if options["dtype"] != torch.uint8:
+            return torch.empty(count, **options)
         self.sizes.append(count)
         memory = self.of_size.get(count)
         if memory is None:
@@ -59,8 +61,8 @@ class Workspaces:
 
 @pytest.fixture
 def workspaces(monkeypatch):
-    made = Workspaces(torch.Tensor.new_empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **rest: made(x, *size, **rest))
+    made = Workspaces()
+    monkeypatch.setattr(room, "torch", made)
     yield made
     made.check()
 
@@ -83,7 +85,12 @@ SHAPES = {  # T, k, E, H, I
     "many": (150, 4, 3, 272, 16),
     "many experts": (9, 8, 40, 144, 128),
     "more choices than experts": (6, 9, 4, 128, 384),
+    "counted": (1025, 8, 10, 16, 32),
 }
+
+
+def names_of(launched) -> list[str]:
+    return [made.kernel.name.split("_")[0] for made in launched]
 
 
 @pytest.mark.usefixtures("workspaces")
@@ -96,9 +103,8 @@ def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
     arguments = x, ids, top_k_weights, weights, None, masked
     assert_matches_up_to_codes(launch(*arguments), body(*arguments))
-    assert [made.kernel.name.split("_")[0] for made in gpu.launched] == [
-        *("dispatch", "gemm", "gemm", "combine")
-    ]
+    names = ["dispatch", "gemm", "gemm", "combine"]
+    assert names_of(gpu.launched) == (["count", *names] if shape == "counted" else names)
 
 
 @pytest.mark.usefixtures("workspaces")
@@ -161,12 +167,16 @@ def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
 
 @pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("masked", [False, True])
-def test_all_but_the_first_are_launched_before_the_one_before_ends(gpu, masked):
-    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
-    launch(*arguments, weights_of(3, 144, 272), None, masked)
-    assert [made.programmatic for made in gpu.launched] == [False, True, True, True]
+@pytest.mark.parametrize(("num_tokens", "num_kernels"), [(9, 4), (4097, 5)])
+def test_all_but_the_first_are_launched_before_the_one_before_ends(
+    gpu, masked, num_tokens, num_kernels
+):
+    arguments = tokens_of(num_tokens, 144), ids_of("distinct", num_tokens, 2, 3)
+    weights = weights_of(3, 144, 272)
+    launch(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
+    assert [made.programmatic for made in gpu.launched] == [False, *[True] * (num_kernels - 1)]
     assert {made.stream for made in gpu.launched} == {7}
-    _, first, second, _ = gpu.launched
+    *_, first, second, _ = gpu.launched
     # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
     olds = [made.arguments.groups.bounds_are_old for made in (first, second)]
     assert olds == [False, True]
@@ -185,30 +195,21 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
     for kind in ("distinct", "repeated", "out of range", "one expert"):
         ids.copy_(ids_of(kind, 9, 2, 3))
         arguments = x, ids, top_k_weights, weights, None, masked
-        room._of_thread.prepared.clear()
+        room._layers.clear()
         assert_matches_up_to_codes(launch(*arguments), body(*arguments))
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
 
 
-def test_configurations_go_by_the_load_of_experts_that_have_tokens():
+def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemm_config, "choose_experts_configs", lambda *shape: asked.append(shape))
+
     def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
-        asked = []
-        with pytest.MonkeyPatch.context() as patch:
-            one = gemm_config.choose_gate_up_config
-
-            def choose(*arguments):
-                asked.append(arguments)
-                return one(arguments[0])
-
-            patch.setattr(gemm_config, "choose_gate_up_config", choose)
-            patch.setattr(gemm_config, "choose_grouped_config", choose)
-            shape = room.Sizes(num_tokens, top_k, num_experts, 256, 128, False)
-            room.choose_configs(shape, NUM_SMS, True)
-        (load,), (same, limit, groups, *rest) = asked
-        assert load == same <= limit
-        assert rest == [256, 128, NUM_SMS, True]
+        room.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
+        load, groups, *rest = asked.pop()
+        assert rest == [256, 128, NUM_SMS]
         return load, groups
 
     assert loads(1, 8, 256) == (1, 8)
@@ -223,15 +224,20 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens():
 def test_num_sms_limits_the_grids_of_the_gemms(gpu):
     arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
     weights = weights_of(3, 144, 272)
-    for limit in (None, 4):
+    for limit in (None, 4, 1):
         kernels.set_num_sms(limit)
         assert_matches_up_to_codes(launch(*arguments, weights), body(*arguments, weights))
-    limited = gpu.launched[5:7]
-    assert all(made.grid <= 4 for made in limited)
-    assert any(made.grid > 4 for made in gpu.launched[1:3])
+    grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
+    assert max(grids[0]) > 4 >= max(grids[1])
+    assert grids[2] == [1, 1]
 
 
 # ---- What is kept ----
+
+
+def prepared() -> list:
+    """The keys of all that is."""
+    return [key for layer in room._layers.values() for key in layer.prepared]
 
 
 @pytest.fixture
@@ -290,21 +296,51 @@ def test_whatever_decides_a_launch_is_prepared_for():
     for _ in range(2):
         for arguments in variants:
             assert_matches_up_to_codes(launch(*arguments), expected)
-        assert len(room._of_thread.prepared) == len(variants)
+        assert len(prepared()) == len(variants)
     kernels.set_num_sms(3)
     assert_matches_up_to_codes(launch(*variants[0]), expected)
-    assert len(room._of_thread.prepared) == len(variants) + 1
+    assert len(prepared()) == len(variants) + 1
 
 
 @pytest.mark.usefixtures("workspaces", "gpu")
 def test_what_is_prepared_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(room, "_MAX_PREPARED", 3)
+    monkeypatch.setattr(room, "_MAX_KEPT", 3)
     weights = weights_of(3, 144, 272)
     for num_tokens in (*range(1, 9), 1, 2):
         ids = ids_of("distinct", num_tokens, 2, 3)
         arguments = tokens_of(num_tokens, 144), ids, torch.rand(num_tokens, 2), weights
-        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
-        assert 1 <= len(room._of_thread.prepared) <= 3
+        for limit in (None, 1.0, 2.0, 3.0, None):
+            assert_matches_up_to_codes(launch(*arguments, limit), body(*arguments, limit))
+            assert 1 <= len(room._layers) <= 3
+            assert all(1 <= len(layer.prepared) <= 3 for layer in room._layers.values())
+
+
+@pytest.mark.usefixtures("workspaces", "gpu")
+def test_only_new_layouts_are_checked(monkeypatch):
+    checked, check = [], op_room._allocate
+    monkeypatch.setattr(op_room, "_allocate", lambda *given: checked.append(given) or check(*given))
+    weights, ids = weights_of(3, 144, 272), ids_of("distinct", 9, 2, 3)
+    for calls, x in enumerate((tokens_of(9, 144), tokens_of(9, 144), tokens_of(9, 144).float())):
+        launch(x, ids, torch.rand(9, 2), weights)
+        assert len(checked) == (1, 1, 2)[calls]
+    for wrong in (tokens_of(9, 140), tokens_of(8, 144), tokens_of(9, 144).double()):
+        for _ in range(2):
+            with pytest.raises(
+                (TypeError, ValueError), match=r"^experts: (hidden_states|top_k_index) "
+            ):
+                launch(wrong, ids, torch.rand(9, 2), weights)
+    assert len(room._layers) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="it is no part of a layout, for which alone arguments count")
+@pytest.mark.usefixtures("workspaces", "gpu")
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_wrong_limit_is_refused_also_for_known_layouts(limit):
+    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
+    weights = weights_of(3, 144, 272)
+    launch(*arguments, weights, 1.0)
+    with pytest.raises(ValueError, match=r"^experts: swiglu_limit must be"):
+        launch(*arguments, weights, limit)
 
 
 @pytest.mark.usefixtures("workspaces", "gpu")
@@ -318,30 +354,17 @@ def test_threads_prepare_for_themselves(preparations):
             assert_matches_up_to_codes(launch(*arguments), body(*arguments))
 
     work(0)
-    for i in range(2):  # one after the other: they have one workspace here
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(work, i).result()
+    # One works after the other, for they have one workspace here, but both live until the end.
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for i in range(4):
+            (first, second)[i % 2].submit(work, i).result()
     assert len(preparations) == 3
-
-
-class Copies:
-    """Keeps what is copied so that TMA can address it, which here no stream protects."""
-
-    def __init__(self, fitting) -> None:
-        self.fitting, self.kept = fitting, []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept.append(self.fitting(x))
-        return self.kept[-1]
 
 
 @pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize(("h", "i"), [(100, 128), (128, 100), (3, 5), (1, 1), (129, 257)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_weights_that_tma_cannot_address_are_copied_each_time(
-    gpu, preparations, monkeypatch, h, i, masked
-):
-    monkeypatch.setattr(room, "fitting", Copies(room.fitting))
+def test_weights_that_tma_cannot_address_are_copied_each_time(gpu, preparations, h, i, masked):
     weights = weights_of(3, h, i)
     arguments = tokens_of(20, h), ids_of("distinct", 20, 2, 3), torch.rand(20, 2), weights
     for calls in (1, 2):
@@ -349,31 +372,32 @@ def test_weights_that_tma_cannot_address_are_copied_each_time(
         assert_matches_up_to_codes(y, body(*arguments))
         assert len(preparations) == calls
         weights.gate_up_proj.copy_(weights_of(3, h, i).gate_up_proj)  # and are new each time
-    assert room._of_thread.prepared == {}
+    assert prepared() == []
     _, first, second, _ = gpu.launched[-4:]
     assert (first.b_maps[0].address != weights.gate_up_proj.data_ptr()) == (h % 16 != 0)
     assert (second.b_maps[0].address != weights.down_proj.data_ptr()) == (i % 16 != 0)
 
 
-@pytest.mark.xfail(strict=True, reason="another thread may be given their memory meanwhile")
-@pytest.mark.usefixtures("gpu")
-def test_copies_of_weights_live_until_all_is_launched(monkeypatch):
-    copies, fitting, prepare = [], room.fitting, room._prepare
+def test_copies_of_weights_live_until_all_is_launched(gpu, monkeypatch):
+    """Else another thread may be given their memory meanwhile."""
+    copies, fitting, combine = [], room.fitting, gpu.combine
 
     def copy(x: torch.Tensor) -> torch.Tensor:
         fits = fitting(x)
         copies.append(weakref.ref(fits))
         return fits
 
-    def check(*arguments):
-        result = prepare(*arguments)
+    def check(*arguments) -> None:
+        assert len(copies) == 3
         assert all(x() is not None for x in copies)
-        return result
+        combine(*arguments)
 
     monkeypatch.setattr(room, "fitting", copy)
-    monkeypatch.setattr(room, "_prepare", check)
+    monkeypatch.setattr(gpu, "combine", check)
     ids = ids_of("distinct", 20, 2, 3)
     launch(tokens_of(20, 100), ids, torch.rand(20, 2), weights_of(3, 100, 100))
+    assert names_of(gpu.launched)[-1] == "combine"
+    assert all(x() is None for x in copies)
 
 
 # ---- Without work ----
@@ -405,6 +429,7 @@ def test_many_tokens_go_in_parts(gpu, workspaces, monkeypatch, masked, num_token
     least = room.Workspace.of(room.Sizes(1, 2, 4, 144, 272, masked)).size
     for limit in (size, max(least, size // 3), max(least, size // 20)):
         monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", limit)
+        room._layers.clear()
         gpu.launched.clear()
         workspaces.sizes.clear()
         assert_matches_up_to_codes(launch(*arguments), whole)
@@ -431,8 +456,8 @@ def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
     """Where each lies, and from which kernel on and up to which it is needed."""
     at, (matrices, rows) = room.Workspace.of(shape), shape.matrix
     h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
-    every = matrices * rows
-    lengths = {  # bytes, first kernel, last kernel
+    every, chunk_counts = matrices * rows, most_count_bytes(*shape[:3])
+    lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
         "tokens": (every * round_up(h, 16), 0, 1),
         "token_scales": (matrices * num_blocks(h) * pitch * 4, 0, 1),
         "activated": (every * round_up(i, 16), 1, 2),
@@ -442,7 +467,8 @@ def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
         "counts": (shape.num_experts * 4, 0, 3),
         "token_to_row": (shape.num_tokens * shape.top_k * 4, 0, 3),
     }
-    return {
+    begins = SimpleNamespace(begin=at.activated, end=at.activated + chunk_counts, first=0, last=0)
+    return {"activated: counts of chunks": begins} | {
         name: SimpleNamespace(
             begin=getattr(at, name), end=getattr(at, name) + length, first=first, last=last
         )
