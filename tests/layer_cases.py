@@ -33,3 +33,12 @@ def assert_matches_up_to_codes(actual: torch.Tensor, expected: torch.Tensor) -> 
     assert_matches_reference(actual, expected, 5e-2)
     errors = row_errors(actual, expected)
     assert int((errors > 6e-3).sum()) <= 1 + 0.05 * errors.numel()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, size: int) -> None:
+    """Sums of the tensor cores have some 14 bits, and a few activations in a thousand round to the
+    neighbouring E4M3 code, an eighth away at most; of `size` in a row one alone may count.
+    """
+    assert_matches_reference(actual, expected, 5e-2 if size >= 64 else 0.12)
+    if actual.numel():
+        assert float(row_errors(actual, expected).mean()) < (1.2e-2 if size >= 64 else 4e-2)

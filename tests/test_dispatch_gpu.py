@@ -1,5 +1,7 @@
 """Plan, dispatch and combine on a GPU: bit for bit, and nothing else is written."""
 
+from itertools import product
+
 import pytest
 import torch
 from dispatch_cases import (
@@ -36,20 +38,20 @@ def as_ids(ids: torch.Tensor, dtype: torch.dtype, strided: bool) -> torch.Tensor
     return torch.stack([ids, ids], 2).cuda()[..., 0] if strided else ids.cuda()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_experts", "top_k"), EXPERTS_AND_K)
 @pytest.mark.parametrize("num_tokens", [0, *TOKENS])
-def test_plan_equals_the_cpu(num_tokens, num_experts, top_k, kind):
-    ids = ids_of(kind, num_tokens, top_k, num_experts)
-    for alignment, max_m in ((1, None), (128, None), (5, None), (1, num_tokens), (1, 5100)):
-        if max_m is not None and num_experts * max_m > 2**22:
+def test_plan_equals_the_cpu(num_tokens, num_experts, top_k):
+    layouts = (1, None), (128, None), (5, None), (1, num_tokens), (1, 5100)
+    for kind, (alignment, max_m) in product(KINDS, layouts):
+        if max_m is not None and num_experts * max_m > 2**20:
             continue
+        ids = ids_of(kind, num_tokens, top_k, num_experts)
         expected = routing_plan._build(ids, num_experts, alignment, max_m)
         on_gpu = as_ids(ids, (torch.int32, torch.int64)[alignment == 1], alignment == 5)
         with no_synchronisation():
             ours = routing_plan.launch_build_plan(on_gpu, num_experts, alignment, max_m)
         for mine, theirs in zip(ours, expected, strict=True):
-            assert torch.equal(mine.cpu(), theirs), (alignment, max_m)
+            assert torch.equal(mine.cpu(), theirs), (kind, alignment, max_m)
 
 
 def test_the_op_runs_our_kernel(monkeypatch):
@@ -58,23 +60,23 @@ def test_the_op_runs_our_kernel(monkeypatch):
     assert plan.token_to_row.tolist() == [[1, 0], [2, 2]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), EXPERTS_AND_K)
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size"),
     [(1, 7168), (2, 128), (16, 2048), (129, 200), (1000, 7168), (5000, 2048)],
 )
-def test_dispatch_equals_its_parts(num_tokens, hidden_size, num_experts, top_k, masked, kind):
+def test_dispatch_equals_its_parts(num_tokens, hidden_size, num_experts, top_k, masked):
     max_m = num_tokens + 3 if masked else None
-    if masked and num_experts * max_m * hidden_size > 2**31:
+    if masked and num_experts * max_m * hidden_size > 2**29:
         pytest.skip("too much memory")
     seed = num_tokens + top_k + masked
     x = torch.randn(num_tokens, hidden_size, device="cuda").to(DTYPES[seed % 3])
     ids_dtype = (torch.int32, torch.int64)[seed % 2]
-    ids = as_ids(ids_of(kind, num_tokens, top_k, num_experts), ids_dtype, seed % 5 == 0)
-    done = run_dispatch(x, ids, num_experts, max_m, **on_this_gpu())
-    check_dispatch(done, x, ids, num_experts, max_m)
+    for kind in KINDS:
+        ids = as_ids(ids_of(kind, num_tokens, top_k, num_experts), ids_dtype, seed % 5 == 0)
+        done = run_dispatch(x, ids, num_experts, max_m, **on_this_gpu())
+        check_dispatch(done, x, ids, num_experts, max_m)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,22 +120,20 @@ def test_dispatch_equals_the_routing_room():
     assert torch.equal(done.row_scales[:, : scale_inv.shape[0]].T, scale_inv)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (128, 8), (384, 10), (64, 40)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 129, 1000])
-@pytest.mark.parametrize("hidden_size", [128, 200, 333, 2048, 7168])
-def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, masked, kind):
+@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+@pytest.mark.parametrize("hidden_size", [200, 333, 2048])
+def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, masked):
     max_m = num_tokens if masked else None
-    if hidden_size * num_tokens * (num_experts if masked else top_k) > 2**25:
-        pytest.skip("takes the CPU long")
-    plan = plan_of(ids_of(kind, num_tokens, top_k, num_experts), num_experts, max_m)
-    y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16()
-    y[plan.row_to_token < 0] = torch.nan
-    weights = torch.rand(top_k, num_tokens).to(DTYPES[(num_tokens + top_k) % 3]).T
-    expected = expected_combine(y, hidden_size, plan, weights)
-    ours = run_combine(y.cuda(), hidden_size, plan, weights.cuda(), **on_this_gpu())
-    assert torch.equal(ours.cpu(), expected)
+    for kind in KINDS:
+        plan = plan_of(ids_of(kind, num_tokens, top_k, num_experts), num_experts, max_m)
+        y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16()
+        y[plan.row_to_token < 0] = torch.nan
+        weights = torch.rand(top_k, num_tokens).to(DTYPES[(num_tokens + top_k) % 3]).T
+        expected = expected_combine(y, hidden_size, plan, weights)
+        ours = run_combine(y.cuda(), hidden_size, plan, weights.cuda(), **on_this_gpu())
+        assert torch.equal(ours.cpu(), expected), kind
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # of the last, choices are counted
