@@ -50,18 +50,24 @@ def run(
     return experts(x, ids, top_k_weights, *weights, limit, masked)
 
 
+def _down(rows: int, cols: int, **options: int) -> GemmConfig:
+    return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, **options))
+
+
 def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
-    return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, gate_up=True, **options))
+    return _down(rows, cols, gate_up=True, **options)
 
 
-_FEW = {"parts": 2, "depth": 2, "ctas_per_sm": 2, "weights_are_rows": True}
+_FEW_OF_DOWN = {"depth": 2, "ctas_per_sm": 2, "weights_are_rows": True}
+_FEW = {"parts": 2, **_FEW_OF_DOWN}
 _PAIRS = {"share": 2, "share_rows": True}
 # Every family of kernels for gate and up.
 GATE_UP_FAMILIES = {
+    "weights are rows, 8": _gate_up(128, 8, **_FEW),
     "weights are rows, 16": _gate_up(128, 16, **_FEW),
     "weights are rows, 24": _gate_up(128, 24, **_FEW),
     "weights are rows, 32": _gate_up(128, 32, **_FEW),
-    "weights are rows, two math groups": _gate_up(256, 24, parts=2, weights_are_rows=True),
+    "weights are rows, two math groups": _gate_up(256, 32, parts=2, weights_are_rows=True),
     "two batches": _gate_up(64, 128, batches=2),
     "whole blocks": _gate_up(64, 256, parts=2),
     "whole blocks, two math groups": _gate_up(128, 256, parts=2),
@@ -69,4 +75,17 @@ GATE_UP_FAMILIES = {
     "two batches, shared rows": _gate_up(128, 128, batches=2, **_PAIRS),
     "three math groups": _gate_up(192, 128),
     "three math groups, shared rows": _gate_up(192, 128, **_PAIRS),
+}
+# Every family that is chosen for down.
+DOWN_FAMILIES = {
+    "weights are rows, 8": _down(128, 8, **_FEW_OF_DOWN),
+    "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
+    "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
+    "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
+    "two batches": _down(64, 128, batches=2),
+    "two batches, two math groups": _down(128, 128, batches=2),
+    "two batches, shared rows": _down(128, 128, batches=2, **_PAIRS),
+    "uneven columns": _down(128, 160),
+    "three math groups": _down(192, 128),
+    "two parts": _down(128, 256, parts=2),
 }

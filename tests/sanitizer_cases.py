@@ -5,7 +5,7 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 
 import torch
 from dispatch_cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
-from experts_cases import GATE_UP_FAMILIES
+from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from grouped_cases import UNTOUCHED, Routing, routing_of
 
 from moefp8.kernels import (
@@ -120,7 +120,7 @@ def main() -> None:
             gemm_plan.set_num_sms(None)
     gemm_config.choose_config = chosen
     run_grouped_families()
-    run_gate_up_families()
+    run_experts_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
         launch_quantize_1x128(x, False)
@@ -206,10 +206,17 @@ def run_grouped_families() -> None:
         run_broken_bounds(kind)
 
 
-def run_gate_up_families() -> None:
+def run_experts_families() -> None:
     chosen = experts_launch.choose_configs
-    for name, config in GATE_UP_FAMILIES.items():
-        experts_launch.choose_configs = lambda *shape, config=config: (config, chosen(*shape)[1])
+    pairs = [(f"gate and up: {name}", config, None) for name, config in GATE_UP_FAMILIES.items()]
+    pairs += [(f"down: {name}", None, config) for name, config in DOWN_FAMILIES.items()]
+    for name, gate_up, down in pairs:
+
+        def choose(*shape, gate_up=gate_up, down=down):
+            first, second = chosen(*shape)
+            return gate_up or first, down or second
+
+        experts_launch.choose_configs = choose
         for num_tokens, h, i, limit in ((5, 200, 144, None), (77, 264, 400, 1)):
             gemm_plan.set_num_sms(limit)
             experts_launch._layers.clear()
@@ -218,6 +225,7 @@ def run_gate_up_families() -> None:
             gemm_plan.set_num_sms(None)
     experts_launch.choose_configs = chosen
     experts_launch._layers.clear()
+    run_experts("experts, counted", 2731, 136, 144, False)
 
 
 def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> None:

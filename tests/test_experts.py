@@ -220,7 +220,7 @@ BAD = {
     ),
     "number of tokens": (
         *(X, lambda x: x[:3], ValueError),
-        r"hidden_states must be \[T, H\] = \[4, 144\], got \[3, 144\]",
+        r"top_k_index must be \[T, k\] = \[3, 2\], got \[4, 2\]",
     ),
     "hidden size": (
         *(X, lambda x: x[:, :99], ValueError),

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from dispatch_cases import ids_of
-from experts_cases import GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
+from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
 from gpu_cases import NEEDS_GPU, no_synchronisation
 from layer_cases import assert_close
 
@@ -58,11 +58,15 @@ def layer() -> Weights:
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Take this configuration for gate and up."""
+    """Take these configurations for gate and up, and for down, or what would be chosen."""
     chosen = room.choose_configs
 
-    def take(config) -> None:
-        monkeypatch.setattr(room, "choose_configs", lambda *shape: (config, chosen(*shape)[1]))
+    def take(gate_up=None, down=None) -> None:
+        def instead(*shape):
+            first, second = chosen(*shape)
+            return gate_up or first, down or second
+
+        monkeypatch.setattr(room, "choose_configs", instead)
         room._layers.clear()
 
     yield take
@@ -176,8 +180,10 @@ def test_every_family_gives_the_same_bits(layer, choose, num_tokens):
         arguments = inputs(num_tokens, hidden_size=hidden_size)
         expected = body(*arguments, weights)
         first = None
-        for name, config in GATE_UP_FAMILIES.items():
-            choose(config)
+        families = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
+        families += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
+        for name, gate_up, down in families:
+            choose(gate_up, down)
             for masked in (False, True):
                 poison()
                 y = run(*arguments, weights, None, masked)
@@ -193,6 +199,18 @@ def test_a_limit_of_sms_changes_no_bit(layer, choose, family):
     expected = run(*arguments, layer)
     try:
         for limit in (1, 2, 3, 131, 10_000):
+            set_num_sms(limit)
+            assert torch.equal(run(*arguments, layer), expected)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
+def test_what_is_chosen_for_few_sms_changes_no_bit(layer, num_tokens):
+    arguments = inputs(num_tokens)
+    expected = run(*arguments, layer)
+    try:
+        for limit in (1, 2, 131):
             set_num_sms(limit)
             assert torch.equal(run(*arguments, layer), expected)
     finally:

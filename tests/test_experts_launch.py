@@ -8,7 +8,7 @@ import pytest
 import torch
 from dispatch_cases import ids_of
 from emulator import emulated
-from experts_cases import GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
+from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
 from gpu_cases import NUM_SMS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +142,20 @@ def test_every_family_is_launched_rightly(family, masked, limit):
             arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
             assert_matches_up_to_codes(launch(*arguments), body(*arguments))
             assert gpu.launched[-3].config == config
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("family", DOWN_FAMILIES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_family_of_down_is_launched_rightly(family, masked):
+    config = DOWN_FAMILIES[family]
+    with emulated(config) as gpu:
+        for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
+            x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
+            ids = ids_of("distinct", num_tokens, 2, 3)
+            arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
+            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+            assert gpu.launched[-2].config == config
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
@@ -323,11 +337,10 @@ def test_only_new_layouts_are_checked(monkeypatch):
     for calls, x in enumerate((tokens_of(9, 144), tokens_of(9, 144), tokens_of(9, 144).float())):
         launch(x, ids, torch.rand(9, 2), weights)
         assert len(checked) == (1, 1, 2)[calls]
+    errors, message = (TypeError, ValueError), r"^experts: (hidden_states|top_k_index) must be"
     for wrong in (tokens_of(9, 140), tokens_of(8, 144), tokens_of(9, 144).double()):
         for _ in range(2):
-            with pytest.raises(
-                (TypeError, ValueError), match=r"^experts: (hidden_states|top_k_index) "
-            ):
+            with pytest.raises(errors, match=message):
                 launch(wrong, ids, torch.rand(9, 2), weights)
     assert len(room._layers) == 2
 

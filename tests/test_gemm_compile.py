@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cuda.pathfinder
 import pytest
 import sanitizer_cases
-from experts_cases import GATE_UP_FAMILIES
+from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from gemm_cases import KINDS, MS, SHAPES
 from gpu_cases import NUM_SMS, assert_arguments_fit
 from hypothesis import given
@@ -41,10 +41,21 @@ def grouped_configs() -> list[gemm_config.GemmConfig]:
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
 
 
-def gate_up_configs() -> list[gemm_config.GemmConfig]:
-    """All that are chosen, and every family."""
-    chosen = map(gemm_config.choose_gate_up_config, range(1, 4097))
-    return list(dict.fromkeys((*chosen, *GATE_UP_FAMILIES.values())))
+EXPERTS = {  # E, k, H, I
+    "DeepSeek-V3": (256, 8, 7168, 2048),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Mixtral-8x7B": (8, 2, 4096, 14336),
+}
+
+
+def experts_configs() -> list[gemm_config.GemmConfig]:
+    """All that are chosen for gate and up, and for down."""
+    pairs = (
+        gemm_config.choose_experts_configs(load, groups, h, i, num_sms)
+        for e, k, h, i in EXPERTS.values()
+        for load, groups, num_sms in itertools.product(range(1, 4097), (1, k, e), (1, NUM_SMS))
+    )
+    return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(pairs))))
 
 
 class Variant(NamedTuple):
@@ -90,10 +101,13 @@ def grouped_cubins(tmp_path_factory) -> Cubins:
 
 
 @pytest.fixture(scope="module")
-def gate_up_cubins(tmp_path_factory) -> Cubins:
-    """As the routed experts launch them."""
-    pairs = itertools.product(gate_up_configs(), (Kind.OFFSETS, Kind.MASKED))
-    variants = [Variant(config, kind=kind) for config, kind in pairs]
+def experts_cubins(tmp_path_factory) -> Cubins:
+    """As the routed experts launch them: gate and up of both kinds, all else of one."""
+    kinds, chosen = (Kind.OFFSETS, Kind.MASKED), experts_configs()
+    others = dict.fromkeys((*chosen, *GATE_UP_FAMILIES.values()))
+    pairs = [*itertools.product((x for x in chosen if x.gate_up), kinds)]
+    pairs += zip(others, itertools.cycle(kinds), strict=False)
+    variants = [Variant(config, kind=kind) for config, kind in dict.fromkeys(pairs)]
     return compiled(tmp_path_factory.mktemp("cache"), variants)
 
 
@@ -103,15 +117,16 @@ def test_every_configuration_compiles_and_spills_nothing(which, request):
     assert {variant: found for variant, found in problems.items() if found} == {}
 
 
-def test_gate_and_up_compile_for_every_load_and_spill_nothing_where_it_counts(
-    gate_up_cubins, disassemble
+def test_experts_compile_for_every_load_and_spill_nothing_where_it_counts(
+    experts_cubins, disassemble
 ):
-    """Three math warpgroups have 152 registers each, of which activation leaves too few: they spill
-    once for a tile, but hardly in the loop over K, of which a round is four stages.
+    """Three math warpgroups have 152 registers each, of which activation leaves too few: for gate
+    and up they spill once for a tile, but hardly in the loop over K, of which a round is four
+    stages.
     """
-    for (config, _, kind), cubin in gate_up_cubins.items():
+    for (config, _, kind), cubin in experts_cubins.items():
         problems = cubin.problems()
-        if config.math_groups < 3:
+        if config.math_groups < 3 or not config.gate_up:
             assert problems == [], (config, kind)
             continue
         assert not any("Performance Loss" in problem for problem in problems), (config, kind)
@@ -133,16 +148,35 @@ def loops_of(code: str) -> Iterator[str]:
             yield "\n".join(lines[begins[jump[1]] : i])
 
 
-@given(tokens=sizes(100_000, 1))
-def test_every_configuration_of_gate_and_up_fits_an_sm(tokens):
-    config = gemm_config.choose_gate_up_config(tokens)
-    assert config.grouped
-    assert config.gate_up
-    assert config.split == 1
-    assert config.stages >= 2
-    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-    assert config.cluster * config.outputs == 128  # of each token, what has one scale
-    assert config in gate_up_configs()
+@given(
+    tokens=sizes(100_000, 1),
+    num_groups=st.integers(1, 300),
+    h=sizes(20_000, 1),
+    i=sizes(20_000, 1),
+    num_sms=st.integers(1, 200),
+)
+def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms):
+    both = gemm_config.choose_experts_configs(tokens, num_groups, h, i, num_sms)
+    assert [config.gate_up for config in both] == [True, False]
+    for config in both:
+        assert config.grouped
+        assert config.split == 1
+        assert config.stages >= 2
+        assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
+        assert config.cols % config.store_cols == 0
+        assert config.cluster <= min(2, num_sms)
+        assert config in ALL_OF_EXPERTS
+    gate_up, _ = both
+    assert gate_up.cluster * gate_up.outputs == 128  # of each token, what has one scale
+
+
+ALL_OF_EXPERTS = frozenset(experts_configs())
+
+
+def test_families_hold_every_configuration_of_experts():
+    families = {*GATE_UP_FAMILIES.values(), *DOWN_FAMILIES.values()}
+    assert families >= ALL_OF_EXPERTS
+    assert set(DOWN_FAMILIES.values()) <= ALL_OF_EXPERTS
 
 
 @given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
@@ -239,7 +273,7 @@ def family_cubins(tmp_path_factory) -> Cubins:
     return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
 
 
-@pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins", "gate_up_cubins"])
+@pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins", "experts_cubins"])
 def test_machine_code_is_what_was_meant(which, request, disassemble):
     for (config, _, kind), cubin in request.getfixturevalue(which).items():
         code, dimensions = disassemble(cubin), "3D" if config.grouped else "2D"
@@ -350,7 +384,7 @@ def releases_before_reads(code: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins", "gate_up_cubins"]
+    "which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins", "experts_cubins"]
 )
 def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
     """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu.
