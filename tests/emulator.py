@@ -529,6 +529,7 @@ def emulated(
         for folder in (quantize_room, top_k_launch):
             patch.setattr(folder, "_of_thread", folder._OfThread())
         patch.setattr(experts_launch, "_layers", {})
+        patch.setattr(experts_launch, "_prepared", {})
         for name, instead in (
             ("choose_config", config),
             ("choose_grouped_config", config),

@@ -220,11 +220,13 @@ def run_experts_families() -> None:
         for num_tokens, h, i, limit in ((5, 200, 144, None), (77, 264, 400, 1)):
             gemm_plan.set_num_sms(limit)
             experts_launch._layers.clear()
+            experts_launch._prepared.clear()
             for masked in (False, True):
                 run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
             gemm_plan.set_num_sms(None)
     experts_launch.choose_configs = chosen
     experts_launch._layers.clear()
+    experts_launch._prepared.clear()
     run_experts("experts, counted", 2731, 136, 144, False)
 
 

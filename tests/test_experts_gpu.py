@@ -68,10 +68,12 @@ def choose(monkeypatch):
 
         monkeypatch.setattr(room, "choose_configs", instead)
         room._layers.clear()
+        room._prepared.clear()
 
     yield take
     monkeypatch.undo()
     room._layers.clear()
+    room._prepared.clear()
 
 
 # ---- Against the portable body ----
@@ -245,8 +247,10 @@ def test_parts_equal_the_whole(layer, monkeypatch, masked):
     for parts in (2, 5, 40):
         monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", size // parts)
         room._layers.clear()
+        room._prepared.clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
     room._layers.clear()
+    room._prepared.clear()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -279,6 +283,7 @@ def test_one_graph_serves_all_routings(num_tokens, masked, h, i):
     memory = inputs(num_tokens, hidden_size=h)
     run(*memory, weights, None, masked)  # kernels are compiled and loaded
     room._layers.clear()  # preparing while a graph is captured must be allowed
+    room._prepared.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(*memory, weights, None, masked)

@@ -1,4 +1,4 @@
-// Plan, quantize and dispatch in one launch on Hopper: each token goes to the rows of its experts.
+// Plan, quantize and dispatch on Hopper: each token goes to the rows of its experts.
 //
 // Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and
 // quantize it once, and write its codes and its scale to each row of the token.
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
 
 // rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
-// Shared memory: 8 B for each slot, 4 B for each choice of the chunk, and if kMerges 4 B more.
+// Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more.
 // Barriers: zeros, counts and rows are each complete before they are read; 8 lanes meet in shuffles.
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
 template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>

@@ -1,4 +1,4 @@
-"""Launch `dispatch.cu`: plan, quantize and dispatch tokens in one kernel on a Hopper GPU.
+"""Launch `dispatch.cu`: plan, quantize and dispatch tokens on a Hopper GPU.
 
 T tokens, k choices each, E experts, H hidden, R rows.
 """
@@ -71,7 +71,7 @@ def cut_dispatch(
     num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
 ) -> Cut:
     """About one CTA for each SM: it has a chunk of tokens, or of few tokens only a part."""
-    chunk = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // top_k))
+    chunk = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
     k_blocks = ceil_div(num_k_blocks, max(1, parts))
     at_once = max(1, MAX_THREADS // _LANES // chunk)
@@ -107,7 +107,8 @@ def kernels_of(dtype: torch.dtype) -> list[Kernel]:
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
     """Of the memory that `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
-    num_chunks = min(num_tokens, max(256, ceil_div(2 * num_tokens * top_k, MAX_CHOICES)))
+    num_places = num_tokens * round_up(top_k, 4)
+    num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
     return num_chunks * num_slots_of(num_experts) * 2
 
 

@@ -156,6 +156,7 @@ def _launch(
 ) -> torch.Tensor:
     tokens = (hidden_states, top_k_index, top_k_weights)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
+    check_limit(_OP, swiglu_limit)
 
     def check() -> torch.Tensor:
         return _allocate(*tokens, *weights, swiglu_limit, masked)
@@ -179,7 +180,7 @@ which are FP32 before; the output of each expert is rounded to BF16, the sum FP3
 int32 or int64 [T, k] in [0, E] (E: held elsewhere, of weight 0; values are checked on the CPU,
 and on a GPU other ids count as E), top_k_weights [T, k]; gate_up_proj e4m3 [E, 2I, H], gate first,
 with gate_up_proj_scale_inv fp32 [E, 2 ceil(I/128), ceil(H/128)]; down_proj e4m3 [E, H, I] with
-down_proj_scale_inv fp32 [E, ceil(H/128), ceil(I/128)] -> bf16 [T, H]. What a token gives does not
-depend on the other tokens, bit for bit on one device. swiglu_limit: see `swiglu`.
+down_proj_scale_inv fp32 [E, ceil(H/128), ceil(I/128)] -> bf16 [T, H]. On a Hopper GPU, what
+a token gives does not depend on the other tokens, bit for bit. swiglu_limit: see `swiglu`.
 masked: on a GPU, every expert has T rows of memory, else as many as it has tokens: the result is
 the same. Raises TypeError, ValueError, naming the argument, the rule and what came."""

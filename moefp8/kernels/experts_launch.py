@@ -1,8 +1,9 @@
-"""Launch an expert layer on a Hopper GPU: four kernels in a row, none of which the host waits for.
+"""Launch an expert layer on a Hopper GPU: kernels in a row, none of which the host waits for.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
-1. `dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows.
+1. `dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows: one
+   kernel, or of many choices two.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
 4. `combine.cu`: the weighted sum of every token's rows.
@@ -274,19 +275,18 @@ class _Prepared(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Of tensors of known layouts: in how many parts, and what is prepared for which addresses.
-
-    The key of what is prepared names the thread too: no other one may write into its arguments.
-    """
+    """Of tensors of known layouts: in how many parts, with how much memory between the kernels."""
 
     sizes: Sizes
     num_parts: int
     workspace_bytes: int
-    prepared: dict[Any, _Prepared]
 
 
+# Both are forgotten when they are full: what comes and goes must not fill the memory. What is
+# prepared takes some 13 KB. Its key names the thread: no other one may write into its arguments.
 _layers: dict[Any, _Layer] = {}
-_MAX_KEPT = 4096  # then all is forgotten: what comes and goes must not fill the memory
+_prepared: dict[Any, _Prepared] = {}
+_MAX_KEPT = 4096
 
 
 def launch_experts(
@@ -311,7 +311,7 @@ def launch_experts(
     if layer is None:
         check()
         layer = _keep(_layers, key, _layer_of(tokens, projections, masked))
-    sizes, num_parts, workspace_bytes, prepared = layer
+    sizes, num_parts, workspace_bytes = layer
     device = x.device
     if y is None:
         shape = sizes.num_tokens, sizes.hidden_size
@@ -323,19 +323,19 @@ def launch_experts(
         for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
             launch_experts(check, cast(Tokens, tuple(some)), projections, limit, masked, part)
         return y
-    if x.stride(1) != 1:
+    if x.stride(1) != 1 and sizes.hidden_size > 1:
         return launch_experts(check, (x.contiguous(), *tokens[1:]), projections, limit, masked, y)
     memory = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     stream = current_stream(device.index)
     x_address, y_address = x.data_ptr(), y.data_ptr()
     addresses = tuple([z.data_ptr() for z in projections])
     place = stream, memory.data_ptr(), x_address % 16, y_address % 16, get_ident()
-    found = (addresses, limit, gemm_plan.max_sms(), place)
-    ready = prepared.get(found)
+    found = (key, addresses, limit, gemm_plan.max_sms(), place)
+    ready = _prepared.get(found)
     if ready is None:
         ready = _prepare(sizes, tokens, projections, memory, y, limit, stream)
         if ready.copies is None:
-            _keep(prepared, found, ready)
+            _keep(_prepared, found, ready)
     for dispatch in ready.dispatches:
         dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
     ready.combine.weights, ready.combine.out = top_k_weights.data_ptr(), y_address
@@ -352,9 +352,9 @@ def _layer_of(tokens: Tokens, projections: Projections, masked: bool) -> _Layer:
     (num_tokens, top_k), (num_experts, h, i) = tokens[1].shape, projections[2].shape
     sizes = Sizes(num_tokens, top_k, num_experts, h, i, masked)
     if 0 in sizes[:-1]:
-        return _Layer(sizes, 0, 0, {})
+        return _Layer(sizes, 0, 0)
     size = Workspace.of(sizes).size
-    return _Layer(sizes, ceil_div(size, MAX_WORKSPACE_BYTES), size, {})
+    return _Layer(sizes, ceil_div(size, MAX_WORKSPACE_BYTES), size)
 
 
 def _keep(kept: dict[Any, Kept], key: Any, value: Kept) -> Kept:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import gemm_config, gemm_plan
-from .blocks import E4M3, ceil_div, empty_tma_aligned, num_blocks, round_up
+from .blocks import E4M3, TMA_BYTES, ceil_div, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
 from .experts import check_limit, swiglu
 from .gemm import block_scaled_matmul
@@ -93,7 +93,9 @@ def launch_feed_forward(
     (num_tokens, _), size = x.shape, gate.shape[0]
     if y.numel() == 0 or size == 0:
         return y.zero_()
-    fitting_gate, fitting_up = fitting(gate), fitting(up)  # before all kernels of ours
+    # Before all kernels of ours. Of up, the kernel knows the address alone: it lies as gate does.
+    fitting_gate, up_scale_inv = fitting(gate), lying_as(gate_scale_inv, up_scale_inv)
+    fitting_up = lying_as(fitting_gate, up)
     data, scale_inv = launch_quantize_1x128(x, False)
     activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
@@ -106,6 +108,13 @@ def launch_feed_forward(
     _launch_gate_up(operands, beside)
     launch_gemm(activated, scales, down, down_scale_inv, y, None, programmatic=True)
     return y
+
+
+def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy of it with the strides of `like`, in memory that TMA can address."""
+    if x.stride() == like.stride() and x.data_ptr() % TMA_BYTES == like.data_ptr() % TMA_BYTES:
+        return x
+    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _launch_gate_up(operands: Operands, beside: GateUp) -> None:

@@ -1,4 +1,5 @@
-// FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16; dense, or grouped.
+// FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16; dense, or grouped. Of experts (kGateUp),
+// b is gate and up, and d is silu(gate) * up in E4M3 with a scale for each 128 outputs of a token.
 //
 // a [M, K] and b [N, K] are E4M3 with K innermost; a has a scale for each 1x128 block, b for each
 // 128x128 block. Tokens are the M rows of a, weights the N rows of b. Grouped (kGrouped), each group of
@@ -252,13 +253,13 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 }
 
 // Formula   d = sum over k-blocks of (a_scale * b_scale) * (a b^T), each k-block summed by WGMMA.
-// Grid      persistent: clusters of kShare x kSplit CTAs walk over the tiles; if sums must meet
+// Grid      persistent: clusters of kTogether x kSplit CTAs walk over the tiles; if sums must meet
 //           (kSplit > 1), each cluster computes one tile. It does not depend on how many tokens groups have.
-// Shared    kStages stages of both operands and their scales; the tile of BF16 on its way out; the
-//           inbox for sums of other CTAs.
+// Shared    kStages stages of both operands and their scales; the tile on its way out; the inbox for sums
+//           of other CTAs; magnitudes of other warps or of the peer.
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
 //           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
-//           delivered: the sums of other CTAs for this one's slice are in its inbox;
+//           delivered: the sums of other CTAs for this one's slice are in its inbox, or the peer's magnitudes;
 //           tiles: a lane of the scheduler; all threads that follow it.
 // Alignment a, b, d and the token scales [K/128, M]: address, row and matrix pitch multiples of 16 B (TMA).
 template <class C>

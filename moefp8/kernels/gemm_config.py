@@ -107,7 +107,7 @@ class GemmConfig:
     def store_cols(self) -> int:
         """Columns of one output slice: of a part, or of one of the CTAs that divided K."""
         if self.split == 1:
-            return self.cols // self.parts
+            return self.cols // (1 if self.stacked else self.parts)
         groups = self.cols // 8
         owners = max(x for x in range(1, self.split + 1) if groups % x == 0)
         return self.cols // owners
@@ -186,6 +186,8 @@ class GemmConfig:
     @property
     def accumulators(self) -> int:
         """FP32 registers of a thread that hold sums."""
+        if self.stacked:
+            return self.cols // 2 * (self.parts + self.batches * self.depth)
         return self.cols // 2 + self.batches * self.depth * self.cols // self.parts // 2
 
     @property

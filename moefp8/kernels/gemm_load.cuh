@@ -111,16 +111,16 @@ struct Loader {
   // as a whole. But while the previous kernel may still write the tokens, the first `num_ahead` stages, of one tile,
   // get their weights: of a dense GEMM only one, behind the weights of more the tokens would wait.
   __device__ void fill(WalkOf<C>& walk, bool programmatic) {
-    int num_ahead = 0;
-    if constexpr (C::kGrouped) {  // the scheduler has waited, or knew the tiles before
-      if (programmatic && walk.args->groups.bounds_are_old && !walk.done()) num_ahead = min(C::kStages, walk.k_end);
-    } else {
-      num_ahead = programmatic;
+    int num_ahead = programmatic;
+    bool waits = true;
+    if constexpr (C::kGrouped) {
+      waits = walk.args->groups.bounds_are_old;  // else the scheduler has waited
+      num_ahead = programmatic && waits && !walk.done() ? min(C::kStages, walk.k_end) : 0;
     }
     auto ahead = walk;
 #pragma unroll 1
     for (int i = 0; i < num_ahead; ++i, ++ahead.k, ahead.next_stage()) load_weights(ahead);
-    if (!C::kGrouped || num_ahead > 0) wait_for_previous_kernel();
+    if (waits) wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
       if (i >= num_ahead) load_weights(walk);

@@ -10,7 +10,7 @@ struct Arguments {
 
 // All maps of `build_plan`, see routing_plan.py.
 // Grid: a CTA of up to 1024 threads owns a chunk of tokens, or none, and shares in the padding.
-// Shared memory: 8 B for each slot and 4 B for each choice of the chunk.
+// Shared memory: 8 B for each slot and 4 B for each place of a row in the chunk.
 // Barriers: zeros, counts and experts are each complete before they are read.
 // Alignment: any.
 template <int kAhead>

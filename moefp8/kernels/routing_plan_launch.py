@@ -18,7 +18,7 @@ _SOURCE = Path(__file__).with_name("routing_plan.cu")
 _WARP = 32
 _SLOTS = 128  # of experts, that a warp reads at once
 MAX_THREADS = 1024
-MAX_CHOICES = 2**13  # of a chunk: up to 64 KiB of shared memory for where they go
+MAX_CHOICES = 2**13  # of a chunk, k rounded up to 4: 64 KiB of shared memory say where they go
 _FEW_CHOICES = 512  # to count which no more threads are worth while
 _PADDING_OF_CTA = 2**12  # rows that a CTA may fill up
 
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 def cut_plan(num_tokens: int, top_k: int, num_sms: int, min_threads: int = 128) -> Cut:
     """One chunk for each SM, or more where its rows would not fit into shared memory."""
-    tokens = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // top_k))
+    tokens = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
     num_choices = num_tokens * top_k
     threads = max(min_threads, min(round_up(num_choices, _WARP), _FEW_CHOICES))
     ahead = 1

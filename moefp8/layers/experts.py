@@ -152,7 +152,7 @@ class GroupedExperts(FixedDtypeModule):
             hidden_states: [T, H] bf16, fp16 or fp32. NaN and Inf stay in their own token's row.
             top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
                 counts with weight 0. Checked on the CPU; on a GPU other ids count as E too.
-            top_k_weights: [T, k], any float dtype.
+            top_k_weights: [T, k] bf16, fp16 or fp32.
 
         Returns:
             [T, H] in the dtype of `hidden_states`, rounded to BF16 on the way.

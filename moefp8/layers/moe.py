@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,7 +35,11 @@ class SharedExperts(nn.Module):
         self.down_proj = FP8Linear(intermediate_size, hidden_size, bias=False, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, H] bf16, fp16 or fp32 -> the same shape and dtype."""
+        """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
+
+        With a gradient to raise for, with a bias or hooks, the projections are called one by one,
+        and what gate and up give is rounded to BF16.
+        """
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         needs_grad = torch.is_grad_enabled() and any(
             y.requires_grad for y in (x, *self.parameters())
@@ -43,7 +48,7 @@ class SharedExperts(nn.Module):
             gate, up = self.gate_proj(x), self.up_proj(x)
             return self.down_proj(swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-        y = feed_forward(x, *weights, self.swiglu_limit)
+        y = feed_forward(x.flatten(0, -2), *weights, self.swiglu_limit).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -51,13 +56,15 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether to call it is to multiply by its weight, and no more."""
     if type(module) is not FP8Linear or module.bias is not None:
         return False
+    if "forward" in module.__dict__:  # wrapped
+        return False
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 class MoE(nn.Module):
     """`experts(x, router(x)) + sigmoid(shared_gate(x)) * shared(x)`, with DeepSeek's names.
 
-    In a CUDA graph, shared and routed experts are computed side by side, on two streams.
+    In a CUDA graph, shared and routed experts of few tokens are computed side by side.
 
     Args:
         hidden_size: H.
@@ -145,27 +152,31 @@ class MoE(nn.Module):
         return shared * logit.sigmoid().to(shared.dtype)
 
 
+_FEW_TOKENS = 128
+
+
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """Of a thread, since several may capture graphs at once."""
     return torch.cuda.Stream(device)
 
 
 def _side_by_side(
     first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both results, which depend on `x`; in a CUDA graph, computed side by side.
+    """Both results, which depend on `x`; of few tokens in a CUDA graph, computed side by side.
 
-    Elsewhere the host would take longer for a second stream than the GPU gains by it.
+    Of more, the GPU gains nothing; elsewhere, the host takes longer than the GPU gains.
     """
     if torch.compiler.is_compiling() or not x.is_cuda:
         return first(), second()
-    if not torch.cuda.is_current_stream_capturing():
+    if x.shape[0] > _FEW_TOKENS or not torch.cuda.is_current_stream_capturing():
         return first(), second()
-    current, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    current, side = torch.cuda.current_stream(x.device), _side_stream(x.device, get_ident())
     side.wait_stream(current)
     with torch.cuda.stream(side):
         beside = second()
     result = first()
     current.wait_stream(side)
-    beside.record_stream(current)  # its memory is the side stream's
+    # Its memory goes back to the side stream, which next time waits for what has read it.
     return result, beside

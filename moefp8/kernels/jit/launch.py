@@ -54,7 +54,7 @@ class Launch:
     stream: a CUstream, e.g. `current_stream(device_index)`.
     shared_bytes: dynamic shared memory. cluster: CTAs per cluster, along x.
     programmatic: may start before the stream's previous kernel ends (griddepcontrol.wait).
-    Raises JitError, here or when called. Immutable, so any thread may call it.
+    Raises JitError, here or when called. Any thread may call it, while none changes `arguments`.
     """
 
     __slots__ = ("_config", "_function", "_handle", "_keep", "_launch", "_parameters", "_what")
