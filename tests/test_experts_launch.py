@@ -346,7 +346,6 @@ def test_only_new_layouts_are_checked(monkeypatch):
     assert len(room._layers) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="it is no part of a layout, for which alone arguments count")
 @pytest.mark.usefixtures("workspaces", "gpu")
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])
 def test_a_wrong_limit_is_refused_also_for_known_layouts(limit):

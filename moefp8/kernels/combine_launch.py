@@ -76,7 +76,7 @@ def prepare_combine(
     Args:
         y: bf16 [R, H]; the address is a multiple of 16 and `y_row_pitch`, in elements, of 8. What
             lies behind the end of a row, up to its next multiple of 8, is read too.
-        token_to_row: int32 [T, k], contiguous; of a negative row nothing is read.
+        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
         weights: [T, k] of weights_dtype; strides in elements.
         out: bf16 [T, H], contiguous; T and H at least 1.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before

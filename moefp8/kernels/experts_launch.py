@@ -354,7 +354,8 @@ def _layer_of(tokens: Tokens, projections: Projections, masked: bool) -> _Layer:
     if 0 in sizes[:-1]:
         return _Layer(sizes, 0, 0)
     size = Workspace.of(sizes).size
-    return _Layer(sizes, ceil_div(size, MAX_WORKSPACE_BYTES), size)
+    # One token is never split.
+    return _Layer(sizes, min(num_tokens, ceil_div(size, MAX_WORKSPACE_BYTES)), size)
 
 
 def _keep(kept: dict[Any, Kept], key: Any, value: Kept) -> Kept:
