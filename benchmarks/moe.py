@@ -22,7 +22,7 @@ from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
-from benchmarks.timing import device_us_many, eager_us, graph_us
+from benchmarks.timing import device_us_many, eager_us_many, graph_us
 from moefp8 import GroupedExperts
 
 TOKENS = 1, 16, 128, 1024, 4096, 16384
@@ -56,7 +56,8 @@ def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
     for name, us in device_us_many(calls, repeats).items():
         num_bytes = case.num_bytes(PEERS[name].operands)
         found[name] = figures(us, case.flops, num_bytes, errors[name]["error"]) | errors[name]
-        found[name]["eager_us"] = round(eager_us(calls[name], repeats), 3)
+    for name, us in eager_us_many(calls, repeats).items():
+        found[name]["eager_us"] = round(us, 3)
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
     for name, call in calls.items():  # last, since a capture that fails may leave traces
         found[name] |= graph_time(call, repeats)

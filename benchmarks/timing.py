@@ -3,12 +3,13 @@
 `device_us`, `device_us_many`: how long the device works for one call, without gaps. What runs at
     the same time counts once: a kernel may wait on the device for the one before it to end.
 `graph_us`: how long one replay of the call takes as a CUDA graph.
-`eager_us`: how long the stream takes for one call from an idle start, launches included.
+`eager_us_many`: how long the stream takes for one call from an idle start, launches included.
 `host_us`: how long one call keeps the calling thread.
 
 The first three flush L2 before every call; caches are warm for `host_us`, which no kernel slows.
 """
 
+import gc
 import random
 import statistics
 import time
@@ -158,10 +159,25 @@ def graph_us(call: Call, repeats: int = 20) -> float:
     return statistics.median(_between_events(graph.replay, False) for _ in range(repeats))
 
 
-def eager_us(call: Call, repeats: int = 20) -> float:
-    for _ in range(3):
-        call()
-    return statistics.median(_between_events(call, True) for _ in range(repeats))
+def eager_us_many(calls: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
+    """The calls take turns, as in `device_us_many`: the host's clock and caches change, too.
+
+    Garbage is collected before, and not meanwhile.
+    """
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name in order.sample(list(calls), len(calls)):
+                times[name].append(_between_events(calls[name], True))
+    finally:
+        gc.enable()
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def _between_events(call: Call, idle_first: bool) -> float:

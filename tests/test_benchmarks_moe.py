@@ -318,7 +318,7 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SMALL)
     monkeypatch.setattr(moe, "random_experts", lambda model: random_experts(model, device="cpu"))
     monkeypatch.setattr(moe, "device_us_many", lambda calls, repeats: dict.fromkeys(calls, 10.0))
-    monkeypatch.setattr(moe, "eager_us", lambda call, repeats: (call(), 60.0)[1])
+    monkeypatch.setattr(moe, "eager_us_many", lambda calls, repeats: dict.fromkeys(calls, 60.0))
     monkeypatch.setattr(moe, "graph_us", lambda call, repeats: (call(), 11.0)[1])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
 
