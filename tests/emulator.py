@@ -35,6 +35,7 @@ from moefp8.kernels import (
 )
 from moefp8.kernels import quantize_launch as quantize_room
 from moefp8.kernels.gemm_config import Kind
+from moefp8.kernels.inputs import INPUTS
 from moefp8.kernels.jit import driver, launch, module, tma
 
 
@@ -125,9 +126,7 @@ class Emulator:
 
     def quantize(self, made, parameters):
         made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
-        dtype = next(
-            d for d, name in quantize_room._INPUTS.items() if f"<{name}," in made.kernel.name
-        )
+        dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
         assert x.num_matrices == 1
         source = memory(x.x, dtype, [x.num_rows, x.k], [x.row_bytes // dtype.itemsize, 1])
         data, scale_inv = quantize._quantize_1x128(source, bool(x.ue8m0))
@@ -137,7 +136,7 @@ class Emulator:
     def top_k(self, made, parameters):
         made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
         op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
-        dtype = next(d for d, found in top_k_launch._INPUTS.items() if found == name)
+        dtype = next(d for d, found in INPUTS.items() if found == name)
         shape = [x.num_tokens, x.num_experts]
         assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
         assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
@@ -201,7 +200,7 @@ class Emulator:
         assert made.grid == x.num_chunks * x.num_parts
         assert x.num_chunks == kernels.ceil_div(num_tokens, routing.chunk)
         name, *flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")
-        dtype = next(d for d, found in dispatch_launch._INPUTS.items() if found == name)
+        dtype = next(d for d, found in INPUTS.items() if found == name)
         _, merges, is_counted = (flag == "true" for flag in flags)
         assert merges == (routing.max_m > 0)
         if is_counted:
@@ -241,7 +240,7 @@ class Emulator:
     def combine(self, made, parameters):
         made.arguments = x = copy_of(combine_launch._Arguments, parameters[0])
         name = re.search(r"Input::\w+", made.kernel.name)[0]
-        dtype = next(d for d, found in combine_launch._INPUTS.items() if found == name)
+        dtype = next(d for d, found in INPUTS.items() if found == name)
         shape, h = [x.num_tokens, x.top_k], x.hidden_size
         strides = [y // dtype.itemsize for y in (x.weight_token_bytes, x.weight_choice_bytes)]
         weights = memory(x.weights, dtype, shape, strides).float()

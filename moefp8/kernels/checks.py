@@ -1,6 +1,7 @@
 """Argument checks shared by the launchers: the rule, what came, the way out.
 
-Only dtypes, shapes, strides and devices are looked at, so no check waits for a device.
+Only dtypes, shapes, strides and devices are looked at, so no check waits for a device; but for
+`check_choices`, which is for the CPU.
 """
 
 from collections.abc import Sequence
@@ -148,3 +149,15 @@ def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
     if bias is not None:
         check_tensor(op, "bias", bias, FLOATS, 1)
         check_shape(op, "bias", bias, [n], "[N]")
+
+
+def check_choices(op: str, top_k_index: torch.Tensor, num_experts: int) -> None:
+    """Its values: only on a CPU, where that costs no synchronisation."""
+    if top_k_index.numel() == 0:
+        return
+    low, high = (int(x) for x in top_k_index.aminmax())
+    if low < 0 or high > num_experts:
+        raise ValueError(
+            f"{op}: top_k_index must be in [0, E] for E = {num_experts} experts (E itself marks "
+            f"a choice held elsewhere, of weight 0), got ids from {low} to {high}"
+        )

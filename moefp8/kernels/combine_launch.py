@@ -11,15 +11,11 @@ import torch
 
 from .blocks import ceil_div
 from .divisor import Divisor
+from .inputs import INPUTS
 from .jit import Kernel, Launch, load
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
-_INPUTS = {
-    torch.bfloat16: "Input::kBFloat16",
-    torch.float16: "Input::kHalf",
-    torch.float32: "Input::kFloat",
-}
 _COLUMNS = 8  # of a thread: 16 B of BF16
 _VECTOR_BYTES = 16
 _MAX_UNITS = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
@@ -44,12 +40,12 @@ def threads_of(num_units: int, num_sms: int) -> int:
 
 def kernel_of(weights_dtype: torch.dtype, vectorized: bool) -> Kernel:
     """vectorized: the result lies such that eight elements can be stored at once."""
-    return Kernel(_SOURCE, f"combine_kernel<{_INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
+    return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
 
 
 def kernels_of() -> list[Kernel]:
     """All kernels that a combine can need."""
-    return [kernel_of(dtype, vectorized) for dtype in _INPUTS for vectorized in (True, False)]
+    return [kernel_of(dtype, vectorized) for dtype in INPUTS for vectorized in (True, False)]
 
 
 def prepare_combine(

@@ -13,6 +13,7 @@ import torch
 
 from .blocks import ceil_div, num_blocks, round_up
 from .divisor import Divisor
+from .inputs import INPUTS
 from .jit import Kernel, Launch, load
 from .routing_plan_launch import (
     MAX_CHOICES,
@@ -25,11 +26,6 @@ from .routing_plan_launch import (
 
 _OP = "dispatch"
 _SOURCE = Path(__file__).with_name("dispatch.cu")
-_INPUTS = {
-    torch.bfloat16: "Input::kBFloat16",
-    torch.float16: "Input::kHalf",
-    torch.float32: "Input::kFloat",
-}
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
 _LANES = 8  # that hold a block of 128 elements
 _COUNT_THREADS = 128
@@ -86,7 +82,7 @@ def cut_dispatch(
 def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
     """vectorized: elements lie such that eight can be loaded at once."""
     flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
-    return Kernel(_SOURCE, f"dispatch_kernel<{_INPUTS[dtype]}, {flags}>")
+    return Kernel(_SOURCE, f"dispatch_kernel<{INPUTS[dtype]}, {flags}>")
 
 
 def count_kernel_of(*, masked: bool) -> Kernel:

@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from .blocks import E4M3, num_blocks
-from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
+from .checks import (
+    FLOATS,
+    check_choices,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from .experts_launch import launch_experts
 from .gemm import block_scaled_matmul
 from .quantize import quantize_1x128
@@ -87,18 +94,6 @@ def _allocate(
     return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
 
 
-def _check_ids(top_k_index: torch.Tensor, num_experts: int) -> None:
-    """Only on a CPU, where it costs no synchronisation."""
-    if top_k_index.numel() == 0:
-        return
-    low, high = (int(x) for x in top_k_index.aminmax())
-    if low < 0 or high > num_experts:
-        raise ValueError(
-            f"{_OP}: top_k_index must be in [0, E] for E = {num_experts} experts (E itself marks "
-            f"a choice held elsewhere, of weight 0), got ids from {low} to {high}"
-        )
-
-
 def _body(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -114,7 +109,7 @@ def _body(
     y = _allocate(hidden_states, top_k_index, top_k_weights, *weights, swiglu_limit, masked)
     num_experts, h, i = down_proj.shape
     if hidden_states.device.type == "cpu":
-        _check_ids(top_k_index, num_experts)
+        check_choices(_OP, top_k_index, num_experts)
     if i == 0:
         return y.zero_()
     data, scale_inv = quantize_1x128(hidden_states, False)

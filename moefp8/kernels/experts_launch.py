@@ -36,7 +36,7 @@ from .experts_prepare import (
 )
 from .gemm_plan import device_sms
 from .jit import Launch, current_stream
-from .tma_operands import fitting
+from .tma_operands import fitting, lying_as
 
 MAX_WORKSPACE_BYTES = 4 << 30
 Kept = TypeVar("Kept")
@@ -154,9 +154,10 @@ def _prepare(
     gate_up, gate_up_scale_inv, down, down_scale_inv = weights
     i, blocks = sizes.intermediate_size, num_blocks(sizes.intermediate_size)
     gate, up = gate_up[:, :i], gate_up[:, i:]
+    fitting_gate = fitting(gate)
     fitting_weights = Weights(
-        *(fitting(gate), gate_up_scale_inv[:, :blocks]),
-        *(fitting(up), gate_up_scale_inv[:, blocks:]),
+        *(fitting_gate, gate_up_scale_inv[:, :blocks]),
+        *(lying_as(fitting_gate, up), gate_up_scale_inv[:, blocks:]),
         *(fitting(down), down_scale_inv),
     )
     given = gate, up, down

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import gemm_config, gemm_plan
-from .blocks import E4M3, TMA_BYTES, ceil_div, empty_tma_aligned, num_blocks, round_up
+from .blocks import E4M3, ceil_div, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
 from .experts import check_limit, swiglu
 from .gemm import block_scaled_matmul
@@ -20,7 +20,7 @@ from .grouped_launch import most_token_tiles
 from .jit import Launch, current_stream
 from .quantize import launch_quantize_1x128, quantize_1x128
 from .registry import register
-from .tma_operands import fitting
+from .tma_operands import fitting, lying_as
 
 _OP = "feed_forward"
 _launches: dict[Any, Launch] = {}
@@ -108,13 +108,6 @@ def launch_feed_forward(
     _launch_gate_up(operands, beside)
     launch_gemm(activated, scales, down, down_scale_inv, y, None, programmatic=True)
     return y
-
-
-def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x itself, or a copy of it with the strides of `like`, in memory that TMA can address."""
-    if x.stride() == like.stride() and x.data_ptr() % TMA_BYTES == like.data_ptr() % TMA_BYTES:
-        return x
-    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _launch_gate_up(operands: Operands, beside: GateUp) -> None:

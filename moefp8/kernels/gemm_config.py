@@ -198,13 +198,13 @@ class GemmConfig:
         magnitudes = 0
         if self.gate_up:
             output = self.cta_tile[0] * self.outputs
-            tiles = 2 if self.meets_peer else 1
+            in_turn = 2 if self.meets_peer else 1
             if self.stacked:
-                magnitudes = tiles * BLOCK // 16 * self.cols * 4
+                magnitudes = in_turn * BLOCK // 16 * self.cols * 4
             elif self.meets_peer:
-                magnitudes = tiles * self.rows * 4
+                magnitudes = in_turn * self.rows * 4
             if self.meets_peer:
-                magnitudes += tiles * self.math_groups * 8
+                magnitudes += in_turn * self.math_groups * 8
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
         scales = self.stages * round_up(self.depth * self.token_scales * 4, 128)
         scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)

@@ -14,14 +14,10 @@ import torch
 
 from .blocks import ceil_div, num_blocks, round_up
 from .divisor import Divisor
+from .inputs import INPUTS
 from .jit import Kernel, Launch, current_stream, load
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
-_INPUTS = {
-    torch.bfloat16: "Input::kBFloat16",
-    torch.float16: "Input::kHalf",
-    torch.float32: "Input::kFloat",
-}
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
 _MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
 
@@ -66,9 +62,9 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
     """vectorized: elements lie such that eight can be loaded at once."""
     flag = str(vectorized).lower()
     if cut == BLOCK_ROWS:
-        return Kernel(_SOURCE, f"quantize_128x128_kernel<{_INPUTS[dtype]}, {flag}>")
+        return Kernel(_SOURCE, f"quantize_128x128_kernel<{INPUTS[dtype]}, {flag}>")
     return Kernel(
-        _SOURCE, f"quantize_1x128_kernel<{_INPUTS[dtype]}, {cut.rows}, {cut.lanes}, {flag}>"
+        _SOURCE, f"quantize_1x128_kernel<{INPUTS[dtype]}, {cut.rows}, {cut.lanes}, {flag}>"
     )
 
 

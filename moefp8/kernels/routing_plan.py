@@ -7,7 +7,7 @@ follow from T, k and E, so nothing has to be read back from the device.
 import torch
 from torch.nn.functional import pad
 
-from .checks import check_tensor
+from .checks import check_choices, check_tensor
 from .registry import register
 from .routing_plan_launch import launch_plan
 
@@ -32,17 +32,6 @@ def _check(top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: i
         raise ValueError(
             f"{_OP}: max_m must be at least T = {top_k_index.shape[0]}, since every token may "
             f"choose the same expert, got {max_m}"
-        )
-
-
-def _check_ids(top_k_index: torch.Tensor, num_experts: int) -> None:
-    if top_k_index.numel() == 0:
-        return
-    low, high = (int(x) for x in top_k_index.aminmax())
-    if low < 0 or high > num_experts:
-        raise ValueError(
-            f"{_OP}: top_k_index must be in [0, E] for E = {num_experts} experts (E itself marks "
-            f"a choice held elsewhere, of weight 0), got ids from {low} to {high}"
         )
 
 
@@ -104,7 +93,7 @@ def _cpu(
 ) -> tuple[torch.Tensor, ...]:
     """Also checks the ids, which only on a CPU costs no synchronisation."""
     _check(top_k_index, num_experts, alignment, max_m)
-    _check_ids(top_k_index, num_experts)
+    check_choices(_OP, top_k_index, num_experts)
     return _build(top_k_index, num_experts, alignment, max_m)
 
 

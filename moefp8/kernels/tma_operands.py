@@ -47,6 +47,17 @@ def fitting(x: torch.Tensor) -> torch.Tensor:
     return x if fits(x) else empty_fitting(x).copy_(x)
 
 
+def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy with the strides of `like`, for a kernel that knows only these.
+
+    Where `like` is aligned, so is what is returned.
+    """
+    alike = x.stride() == like.stride()
+    if alike and (x.data_ptr() % TMA_BYTES == 0 or like.data_ptr() % TMA_BYTES):
+        return x
+    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
 def are_aligned(addresses: tuple[int, ...]) -> bool:
     """For tensors whose strides are known to fit."""
     together = 0

@@ -13,14 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import ceil_div
+from .inputs import INPUTS
 from .jit import Kernel, Launch, current_stream, load
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
-_INPUTS = {
-    torch.bfloat16: "Input::kBFloat16",
-    torch.float16: "Input::kHalf",
-    torch.float32: "Input::kFloat",
-}
 _WARP = 32
 _MAX_WARPS = 4  # `kMaxWarps` in top_k.cu
 MAX_EXPERTS = 512  # a lane holds every 32nd in registers
@@ -57,7 +53,7 @@ def can_launch(logits: torch.Tensor, *_: object) -> bool:
 
 def kernel_of(op: str, num_experts: int, dtype: torch.dtype) -> Kernel:
     items = ceil_div(num_experts, _WARP)
-    return Kernel(_SOURCE, f"{op}_kernel<{_INPUTS[dtype]}, {items}>")
+    return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {items}>")
 
 
 class _Prepared(NamedTuple):
@@ -94,7 +90,7 @@ def launch_top_k(
     """
     if not index.numel():
         return
-    if logits.dtype not in _INPUTS:
+    if logits.dtype not in INPUTS:
         logits = logits.float()
     if bias is not None:
         bias = bias.float().contiguous()
