@@ -258,7 +258,7 @@ class Emulator:
         made.config = config = self.config_of[made.kernel.name]
         num_boxes = 1
         if config.begins_anywhere:  # as many times 64 tokens as a group has left
-            num_boxes = config.rows // 64
+            num_boxes = kernels.ceil_div(config.rows + config.tail, 64)
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
             self.maps_at(parameters[0], num_boxes),
             self.maps_at(parameters[1]),
@@ -425,9 +425,9 @@ class Emulator:
     def walk_group(made, segment, weight_tiles):
         """(tile of weights, its first token, which are stored) of each CTA, as `Scheduler`."""
         config, arguments = made.config, made.arguments
-        tokens, (begin, end, _) = config.cta_tile[0], segment
+        step, (begin, end, _) = config.cta_tile[0], segment
         start = begin if config.begins_anywhere else begin // 4 * 4
-        tall = kernels.ceil_div(end - start, config.tile[0])
+        tall = kernels.ceil_div(max(end - start - config.tail, 1), config.tile[0])
         for tile in range(tall * weight_tiles):
             first = tile // (2 * weight_tiles) * 2
             weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
@@ -436,25 +436,31 @@ class Emulator:
                 if config.shares_tokens or config.meets_peer:
                     own_tile, own_first = weight_tile * config.cluster + rank, first_token
                 else:
-                    own_tile, own_first = weight_tile, first_token + rank * tokens
+                    own_tile, own_first = weight_tile, first_token + rank * step
                 left = max(0, end - own_first)
                 own_first = min(own_first, arguments.last_token)
                 if config.begins_anywhere:
-                    own_first = min(own_first, max(begin, end - kernels.round_up(left, 64)))
-                rows = range(max(begin, own_first), min(end, own_first + tokens))
+                    in_rows = min(left, config.rows)
+                    own_first = min(own_first, max(begin, end - kernels.round_up(in_rows, 64)))
+                is_last = first + token_tile == tall - 1
+                most = step + config.tail * is_last
+                rows = range(max(begin, own_first), min(end, own_first + most))
                 yield own_tile, own_first, rows
 
     def check_boxes(self, made, m):
         """Boxes are what the kernel takes them for."""
         config, outer = made.config, [1] * made.config.grouped
         tokens, weights = config.cta_tile
+        tokens += config.tail
         shared = config.shares_tokens
         of_tokens, of_weights = (config.share, 1) if shared else (1, config.share)
         assert [x.box for x in made.b_maps] == [
             [128, size // of_weights, *outer] for size in config.weight_pieces
         ]
         # Out of bounds, TMA is slow: of an operand that is not shared, only what there is.
-        heights = [tokens] if len(made.a_maps) == 1 else range(64, tokens + 1, 64)
+        heights = [tokens]
+        if len(made.a_maps) > 1:
+            heights = [*range(64, tokens, 64), tokens]
         loaded = [x if shared else min(x, m) for x in heights]
         assert [x.box for x in made.a_maps] == [[128, x // of_tokens, *outer] for x in loaded]
         of_l2 = {made.a_maps[0].l2_bytes} if config.grouped else {128 if m <= 64 else 256}

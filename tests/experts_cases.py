@@ -50,6 +50,16 @@ def run(
     return experts(x, ids, top_k_weights, *weights, limit, masked)
 
 
+# Of experts: where a tile, its rows, or the tail behind them begin to be too small.
+LOADS_AT_EDGES = (0, 1, 24, 63, 64, 65, 127, 128, 129, 151, 152, 153, 256, 257, 280, 281, 290)
+
+
+def ids_of_loads(loads: tuple[int, ...]) -> torch.Tensor:
+    """int64 [T, 1]: so many tokens choose each expert, in any order."""
+    experts = torch.arange(len(loads)).repeat_interleave(torch.tensor(loads))
+    return experts[torch.randperm(len(experts))][:, None]
+
+
 def _down(rows: int, cols: int, **options: int) -> GemmConfig:
     return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, **options))
 
@@ -74,6 +84,7 @@ GATE_UP_FAMILIES = {
     "two batches, two math groups": _gate_up(128, 128, batches=2),
     "two batches, shared rows": _gate_up(128, 128, batches=2, **_PAIRS),
     "three math groups": _gate_up(192, 128),
+    "a tail": _gate_up(128, 128, tail=24),
     "three math groups, shared rows": _gate_up(192, 128, **_PAIRS),
 }
 # Every family that is chosen for down.
@@ -85,7 +96,7 @@ DOWN_FAMILIES = {
     "two batches": _down(64, 128, batches=2),
     "two batches, two math groups": _down(128, 128, batches=2),
     "two batches, shared rows": _down(128, 128, batches=2, **_PAIRS),
-    "uneven columns": _down(128, 160),
     "three math groups": _down(192, 128),
+    "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),
 }

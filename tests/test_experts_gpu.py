@@ -5,7 +5,16 @@ import gc
 import pytest
 import torch
 from dispatch_cases import ids_of
-from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
+from experts_cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    LOADS_AT_EDGES,
+    Weights,
+    ids_of_loads,
+    run,
+    tokens_of,
+    weights_of,
+)
 from gpu_cases import NEEDS_GPU, no_synchronisation
 from layer_cases import assert_close
 
@@ -192,6 +201,20 @@ def test_every_family_gives_the_same_bits(layer, choose, num_tokens):
                 assert_close(y, expected, size)
                 first = y if first is None else first
                 assert torch.equal(y, first), (name, masked)
+
+
+def test_every_family_ends_tiles_where_groups_end(choose):
+    ids, experts = ids_of_loads(LOADS_AT_EDGES).cuda(), len(LOADS_AT_EDGES)
+    weights = weights_of(experts, 264, 200, "cuda")
+    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
+    expected, first = body(tokens, ids, of_choices, weights), None
+    for name in {**GATE_UP_FAMILIES, **DOWN_FAMILIES}:
+        choose(GATE_UP_FAMILIES.get(name), DOWN_FAMILIES.get(name))
+        poison()
+        y = run(tokens, ids, of_choices, weights)
+        assert_close(y, expected, 200)
+        first = y if first is None else first
+        assert torch.equal(y, first), name
 
 
 @pytest.mark.parametrize("family", GATE_UP_FAMILIES)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from dispatch_cases import ids_of
 from emulator import emulated
-from experts_cases import DOWN_FAMILIES, GATE_UP_FAMILIES, Weights, run, tokens_of, weights_of
+from experts_cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    LOADS_AT_EDGES,
+    Weights,
+    ids_of_loads,
+    run,
+    tokens_of,
+    weights_of,
+)
 from gpu_cases import NUM_SMS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,6 +165,21 @@ def test_every_family_of_down_is_launched_rightly(family, masked):
             arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
             assert_matches_up_to_codes(launch(*arguments), body(*arguments))
             assert gpu.launched[-2].config == config
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("family", ["a tail", "three math groups", "two batches, two math groups"])
+def test_tiles_end_where_groups_do(family):
+    """The emulator sees to it that each token of a group meets each weight."""
+    ids, experts = ids_of_loads(LOADS_AT_EDGES), len(LOADS_AT_EDGES)
+    with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
+        arguments = (
+            tokens_of(len(ids), 16),
+            ids,
+            torch.rand(len(ids), 1),
+            weights_of(experts, 16, 16),
+        )
+        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):

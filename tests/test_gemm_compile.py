@@ -120,13 +120,13 @@ def test_every_configuration_compiles_and_spills_nothing(which, request):
 def test_experts_compile_for_every_load_and_spill_nothing_where_it_counts(
     experts_cubins, disassemble
 ):
-    """Three math warpgroups have 152 registers each, of which activation leaves too few: for gate
-    and up they spill once for a tile, but hardly in the loop over K, of which a round is four
-    stages.
+    """Three math warpgroups with rows have 152 registers each, of which activation leaves too few:
+    for gate and up they spill once for a tile, but hardly in the loop over K, of which a round is
+    four stages.
     """
     for (config, _, kind), cubin in experts_cubins.items():
         problems = cubin.problems()
-        if config.math_groups < 3 or not config.gate_up:
+        if config.row_groups < 3 or not config.gate_up:
             assert problems == [], (config, kind)
             continue
         assert not any("Performance Loss" in problem for problem in problems), (config, kind)

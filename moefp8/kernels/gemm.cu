@@ -14,11 +14,13 @@
 // a grouped GEMM `Scheduler` and `Follower`, is the tile scheduler and the state of that pipeline; `store` and
 // `reduce` in gemm_output.cuh are the epilogue. kShare is TMA multicast in a cluster, kSplit split-K over its
 // CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes one product while the tensor
-// cores compute the next. `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
+// cores compute the next. kTail: tokens behind the rows of a tile, for which 64 rows more would be too many.
+// `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
 #include "gemm_activation.cuh"
 #include "gemm_groups.cuh"
 #include "gemm_load.cuh"
 #include "gemm_output.cuh"
+#include "gemm_tail.cuh"
 #include "gemm_tile.cuh"
 #include "wgmma.cuh"
 
@@ -322,6 +324,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
       walk.start();
       if (C::kGrouped && !walk.done()) scale_loader.read(walk);
       scale_loader.run(shared, walk);
+    }
+  } else if (group == C::kRowGroups) {  // the tail's, if there is one
+    if constexpr (C::kTail > 0) {
+      give_registers<C::kTailRegisters>();
+      walk.start();
+      multiply_tail<C>(shared, args, walk);
     }
   } else {
     if constexpr (kMoveRegisters) take_registers<C::kMathRegisters>();

@@ -3,7 +3,7 @@
 // A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
 // of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
 // - tokens are rows: in the 4 lanes of a row; and if the tile has 64 outputs, in two CTAs of a cluster;
-// - weights are rows: in the 8 lanes of a column, then in shared memory, in all math warps.
+// - tokens are columns: in the 8 lanes of a column, then in shared memory, in all warps that have it.
 #pragma once
 #include "fp8.cuh"
 #include "gemm_output.cuh"
@@ -143,12 +143,22 @@ __device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const 
   }
 }
 
-// Weights are rows: a thread has two of every eight tokens, for outputs 8 apart.
+// Where tokens that are columns are on their way out.
+template <class C>
+__device__ uint8_t* columns_staging(Shared<C>& shared) {
+  if constexpr (C::kTail > 0) return shared.tail_output.tail[0];
+  else return shared.output[0][0];
+}
+
+// Tokens are columns: a thread has two of every eight, for outputs 8 apart.
 template <class C, int kSize>
 __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
                                  const Place<C>& place, int num_tiles, const Thread<C>& thread) {
-  constexpr int kMine = C::kCols / 4, kThreads = C::kMathGroups * kWarpgroup, kAll = 1, kWarps = C::kMathGroups * 4;
+  using Tokens = Columns<C>;
+  constexpr int kMine = Tokens::kSize / 4, kThreads = Tokens::kGroups * kWarpgroup, kWarps = Tokens::kGroups * 4;
+  constexpr int kAll = 1 + Tokens::kFirstGroup;
   const int rank = C::kMeetsPeer ? cluster_rank() : 0, slot = C::kMeetsPeer ? num_tiles % 2 : 0;
+  const int group = thread.group - Tokens::kFirstGroup;
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
@@ -159,30 +169,31 @@ __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, con
       amax[i] = max(amax[i], __shfl_xor_sync(0xffffffff, amax[i], distance));
   }
   auto& of_warps = shared.magnitudes.of_warps[slot];
-  uint32_t* mine = of_warps[rank * kWarps + thread.group * 4 + thread.warp];
+  uint32_t* mine = of_warps[rank * kWarps + group * 4 + thread.warp];
   if (thread.lane < 4) {
 #pragma unroll
     for (int i = 0; i < kMine; i += 2)
       *reinterpret_cast<uint2*>(mine + i * 4 + thread.col) = {amax[i], amax[i + 1]};
   }
   if constexpr (C::kMeetsPeer) {
-    auto& delivered = shared.magnitudes.delivered[slot][0];
-    delivered.arrive_and_expect(thread.index == 0, kWarps * C::kCols * sizeof(uint32_t));
+    auto& delivered = shared.magnitudes.delivered[slot][Tokens::kFirstGroup];
+    delivered.arrive_and_expect(thread.index == 0, kWarps * Tokens::kSize * sizeof(uint32_t));
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
       store_in_cluster(thread.lane < 4, mine + i / 2 * 8 + thread.col + i % 2, delivered, rank ^ 1, amax[i]);
     delivered.wait(num_tiles / 2 % 2);
   }
   named_barrier<kThreads>(kAll);
-  uint8_t* staging = shared.output[0][0];
-  const int output = thread.row;  // of the tile
+  uint8_t* staging = columns_staging(shared);
+  const int output = thread.row - Tokens::kFirstGroup * 64;  // of the tile
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const int token = i / 2 * 8 + thread.col + i % 2;
 #pragma unroll
     for (int warp = 0; warp < kBlock / 16; ++warp) amax[i] = max(amax[i], of_warps[warp][token]);
     const Scale scale(amax[i], false);
-    if (output == 0 && rank == 0) store_scale(args, place, token, scale.scale_inv);  // the four lanes that have it
+    if (output == 0 && rank == 0)  // the four lanes that have it
+      store_scale(args, place, Tokens::kFirst + token, scale.scale_inv);
     const float* of_token = v + i / 2 * 4 + i % 2;
     const uint32_t codes = encode_e4m3(scale.divide(of_token[0]), scale.divide(of_token[2]), 0, 0);
     const int y = token * C::kOutputs, unit = output / 16 ^ y / 128 % (C::kOutputs / 16);
@@ -190,7 +201,7 @@ __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, con
     staging[y + unit * 16 + output % 16 + 8] = codes >> 8;
   }
   named_barrier<kThreads>(kAll);
-  store_codes<C, kThreads>(staging, args, place, 0, C::kCols, thread.group * kWarpgroup + thread.index);
+  store_codes<C, kThreads>(staging, args, place, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
 }
 
 template <class C>

@@ -46,6 +46,7 @@ class GemmConfig:
     grouped: whether each group of tokens has weights of its own.
     gate_up: whether half of a tile's weights are gate's and half up's, for the same outputs, and
         SwiGLU and quantization follow. If weights are rows, parts are below each other.
+    tail: tokens behind the rows of a tile, which are columns of a math warpgroup of their own.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class GemmConfig:
     batches: int = 1
     grouped: bool = False
     gate_up: bool = False
+    tail: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -83,6 +85,11 @@ class GemmConfig:
 
     @property
     def math_groups(self) -> int:
+        return self.row_groups + (self.tail > 0)
+
+    @property
+    def row_groups(self) -> int:
+        """Math warpgroups that have rows."""
         return self.rows // 64 // (self.parts if self.stacked else 1)
 
     @property
@@ -91,12 +98,17 @@ class GemmConfig:
 
     @property
     def cta_tile(self) -> tuple[int, int]:
-        """(tokens, weights) of the tile of one CTA."""
+        """(tokens, weights) of the tile of one CTA, without a tail."""
         return (self.cols, self.rows) if self.weights_are_rows else (self.rows, self.cols)
 
     @property
+    def most_tokens(self) -> int:
+        """Of the tile of one CTA: a tail is behind the last one of a group."""
+        return self.cta_tile[0] + self.tail
+
+    @property
     def tile(self) -> tuple[int, int]:
-        """(tokens, weights) of the tile of one cluster."""
+        """(tokens, weights) of the tile of one cluster, without a tail."""
         if self.meets_peer:
             return self.cta_tile[0], 2 * self.cta_tile[1]
         rows = self.rows * (1 if self.share_rows else self.share)
@@ -135,13 +147,12 @@ class GemmConfig:
 
         No more than the m that there are: what is out of bounds takes TMA long. The rest of such a
         tile is what shared memory happens to hold; nothing of it is stored. Of a group that ends
-        in the tile only as many times 64 are loaded as there are, so there are several.
+        in the tile only as many times 64 are loaded as there are, or all, so there are several.
         """
-        tokens = self.cta_tile[0]
+        tokens = self.most_tokens
         step = tokens if self.weights_are_rows or not self.grouped else 64
-        if self.shares_tokens:
-            return [box // self.share for box in range(step, tokens + 1, step)]
-        return [min(m, box) for box in range(step, tokens + 1, step)]
+        boxes = [min(box, tokens) for box in range(step, round_up(tokens, step) + 1, step)]
+        return [box // self.share if self.shares_tokens else min(m, box) for box in boxes]
 
     @property
     def weight_boxes(self) -> list[int]:
@@ -161,11 +172,11 @@ class GemmConfig:
     @property
     def token_scales(self) -> int:
         """In one row of that box, which begins up to three tokens before the tile."""
-        return self.cta_tile[0] + (4 if self.begins_anywhere else 0)
+        return self.most_tokens + (4 if self.begins_anywhere else 0)
 
     def last_token(self, m: int) -> int:
         """Where the last tile of tokens begins: early enough to be full, see `token_boxes`."""
-        last = max(0, m - self.cta_tile[0])
+        last = max(0, m - self.most_tokens)
         return last if self.begins_anywhere else round_up_to_tma(last, 4)
 
     def stage_bytes(self, token_box: int) -> int:
@@ -193,16 +204,17 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<Config>)`, which the kernel asserts."""
-        operands = self.stages * self.depth * (self.rows + self.cols) * BLOCK
-        output = self.math_groups * 64 * self.store_cols * 2
+        operands = self.stages * self.depth * (self.rows + self.tail + self.cols) * BLOCK
+        output = (self.row_groups * 64 + self.tail) * self.store_cols * 2
         magnitudes = 0
         if self.gate_up:
-            output = self.cta_tile[0] * self.outputs
+            output = self.most_tokens * self.outputs
             in_turn = 2 if self.meets_peer else 1
             if self.stacked:
                 magnitudes = in_turn * BLOCK // 16 * self.cols * 4
             elif self.meets_peer:
                 magnitudes = in_turn * self.rows * 4
+            magnitudes += in_turn * BLOCK // 16 * self.tail * 4
             if self.meets_peer:
                 magnitudes += in_turn * self.math_groups * 8
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
@@ -219,7 +231,7 @@ class GemmConfig:
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
             *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
             *(f"Bias::{bias}", f"Kind::{kind.value if kind else 'kDense'}"),
-            *(self.gate_up, self.shared_bytes),
+            *(self.gate_up, self.tail, self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
         return f"gemm_kernel<Config<{template}>>"
@@ -371,6 +383,7 @@ _PEAK_LOAD = 1.2
 # From so many products on, the power limit counts. With some tokens in a group, CTAs that share
 # them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
 _MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
+_MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
 
@@ -444,10 +457,10 @@ def choose_experts_configs(
         configs = few(gate_up=True, parts=2), few()
     elif _PEAK_LOAD * tokens <= 64:
         configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
-    elif 128 < _PEAK_LOAD * tokens <= 192 and many:
+    elif 128 < _PEAK_LOAD * tokens <= 192 and many and tokens > _MOST_WITH_TAIL:
         configs = gate_up(192, 128), down(192, 128)
     elif 128 < _PEAK_LOAD * tokens <= 192:
-        configs = gate_up(128, 128, batches=2), down(128, 160)
+        configs = gate_up(128, 128, tail=24), down(128, 128, tail=24)
     elif many:
         configs = (
             gate_up(128, 128, batches=2, share=2, share_rows=True),

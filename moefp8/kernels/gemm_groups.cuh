@@ -51,7 +51,7 @@ struct Cell {
 // segment by segment.
 template <class C>
 struct Scheduler {
-  static constexpr int kTokens = C::kTokens * (C::kSameTokens ? 1 : C::kTogether);  // of a cluster
+  static constexpr int kTokens = C::kTokenStep * (C::kSameTokens ? 1 : C::kTogether);  // of a cluster
 
   const Arguments& args;
   const int lane;
@@ -93,14 +93,18 @@ struct Scheduler {
     const Cell cell = Cell::at(in_segment, height, width);
     const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
 
-    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSameTokens ? 0 : rank * C::kTokens);
+    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSameTokens ? 0 : rank * C::kTokenStep);
     Place<C> place;
     place.first_token = min(from, args.last_token);
     // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
-    if (C::kBeginsAnywhere) place.first_token = min(place.first_token, max(begin, end - ceil_div(end - from, 64) * 64));
+    if (C::kBeginsAnywhere) {
+      const int rows = min(end - from, C::kRows);  // the tail is stored without TMA
+      place.first_token = min(place.first_token, max(begin, end - ceil_div(rows, 64) * 64));
+    }
     place.tile = C::kSameTokens ? cell.weight * C::kTogether + rank : cell.weight;
-    place.set_rows(max(begin, place.first_token), min(end, place.first_token + C::kTokens));
+    const int most = cell.token < height - 1 ? C::kTokenStep : C::kTokens;
+    place.set_rows(max(begin, place.first_token), min(end, place.first_token + most));
     place.group = __shfl_sync(~0u, mine.group, owner);
     place.matrix = C::kKind == Kind::kMasked ? place.group : 0;
     place.is_only = height == 1;
@@ -121,7 +125,7 @@ struct Scheduler {
   // Of the first tile.
   static __device__ int first_token_of(int begin) { return C::kBeginsAnywhere ? begin : begin / 4 * 4; }
   static __device__ int token_tiles(int begin, int end) {
-    return begin < end ? ceil_div(end - first_token_of(begin), kTokens) : 0;
+    return begin < end ? ceil_div(max(end - first_token_of(begin) - C::kTail, 1), kTokens) : 0;
   }
   __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
 };

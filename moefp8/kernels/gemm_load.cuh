@@ -94,7 +94,7 @@ struct Loader {
     place.group = blockIdx.x / (height * width);
     if (place.group >= args.groups.num_groups) return;
     const Cell cell = Cell::at(blockIdx.x - place.group * height * width, height, width);
-    place.tile = cell.weight, place.first_token = min(cell.token * C::kTokens, args.last_token);
+    place.tile = cell.weight, place.first_token = min(cell.token * C::kTokenStep, args.last_token);
     const bool with_tokens = C::kKind == Kind::kMasked && !args.programmatic;
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {

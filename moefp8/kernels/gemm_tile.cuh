@@ -28,7 +28,7 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 // What the configuration chooses.
 template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
           int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, bool kGateUp_,
-          int kSharedBytes_>
+          int kTail_, int kSharedBytes_>
 struct Config {
   static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
   static constexpr int kCols = kCols_;             // of the CTA's tile
@@ -46,18 +46,25 @@ struct Config {
   static constexpr bool kGrouped = kKind != Kind::kDense;  // each group of tokens has weights of its own
   // Half of the tile's weights are gate's, the others up's for the same outputs: gemm_activation.cuh.
   static constexpr bool kGateUp = kGateUp_;
+  // Tokens behind the kRows of the tile, which are columns of a math warpgroup of their own: gemm_tail.cuh.
+  static constexpr int kTail = kTail_;
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
   static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
   static constexpr bool kStacked = kGateUp && kWeightsAreRows;  // each math warpgroup has rows of gate and of up
-  static constexpr int kMathGroups = kRows / 64 / (kStacked ? kParts : 1);
+  static constexpr int kRowGroups = kRows / 64 / (kStacked ? kParts : 1);  // math warpgroups: those with rows
+  static constexpr int kMathGroups = kRowGroups + (kTail > 0);             // all of them
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
   // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up. A scheduler
   // needs more than those that load.
-  static constexpr int kMathRegisters = (kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112) - (kGrouped ? 8 : 0);
-  static constexpr int kLoadRegisters = (kMathGroups == 2 ? 24 : 32) + (kGrouped ? 8 * kMathGroups : 0);
+  static constexpr int kMathRegisters =
+      kTail > 0 ? 184 : (kMathGroups == 2 ? 240 : kMathGroups == 3 ? 160 : 112) - (kGrouped ? 8 : 0);
+  static constexpr int kTailRegisters = 104;
+  static constexpr int kLoadRegisters =
+      kTail > 0 ? 40 : (kMathGroups == 2 ? 24 : 32) + (kGrouped ? 8 * kMathGroups : 0);
   static constexpr int kPartCols = kStacked ? kCols : kCols / kParts;
-  static constexpr int kTokens = kWeightsAreRows ? kCols : kRows;
+  static constexpr int kTokenStep = kWeightsAreRows ? kCols : kRows;  // from one tile to the next of a group
+  static constexpr int kTokens = kTokenStep + kTail;                  // of the last one
   // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
   static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
   static constexpr int kTokenScales = kTokens + (kBeginsAnywhere ? 4 : 0);
@@ -66,7 +73,7 @@ struct Config {
   static constexpr bool kHasShortTiles = kBeginsAnywhere && kMathGroups > 1;
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
   // Registers do not suffice to activate a tile while products of the next one are under way.
-  static constexpr bool kStoresFirst = kGateUp && kMathGroups == 3 && kParts == 1;
+  static constexpr bool kStoresFirst = kGateUp && kRowGroups == 3 && kParts == 1;
   static constexpr int kTokenBoxes = kHasShortTiles ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
   static constexpr int kOutputs = kGateUp ? kWeights / 2 : kWeights;  // values of a token that the tile computes
@@ -97,6 +104,9 @@ struct Config {
   static_assert(!kGateUp || (kGrouped && kParts * kPartCols == (kStacked ? 2 * kCols : kCols)), "see `activate`");
   static_assert(!kGateUp || kOutputs * (kMeetsPeer ? 2 : 1) == kBlock, "a scale for each 128 outputs");
   static_assert(!kGateUp || kShare == 1 || (kShare == 2 && kSharesTokens && kMeetsPeer), "who shares is the peer");
+  static_assert(kTail == 0 || (kBeginsAnywhere && kRows == 128 && kTail < 64 && kTail % 8 == 0 && kWeights == 128 &&
+                               kDepth == 1 && kShare == 1),
+                "see `multiply_tail`");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
@@ -166,8 +176,9 @@ struct Place {
   __device__ int scale_offset() const { return C::kBeginsAnywhere ? first_token % 4 : 0; }
   __device__ int begin() const { return rows & 0xffff; }
   __device__ int end() const { return rows >> 16; }
-  // Which of the boxes holds them.
+  // Which of the boxes holds them, 64 tokens for each math warpgroup or, the last one, all of the tile's.
   __device__ int token_box() const { return C::kTokenBoxes == 1 ? 0 : max(0, (end() - 1) / 64); }
+  __device__ bool has_tail() const { return end() > C::kRows; }
 
   struct Piece {
     int begin, size, index;
@@ -219,33 +230,53 @@ struct Tiles {
 template <class C>
 struct Tiles<C, false> {};
 
+// Tokens of a tile that are columns: of weights that are rows all of them, else the tail.
+template <class C>
+struct Columns {
+  static constexpr int kFirstGroup = C::kTail > 0 ? C::kRowGroups : 0, kGroups = C::kMathGroups - kFirstGroup;
+  static constexpr int kFirst = C::kTail > 0 ? C::kRows : 0, kSize = C::kTail > 0 ? C::kTail : C::kCols;
+};
+
 // Where the magnitudes meet that decide a token's scale, where they are in several warps or CTAs. Of what peers
 // deliver, there is room for two tiles in turn.
-template <class C, bool kOfColumns = C::kStacked, bool kOfPeer = C::kMeetsPeer>
-struct Magnitudes {};
-template <class C>
-struct Magnitudes<C, false, true> {
+template <class C, bool kNeeded = C::kMeetsPeer && !C::kStacked>
+struct RowMagnitudes {
   alignas(16) uint32_t of_peer[2][C::kRows];
+};
+template <class C>
+struct RowMagnitudes<C, false> {};
+template <class C, bool kNeeded = C::kStacked || (C::kGateUp && C::kTail > 0)>
+struct ColumnMagnitudes {
+  alignas(16) uint32_t of_warps[C::kMeetsPeer ? 2 : 1][kBlock / 16][Columns<C>::kSize];  // a warp has 16 outputs
+};
+template <class C>
+struct ColumnMagnitudes<C, false> {};
+template <class C, bool kNeeded = C::kMeetsPeer>
+struct Deliveries {
   Barrier delivered[2][C::kMathGroups];
 };
 template <class C>
-struct Magnitudes<C, true, false> {
-  alignas(16) uint32_t of_warps[1][kBlock / 16][C::kCols];  // a warp has 16 outputs
+struct Deliveries<C, false> {};
+template <class C>
+struct Magnitudes : RowMagnitudes<C>, ColumnMagnitudes<C>, Deliveries<C> {};
+
+// The tail on its way out.
+template <class C, bool kNeeded = (C::kTail > 0)>
+struct TailOutput {
+  alignas(128) uint8_t tail[C::kTail][C::kOutputs * (C::kGateUp ? 1 : 2)];
 };
 template <class C>
-struct Magnitudes<C, true, true> {
-  alignas(16) uint32_t of_warps[2][kBlock / 16][C::kCols];
-  Barrier delivered[2][C::kMathGroups];
-};
+struct TailOutput<C, false> {};
 
 template <class C>
 struct Shared : Inbox<C> {
   __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
   __device__ uint8_t* weight_operand(int stage, int i) { return C::kWeightsAreRows ? rows[stage][i] : cols[stage][i]; }
 
-  alignas(1024) uint8_t rows[C::kStages][C::kDepth][C::kRows * kBlock];  // required by the 128 B swizzle
+  alignas(1024) uint8_t rows[C::kStages][C::kDepth][(C::kRows + C::kTail) * kBlock];  // required by the 128 B swizzle
   alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
-  alignas(1024) uint8_t output[C::kMathGroups][C::kBoxes][C::kBoxBytes];
+  alignas(1024) uint8_t output[C::kRowGroups][C::kBoxes][C::kBoxBytes];
+  [[no_unique_address]] TailOutput<C> tail_output;
   struct alignas(128) {  // 128 B: required by TMA
     float scales[C::kDepth][C::kTokenScales];
   } tokens[C::kStages];
