@@ -217,7 +217,10 @@ def run_experts_families() -> None:
             return gate_up or first, down or second
 
         experts_launch.choose_configs = choose
-        for num_tokens, h, i, limit in ((5, 200, 144, None), (77, 264, 400, 1)):
+        shapes = [(5, 200, 144, None), (77, 264, 400, 1)]
+        if (gate_up or down).tail:
+            shapes.append((230, 264, 400, None))  # 138 of each expert
+        for num_tokens, h, i, limit in shapes:
             gemm_plan.set_num_sms(limit)
             experts_launch._layers.clear()
             experts_launch._prepared.clear()

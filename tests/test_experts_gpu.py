@@ -210,11 +210,12 @@ def test_every_family_ends_tiles_where_groups_end(choose):
     expected, first = body(tokens, ids, of_choices, weights), None
     for name in {**GATE_UP_FAMILIES, **DOWN_FAMILIES}:
         choose(GATE_UP_FAMILIES.get(name), DOWN_FAMILIES.get(name))
-        poison()
-        y = run(tokens, ids, of_choices, weights)
-        assert_close(y, expected, 200)
-        first = y if first is None else first
-        assert torch.equal(y, first), name
+        for masked in (False, True):
+            poison()
+            y = run(tokens, ids, of_choices, weights, None, masked)
+            assert_close(y, expected, 200)
+            first = y if first is None else first
+            assert torch.equal(y, first), (name, masked)
 
 
 @pytest.mark.parametrize("family", GATE_UP_FAMILIES)

@@ -169,16 +169,13 @@ def test_every_family_of_down_is_launched_rightly(family, masked):
 
 @pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("family", ["a tail", "three math groups", "two batches, two math groups"])
-def test_tiles_end_where_groups_do(family):
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_end_where_groups_do(family, masked):
     """The emulator sees to it that each token of a group meets each weight."""
-    ids, experts = ids_of_loads(LOADS_AT_EDGES), len(LOADS_AT_EDGES)
+    ids, weights = ids_of_loads(LOADS_AT_EDGES), weights_of(len(LOADS_AT_EDGES), 16, 16)
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
-        arguments = (
-            tokens_of(len(ids), 16),
-            ids,
-            torch.rand(len(ids), 1),
-            weights_of(experts, 16, 16),
-        )
+        choices = ids, torch.rand(len(ids), 1)
+        arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
         assert_matches_up_to_codes(launch(*arguments), body(*arguments))
 
 

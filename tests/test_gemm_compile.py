@@ -387,7 +387,7 @@ def releases_before_reads(code: str) -> int:
     "which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins", "experts_cubins"]
 )
 def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
-    """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm.cu.
+    """TMA may fill it again at once, and no hardware holds it back: see `release` in gemm_tile.cuh.
 
     Of a grouped GEMM the scheduler may fill the slot that told of a tile.
     """
@@ -403,17 +403,20 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
         Variant(sanitizer_cases.FAMILIES["weights are rows, two batches"]),
         Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], kind=Kind.OFFSETS),
         Variant(GATE_UP_FAMILIES["weights are rows, 24"], kind=Kind.OFFSETS),
+        Variant(GATE_UP_FAMILIES["a tail"], kind=Kind.OFFSETS),
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
     """That is, the test above sees it."""
-    for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
-    source = tmp_path / "gemm.cu"
-    code = gemm_plan.SOURCE.read_text()
-    for fence in ("if constexpr (C::kWeightsAreRows) fence_cta();", "fence_cta();  // scales"):
+    for part in gemm_plan.SOURCE.parent.glob("*.cu*"):
+        shutil.copy(part, tmp_path)
+    for name, fence in (
+        ("gemm_tile.cuh", "if constexpr (C::kWeightsAreRows) fence_cta();"),
+        ("gemm.cu", "fence_cta();  // scales"),
+        ("gemm_tail.cuh", "fence_cta();  // see"),
+    ):
+        code = (tmp_path / name).read_text()
         assert code.count(fence) == 1
-        code = code.replace(fence, "//" if fence.endswith("scales") else "")
-    source.write_text(code)
-    cubin = jit.compile_kernel(variant.kernel(source))
+        (tmp_path / name).write_text(code.replace(fence, "//" if "//" in fence else ""))
+    cubin = jit.compile_kernel(variant.kernel(tmp_path / "gemm.cu"))
     assert releases_before_reads(disassemble(cubin)) > 0

@@ -142,7 +142,7 @@ def make_steps(
     num_choices = sizes.num_tokens * sizes.top_k
     load = ceil_div(num_choices, sizes.num_experts)
     # Where some experts have no token, nobody can guess which.
-    tiles = ceil_div(load, configs[0].tile[0]) if load >= 4 else 0
+    tiles = configs[0].token_tiles(load) if load >= 4 else 0
     kind = Kind.MASKED if sizes.masked else Kind.OFFSETS
 
     def plan(config: GemmConfig, operands: Operands, expected_tiles: int, **more: Any) -> Plan:

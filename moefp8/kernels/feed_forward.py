@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import gemm_config, gemm_plan
-from .blocks import E4M3, ceil_div, empty_tma_aligned, num_blocks, round_up
+from .blocks import E4M3, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
 from .experts import check_limit, swiglu
 from .gemm import block_scaled_matmul
@@ -140,7 +140,7 @@ def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
         token_tiles=most_token_tiles(config, Kind.OFFSETS, m, 1),
         tokens=m,
         kind=Kind.OFFSETS,
-        groups=(1, 1, m, ceil_div(m, config.tile[0]), 0),
+        groups=(1, 1, m, config.token_tiles(m), 0),
         bounds_are_old=True,
     )
     addresses = (*(x.data_ptr() for x in operands), 0)

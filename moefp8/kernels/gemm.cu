@@ -10,12 +10,12 @@
 // and its columns in 8s. Whoever is what, "row" and "column" below mean WGMMA's.
 //
 // In the field's words: a persistent, warp-specialised kernel. Producer warps (`Loader`, `ScaleLoader` in
-// gemm_load.cuh) fill a ring of stages, consumer warpgroups (`multiply`) empty it; `Walk` in gemm_tile.cuh, of
-// a grouped GEMM `Scheduler` and `Follower`, is the tile scheduler and the state of that pipeline; `store` and
-// `reduce` in gemm_output.cuh are the epilogue. kShare is TMA multicast in a cluster, kSplit split-K over its
-// CTAs through distributed shared memory. With kBatches = 2, a warpgroup promotes one product while the tensor
-// cores compute the next. kTail: tokens behind the rows of a tile, for which 64 rows more would be too many.
-// `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
+// gemm_load.cuh) fill a ring of stages, consumer warpgroups (`multiply`, `multiply_tail` in gemm_tail.cuh) empty it;
+// `Walk` in gemm_tile.cuh, of a grouped GEMM `Scheduler` and `Follower`, is the tile scheduler and the state of that
+// pipeline; `store` and `reduce` in gemm_output.cuh, or `activate` in gemm_activation.cuh, are the epilogue. kShare is
+// TMA multicast in a cluster, kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a
+// warpgroup promotes one product while the tensor cores compute the next. `L2Policy` is a cache hint,
+// `prefetch_expected` a prefetch into L2.
 #include "gemm_activation.cuh"
 #include "gemm_groups.cuh"
 #include "gemm_load.cuh"
@@ -62,21 +62,6 @@ __device__ void promote(float (&total)[C::kPartCols / 2], const float (&partial)
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[C::kWeightsAreRows ? i % 2 : i / 2] * partial[4 * j + i];
-  }
-}
-
-// This thread has read the stage: the CTAs that load it may fill it again. Every lane says so to its
-// own CTA, whose loaders overwrite the scales that it has read; one lane to each other CTA, which
-// overwrites what only the WGMMAs have read, and those are complete for the whole warp.
-template <class C>
-__device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
-  // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
-  // shared memory busy. Where tokens are rows, the machine code has the scales in registers by then, as a
-  // test reads there; of two batches not those of the last one of a tile: see `end` in `multiply`.
-  if constexpr (C::kWeightsAreRows) fence_cta();
-  shared.empty[stage].arrive();
-  if constexpr (C::kShare > 1) {
-    if (thread.peer >= 0) shared.empty[stage].arrive_in_cluster(thread.peer);
   }
 }
 
@@ -190,11 +175,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 #pragma unroll
       for (int part = 0; part < (C::kStoresFirst ? 0 : C::kParts); ++part) store_finished(part);
       finished = Place<C>::none();
-#pragma unroll 1
-      for (int k = walk.k_begin; k < walk.k_end; ++k, walk.next_stage()) {
-        shared.full[walk.stage].wait(walk.parity);
-        release(shared, walk.stage, thread);
-      }
+      skip_tile(shared, walk, thread);
       continue;
     }
     if constexpr (C::kBatches == 1) {

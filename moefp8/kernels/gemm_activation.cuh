@@ -3,7 +3,7 @@
 // A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
 // of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
 // - tokens are rows: in the 4 lanes of a row; and if the tile has 64 outputs, in two CTAs of a cluster;
-// - tokens are columns: in the 8 lanes of a column, then in shared memory, in all warps that have it.
+// - tokens are columns: in the 8 lanes of a column, then in shared memory, in all warps that have it, the peer's too.
 #pragma once
 #include "fp8.cuh"
 #include "gemm_output.cuh"
@@ -64,17 +64,7 @@ __device__ void store_scale(const Arguments& args, const Place<C>& place, int to
 template <class C, int kThreads>
 __device__ void store_codes(const uint8_t* staging, const Arguments& args, const Place<C>& place, int first, int size,
                             int thread) {
-  constexpr int kUnits = C::kOutputs / 16, kPitch = C::kOutputs;
-  const Groups& groups = args.groups;
-  const int begin = max(place.begin() - first, 0), end = min(place.end() - first, size);
-  auto* d = static_cast<uint8_t*>(groups.d) + place.matrix * groups.d_matrix_stride +
-            (place.first_token + first) * groups.d_row_stride;
-#pragma unroll 1
-  for (int unit = begin * kUnits + thread; unit < end * kUnits; unit += kThreads) {
-    const int y = unit / kUnits, x = unit % kUnits, output = place.tile * C::kOutputs + x * 16;
-    const uint4 v = *reinterpret_cast<const uint4*>(staging + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16);
-    if (output < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + output) = v;
-  }
+  store_rows<C, uint8_t, C::kOutputs, kThreads>(staging, args, place, first, size, place.tile * C::kOutputs, thread);
 }
 
 // The larger of this CTA's magnitudes of a row and those of the CTA with the other 64 outputs. The slot of a tile is

@@ -32,7 +32,7 @@ class Kind(str, Enum):
 class GemmConfig:
     """What varies between the kernels of `gemm.cu`; "rows" and "columns" are WGMMA's.
 
-    rows, cols: the tile of one CTA, 64 rows for each math warpgroup.
+    rows, cols: the tile of one CTA, 64 rows for each math warpgroup but that of a tail.
     stages: how many are in flight.
     parts: WGMMAs beside each other that cover `cols`.
     depth: k-blocks of a stage.
@@ -114,6 +114,10 @@ class GemmConfig:
         rows = self.rows * (1 if self.share_rows else self.share)
         cols = self.cols * (self.share if self.share_rows else 1)
         return (cols, rows) if self.weights_are_rows else (rows, cols)
+
+    def token_tiles(self, tokens: int) -> int:
+        """Of a group of `tokens` that begins where a tile may: the last one takes the tail too."""
+        return ceil_div(max(tokens - self.tail, 1), self.tile[0]) if tokens else 0
 
     @property
     def store_cols(self) -> int:
@@ -459,7 +463,7 @@ def choose_experts_configs(
         configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
     elif 128 < _PEAK_LOAD * tokens <= 192 and many and tokens > _MOST_WITH_TAIL:
         configs = gate_up(192, 128), down(192, 128)
-    elif 128 < _PEAK_LOAD * tokens <= 192:
+    elif 128 < _PEAK_LOAD * tokens <= 192 and (num_groups > 1 or 128 < tokens <= 128 + 24):
         configs = gate_up(128, 128, tail=24), down(128, 128, tail=24)
     elif many:
         configs = (

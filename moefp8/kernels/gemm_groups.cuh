@@ -51,7 +51,8 @@ struct Cell {
 // segment by segment.
 template <class C>
 struct Scheduler {
-  static constexpr int kTokens = C::kTokenStep * (C::kSameTokens ? 1 : C::kTogether);  // of a cluster
+  // From one tile of a cluster to the next.
+  static constexpr int kStep = C::kTokenStep * (C::kSameTokens ? 1 : C::kTogether);
 
   const Arguments& args;
   const int lane;
@@ -93,14 +94,14 @@ struct Scheduler {
     const Cell cell = Cell::at(in_segment, height, width);
     const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
 
-    const int from = first_token_of(begin) + cell.token * kTokens + (C::kSameTokens ? 0 : rank * C::kTokenStep);
+    const int from = first_token_of(begin) + cell.token * kStep + (C::kSameTokens ? 0 : rank * C::kTokenStep);
     Place<C> place;
     place.first_token = min(from, args.last_token);
     // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
     if (C::kBeginsAnywhere) {
-      const int rows = min(end - from, C::kRows);  // the tail is stored without TMA
-      place.first_token = min(place.first_token, max(begin, end - ceil_div(rows, 64) * 64));
+      const int in_rows = min(end - from, C::kRows);  // the tail is stored without TMA
+      place.first_token = min(place.first_token, max(begin, end - ceil_div(in_rows, 64) * 64));
     }
     place.tile = C::kSameTokens ? cell.weight * C::kTogether + rank : cell.weight;
     const int most = cell.token < height - 1 ? C::kTokenStep : C::kTokens;
@@ -125,7 +126,7 @@ struct Scheduler {
   // Of the first tile.
   static __device__ int first_token_of(int begin) { return C::kBeginsAnywhere ? begin : begin / 4 * 4; }
   static __device__ int token_tiles(int begin, int end) {
-    return begin < end ? ceil_div(max(end - first_token_of(begin) - C::kTail, 1), kTokens) : 0;
+    return begin < end ? ceil_div(max(end - first_token_of(begin) - C::kTail, 1), kStep) : 0;
   }
   __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
 };

@@ -74,7 +74,7 @@ struct Loader {
     for (int i = 0; i < C::kDepth; ++i) {
       load_operand<C::kShareRows != C::kWeightsAreRows, C>(elected, rank, shared.token_operand(walk.stage, i),
                                                            token_maps.of_box[walk.place.token_box()],
-                                                           C::kTokens / C::kTokenBoxes * (walk.place.token_box() + 1),
+                                                           walk.place.box_tokens(),
                                                            shared.full[walk.stage], walk.k * C::kDepth + i,
                                                            walk.place.first_token, walk.place.matrix, usual);
     }

@@ -76,26 +76,33 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
   return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
 }
 
+// Stores `size` tokens of a tile from `first` on, only those of the group, without TMA: kWidth elements from
+// `first_weight` on, 16 bytes at a time, from a box as TMA would swizzle it.
+template <class C, class Element, int kWidth, int kThreads>
+__device__ void store_rows(const uint8_t* box, const Arguments& args, const Place<C>& place, int first, int size,
+                           int first_weight, int thread) {
+  constexpr int kPitch = kWidth * sizeof(Element), kUnits = kPitch / 16, kInUnit = 16 / sizeof(Element);
+  const Groups& groups = args.groups;
+  const int begin = max(place.begin() - first, 0), end = min(place.end() - first, size);
+  auto* d = static_cast<Element*>(groups.d) + place.matrix * groups.d_matrix_stride +
+            (place.first_token + first) * groups.d_row_stride;
+#pragma unroll 1
+  for (int unit = begin * kUnits + thread; unit < end * kUnits; unit += kThreads) {
+    const int y = unit / kUnits, x = unit % kUnits, weight = first_weight + x * kInUnit;
+    const uint4 v = *reinterpret_cast<const uint4*>(box + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16);
+    if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + weight) = v;
+  }
+}
+
 // As the TMA of `store`, where not all tokens are the group's: no other row is written.
 template <class C>
 __device__ void store_some(Staging staging, const Arguments& args, const Place<C>& place, int first_col, int first,
                            const Thread<C>& thread) {
-  constexpr int kPitch = C::kBoxCols * 2, kUnits = kPitch / 16;  // of 16 bytes
-  const Groups& groups = args.groups;
-  const int begin = max(place.begin() - first, 0), end = min(place.end() - first, C::kBoxRows);
-  auto* d = static_cast<uint16_t*>(groups.d) + place.matrix * groups.d_matrix_stride +
-            (place.first_token + first) * groups.d_row_stride;
 #pragma unroll
   for (int box = 0; box < C::kBoxes; ++box) {
     const int col = C::kWeightsAreRows ? thread.group * 64 : first_col + box * C::kBoxCols;
-    const int first_weight = place.weight(args, col);
-#pragma unroll 1
-    for (int unit = begin * kUnits + thread.index; unit < end * kUnits; unit += kWarpgroup) {
-      const int y = unit / kUnits, x = unit % kUnits, weight = first_weight + x * 8;
-      const uint8_t* from = staging.box<C>(box) + y * kPitch + (x ^ y * kPitch / 128 % kUnits) * 16;
-      const uint4 v = *reinterpret_cast<const uint4*>(from);
-      if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + y * groups.d_row_stride + weight) = v;
-    }
+    store_rows<C, uint16_t, C::kBoxCols, kWarpgroup>(staging.box<C>(box), args, place, first, C::kBoxRows,
+                                                     place.weight(args, col), thread.index);
   }
 }
 

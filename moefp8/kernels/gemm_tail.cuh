@@ -35,8 +35,9 @@ struct Tail {
     }
     wgmma_commit();
     const float* token_scales = shared.tokens[stage].scales[0] + walk.place.scale_offset() + C::kRows + thread.col;
-    const float* weight_scales = shared.weights[stage].scales[0];
-    float scales[C::kTail / 8][2];
+    float scales[C::kTail / 8][2], weight_scales[C::kWeightScales];
+#pragma unroll
+    for (int i = 0; i < C::kWeightScales; ++i) weight_scales[i] = shared.weights[stage].scales[0][i];
 #pragma unroll
     for (int j = 0; j < C::kTail / 8; ++j) scales[j][0] = token_scales[8 * j], scales[j][1] = token_scales[8 * j + 1];
     wgmma_wait<0>();
@@ -47,37 +48,33 @@ struct Tail {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) total[part][i] += scales[i / 4][i % 2] * weight * products[part][i];
     }
-    fence_cta();  // see `release` in gemm.cu
-    shared.empty[stage].arrive();
+    fence_cta();  // see `release`
+    release(shared, stage, thread);
   }
 
-  // In BF16, through shared memory.
-  __device__ void store(Shared<C>& shared, const Arguments& args, const Place<C>& place, const Thread<C>& thread) const {
-    constexpr int kBarrier = 1 + C::kRowGroups, kUnits = C::kWeights / 8;  // of 16 bytes in a token
+  // In BF16, as `store` in gemm_output.cuh does where weights are rows: a part is a box.
+  __device__ void store(Shared<C>& shared, const Arguments& args, const Place<C>& place,
+                        const Thread<C>& thread) const {
+    constexpr int kBarrier = 1 + C::kRowGroups, kGroups = C::kTail / 8;
     named_barrier<kWarpgroup>(kBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      // As `store` in gemm_output.cuh: rows 0-7 and 8-15 of two groups of 8 columns, transposed.
 #pragma unroll
-      for (int j = 0; j < C::kTail / 8; j += 2) {
-        const int token = (j + thread.lane / 16) * 8 + thread.lane % 8;
-        const int unit = (part * 64 + thread.warp * 16) / 8 + thread.lane / 8 % 2;
+      for (int j = 0; j < kGroups; j += 2) {
+        const int token = (j + thread.lane / 16) * 8 + thread.lane % 8, unit = thread.warp * 2 + thread.lane / 8 % 2;
+        const uint32_t address =
+            shared_address(shared.tail_output.tail[part]) + token * kBlock + (unit ^ token % 8) * 16;
         const float* v = total[part] + 4 * j;
-        const uint32_t address = shared_address(shared.tail_output.tail[token]) + (unit ^ token % 8) * 16;
         const auto packed = [&](int i) { return pack_bf16(v[2 * i], v[2 * i + 1]); };
-        if (j + 1 < C::kTail / 8) store_matrices<true>(address, packed(0), packed(1), packed(2), packed(3));
+        if (j + 1 < kGroups) store_matrices<true>(address, packed(0), packed(1), packed(2), packed(3));
         else store_matrices<true>(address, packed(0), packed(1));
       }
     }
     named_barrier<kWarpgroup>(kBarrier);
-    const int begin = max(place.begin() - C::kRows, 0), end = place.end() - C::kRows, first_weight = place.weight(args, 0);
-    auto* d = static_cast<uint16_t*>(args.groups.d) + place.matrix * args.groups.d_matrix_stride;
-#pragma unroll 1
-    for (int i = begin * kUnits + thread.index; i < end * kUnits; i += kWarpgroup) {
-      const int token = i / kUnits, unit = i % kUnits, weight = first_weight + unit * 8;
-      const uint4 v = *reinterpret_cast<const uint4*>(shared.tail_output.tail[token] + (unit ^ token % 8) * 16);
-      const int64_t row = place.first_token + C::kRows + token;
-      if (weight < args.num_weights) *reinterpret_cast<uint4*>(d + row * args.groups.d_row_stride + weight) = v;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      store_rows<C, uint16_t, 64, kWarpgroup>(shared.tail_output.tail[part], args, place, C::kRows, C::kTail,
+                                              place.weight(args, part * 64), thread.index);
     }
   }
 };
@@ -89,11 +86,7 @@ __device__ void multiply_tail(Shared<C>& shared, const Arguments& args, WalkOf<C
 #pragma unroll 1
   for (; !walk.done(); walk.next_tile()) {
     if (!walk.place.has_tail()) {
-#pragma unroll 1
-      for (int k = 0; k < walk.k_end; ++k, walk.next_stage()) {
-        shared.full[walk.stage].wait(walk.parity);
-        shared.empty[walk.stage].arrive();
-      }
+      skip_tile(shared, walk, thread);
       continue;
     }
     Tail<C> tail = {};

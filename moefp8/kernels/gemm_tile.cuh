@@ -30,7 +30,7 @@ template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kS
           int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, bool kGateUp_,
           int kTail_, int kSharedBytes_>
 struct Config {
-  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup
+  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup that has rows
   static constexpr int kCols = kCols_;             // of the CTA's tile
   static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols; kStacked: kRows
   static constexpr int kDepth = kDepth_;           // k-blocks of a stage
@@ -69,7 +69,7 @@ struct Config {
   static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
   static constexpr int kTokenScales = kTokens + (kBeginsAnywhere ? 4 : 0);
   // Of a group that ends within a tile, some math warpgroups may have no tokens. And only as many times 64 are loaded
-  // as there are, where no other CTA needs more.
+  // as there are, or all with a tail, where no other CTA needs more.
   static constexpr bool kHasShortTiles = kBeginsAnywhere && kMathGroups > 1;
   static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
   // Registers do not suffice to activate a tile while products of the next one are under way.
@@ -77,6 +77,7 @@ struct Config {
   static constexpr int kTokenBoxes = kHasShortTiles ? kMathGroups : 1;
   static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
   static constexpr int kOutputs = kGateUp ? kWeights / 2 : kWeights;  // values of a token that the tile computes
+  static constexpr int kTailBoxes = kGateUp ? 1 : kWeights / 64;      // in which the tail leaves, 64 outputs wide
   // A tile of 64 outputs and its neighbour are computed side by side, by two CTAs of a cluster: they have one scale.
   static constexpr bool kMeetsPeer = kGateUp && kOutputs != kBlock;
   static constexpr int kTogether = kMeetsPeer ? 2 : kShare;  // neighbouring CTAs that walk over the same tiles
@@ -104,9 +105,9 @@ struct Config {
   static_assert(!kGateUp || (kGrouped && kParts * kPartCols == (kStacked ? 2 * kCols : kCols)), "see `activate`");
   static_assert(!kGateUp || kOutputs * (kMeetsPeer ? 2 : 1) == kBlock, "a scale for each 128 outputs");
   static_assert(!kGateUp || kShare == 1 || (kShare == 2 && kSharesTokens && kMeetsPeer), "who shares is the peer");
-  static_assert(kTail == 0 || (kBeginsAnywhere && kRows == 128 && kTail < 64 && kTail % 8 == 0 && kWeights == 128 &&
-                               kDepth == 1 && kShare == 1),
-                "see `multiply_tail`");
+  static_assert(kTail == 0 || (kBeginsAnywhere && kRows == 128 && kCols == 128), "64 rows of weights, twice");
+  static_assert(kTail == 0 || kParts * kBatches * kDepth * kShare * kCtasPerSm == 1, "what registers suffice for");
+  static_assert(kTail % 8 == 0 && kTail <= 32, "WGMMA's columns, and registers");
   static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
   static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
 };
@@ -178,6 +179,9 @@ struct Place {
   __device__ int end() const { return rows >> 16; }
   // Which of the boxes holds them, 64 tokens for each math warpgroup or, the last one, all of the tile's.
   __device__ int token_box() const { return C::kTokenBoxes == 1 ? 0 : max(0, (end() - 1) / 64); }
+  __device__ int box_tokens() const {
+    return C::kTokenBoxes == 1 ? C::kTokens : min(64 * (token_box() + 1), C::kTokens);
+  }
   __device__ bool has_tail() const { return end() > C::kRows; }
 
   struct Piece {
@@ -263,7 +267,7 @@ struct Magnitudes : RowMagnitudes<C>, ColumnMagnitudes<C>, Deliveries<C> {};
 // The tail on its way out.
 template <class C, bool kNeeded = (C::kTail > 0)>
 struct TailOutput {
-  alignas(128) uint8_t tail[C::kTail][C::kOutputs * (C::kGateUp ? 1 : 2)];
+  alignas(128) uint8_t tail[C::kTailBoxes][C::kTail * 64 * (C::kGateUp ? 1 : 2)];
 };
 template <class C>
 struct TailOutput<C, false> {};
@@ -382,3 +386,28 @@ struct Thread {
     }
   }
 };
+
+// This thread has read the stage: the CTAs that load it may fill it again. Every lane says so to its
+// own CTA, whose loaders overwrite the scales that it has read; one lane to each other CTA, which
+// overwrites what only the WGMMAs have read, and those are complete for the whole warp.
+template <class C>
+__device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
+  // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
+  // shared memory busy. Where tokens are rows, the machine code has the scales in registers by then, as a
+  // test reads there; of two batches not those of the last one of a tile: see `end` in `multiply`, gemm.cu.
+  if constexpr (C::kWeightsAreRows) fence_cta();
+  shared.empty[stage].arrive();
+  if constexpr (C::kShare > 1) {
+    if (thread.peer >= 0) shared.empty[stage].arrive_in_cluster(thread.peer);
+  }
+}
+
+// A math warpgroup has no tokens in a tile. On each of its stages the others wait for it all the same.
+template <class C, class Walk>
+__device__ void skip_tile(Shared<C>& shared, Walk& walk, const Thread<C>& thread) {
+#pragma unroll 1
+  for (int k = walk.k_begin; k < walk.k_end; ++k, walk.next_stage()) {
+    shared.full[walk.stage].wait(walk.parity);
+    release(shared, walk.stage, thread);
+  }
+}
