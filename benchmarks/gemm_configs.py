@@ -16,7 +16,7 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import device_us_many
-from moefp8.kernels import gemm_config, gemm_launch, gemm_plan, jit, round_up
+from moefp8.kernels import gemm_choice, gemm_config, gemm_launch, gemm_plan, jit, round_up
 from moefp8.kernels.gemm_config import GemmConfig
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
@@ -62,9 +62,9 @@ def possible(case: Case) -> list[GemmConfig]:
     """The choice, then all of the grid whose CTAs can run as they must."""
     m, n, k = case
     num_sms = gemm_plan.get_num_sms()
-    found = {gemm_config.choose_config(m, n, k, num_sms): None}
+    found = {gemm_choice.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
-        estimate = gemm_config.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
+        estimate = gemm_choice.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
         if gemm_config.is_possible(config, k) and estimate < float("inf"):
             found[config] = None
     return list(found)
@@ -72,14 +72,14 @@ def possible(case: Case) -> list[GemmConfig]:
 
 def launch_of(config: GemmConfig, operands: Operands) -> jit.Launch:
     """A launch of this configuration, whatever would be chosen."""
-    chosen = gemm_config.choose_config
+    chosen = gemm_choice.choose_config
     d = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0])
     gemm_launch._launches = gemm_plan.Launches()
-    gemm_config.choose_config = lambda *shape: config  # type: ignore[assignment]
+    gemm_choice.choose_config = lambda *shape: config  # type: ignore[assignment]
     try:
         gemm_launch.launch_gemm(*operands.a, *operands.b, d, None)
     finally:
-        gemm_config.choose_config = chosen
+        gemm_choice.choose_config = chosen
     (launch,) = gemm_launch._launches.prepared.values()
     return launch
 

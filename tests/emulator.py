@@ -24,6 +24,7 @@ from moefp8.kernels import (
     experts,
     experts_launch,
     gemm,
+    gemm_choice,
     gemm_config,
     gemm_launch,
     gemm_plan,
@@ -539,14 +540,14 @@ def emulated(
             ("choose_config", config),
             ("choose_grouped_config", config),
         ):
-            patch.setattr(gemm_config, name, telling(getattr(gemm_config, name), instead))
-        choose_both = gemm_config.choose_experts_configs
+            patch.setattr(gemm_choice, name, telling(getattr(gemm_choice, name), instead))
+        choose_both = gemm_choice.choose_experts_configs
 
         def choose_both_and_tell(*arguments):
             chosen = choose_both(*arguments)
             return remember(gate_up or chosen[0]), remember(config or chosen[1])
 
-        patch.setattr(gemm_config, "choose_experts_configs", choose_both_and_tell)
+        patch.setattr(gemm_choice, "choose_experts_configs", choose_both_and_tell)
         patch.setattr(torch.cuda, "current_device", AnyIndex)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         yield made

@@ -11,7 +11,7 @@ from grouped_cases import UNTOUCHED, Routing, routing_of
 from moefp8.kernels import (
     empty_tma_aligned,
     experts_launch,
-    gemm_config,
+    gemm_choice,
     gemm_launch,
     gemm_plan,
     grouped_launch,
@@ -108,17 +108,17 @@ def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
 
 def main() -> None:
     torch.manual_seed(0)
-    chosen = gemm_config.choose_config
+    chosen = gemm_choice.choose_config
     for name, config in FAMILIES.items():
         for m, n, k in shapes_of(config):
-            gemm_config.choose_config = lambda *shape, config=config: config
+            gemm_choice.choose_config = lambda *shape, config=config: config
             gemm_launch._launches = gemm_plan.Launches()  # without another family's plan
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
         if config.split == 1:  # one cluster walks over all tiles
             gemm_plan.set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
             gemm_plan.set_num_sms(None)
-    gemm_config.choose_config = chosen
+    gemm_choice.choose_config = chosen
     run_grouped_families()
     run_experts_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -190,9 +190,9 @@ def run_gemm(name: str, m: int, n: int, k: int) -> None:
 
 
 def run_grouped_families() -> None:
-    chosen = gemm_config.choose_grouped_config
+    chosen = gemm_choice.choose_grouped_config
     for name, config in GROUPED_FAMILIES.items():
-        gemm_config.choose_grouped_config = lambda *shape, config=config: config
+        gemm_choice.choose_grouped_config = lambda *shape, config=config: config
         grouped_launch._launches = gemm_plan.Launches()
         shapes = [shape[1:] for shape in shapes_of(config)]
         for (n, k), counts, limit in zip(shapes, COUNTS, (None, 1), strict=True):
@@ -201,7 +201,7 @@ def run_grouped_families() -> None:
                 what = f"grouped, {name}, {kind.name}, {n}x{k}"
                 run_grouped_gemm(what, routing_of(kind, counts), n, k)
             gemm_plan.set_num_sms(None)
-    gemm_config.choose_grouped_config = chosen
+    gemm_choice.choose_grouped_config = chosen
     for kind in Kind:
         run_broken_bounds(kind)
 

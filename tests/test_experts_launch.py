@@ -26,7 +26,7 @@ from layer_cases import assert_matches_up_to_codes
 from moefp8 import kernels
 from moefp8.kernels import experts as op_room
 from moefp8.kernels import experts_launch as room
-from moefp8.kernels import gemm_config, num_blocks, round_up
+from moefp8.kernels import gemm_choice, num_blocks, round_up
 from moefp8.kernels.dispatch_launch import most_count_bytes
 from moefp8.kernels.gemm_config import Kind
 from moefp8.testing import sizes
@@ -240,7 +240,7 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
 
 def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
     asked = []
-    monkeypatch.setattr(gemm_config, "choose_experts_configs", lambda *shape: asked.append(shape))
+    monkeypatch.setattr(gemm_choice, "choose_experts_configs", lambda *shape: asked.append(shape))
 
     def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
         room.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import gemm_config, gemm_plan, jit
+from moefp8.kernels import gemm_choice, gemm_config, gemm_plan, jit
 from moefp8.kernels.gemm_config import Kind
 from moefp8.testing import sizes
 
@@ -27,7 +27,7 @@ from moefp8.testing import sizes
 def configs() -> list[gemm_config.GemmConfig]:
     """All that may be chosen for some of these M, and any N and K."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
-    all_of_them = (config for m in some for config in gemm_config._candidates(m))
+    all_of_them = (config for m in some for config in gemm_choice._candidates(m))
     filled = dict.fromkeys(map(gemm_config.with_most_stages, all_of_them))
     return [config for config in filled if gemm_config.is_possible(config, 1 << 20)]
 
@@ -36,7 +36,7 @@ def grouped_configs() -> list[gemm_config.GemmConfig]:
     """Some of those that are chosen, and every family."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
     asked = itertools.product(some, (1, 8, 32, 256), SHAPES)
-    choose = gemm_config.choose_grouped_config
+    choose = gemm_choice.choose_grouped_config
     chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
 
@@ -51,7 +51,7 @@ EXPERTS = {  # E, k, H, I
 def experts_configs() -> list[gemm_config.GemmConfig]:
     """All that are chosen for gate and up, and for down."""
     pairs = (
-        gemm_config.choose_experts_configs(load, groups, h, i, num_sms)
+        gemm_choice.choose_experts_configs(load, groups, h, i, num_sms)
         for e, k, h, i in EXPERTS.values()
         for load, groups, num_sms in itertools.product(range(1, 4097), (1, k, e), (1, NUM_SMS))
     )
@@ -156,7 +156,7 @@ def loops_of(code: str) -> Iterator[str]:
     num_sms=st.integers(1, 200),
 )
 def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms):
-    both = gemm_config.choose_experts_configs(tokens, num_groups, h, i, num_sms)
+    both = gemm_choice.choose_experts_configs(tokens, num_groups, h, i, num_sms)
     assert [config.gate_up for config in both] == [True, False]
     for config in both:
         assert config.grouped
@@ -181,7 +181,7 @@ def test_families_hold_every_configuration_of_experts():
 
 @given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
 def test_every_configuration_fits_an_sm(m, n, k, num_sms):
-    config = gemm_config.choose_config(m, n, k, num_sms)
+    config = gemm_choice.choose_config(m, n, k, num_sms)
     assert config.stages >= 2
     assert config.shared_bytes <= 227 * 1024
     assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
@@ -189,7 +189,7 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     assert config.cols % config.store_cols == 0
     assert config.split <= kernels.ceil_div(kernels.num_blocks(k), config.depth)
     assert config.share == 1  # multicast was nowhere faster
-    assert config == gemm_config.choose_config(m, n, k, num_sms)
+    assert config == gemm_choice.choose_config(m, n, k, num_sms)
 
 
 @given(
@@ -202,7 +202,7 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
 )
 def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k, num_sms):
     shape = tokens, max(tokens, limit), num_groups, n, k, num_sms
-    config = gemm_config.choose_grouped_config(*shape)
+    config = gemm_choice.choose_grouped_config(*shape)
     assert config.grouped
     assert config.split == 1
     assert config.stages >= 2
@@ -210,7 +210,7 @@ def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k,
     assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
     assert config.cols % config.store_cols == 0
     assert config.cluster <= num_sms
-    assert config == gemm_config.choose_grouped_config(*shape)
+    assert config == gemm_choice.choose_grouped_config(*shape)
 
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.kernels import (
-    gemm_config,
+    gemm_choice,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
 from moefp8.kernels import grouped_launch as room
-from moefp8.kernels.gemm_config import Kind
+from moefp8.kernels.gemm_config import GemmConfig, Kind
 from moefp8.kernels.gemm_plan import Launches, Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
@@ -104,8 +104,8 @@ def test_any_routing_and_layout_is_right(routing, n, k, places, scale_places, m)
 
 @pytest.fixture
 def choose(monkeypatch):
-    def take(config: gemm_config.GemmConfig) -> None:
-        monkeypatch.setattr(gemm_config, "choose_grouped_config", lambda *shape: config)
+    def take(config: GemmConfig) -> None:
+        monkeypatch.setattr(gemm_choice, "choose_grouped_config", lambda *shape: config)
         monkeypatch.setattr(room, "_launches", Launches())
 
     return take

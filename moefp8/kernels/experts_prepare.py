@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import gemm_config, gemm_plan
+from . import gemm_choice, gemm_plan
 from .blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
 from .combine_launch import prepare_combine
 from .dispatch_launch import most_count_bytes, prepare_dispatch
@@ -100,7 +100,7 @@ def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
     num_choices = sizes.num_tokens * sizes.top_k
     groups = min(sizes.num_experts, num_choices)
     load = ceil_div(num_choices, groups)
-    return gemm_config.choose_experts_configs(
+    return gemm_choice.choose_experts_configs(
         load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
     )
 

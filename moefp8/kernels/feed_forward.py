@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import gemm_config, gemm_plan
+from . import gemm_choice, gemm_plan
 from .blocks import E4M3, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
 from .experts import check_limit, swiglu
@@ -129,7 +129,7 @@ def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
     gemm_plan.check_sizes(_OP, m, i, h)
     all_sms = device_sms(operands.a.get_device())
     num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    config, _ = gemm_config.choose_experts_configs(m, 1, h, i, num_sms)
+    config, _ = gemm_choice.choose_experts_configs(m, 1, h, i, num_sms)
     plan = make_plan(
         config,
         Operands(*(x[None] for x in operands)),

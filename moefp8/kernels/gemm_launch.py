@@ -2,7 +2,7 @@
 
 import torch
 
-from . import gemm_config, gemm_plan
+from . import gemm_choice, gemm_plan
 from .blocks import ceil_div
 from .checks import check_dense_gemm
 from .gemm_plan import (
@@ -86,7 +86,7 @@ def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Pl
     gemm_plan.check_sizes(_OP, m, n, k)
     all_sms = device_sms(operands.a.get_device())
     num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    config = gemm_config.choose_config(m, n, k, num_sms, num_sms == all_sms)
+    config = gemm_choice.choose_config(m, n, k, num_sms, num_sms == all_sms)
     return make_plan(
         config,
         operands,

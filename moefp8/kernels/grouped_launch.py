@@ -6,7 +6,7 @@ serves all routings.
 
 import torch
 
-from . import gemm_config, gemm_plan
+from . import gemm_choice, gemm_plan
 from .blocks import BLOCK, ceil_div
 from .checks import check_contiguous_gemm, check_masked_gemm
 from .gemm_config import GemmConfig, Kind
@@ -111,7 +111,7 @@ def _plan(
     if kind == Kind.ROWS:  # each block of them is as a group of its own
         num_segments, limit = ceil_div(m, BLOCK), BLOCK
     expected_m = min(expected_m or ceil_div(m, num_groups), limit)
-    config = gemm_config.choose_grouped_config(
+    config = gemm_choice.choose_grouped_config(
         expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
     expected_tiles = ceil_div(expected_m, config.tile[0])
