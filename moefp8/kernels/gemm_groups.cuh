@@ -97,7 +97,7 @@ struct Scheduler {
     const int from = first_token_of(begin) + cell.token * kStep + (C::kSameTokens ? 0 : rank * C::kTokenStep);
     Place<C> place;
     place.first_token = min(from, args.last_token);
-    // The first two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
+    // The last two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
     if (C::kBeginsAnywhere) {
       const int in_rows = min(end - from, C::kRows);  // the tail is stored without TMA
