@@ -23,6 +23,7 @@ from moefp8.kernels import (
     dispatch_launch,
     experts,
     experts_launch,
+    feed_forward,
     gemm,
     gemm_choice,
     gemm_config,
@@ -347,7 +348,11 @@ class Emulator:
         """As `segment` in gemm_groups.cuh; those with a token."""
         num_tokens, num_groups = groups.num_tokens, groups.num_groups
         sizes = {Kind.OFFSETS: num_groups + 1, Kind.MASKED: num_groups, Kind.ROWS: num_tokens}
-        bounds = memory(groups.bounds, torch.int32, [sizes[kind]], [1]).tolist()
+        if groups.bounds is None:  # of a single group
+            bounds = [0, num_tokens]
+            assert (kind, num_groups) == (Kind.OFFSETS, 1)
+        else:
+            bounds = memory(groups.bounds, torch.int32, [sizes[kind]], [1]).tolist()
         if kind == Kind.ROWS:
             found = []
             for begin in range(0, num_tokens, 128):
@@ -527,13 +532,14 @@ def emulated(
         patch.setattr(driver, "library", lambda: made)
         for folder in (gemm_plan, quantize_room, top_k_launch, dispatch_launch, combine_launch):
             patch.setattr(folder, "load", made.load)
-        for folder in (gemm_plan, quantize_room, top_k_launch, experts_launch):
+        for folder in (gemm_plan, quantize_room, top_k_launch, experts_launch, feed_forward):
             patch.setattr(folder, "current_stream", lambda device_index: 7)
         for folder in (gemm_launch, grouped_launch):
             patch.setattr(folder, "_launches", gemm_plan.Launches())
         patch.setattr(gemm_plan, "_max_sms", None)
         for folder in (quantize_room, top_k_launch):
             patch.setattr(folder, "_of_thread", folder._OfThread())
+        patch.setattr(feed_forward, "_launches", {})
         patch.setattr(experts_launch, "_layers", {})
         patch.setattr(experts_launch, "_prepared", {})
         for name, instead in (

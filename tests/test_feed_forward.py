@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from emulator import emulated
 from gpu_cases import no_synchronisation, on_gpu
 from layer_cases import assert_close, assert_matches_up_to_codes
 
-from moefp8.kernels.feed_forward import _body, feed_forward
+from moefp8.kernels.feed_forward import _body, feed_forward, launch_feed_forward
 from moefp8.layers import moe
 from moefp8.layers.moe import SharedExperts
 from moefp8.quant import quantize_1x128, quantize_128x128
@@ -99,6 +100,32 @@ def test_a_gradient_is_refused_aloud():
     y = SharedExperts(128, 128)(torch.randn(3, 128, requires_grad=True))
     with pytest.raises(NotImplementedError):
         y.sum().backward()
+
+
+# ---- The launcher, without a GPU ----
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize(("t", "h", "i"), [*SIZES, (140, 128, 256), (700, 128, 128), (5, 100, 36)])
+def test_launches_compute_what_the_body_does(t, h, i, limit):
+    made = operands(t, h, i)
+    with emulated() as gpu:
+        for calls in (1, 2):
+            y = launch_feed_forward(*made, limit)
+            assert_matches_up_to_codes(y, _body(*made, limit))
+            assert len(gpu.launched) == 3 * calls
+    quantization, gate_up, down = gpu.launched[-3:]
+    assert quantization.kernel.name.startswith("quantize")
+    assert (gate_up.config.gate_up, down.config.grouped) == (True, False)
+    assert gate_up.programmatic
+    assert down.programmatic == (i % 16 == 0)  # else down was copied right before it
+
+
+def test_tokens_behind_128_rows_are_a_tail():
+    with emulated() as gpu:
+        for t in (128, 129, 152, 153):
+            launch_feed_forward(*operands(t, 128, 128), None)
+    assert [made.config.tail > 0 for made in gpu.launched[1::3]] == [False, True, True, False]
 
 
 # ---- On a GPU ----

@@ -34,7 +34,7 @@ from .experts_prepare import (
     prepare_dispatch_and_combine,
     prepare_gemms,
 )
-from .gemm_plan import device_sms
+from .gemm_plan import busy_sms
 from .jit import Launch, current_stream
 from .tma_operands import fitting, lying_as
 
@@ -162,10 +162,9 @@ def _prepare(
     )
     given = gate, up, down
     fit = all(x is y for x, y in zip(fitting_weights[::2], given, strict=True))
-    all_sms = device_sms(memory.get_device())
-    num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    configs = choose_configs(sizes, num_sms)
-    steps = make_steps(sizes, fitting_weights, memory, configs, num_sms)
+    sms = busy_sms(memory.get_device())
+    configs = choose_configs(sizes, sms[0])
+    steps = make_steps(sizes, fitting_weights, memory, configs, sms)
     first, second = prepare_gemms(steps, sizes, fitting_weights, memory, limit, stream)
     dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
     launches = (*dispatch, first, second, combine)

@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,8 @@ from .blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
 from .combine_launch import prepare_combine
 from .dispatch_launch import most_count_bytes, prepare_dispatch
 from .gemm_config import GemmConfig, Kind
-from .gemm_plan import GateUp, Operands, Plan, device_sms, make_plan
-from .grouped_launch import most_token_tiles
+from .gemm_plan import GateUp, Operands, Plan, device_sms
+from .grouped_launch import plan_of_groups
 from .jit import Launch
 
 _ALIGNMENT = 256
@@ -117,12 +117,11 @@ def make_steps(
     weights: Weights,
     memory: torch.Tensor,
     configs: tuple[GemmConfig, GemmConfig],
-    num_sms: int,
+    sms: tuple[int, int],
 ) -> Steps:
-    """memory: a workspace; of what is in it, only where it lies counts. num_sms: that may work."""
+    """memory: a workspace; of what is in it, only where it lies counts. sms: as `busy_sms`."""
     at, (matrices, rows) = Workspace.of(sizes), sizes.matrix
     h, i, pitch = sizes.hidden_size, sizes.intermediate_size, scale_pitch(rows)
-    all_sms = device_sms(memory.get_device())
 
     def rows_at(offset: int, columns: int, row_pitch: int, dtype: torch.dtype) -> torch.Tensor:
         shape = matrices, rows, columns
@@ -139,32 +138,15 @@ def make_steps(
     token_scales = scales_at(at.token_scales, num_blocks(h))
     activated_scales = scales_at(at.activated_scales, num_blocks(i))
 
-    num_choices = sizes.num_tokens * sizes.top_k
-    load = ceil_div(num_choices, sizes.num_experts)
-    # Where some experts have no token, nobody can guess which.
-    tiles = configs[0].token_tiles(load) if load >= 4 else 0
-    kind = Kind.MASKED if sizes.masked else Kind.OFFSETS
-
-    def plan(config: GemmConfig, operands: Operands, expected_tiles: int, **more: Any) -> Plan:
-        stride = operands.b_scale_inv.stride(0)
-        experts = sizes.num_experts
-        return make_plan(
-            config,
-            operands,
-            None,
-            (),
-            num_sms=num_sms,
-            all_sms=all_sms,
-            token_tiles=most_token_tiles(config, kind, rows, experts),
-            tokens=load,
-            kind=kind,
-            groups=(experts, experts, rows, expected_tiles, stride),
-            **more,
-        )
-
     gate = Operands(tokens, token_scales, weights.gate, weights.gate_scale_inv, activated)
     down = Operands(activated, activated_scales, weights.down, weights.down_scale_inv, results)
-    return Steps(plan(configs[0], gate, tiles), plan(configs[1], down, 0, bounds_are_old=True))
+    load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
+    all_have_some = load >= 4  # else nobody can guess which experts have none
+    of_experts = Kind.MASKED if sizes.masked else Kind.OFFSETS, sizes.num_experts, load, sms
+    return Steps(
+        plan_of_groups(configs[0], gate, *of_experts, guesses=all_have_some),
+        plan_of_groups(configs[1], down, *of_experts, guesses=False, bounds_are_old=True),
+    )
 
 
 def prepare_gemms(

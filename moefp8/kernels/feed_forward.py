@@ -15,8 +15,8 @@ from .experts import check_limit, swiglu
 from .gemm import block_scaled_matmul
 from .gemm_config import Kind
 from .gemm_launch import launch_gemm
-from .gemm_plan import GateUp, Operands, device_sms, make_plan
-from .grouped_launch import most_token_tiles
+from .gemm_plan import GateUp, Operands, busy_sms
+from .grouped_launch import plan_of_groups
 from .jit import Launch, current_stream
 from .quantize import launch_quantize_1x128, quantize_1x128
 from .registry import register
@@ -127,22 +127,10 @@ def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
     """The grouped GEMM of a single group that has all tokens."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, i, h)
-    all_sms = device_sms(operands.a.get_device())
-    num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
-    config, _ = gemm_choice.choose_experts_configs(m, 1, h, i, num_sms)
-    plan = make_plan(
-        config,
-        Operands(*(x[None] for x in operands)),
-        None,
-        (),
-        num_sms=num_sms,
-        all_sms=all_sms,
-        token_tiles=most_token_tiles(config, Kind.OFFSETS, m, 1),
-        tokens=m,
-        kind=Kind.OFFSETS,
-        groups=(1, 1, m, config.token_tiles(m), 0),
-        bounds_are_old=True,
-    )
+    sms = busy_sms(operands.a.get_device())
+    config, _ = gemm_choice.choose_experts_configs(m, 1, h, i, sms[0])
+    grouped = Operands(*(x[None] for x in operands))
+    plan = plan_of_groups(config, grouped, Kind.OFFSETS, 1, m, sms, bounds_are_old=True)
     addresses = (*(x.data_ptr() for x in operands), 0)
     return gemm_plan.prepare(plan, addresses, stream, True, beside)
 

@@ -126,6 +126,7 @@ _PEAK_LOAD = 1.2
 # From so many products on, the power limit counts. With some tokens in a group, CTAs that share
 # them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
 _MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
+_TAIL = 24
 _MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
@@ -189,7 +190,8 @@ def choose_experts_configs(
     """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
 
     From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other.
+    Qwen3-30B-A3B on an H200, alone and one behind the other. Of a single group, `tokens` is exact:
+    it has a tail if that then holds what is behind the rows.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
@@ -202,8 +204,8 @@ def choose_experts_configs(
         configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
     elif 128 < _PEAK_LOAD * tokens <= 192 and many and tokens > _MOST_WITH_TAIL:
         configs = gate_up(192, 128), down(192, 128)
-    elif 128 < _PEAK_LOAD * tokens <= 192 and (num_groups > 1 or 128 < tokens <= 128 + 24):
-        configs = gate_up(128, 128, tail=24), down(128, 128, tail=24)
+    elif 128 < _PEAK_LOAD * tokens <= 192 and (num_groups > 1 or 128 < tokens <= 128 + _TAIL):
+        configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
     elif many:
         configs = (
             gate_up(128, 128, batches=2, share=2, share_rows=True),

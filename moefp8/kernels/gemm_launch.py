@@ -10,7 +10,7 @@ from .gemm_plan import (
     Layouts,
     Operands,
     Plan,
-    device_sms,
+    busy_sms,
     fitting_operands,
     make_plan,
 )
@@ -84,8 +84,7 @@ def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Pl
     """For operands that fit."""
     (m, k), n = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, n, k)
-    all_sms = device_sms(operands.a.get_device())
-    num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
+    num_sms, all_sms = busy_sms(operands.a.get_device())
     config = gemm_choice.choose_config(m, n, k, num_sms, num_sms == all_sms)
     return make_plan(
         config,

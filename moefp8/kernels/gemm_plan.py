@@ -326,5 +326,11 @@ def max_sms() -> int | None:
     return _max_sms
 
 
+def busy_sms(device_index: int) -> tuple[int, int]:
+    """How many SMs of a GPU may be busy, and how many it has."""
+    all_sms = device_sms(device_index)
+    return min(all_sms, _max_sms or all_sms), all_sms
+
+
 def device_sms(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)

@@ -15,7 +15,7 @@ from .gemm_plan import (
     Layouts,
     Operands,
     Plan,
-    device_sms,
+    busy_sms,
     fitting_operands,
     make_plan,
 )
@@ -105,8 +105,7 @@ def _plan(
         operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
     (_, m, k), (num_groups, n, _) = operands.a.shape, b.shape
     gemm_plan.check_sizes(op, m, n, k)
-    all_sms = device_sms(a.get_device())
-    num_sms = min(all_sms, gemm_plan.max_sms() or all_sms)
+    sms = num_sms, all_sms = busy_sms(a.get_device())
     num_segments, limit = num_groups, m
     if kind == Kind.ROWS:  # each block of them is as a group of its own
         num_segments, limit = ceil_div(m, BLOCK), BLOCK
@@ -114,7 +113,30 @@ def _plan(
     config = gemm_choice.choose_grouped_config(
         expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
-    expected_tiles = ceil_div(expected_m, config.tile[0])
+    return plan_of_groups(config, operands, kind, num_segments, expected_m, sms, layouts)
+
+
+def plan_of_groups(
+    config: GemmConfig,
+    operands: Operands,
+    kind: Kind,
+    num_segments: int,
+    tokens: int,
+    sms: tuple[int, int],
+    layouts: Layouts = (),
+    *,
+    guesses: bool = True,
+    bounds_are_old: bool = False,
+) -> Plan:
+    """For operands of three dimensions. tokens: of a group, about. sms: as `busy_sms`.
+
+    guesses: whether the first tiles may be guessed from that, see `prefetch_expected` in
+        gemm_load.cuh.
+    """
+    (_, m, _), num_groups = operands.a.shape, operands.b.shape[0]
+    num_sms, all_sms = sms
+    expected_tiles = config.token_tiles(tokens) if guesses else 0
+    stride = operands.b_scale_inv.stride(0)
     return make_plan(
         config,
         operands,
@@ -122,14 +144,15 @@ def _plan(
         layouts,
         num_sms=num_sms,
         all_sms=all_sms,
-        token_tiles=most_token_tiles(config, kind, m, num_groups),
-        tokens=expected_m,
+        token_tiles=_most_token_tiles(config, kind, m, num_groups),
+        tokens=tokens,
         kind=kind,
-        groups=(num_groups, num_segments, m, expected_tiles, b_scale_inv.stride(0)),
+        groups=(num_groups, num_segments, m, expected_tiles, stride),
+        bounds_are_old=bounds_are_old,
     )
 
 
-def most_token_tiles(config: GemmConfig, kind: Kind, m: int, num_groups: int) -> int:
+def _most_token_tiles(config: GemmConfig, kind: Kind, m: int, num_groups: int) -> int:
     """Over all routings."""
     tokens = config.tile[0]
     if kind == Kind.MASKED:
