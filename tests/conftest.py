@@ -10,7 +10,8 @@ from jit_cases import forget
 from moefp8.kernels.jit import cache
 
 pytest.register_assert_rewrite(
-    "emulator", "gemm_cases", "gpu_cases", "grouped_cases", "layer_cases"
+    *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases"),
+    *("launched_experts", "layer_cases"),
 )
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -47,3 +48,16 @@ def gpu():
 
     with emulated() as made:
         yield made
+
+
+@pytest.fixture
+def workspaces(monkeypatch):
+    """The memory that routed experts are given: nothing around it is written."""
+    from launched_experts import Workspaces
+
+    from moefp8.kernels import experts_launch
+
+    made = Workspaces()
+    monkeypatch.setattr(experts_launch, "torch", made)
+    yield made
+    made.check()

@@ -3,7 +3,8 @@
 import pytest
 import sanitizer_cases
 import torch
-from emulator import emulated, kind_of
+from emulated_gemm import kind_of
+from emulator import emulated
 from gemm_cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, stacked
 from gpu_cases import NUM_SMS
 from grouped_cases import (
