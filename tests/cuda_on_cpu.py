@@ -156,6 +156,7 @@ struct Eight {
       x[i] = load_float<kInput>(row + place * kElementBytes);
     }
   }
+  void load_once(const uint8_t* row, uint32_t column) { load<true>(row, column, column + 8); }
   float operator[](int i) const { return x[i]; }
   uint32_t largest() const {
     float amax = 0;

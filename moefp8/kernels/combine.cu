@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       // Whatever a choice without a row reads: no load has a condition, so that all are in flight at once.
-      values[i].template load<true>(args.y + max(rows[i], 0) * args.y_row_bytes, column, column + 8);
+      values[i].load_once(args.y + max(rows[i], 0) * args.y_row_bytes, column);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {

@@ -1,6 +1,7 @@
 // E4M3: the scale of a block, division by it, and eight elements of any input type with their codes.
 #pragma once
 #include "input.cuh"
+#include "l2.cuh"
 
 constexpr uint32_t kInfinity = 0x7f800000;  // as bits: NaN has larger ones, other magnitudes smaller ones
 constexpr uint32_t kNan = 0x7fc00000;
@@ -92,6 +93,13 @@ struct Eight {
         }
       }
     }
+  }
+
+  // Of halves, vectorized, of a row that nobody reads after this.
+  __device__ void load_once(const uint8_t* row, uint32_t column) {
+    static_assert(kWords == 4, "one load");
+    const uint4 four = ::load_once(row + column * kElementBytes);
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
   }
 
   __device__ float operator[](int i) const {

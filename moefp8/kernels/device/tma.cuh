@@ -1,6 +1,7 @@
 // TMA: boxes of 2-D and 3-D tensors between global and shared memory.
 #pragma once
 #include "base.cuh"
+#include "l2.cuh"
 #include "mbarrier.cuh"
 
 // What the host encoded with cuTensorMapEncodeTiled; a kernel takes it as `const __grid_constant__`.
@@ -14,23 +15,6 @@ struct alignas(64) TensorMap {
 // Where a box begins, x innermost; a map of two dimensions has no z.
 struct Corner {
   int x, y, z;
-};
-
-// A hint which of what was loaded leaves the L2 cache first. What loads do without one is evict_unchanged; evict_normal
-// is another policy, with which dense GEMMs on an H200 took up to 1.7 times as long.
-struct L2Policy {
-  uint64_t bits;
-
-  static __device__ L2Policy usual() {
-    L2Policy policy;
-    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0;" : "=l"(policy.bits));
-    return policy;
-  }
-  static __device__ L2Policy read_once() {
-    L2Policy policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy.bits));
-    return policy;
-  }
 };
 
 // Loads a box; out of bounds reads as zero. 2-D loads ignore the policy.
