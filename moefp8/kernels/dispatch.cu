@@ -52,16 +52,20 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
   extern __shared__ __align__(16) int memory[];
   wait_for_previous_kernel();
   let_next_kernel_start();
-  Plan<kMerges>(args.routing, blockIdx.x, memory).count_chunk(args.counts, blockIdx.x);
+  const Plan<kMerges> plan(args.routing, blockIdx.x, memory);
+  plan.clear();
+  plan.count_chunk(args.counts, blockIdx.x);
 }
 
 // rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
-// Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more.
-// Barriers: zeros, counts and rows are each complete before they are read; 8 lanes meet in shuffles.
+// Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more; if kRanks 2 B for
+// each slot and warp that ranks choices.
+// Barriers: zeros, ranks, counts, experts and rows are each complete before they are read; 8 lanes meet in shuffles.
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
 template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
+  constexpr bool kRanks = kIsCounted && !kMerges;  // of few choices, it takes longer than one warp with all of them
   extern __shared__ __align__(16) int memory[];
   const Routing& routing = args.routing;
   const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.num_parts;
@@ -90,6 +94,8 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   uint32_t index = threadIdx.x / kLanes;
   Held next = load(index);  // while the plan is made
   if (!kIsCounted) let_next_kernel_start();
+  plan.clear();
+  if constexpr (kRanks) plan.rank();
   if constexpr (kIsCounted) {
     wait_for_previous_kernel();
     let_next_kernel_start();
@@ -97,14 +103,19 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   } else {
     plan.template count<4>();
   }
+  const auto visit = [&](uint32_t i, uint32_t place, uint32_t expert, int row) {
+    if (kMerges) scale_rows[place] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
+    if (part == 0) routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + i] = row;
+  };
   if (threadIdx.x < kWarp) {
     plan.template find_experts<false>();
-    plan.find_rows([&](uint32_t i, uint32_t place, uint32_t expert, int row) {
-      if (kMerges) scale_rows[place] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
-      if (part == 0) routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + i] = row;
-    });
+    if constexpr (!kRanks) plan.find_rows(visit);
   }
   __syncthreads();
+  if constexpr (kRanks) {
+    plan.find_ranked_rows(visit);
+    __syncthreads();
+  }
 
   constexpr uint32_t kInWarp = kWarp / kLanes;
 #pragma unroll 1

@@ -22,6 +22,7 @@ struct Routing {
   uint32_t rows_of_token;      // places for its rows in shared memory: at least k, a multiple of 4
   uint32_t tokens_at_once;     // whose choices a warp holds: as many as fit, at least one
   uint32_t reciprocal_of_k;    // lane / k == lane * reciprocal_of_k >> 16
+  uint32_t num_rankers;        // warps of a CTA that rank choices: see `Plan`
 
   // E if there is none.
   __device__ uint32_t expert(uint32_t index) const {  // of all choices
@@ -70,15 +71,16 @@ struct Choice {
   }
 };
 
-// The part of the plan that a CTA knows, in shared memory. Its three steps follow each other. Choices of one expert by
-// one token share a row if kMerges, which costs more; else each has its own.
+// The part of the plan that a CTA knows, in shared memory. Its steps follow each other. Choices of one expert by one
+// token share a row if kMerges, which costs more; else each has its own.
 template <bool kMerges>
 struct Plan {
   const Routing& routing;
   const uint32_t begin, end;  // the tokens of this CTA
-  int* const next_row;        // [slots]: how many tokens before `begin` it has; then, where the next one goes
-  int* const end_row;         // [slots]: how many others it has; then, the end of its rows
-  int* const rows;  // [end - begin, rows_of_token]: experts of the choices; then rows, -1 if there is none
+  int* const next_row;     // [slots]: how many tokens before `begin` it has; then, where the next one goes
+  int* const end_row;      // [slots]: how many others it has; then, the end of its rows
+  int* const rows;         // [end - begin, rows_of_token]: experts and ranks; then rows, -1 if there is none
+  uint16_t* const ranked;  // [num_rankers, slots]: how many choices the warps before have ranked
 
   __device__ Plan(const Routing& routing, uint32_t chunk, int* memory)
       : routing(routing),
@@ -86,18 +88,60 @@ struct Plan {
         end(min(begin + routing.chunk, routing.num_tokens)),
         next_row(memory),
         end_row(memory + routing.num_slots),
-        rows(memory + 2 * routing.num_slots) {}
+        rows(memory + 2 * routing.num_slots),
+        ranked(reinterpret_cast<uint16_t*>(rows + routing.chunk * routing.rows_of_token)) {}
 
-  // 1. All threads: counts the choices of each expert, kAhead at once. Shared memory takes one a cycle.
+  // 1. All threads: zeros; no rows.
+  __device__ void clear() const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < (end - begin) * routing.rows_of_token; i += blockDim.x) rows[i] = -1;
+    __syncthreads();
+  }
+
+  // 2. All threads, of many choices and unless kMerges: how many choices of the chunk named the same expert before each
+  // of them. No other CTA is asked, so that it can be done before what others count is there.
+  __device__ void rank() const {
+    const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    if (warp < routing.num_rankers) {
+      uint16_t* const mine = ranked + warp * routing.num_slots;
+#pragma unroll 1
+      for (uint32_t i = lane; i < routing.num_slots / 2; i += kWarp) reinterpret_cast<uint32_t*>(mine)[i] = 0;
+      __syncwarp();
+      const uint32_t limit = min((warp + 1) * share(), choices_of_chunk());
+#pragma unroll 1
+      for (uint32_t index = warp * share() + lane; index - lane < limit; index += kWarp) {
+        const bool exists = index < limit;
+        const uint32_t expert = exists ? routing.expert(begin * routing.top_k + index) : routing.num_experts;
+        const uint32_t same = __match_any_sync(0xffffffff, expert), before = same & ((1u << lane) - 1);
+        const uint32_t rank = mine[expert] + __popc(before);
+        __syncwarp();
+        if (before == 0) mine[expert] += __popc(same);
+        __syncwarp();
+        if (exists) rows[place(index)] = expert << 16 | rank;  // shared memory holds fewer of both than 2^16
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t expert = threadIdx.x; expert < routing.num_experts; expert += blockDim.x) {
+      uint32_t before = 0;
+#pragma unroll 4
+      for (uint32_t i = expert; i < routing.num_rankers * routing.num_slots; i += routing.num_slots) {
+        const uint32_t count = ranked[i];
+        ranked[i] = before, before += count;
+      }
+    }
+  }
+
+  // 3. All threads: counts the choices of each expert, kAhead at once. Shared memory takes one a cycle.
   template <int kAhead>
   __device__ void count() const {
-    clear();
     count<kAhead>(0, routing.num_tokens);
     __syncthreads();
   }
   // Or in two kernels: those of each chunk, two experts in a word;
   __device__ void count_chunk(uint32_t* counts, uint32_t chunk) const {
-    clear();
     count<1>(begin, end);
     __syncthreads();
 #pragma unroll 1
@@ -107,7 +151,6 @@ struct Plan {
   // then their sums. A thread adds up those of some chunks for two experts.
   __device__ void add_chunks(const uint32_t* counts, uint32_t chunk, uint32_t num_chunks) const {
     constexpr int kAtOnce = 8;
-    clear();
     const uint32_t columns = routing.num_slots / 2, step = blockDim.x / columns;  // the host sees to it: at least 1
     const uint32_t column = threadIdx.x % columns, first = threadIdx.x / columns;
     uint32_t before[2] = {}, after[2] = {};
@@ -131,7 +174,7 @@ struct Plan {
     __syncthreads();
   }
 
-  // 2. One warp: the first row of each expert. The first CTA writes what is of no token.
+  // 4. One warp: the first row of each expert. The first CTA writes what is of no token.
   template <bool kAligned>
   __device__ void find_experts() const {
     constexpr int kAtOnce = 4;
@@ -169,31 +212,40 @@ struct Plan {
     __syncwarp();
   }
 
-  // 3. The same warp: the rows of the chunk, and visit(index, place, expert, row) for each choice: index counts the
+  // 5. The same warp: the rows of the chunk, and visit(index, place, expert, row) for each choice: index counts the
   // choices of the chunk, place is that of its row in `rows`; expert E and row -1 are none.
   template <class Visit>
   __device__ void find_rows(const Visit& visit) const {
     if constexpr (kMerges) find_merged_rows(visit);
     else find_rows_of_each(visit);
   }
+  // Or, where choices are ranked, all threads after a barrier.
+  template <class Visit>
+  __device__ void find_ranked_rows(const Visit& visit) const {
+#pragma unroll 1
+    for (uint32_t index = threadIdx.x; index < choices_of_chunk(); index += blockDim.x) {
+      const uint32_t at = place(index), expert = uint32_t(rows[at]) >> 16, rank = rows[at] & 0xffff;
+      int row = -1;
+      if (expert < routing.num_experts) {
+        row = next_row[expert] + ranked[index / share() * routing.num_slots + expert] + rank;
+      }
+      rows[at] = row;
+      visit(index, at, expert, row);
+    }
+  }
 
  private:
-  __device__ void clear() const {
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < (end - begin) * routing.rows_of_token; i += blockDim.x) rows[i] = -1;
-    __syncthreads();
+  __device__ uint32_t place(uint32_t index) const {
+    return index + routing.of_k.quotient(index) * (routing.rows_of_token - routing.top_k);
   }
+  __device__ uint32_t choices_of_chunk() const { return (end - begin) * routing.top_k; }
+  // Of these, what a warp ranks.
+  __device__ uint32_t share() const { return ceil_div(choices_of_chunk(), kWarp * routing.num_rankers) * kWarp; }
   template <int kAhead>
   __device__ void count(uint32_t from, uint32_t to) const {
     if constexpr (kMerges) count_merged<kAhead>(from, to);
     else count_each<kAhead>(from, to);
   }
-  __device__ uint32_t place(uint32_t token, uint32_t choice) const {
-    return (token - begin) * routing.rows_of_token + choice;
-  }
-
   template <int kAhead>
   __device__ void count_each(uint32_t from, uint32_t to) const {
     const uint32_t num_choices = to * routing.top_k;
@@ -215,10 +267,10 @@ struct Plan {
   }
   template <class Visit>
   __device__ void find_rows_of_each(const Visit& visit) const {
-    const uint32_t lane = threadIdx.x % kWarp, num_choices = (end - begin) * routing.top_k;
+    const uint32_t lane = threadIdx.x % kWarp;
 #pragma unroll 1
-    for (uint32_t index = lane; index - lane < num_choices; index += kWarp) {
-      const bool exists = index < num_choices;
+    for (uint32_t index = lane; index - lane < choices_of_chunk(); index += kWarp) {
+      const bool exists = index < choices_of_chunk();
       const uint32_t expert = exists ? routing.expert(begin * routing.top_k + index) : routing.num_experts;
       const uint32_t same = __match_any_sync(0xffffffff, expert), before = same & ((1u << lane) - 1);
       int row = -1;
@@ -227,9 +279,8 @@ struct Plan {
       if (expert < routing.num_experts && before == 0) next_row[expert] += __popc(same);
       __syncwarp();
       if (exists) {
-        const uint32_t token = routing.of_k.quotient(index), at = index + token * (routing.rows_of_token - routing.top_k);
-        rows[at] = row;
-        visit(index, at, expert, row);
+        rows[place(index)] = row;
+        visit(index, place(index), expert, row);
       }
     }
   }
@@ -283,7 +334,7 @@ struct Plan {
         if (expert < routing.num_experts && lane == __ffs(own) - 1) next_row[expert] += __popc(own);
         __syncwarp();
         if (choice.exists) {
-          const uint32_t at = place(choice.token, choice.choice);
+          const uint32_t at = (choice.token - begin) * routing.rows_of_token + choice.choice;
           rows[at] = row;
           visit((choice.token - begin) * routing.top_k + choice.choice, at, expert, row);
         }

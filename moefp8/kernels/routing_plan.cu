@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const __grid_constant__ A
   wait_for_previous_kernel();
   let_next_kernel_start();
 
+  plan.clear();
   plan.count<kAhead>();
   if (threadIdx.x < kWarp) plan.find_experts<true>();
   __syncthreads();

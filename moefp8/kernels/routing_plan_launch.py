@@ -20,6 +20,7 @@ _SLOTS = 128  # of experts, that a warp reads at once
 MAX_THREADS = 1024
 MAX_CHOICES = 2**13  # of a chunk, k rounded up to 4: 64 KiB of shared memory say where they go
 _FEW_CHOICES = 512  # to count which no more threads are worth while
+_MOST_RANKED = 2**14  # slots times warps that rank choices: 32 KiB of shared memory
 _PADDING_OF_CTA = 2**12  # rows that a CTA may fill up
 
 
@@ -33,7 +34,7 @@ class Routing(ctypes.Structure):
         *(("num_experts", c_uint32), ("is_wide", c_uint32), ("chunk", c_uint32)),
         *(("max_m", c_uint32), ("alignment", Divisor), ("num_slots", c_uint32)),
         *(("of_k", Divisor), ("rows_of_token", c_uint32)),
-        *(("tokens_at_once", c_uint32), ("reciprocal_of_k", c_uint32)),
+        *(("tokens_at_once", c_uint32), ("reciprocal_of_k", c_uint32), ("num_rankers", c_uint32)),
     )
 
 
@@ -80,10 +81,12 @@ def routing_of(
     expert_offsets: int,
     token_to_row: int,
     alignment: int = 1,
+    num_warps: int = 0,
 ) -> Routing:
     """Addresses as ints; `id_strides` of tokens and of choices, in elements of `id_bytes`.
 
-    chunk: tokens of a CTA. All else as in `build_plan`.
+    chunk: tokens of a CTA. num_warps: of a CTA that ranks its choices, as many as are useful do;
+    0: none does. All else as in `build_plan`.
     """
     num_slots = num_slots_of(num_experts)
     most_rows = num_tokens * top_k + num_slots * max(alignment, max_m or 0)
@@ -98,6 +101,7 @@ def routing_of(
         *(num_tokens, top_k, num_experts, id_bytes == 8, chunk, max_m or 0),
         *(Divisor.of(alignment), num_slots, Divisor.of(top_k), round_up(top_k, 4)),
         *(max(1, _WARP // top_k), 2**16 // top_k + 1),
+        min(num_warps, ceil_div(chunk * top_k, _WARP), max(1, _MOST_RANKED // num_slots)),
     )
 
 
@@ -106,8 +110,9 @@ def num_slots_of(num_experts: int) -> int:
 
 
 def shared_bytes(routing: Routing, words_of_choice: int = 1) -> int:
-    """Two words for each slot, `words_of_choice` for each choice of a chunk."""
-    return 4 * (2 * routing.num_slots + routing.chunk * routing.rows_of_token * words_of_choice)
+    """`words_of_choice`: for each choice of a chunk."""
+    words_of_chunk = routing.chunk * routing.rows_of_token * words_of_choice
+    return routing.num_slots * (8 + 2 * routing.num_rankers) + 4 * words_of_chunk
 
 
 def kernel_of(cut: Cut) -> Kernel:
