@@ -88,13 +88,16 @@ struct Loader {
   // of the memory. Where tokens lie is known only if each group has a matrix of its own; and they are fetched in vain
   // while a kernel may still write them.
   __device__ void prefetch_expected(const Arguments& args) {
+    constexpr bool kSharesWeights = C::kTogether > 1 && !C::kSameTokens;
     const int height = args.groups.expected_tiles, width = C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles;
-    if (C::kTogether > 1 || C::kKind == Kind::kRows || height == 0) return;
+    if (kSharesWeights || C::kKind == Kind::kRows || height == 0) return;
+    const int tile = blockIdx.x / C::kTogether, rank = blockIdx.x % C::kTogether;
     Place<C> place;
-    place.group = blockIdx.x / (height * width);
+    place.group = tile / (height * width);
     if (place.group >= args.groups.num_groups) return;
-    const Cell cell = Cell::at(blockIdx.x - place.group * height * width, height, width);
-    place.tile = cell.weight, place.first_token = min(cell.token * C::kTokenStep, args.last_token);
+    const Cell cell = Cell::at(tile - place.group * height * width, height, width);
+    place.tile = cell.weight * C::kTogether + rank;
+    place.first_token = min(cell.token * C::kTokenStep, args.last_token);
     const bool with_tokens = C::kKind == Kind::kMasked && !args.programmatic;
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
