@@ -55,6 +55,7 @@ class Dispatched:
     expert_offsets: torch.Tensor
     tokens_per_expert: torch.Tensor
     token_to_row: torch.Tensor
+    zeros: torch.Tensor  # int32 [2 + _GUARD]
     counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
     launches: tuple[Launch, ...]
 
@@ -81,9 +82,10 @@ def run_dispatch(
         poisoned((num_experts + 1,), torch.int32, device),
         poisoned((num_experts,), torch.int32, device),
         poisoned((num_tokens, top_k), torch.int32, device),
+        poisoned((2 + _GUARD,), torch.int32, device),
         poisoned((count_bytes + _GUARD,), torch.uint8, device),
     )
-    rows, row_scales, expert_offsets, tokens_per_expert, token_to_row, counts = filled
+    rows, row_scales, expert_offsets, tokens_per_expert, token_to_row, zeros, counts = filled
     launches = dispatch_launch.prepare_dispatch(
         x.get_device(),
         x=x.data_ptr(),
@@ -104,6 +106,7 @@ def run_dispatch(
         expert_offsets=expert_offsets.data_ptr(),
         tokens_per_expert=tokens_per_expert.data_ptr(),
         token_to_row=token_to_row.data_ptr(),
+        zeros=zeros.data_ptr(),
         stream=stream,
         num_sms=num_sms,
         counts=counts.data_ptr(),
@@ -137,6 +140,8 @@ def check_dispatch(
     num_rows = scales.shape[-2]
     assert torch.equal(ours[..., :num_rows, :], scales)
     assert (ours[..., num_rows:, :] == untouched).all()
+    assert (done.zeros[:2] == 0).all()
+    assert (done.zeros[2:] == untouched).all()
     assert (done.counts[-_GUARD:] == POISON).all()
 
 

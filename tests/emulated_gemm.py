@@ -127,6 +127,10 @@ class GemmEmulator:
         assert groups.d_matrix_stride == d.stride(0) or num_matrices == 1
         segments = self.segments(groups, kind)
         self.check_group_tiles(made, segments)
+        if groups.taken is not None:
+            taken = memory(groups.taken, torch.int32, [1], [1])
+            assert taken == 0
+            taken += 1 + made.grid
         activation = made.arguments.activation
         if made.config.gate_up:
             up = made.b_maps[1].tensor()

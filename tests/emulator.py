@@ -195,6 +195,7 @@ class Emulator(GemmEmulator):
             scales = memory(x.row_scales + first * 4, torch.float32, [blocks], [x.scale_pitch])
             scales.copy_(scale_inv[token])
         for address, values in (
+            (x.zeros, [0, 0]),
             (routing.expert_offsets, offsets),
             (routing.tokens_per_expert, counts),
             (routing.token_to_row, list(itertools.chain.from_iterable(token_to_row))),

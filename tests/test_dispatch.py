@@ -137,6 +137,18 @@ def test_rows_of_a_token_can_be_read_four_at_once(top_k, places):
     assert routing_plan_launch.shared_bytes(routing) == 8 * routing.num_slots + 4 * 2 * places
 
 
+@pytest.mark.parametrize(
+    ("top_k", "num_experts", "rankers"),
+    [(8, 8, 1), (16, 8, 1), (17, 8, 2), (600, 8, 32), (600, 1023, 16), (600, 20000, 1)],
+)
+def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
+    """Of two tokens."""
+    routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
+    assert (routing.num_rankers, without.num_rankers) == (rankers, 0)
+    more = (routing_plan_launch.shared_bytes(x) for x in (routing, without))
+    assert next(more) - next(more) == 2 * rankers * routing.num_slots
+
+
 def test_more_rows_than_a_kernel_counts_are_refused():
     with pytest.raises(ValueError, match=r"op: one call takes fewer than 2\*\*31 rows, got T = 5"):
         routing_of(4, max_m=2**30)
@@ -309,6 +321,7 @@ def test_rows_must_be_aligned():
             row_scales=0,
             scale_pitch=4,
             counts=0,
+            zeros=0,
             **common,
             **maps,
         )

@@ -21,7 +21,7 @@ from layer_cases import assert_close
 from moefp8 import GroupedExperts
 from moefp8.kernels import experts as op_room
 from moefp8.kernels import experts_launch as room
-from moefp8.kernels import set_num_sms
+from moefp8.kernels import experts_prepare, set_num_sms
 from moefp8.testing import assert_matches_reference
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
@@ -98,6 +98,7 @@ def choose(monkeypatch):
         *((512, 16, 4, 1024, 512), (700, 9, 2, 264, 136), (1025, 32, 8, 384, 640)),
         *((4096, 8, 2, 512, 256), (37, 384, 40, 160, 144), (3, 1, 5, 7168, 2048)),
         *((4097, 8, 2, 512, 256), (2100, 500, 4, 264, 144), (1500, 1024, 6, 128, 128)),
+        *((100, 8, 2, 7168, 640), (90, 6, 2, 4224, 4352), (200, 5, 3, 768, 640)),
     ],
 )
 def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, masked):
@@ -229,6 +230,23 @@ def test_a_limit_of_sms_changes_no_bit(layer, choose, family):
             assert torch.equal(run(*arguments, layer), expected)
     finally:
         set_num_sms(None)
+
+
+@pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
+def test_who_takes_which_tile_changes_no_bit(layer, choose, family, monkeypatch):
+    choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
+    arguments = inputs(300)
+    results = []
+    try:
+        for few in (10_000, 0):  # choices, up to which every cluster has every n-th tile
+            monkeypatch.setattr(experts_prepare, "_FEW_CHOICES", few)
+            for limit in (2, 3, 16, None):
+                room._prepared.clear()
+                set_num_sms(limit)
+                results += [run(*arguments, layer) for _ in range(3)]
+    finally:
+        set_num_sms(None)
+    assert all(torch.equal(y, results[0]) for y in results)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])

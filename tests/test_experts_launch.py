@@ -75,6 +75,18 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     assert activation.limit == (limit or float("inf"))
 
 
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("num_tokens", [32, 33])
+def test_tiles_of_many_choices_are_taken_from_a_counter(gpu, num_tokens):
+    """The emulator sees to it that each begins at zero: also when the memory is used again."""
+    x, ids = tokens_of(num_tokens, 16), ids_of("distinct", num_tokens, 2, 4)
+    for _ in range(2):
+        launch(x, ids, torch.ones(num_tokens, 2), weights_of(4, 16, 16))
+    first, second = (made.arguments.groups.taken for made in gpu.launched[-3:-1])
+    assert (first is None, second is None) == (num_tokens == 32,) * 2
+    assert num_tokens == 32 or first != second
+
+
 FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
 FAMILIES += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
 

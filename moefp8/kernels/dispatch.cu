@@ -24,6 +24,7 @@ struct Arguments {
   Divisor parts, in_group;  // num_parts; blocks of a group
   uint32_t num_chunks;
   uint32_t* counts;  // of each chunk, if a kernel before has counted: [chunks, slots / 2]
+  int* zeros;        // [2], for the kernels that follow
 };
 
 // The block that a thread has a share in. All CTAs work along K, some k-blocks of all their tokens at a time, so that
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   } else {
     plan.template count<4>();
   }
+  if (blockIdx.x == 0 && threadIdx.x < 2) args.zeros[threadIdx.x] = 0;
   const auto visit = [&](uint32_t i, uint32_t place, uint32_t expert, int row) {
     if (kMerges) scale_rows[place] = row + expert * (args.num_k_blocks * args.scale_pitch - routing.max_m);
     if (part == 0) routing.token_to_row[static_cast<int64_t>(plan.begin) * routing.top_k + i] = row;

@@ -43,7 +43,7 @@ class _Arguments(ctypes.Structure):
         *(("scale_pitch", c_uint32), ("hidden_size", c_uint32), ("num_k_blocks", c_uint32)),
         *(("part_blocks", c_uint32), ("num_parts", c_uint32), ("group", c_uint32)),
         *(("parts", Divisor), ("in_group", Divisor)),
-        *(("num_chunks", c_uint32), ("counts", c_void_p)),
+        *(("num_chunks", c_uint32), ("counts", c_void_p), ("zeros", c_void_p)),
     )
 
 
@@ -130,6 +130,7 @@ def prepare_dispatch(
     expert_offsets: int,
     tokens_per_expert: int,
     token_to_row: int,
+    zeros: int,
     stream: int,
     num_sms: int,
     counts: int,
@@ -148,6 +149,7 @@ def prepare_dispatch(
         row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
             row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
         expert_offsets, tokens_per_expert, token_to_row: int32 [E + 1], [E], [T, k], contiguous.
+        zeros: int32 [2], which become zeros: counters of the kernels that follow.
         counts: `most_count_bytes` of memory, at a multiple of 4.
         programmatic: it may be launched before the stream's previous kernel ends, and then waits.
 
@@ -183,7 +185,7 @@ def prepare_dispatch(
     arguments = _Arguments(
         *(routing, x, x_row_stride_bytes, rows, row_pitch, row_scales, scale_pitch),
         *(hidden_size, num_k_blocks, cut.k_blocks, parts, cut.group),
-        *(Divisor.of(parts), Divisor.of(cut.tokens * cut.group), num_chunks, counts),
+        *(Divisor.of(parts), Divisor.of(cut.tokens * cut.group), num_chunks, counts, zeros),
     )
     vectorized = hidden_size % 8 == 0 and not (x | x_row_stride_bytes) % _VECTOR_BYTES
     masked = max_m is not None

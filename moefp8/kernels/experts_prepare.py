@@ -17,6 +17,8 @@ from .grouped_launch import plan_of_groups
 from .jit import Launch
 
 _ALIGNMENT = 256
+# Up to so many choices, CTAs have hardly more than a tile each, and a counter only costs time.
+_FEW_CHOICES = 64
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
@@ -52,6 +54,7 @@ class Workspace(NamedTuple):
     offsets: int
     counts: int
     token_to_row: int
+    taken: int
     size: int
 
     @classmethod
@@ -68,14 +71,15 @@ class Workspace(NamedTuple):
             (sizes.num_experts + 1) * 4,
             sizes.num_experts * 4,
             sizes.num_tokens * sizes.top_k * 4,
+            2 * 4,
         )
         starts = [0]
         for length in lengths:
             starts.append(round_up(starts[-1] + length, _ALIGNMENT))
-        tokens, activated, scales, offsets, counts, token_to_row, size = starts
+        tokens, activated, scales, offsets, counts, token_to_row, taken, size = starts
         return cls(
             *(tokens, tokens + token_bytes, activated, scales),
-            *(tokens, offsets, counts, token_to_row, size),
+            *(tokens, offsets, counts, token_to_row, taken, size),
         )
 
 
@@ -163,11 +167,15 @@ def prepare_gemms(
     scales = start + at.activated_scales
     operands = (start + at.tokens, start + at.token_scales, gate, gate_scale_inv)
     gate_up = GateUp(up, up_scale_inv, limit, scales, scale_pitch(sizes.matrix[1]))
+    takes = sizes.num_tokens * sizes.top_k > _FEW_CHOICES
+    taken = (start + at.taken, start + at.taken + 4) if takes else (None, None)
     first = gemm_plan.prepare(
-        steps.gate_up, (*operands, start + at.activated, bounds), stream, True, gate_up
+        steps.gate_up, (*operands, start + at.activated, bounds), stream, True, gate_up, taken[0]
     )
     operands = (start + at.activated, scales, down, down_scale_inv)
-    second = gemm_plan.prepare(steps.down, (*operands, start + at.results, bounds), stream, True)
+    second = gemm_plan.prepare(
+        steps.down, (*operands, start + at.results, bounds), stream, True, taken=taken[1]
+    )
     return first, second
 
 
@@ -203,6 +211,7 @@ def prepare_dispatch_and_combine(
         expert_offsets=start + at.offsets,
         tokens_per_expert=start + at.counts,
         token_to_row=token_to_row,
+        zeros=start + at.taken,
         stream=stream,
         num_sms=num_sms,
         counts=start + at.activated,  # not yet in use

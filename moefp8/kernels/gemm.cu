@@ -11,11 +11,11 @@
 //
 // In the field's words: a persistent, warp-specialised kernel. Producer warps (`Loader`, `ScaleLoader` in
 // gemm_load.cuh) fill a ring of stages, consumer warpgroups (`multiply`, `multiply_tail` in gemm_tail.cuh) empty it;
-// `Walk` in gemm_tile.cuh, of a grouped GEMM `Scheduler` and `Follower`, is the tile scheduler and the state of that
-// pipeline; `store` and `reduce` in gemm_output.cuh, or `activate` in gemm_activation.cuh, are the epilogue. kShare is
-// TMA multicast in a cluster, kSplit split-K over its CTAs through distributed shared memory. With kBatches = 2, a
-// warpgroup promotes one product while the tensor cores compute the next. `L2Policy` is a cache hint,
-// `prefetch_expected` a prefetch into L2.
+// `Walk` in gemm_tile.cuh is the tile scheduler and the state of that pipeline, of a grouped GEMM `Scheduler` (static,
+// or dynamic with a counter) and `Follower` in gemm_groups.cuh; `store` and `reduce` in gemm_output.cuh, or `activate`
+// in gemm_activation.cuh, are the epilogue. kShare is TMA multicast in a cluster, kSplit split-K over its CTAs through
+// distributed shared memory. With kBatches = 2, a warpgroup promotes one product while the tensor cores compute the
+// next. `L2Policy` is a cache hint, `prefetch_expected` a prefetch into L2.
 #include "gemm_activation.cuh"
 #include "gemm_groups.cuh"
 #include "gemm_load.cuh"
@@ -243,7 +243,8 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 // Barriers  full[stage]: the loading thread, the lanes of the scales' warp, and TMA's bytes;
 //           empty[stage]: each math thread, and each math warp of the CTAs that share an operand;
 //           delivered: the sums of other CTAs for this one's slice are in its inbox, or the peer's magnitudes;
-//           tiles: a lane of the scheduler; all threads that follow it.
+//           tiles: a lane of the scheduler; all threads that follow it; where tiles are taken from a counter, the
+//           loading warp that asks for the next one, and CTAs of a cluster that tell each other which it is.
 // Alignment a, b, d and the token scales [K/128, M]: address, row and matrix pitch multiples of 16 B (TMA).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)

@@ -217,7 +217,7 @@ class GemmConfig:
         inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
         scales = self.stages * round_up(self.depth * self.token_scales * 4, 128)
         scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)
-        tiles = _TILE_SLOTS * (32 + 2 * 8) if self.grouped else 0
+        tiles = _TILE_SLOTS * (32 + 2 * 8) + 32 if self.grouped else 0
         barriers = (2 * self.stages + 1) * 8
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + tiles
         used = round_up(used + magnitudes, 8) + barriers

@@ -1,9 +1,12 @@
 // The tiles of a grouped GEMM: which there are depends on numbers that only the device knows.
 //
 // One warp reads them and finds the tiles of this CTA (`Scheduler`); all others follow it, through a ring of
-// places in shared memory (`Follower`). So nobody waits for memory or divides where a tile ends.
+// places in shared memory (`Follower`). So nobody waits for memory or divides where a tile ends. Tiles take unequal
+// times, so clusters that take one after the other from a common counter end together (`Groups::taken`).
 #pragma once
 #include "gemm_tile.cuh"
+
+constexpr int kWantedAhead = 4;  // stages
 
 // The tokens from `begin` to `end` that are of one group, or none.
 struct Segment {
@@ -68,7 +71,7 @@ struct Scheduler {
   }
   __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
-    for (int i = 0;; ++i, tile += gridDim.x / C::kTogether) {
+    for (int i = 0;; next_tile(shared.tiles, i++)) {
       const Place<C> place = find();
       const int slot = i % kTileSlots;
       shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
@@ -81,6 +84,30 @@ struct Scheduler {
   }
 
  private:
+  // The one after the tile number `i` of this CTA. In a cluster all have the same.
+  __device__ void next_tile(Tiles<C>& tiles, int i) {
+    const int num_clusters = gridDim.x / C::kTogether;
+    if (args.groups.taken == nullptr) {
+      tile += num_clusters;
+      return;
+    }
+    const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
+    if (rank != 0) {
+      if (i > 0 && lane == 0) tiles.heard.arrive_in_cluster(cluster_rank() - rank);  // of the tile before
+      tiles.told.arrive_and_expect(lane == 0, sizeof(int));
+      tiles.told.wait(i % 2);
+      tile = tiles.tile;
+      return;
+    }
+    tiles.wanted.wait(i % 2);
+    if (lane == 0) tile = num_clusters + atomicAdd(args.groups.taken, 1);
+    tile = __shfl_sync(~0u, tile, 0);
+    if constexpr (C::kTogether > 1) {
+      if (i > 0) tiles.heard.wait((i - 1) % 2);
+      const bool tells = 0 < lane && lane < C::kTogether;
+      store_in_cluster(tells, &tiles.tile, tiles.told, cluster_rank() + (tells ? lane : 0), tile);
+    }
+  }
   __device__ Place<C> find() {
     uint32_t found;
     while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
@@ -170,5 +197,11 @@ struct Follower : Ring<C> {
   __device__ void next() {
     this->next_stage();
     if (++k == k_end) next_tile();
+  }
+  // One warp asks for the tile after this one: early enough, for it has to come from memory; and late, for what is taken
+  // early, others cannot take in the end.
+  __device__ int wants_at() const { return max(0, k_end - kWantedAhead); }
+  __device__ void want_next() {
+    if (k == wants_at()) shared->tiles.wanted.arrive();
   }
 };

@@ -126,20 +126,28 @@ struct Loader {
     if (waits) wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < C::kStages && !walk.done(); ++i, walk.next()) {
+      if constexpr (C::kGrouped) walk.want_next();
       if (i >= num_ahead) load_weights(walk);
       load_tokens(walk);
     }
     let_next_kernel_start();
   }
+  __device__ void load_until(WalkOf<C>& walk, int k_end) {
+#pragma unroll 1
+    for (; walk.k < k_end; ++walk.k, walk.next_stage()) {
+      shared.empty[walk.stage].wait(walk.parity ^ 1);
+      load_weights(walk), load_tokens(walk);
+    }
+  }
   // All other rounds.
   __device__ void run(WalkOf<C> walk) {
 #pragma unroll 1
     for (; !walk.done(); walk.next_tile()) {
-#pragma unroll 1
-      for (; walk.k < walk.k_end; ++walk.k, walk.next_stage()) {
-        shared.empty[walk.stage].wait(walk.parity ^ 1);
-        load_weights(walk), load_tokens(walk);
+      if constexpr (C::kGrouped) {
+        load_until(walk, walk.wants_at());
+        walk.want_next();
       }
+      load_until(walk, walk.k_end);
     }
     if constexpr (C::kGrouped && C::kShare > 1) {  // this CTA stays until all signals to it have arrived
 #pragma unroll 1
@@ -173,25 +181,31 @@ struct ScaleLoader {
       chunk.scales[Place<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }
-  // After `read` of the first chunk. Each is read while the one before it is handed out.
+  // After `read` of the first chunk. Each is read while the one before it is handed out; of a grouped GEMM, when all but
+  // the last stages of that are, for before these nobody asks for the next tile.
   __device__ void run(Shared<C>& shared, WalkOf<C> walk) {
 #pragma unroll 1
     while (!walk.done()) {
       const auto read_before = chunk;
       const int num_stages = min(walk.k_end - walk.k, kChunk);
+      int i = 0;
+      const auto hand_out = [&](int end) {
+#pragma unroll 1
+        for (; i < end; ++i, walk.next_stage()) {
+          shared.empty[walk.stage].wait(walk.parity ^ 1);
+          if (lane / C::kDepth == i) {
+#pragma unroll
+            for (int j = 0; j < C::kWeightScales; ++j)
+              shared.weights[walk.stage].scales[lane % C::kDepth][j] = read_before.scales[j];
+          }
+          shared.full[walk.stage].arrive();
+        }
+      };
+      if constexpr (C::kGrouped) hand_out(num_stages - kWantedAhead / 2);
       walk.k += num_stages;
       if (walk.k == walk.k_end) walk.next_tile();
       if (!walk.done()) read(walk);
-#pragma unroll 1
-      for (int i = 0; i < num_stages; ++i, walk.next_stage()) {
-        shared.empty[walk.stage].wait(walk.parity ^ 1);
-        if (lane / C::kDepth == i) {
-#pragma unroll
-          for (int j = 0; j < C::kWeightScales; ++j)
-            shared.weights[walk.stage].scales[lane % C::kDepth][j] = read_before.scales[j];
-        }
-        shared.full[walk.stage].arrive();
-      }
+      hand_out(num_stages);
     }
   }
 };

@@ -65,7 +65,7 @@ class Groups(ctypes.Structure):
         *(("num_tokens", c_int), ("expected_tiles", c_int)),
         ("weight_scale_stride", c_int64),
         *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
-        ("bounds_are_old", c_int),
+        *(("bounds_are_old", c_int), ("taken", c_void_p)),
     )
 
 
@@ -213,7 +213,11 @@ def prepare(
     stream: int,
     programmatic: bool,
     gate_up: GateUp | None = None,
+    taken: int | None = None,
 ) -> Launch:
+    """taken: the address of a zero that becomes the count of tiles that were taken, see `Groups` in
+    gemm_tile.cuh.
+    """
     a, a_scale_inv, b, b_scale_inv, d, *rest = addresses
     weights = [b] * len(plan.b_boxes) if gate_up is None else [b, gate_up.up]
     of_weights = zip(weights, plan.b_boxes, strict=True)
@@ -229,7 +233,9 @@ def prepare(
         *(*plan.sizes, programmatic),
     )
     if plan.groups is not None:
-        arguments.groups = Groups(rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_are_old)
+        arguments.groups = Groups(
+            rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_are_old, taken
+        )
     if gate_up is not None:
         arguments.activation = Activation(*gate_up[1:])
     return Launch(

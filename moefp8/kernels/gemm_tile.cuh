@@ -123,6 +123,9 @@ struct Groups {
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
   int bounds_are_old;  // whether they were complete before the previous kernel began
+  // How many tiles were taken: zero before the kernel starts. Each cluster has its first one, and takes another when it
+  // needs one. Null: it has every n-th.
+  int* taken;
 };
 
 // What gate and up become: E4M3 with a scale for each token and 128 outputs.
@@ -226,9 +229,14 @@ struct Tiles {
     Place<C> place;
   } places[kTileSlots];
   Barrier full[kTileSlots], empty[kTileSlots];
+  // Where tiles are taken: soon the next one is needed. In a cluster, the first CTA takes it and tells the others.
+  Barrier wanted, told, heard;
+  int tile;
 
   __device__ void init() {
     for (int i = 0; i < kTileSlots; ++i) full[i].init(1), empty[i].init(C::kMathGroups * kWarpgroup + 2 * kWarp);
+    wanted.init(kWarp);
+    if constexpr (C::kTogether > 1) told.init(1), heard.init(C::kTogether - 1);
   }
 };
 template <class C>
