@@ -217,7 +217,9 @@ def run_experts_families() -> None:
             return gate_up or first, down or second
 
         experts_launch.choose_configs = choose
-        shapes = [(5, 200, 144, None), (77, 264, 400, 1)]
+        # On one SM one cluster takes all tiles; it asks for the next one on its way along K.
+        long = (77, 1664, 144, 1) if gate_up else (77, 200, 1152, 1)
+        shapes = [(5, 200, 144, None), (77, 264, 400, 1), long]
         if (gate_up or down).tail:
             shapes.append((230, 264, 400, None))  # 138 of each expert
         for num_tokens, h, i, limit in shapes:

@@ -76,15 +76,20 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
 
 
 @pytest.mark.usefixtures("workspaces")
-@pytest.mark.parametrize("num_tokens", [32, 33])
-def test_tiles_of_many_choices_are_taken_from_a_counter(gpu, num_tokens):
+@pytest.mark.parametrize(
+    ("limit", "takes"),
+    # 4 experts: 3 pairs of tiles with 64 outputs each, of gate and up; 5 tiles of down.
+    [(None, (False, False)), (24, (False, False)), (23, (True, False)), (19, (True, True))],
+)
+def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     """The emulator sees to it that each begins at zero: also when the memory is used again."""
-    x, ids = tokens_of(num_tokens, 16), ids_of("distinct", num_tokens, 2, 4)
+    kernels.set_num_sms(limit)
+    x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
     for _ in range(2):
-        launch(x, ids, torch.ones(num_tokens, 2), weights_of(4, 16, 16))
+        launch(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
     first, second = (made.arguments.groups.taken for made in gpu.launched[-3:-1])
-    assert (first is None, second is None) == (num_tokens == 32,) * 2
-    assert num_tokens == 32 or first != second
+    assert (first is not None, second is not None) == takes
+    assert first is None or first != second
 
 
 FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]

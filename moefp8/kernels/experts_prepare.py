@@ -17,8 +17,6 @@ from .grouped_launch import plan_of_groups
 from .jit import Launch
 
 _ALIGNMENT = 256
-# Up to so many choices, CTAs have hardly more than a tile each, and a counter only costs time.
-_FEW_CHOICES = 64
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
@@ -99,21 +97,34 @@ class Weights(NamedTuple):
     down_scale_inv: torch.Tensor
 
 
+def _mean_load(sizes: Sizes) -> tuple[int, int]:
+    """(experts that have a token, at most; tokens of each of them, about)"""
+    num_choices = sizes.num_tokens * sizes.top_k
+    active = min(sizes.num_experts, num_choices)
+    return active, ceil_div(num_choices, active)
+
+
 def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
     """For gate and up, and for down: by the mean load of an expert that has a token."""
-    num_choices = sizes.num_tokens * sizes.top_k
-    groups = min(sizes.num_experts, num_choices)
-    load = ceil_div(num_choices, groups)
+    groups, load = _mean_load(sizes)
     return gemm_choice.choose_experts_configs(
         load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
     )
 
 
 class Steps(NamedTuple):
-    """The plans of both GEMMs."""
+    """The plans of both GEMMs, and whether their clusters take tiles from a counter."""
 
     gate_up: Plan
     down: Plan
+    take: tuple[bool, bool]
+
+
+def takes_tiles(config: GemmConfig, plan: Plan, sizes: Sizes, n: int) -> bool:
+    """Whether there are more tiles than clusters; else a counter only costs time."""
+    active, load = _mean_load(sizes)
+    num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
+    return num_tiles * plan.cluster > plan.grid_and_block[0]
 
 
 def make_steps(
@@ -147,10 +158,12 @@ def make_steps(
     load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
     all_have_some = load >= 4  # else nobody can guess which experts have none
     of_experts = Kind.MASKED if sizes.masked else Kind.OFFSETS, sizes.num_experts, load, sms
-    return Steps(
+    plans = (
         plan_of_groups(configs[0], gate, *of_experts, guesses=all_have_some),
         plan_of_groups(configs[1], down, *of_experts, guesses=False, bounds_are_old=True),
     )
+    first, second = map(takes_tiles, configs, plans, (sizes, sizes), (i, h))
+    return Steps(*plans, (first, second))
 
 
 def prepare_gemms(
@@ -167,8 +180,7 @@ def prepare_gemms(
     scales = start + at.activated_scales
     operands = (start + at.tokens, start + at.token_scales, gate, gate_scale_inv)
     gate_up = GateUp(up, up_scale_inv, limit, scales, scale_pitch(sizes.matrix[1]))
-    takes = sizes.num_tokens * sizes.top_k > _FEW_CHOICES
-    taken = (start + at.taken, start + at.taken + 4) if takes else (None, None)
+    taken = [start + at.taken + 4 * i if take else None for i, take in enumerate(steps.take)]
     first = gemm_plan.prepare(
         steps.gate_up, (*operands, start + at.activated, bounds), stream, True, gate_up, taken[0]
     )

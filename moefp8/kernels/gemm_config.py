@@ -112,6 +112,10 @@ class GemmConfig:
         """Of a group of `tokens` that begins where a tile may: the last one takes the tail too."""
         return ceil_div(max(tokens - self.tail, 1), self.tile[0]) if tokens else 0
 
+    def weight_tiles(self, n: int) -> int:
+        """Of clusters, beside each other, for N weights; of gate and up, N of each."""
+        return ceil_div(n, self.outputs * self.tile[1] // self.cta_tile[1])
+
     @property
     def store_cols(self) -> int:
         """Columns of one output slice: of a part, or of one of the CTAs that divided K."""

@@ -98,6 +98,7 @@ struct Loader {
     const Cell cell = Cell::at(tile - place.group * height * width, height, width);
     place.tile = cell.weight * C::kTogether + rank;
     place.first_token = min(cell.token * C::kTokenStep, args.last_token);
+    if (C::kSharesTokens) place.first_token += rank * (C::kTokens / C::kShare);  // its slice
     const bool with_tokens = C::kKind == Kind::kMasked && !args.programmatic;
 #pragma unroll
     for (int i = 0; i < C::kDepth; ++i) {
@@ -161,6 +162,10 @@ struct Loader {
 template <class C>
 struct ScaleLoader {
   static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
+  // Of a grouped GEMM, stages of a chunk that are handed out only when the next one is being read. For that the next tile
+  // is needed: it must have been asked for by then, or this warp and the one that asks wait for each other.
+  static constexpr int kKept = C::kGrouped ? 2 : kChunk;
+  static_assert(!C::kGrouped || kKept <= kWantedAhead, "see above");
   const Arguments& args;
   const int lane;
   struct {
@@ -181,8 +186,7 @@ struct ScaleLoader {
       chunk.scales[Place<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }
-  // After `read` of the first chunk. Each is read while the one before it is handed out; of a grouped GEMM, when all but
-  // the last stages of that are, for before these nobody asks for the next tile.
+  // After `read` of the first chunk. Each is read while the one before it is handed out.
   __device__ void run(Shared<C>& shared, WalkOf<C> walk) {
 #pragma unroll 1
     while (!walk.done()) {
@@ -201,7 +205,7 @@ struct ScaleLoader {
           shared.full[walk.stage].arrive();
         }
       };
-      if constexpr (C::kGrouped) hand_out(num_stages - kWantedAhead / 2);
+      if constexpr (C::kGrouped) hand_out(num_stages - kKept);
       walk.k += num_stages;
       if (walk.k == walk.k_end) walk.next_tile();
       if (!walk.done()) read(walk);

@@ -133,7 +133,7 @@ def make_plan(
     a, a_scale_inv, b, b_scale_inv, d = operands
     (m, k), n = a.shape[-2:], b.shape[-2]
     function = load(kernel_of(config, bias, kind), a.get_device())
-    weight_tiles = ceil_div(n, config.outputs * config.tile[1] // config.cta_tile[1])
+    weight_tiles = config.weight_tiles(n)
     num_tiles = token_tiles, weight_tiles
     num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
     num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)

@@ -95,7 +95,7 @@ struct Eight {
     }
   }
 
-  // Of halves, vectorized, of a row that nobody reads after this.
+  // Of halves, vectorized, of a row that no other SM reads after this.
   __device__ void load_once(const uint8_t* row, uint32_t column) {
     static_assert(kWords == 4, "one load");
     const uint4 four = ::load_once(row + column * kElementBytes);

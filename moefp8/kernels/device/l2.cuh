@@ -19,10 +19,10 @@ struct L2Policy {
   }
 };
 
-// 16 bytes, at a multiple of 16, that nobody reads after this.
+// 16 bytes, at a multiple of 16, that no other SM reads after this.
 __device__ inline uint4 load_once(const uint8_t* address) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address), "l"(L2Policy::read_once().bits));
   return v;
