@@ -90,6 +90,8 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     first, second = (made.arguments.groups.taken for made in gpu.launched[-3:-1])
     assert (first is not None, second is not None) == takes
     assert first is None or first != second
+    launch(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
+    assert [made.arguments.groups.taken for made in gpu.launched[-3:-1]] == [None, None]
 
 
 FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]

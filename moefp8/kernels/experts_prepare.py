@@ -121,10 +121,10 @@ class Steps(NamedTuple):
 
 
 def takes_tiles(config: GemmConfig, plan: Plan, sizes: Sizes, n: int) -> bool:
-    """Whether there are more tiles than clusters; else a counter only costs time."""
+    """Whether there are more tiles than clusters, and unequal ones; else a counter costs time."""
     active, load = _mean_load(sizes)
     num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
-    return num_tiles * plan.cluster > plan.grid_and_block[0]
+    return load > 1 and num_tiles * plan.cluster > plan.grid_and_block[0]
 
 
 def make_steps(
