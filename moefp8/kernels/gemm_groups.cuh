@@ -50,6 +50,12 @@ struct Cell {
   }
 };
 
+// Whether this CTA takes tiles from the counter, for all of its cluster.
+template <class C>
+__device__ bool takes_tiles(const Arguments& args) {
+  return args.groups.taken != nullptr && (C::kTogether == 1 || cluster_rank() % C::kTogether == 0);
+}
+
 // One warp: finds the tiles of this CTA, one after the other. Each lane keeps one of 32 segments. Tiles are counted
 // segment by segment.
 template <class C>
@@ -89,23 +95,21 @@ struct Scheduler {
     const int num_clusters = gridDim.x / C::kTogether;
     if (args.groups.taken == nullptr) {
       tile += num_clusters;
-      return;
-    }
-    const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
-    if (rank != 0) {
-      if (i > 0 && lane == 0) tiles.heard.arrive_in_cluster(cluster_rank() - rank);  // of the tile before
+    } else if (takes_tiles<C>(args)) {
+      tiles.wanted.wait(i % 2);
+      if (lane == 0) tile = num_clusters + atomicAdd(args.groups.taken, 1);
+      tile = __shfl_sync(~0u, tile, 0);
+      if constexpr (C::kTogether > 1) {
+        if (i > 0) tiles.heard.wait((i - 1) % 2);
+        const bool tells = 0 < lane && lane < C::kTogether;
+        store_in_cluster(tells, &tiles.tile, tiles.told, cluster_rank() + (tells ? lane : 0), tile);
+      }
+    } else if constexpr (C::kTogether > 1) {
+      const int first = cluster_rank() / C::kTogether * C::kTogether;
+      if (i > 0 && lane == 0) tiles.heard.arrive_in_cluster(first);  // of the tile before
       tiles.told.arrive_and_expect(lane == 0, sizeof(int));
       tiles.told.wait(i % 2);
       tile = tiles.tile;
-      return;
-    }
-    tiles.wanted.wait(i % 2);
-    if (lane == 0) tile = num_clusters + atomicAdd(args.groups.taken, 1);
-    tile = __shfl_sync(~0u, tile, 0);
-    if constexpr (C::kTogether > 1) {
-      if (i > 0) tiles.heard.wait((i - 1) % 2);
-      const bool tells = 0 < lane && lane < C::kTogether;
-      store_in_cluster(tells, &tiles.tile, tiles.told, cluster_rank() + (tells ? lane : 0), tile);
     }
   }
   __device__ Place<C> find() {
@@ -202,6 +206,6 @@ struct Follower : Ring<C> {
   // early, others cannot take in the end.
   __device__ int wants_at() const { return max(0, k_end - kWantedAhead); }
   __device__ void want_next() {
-    if (k == wants_at()) shared->tiles.wanted.arrive();
+    if (k == wants_at() && takes_tiles<C>(*args)) shared->tiles.wanted.arrive();
   }
 };
