@@ -162,10 +162,11 @@ struct Loader {
 template <class C>
 struct ScaleLoader {
   static constexpr int kChunk = kWarp / C::kDepth;  // stages whose scales are read at once: a lane, a k-block
-  // Of a grouped GEMM, stages of a chunk that are handed out only when the next one is being read. For that the next tile
-  // is needed: it must have been asked for by then, or this warp and the one that asks wait for each other.
-  static constexpr int kKept = C::kGrouped ? 2 : kChunk;
-  static_assert(!C::kGrouped || kKept <= kWantedAhead, "see above");
+  // Where tiles are taken from a counter, stages of a chunk that are handed out only when the next one is being read. For
+  // that the next tile is needed: it must have been asked for by then, or this warp and the one that asks wait for each
+  // other.
+  static constexpr int kKept = 2;
+  static_assert(kKept <= kWantedAhead, "see above");
   const Arguments& args;
   const int lane;
   struct {
@@ -205,7 +206,7 @@ struct ScaleLoader {
           shared.full[walk.stage].arrive();
         }
       };
-      if constexpr (C::kGrouped) hand_out(num_stages - kKept);
+      if (C::kGrouped && args.groups.taken != nullptr) hand_out(num_stages - kKept);
       walk.k += num_stages;
       if (walk.k == walk.k_end) walk.next_tile();
       if (!walk.done()) read(walk);
