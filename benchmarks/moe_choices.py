@@ -1,0 +1,162 @@
+"""What MoE layers choose by measurement, measured again: `python -m benchmarks.moe_choices`.
+
+On a Hopper GPU, for DeepSeek-V3: layouts of the experts, a prompt that is split because of its
+workspace, shared experts beside or behind the routed ones in a CUDA graph and as one op or three
+linears, clusters that take tiles from a counter or have every n-th, and the router.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.circumstances import circumstances, require_gpu
+from benchmarks.moe_cases import MODELS, Case, random_experts
+from benchmarks.timing import Call, device_us, device_us_many, graph_us
+from moefp8 import GroupedExperts, MoE
+from moefp8.kernels import experts_launch, experts_prepare
+from moefp8.kernels.blocks import E4M3
+from moefp8.kernels.experts import swiglu
+from moefp8.layers import moe as moe_room
+
+RESULTS = Path(__file__).parent / "results" / "moe_choices.json"
+MODEL = MODELS["deepseek_v3"]
+LAYOUT_TOKENS, LONG_TOKENS, MANY_TOKENS = (128, 1024), 131072, 4096
+GRAPH_TOKENS, COUNTER_TOKENS = (1, 16, 128), (128, 1024, 4096)
+
+Row = dict[str, Any]  # "what", "tokens" and figures by name
+
+
+def layouts(experts: GroupedExperts) -> Iterator[Row]:
+    for tokens in LAYOUT_TOKENS:
+        case, calls = Case.random(MODEL, experts, tokens), {}
+        for layout in ("auto", "contiguous", "masked"):
+            calls[layout] = _with(experts, "layout", layout, case_call(case))
+        yield {"what": "layouts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
+
+
+def long_prompt(experts: GroupedExperts) -> Iterator[Row]:
+    """Time, memory above what there was, and whether tokens are those of a call of their own."""
+    case = Case.random(MODEL, experts, LONG_TOKENS)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = case_call(case)()
+    above = torch.cuda.max_memory_allocated() - before
+    some = torch.linspace(0, LONG_TOKENS - 1, 4, device=y.device).long()
+    equal = torch.equal(case_call(case.only(some))(), y[some])
+    ms = device_us(case_call(case), 3) / 1e3
+    figures = {"ms": round(ms, 1), "GiB above": round(above / 2**30, 2), "same bits": equal}
+    yield {"what": "a long prompt", "tokens": LONG_TOKENS, **figures}
+
+
+def counters(experts: GroupedExperts) -> Iterator[Row]:
+    for tokens in COUNTER_TOKENS:
+        call, calls = case_call(Case.random(MODEL, experts, tokens)), {}
+        for name, takes in (("counter", True), ("every n-th", False)):
+            # Each has launches of its own: what takes_tiles says is kept in them.
+            kept = _with(experts_launch, "_prepared", {}, call)
+            calls[name] = _with(experts_prepare, "takes_tiles", lambda *_, t=takes: t, kept)
+        yield {"what": "tiles, us", "tokens": tokens, **rounded(device_us_many(calls, 15))}
+
+
+def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
+    h, i = MODEL.hidden_size, MODEL.intermediate_size
+    with torch.device("meta"):
+        moe = MoE(h, i, num_experts=2, top_k=MODEL.top_k, shared_intermediate_size=i)
+    device = experts.down_proj.device
+    moe.gate = type(moe.gate)(h, MODEL.num_experts, MODEL.top_k, device=device)
+    shared = moe.shared_experts = moe_room.SharedExperts(h, i, device=device)
+    moe.experts = experts
+    fill(moe.gate)
+    fill(shared)
+    for tokens in GRAPH_TOKENS:
+        x, found = random_tokens(tokens, device), {}
+        for name, most in (("beside", tokens), ("behind", 0)):
+            found[name] = graph_us(_with(moe_room, "_FEW_TOKENS", most, lambda x=x: moe(x)), 30)
+        yield {"what": "shared experts in a graph, us", "tokens": tokens, **rounded(found)}
+
+    def three_linears(x: torch.Tensor) -> torch.Tensor:
+        return shared.down_proj(swiglu(shared.gate_proj(x), shared.up_proj(x), None))
+
+    for tokens in (1, MANY_TOKENS):
+        x = random_tokens(tokens, device)
+        calls: dict[str, Call] = {
+            "one op": lambda x=x: shared(x),
+            "three linears": lambda x=x: three_linears(x),
+        }
+        yield {"what": "shared experts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
+        router: dict[str, Call] = {"router": lambda x=x: moe.gate(x)}
+        yield {"what": "router, us", "tokens": tokens, **rounded(device_us_many(router, 10))}
+
+
+def case_call(case: Case) -> Call:
+    return lambda: case.experts(case.x, case.top_k_index, case.top_k_weights)
+
+
+def _with(place: Any, name: str, value: object, call: Call) -> Call:
+    """`call`, while `place.name` is `value`."""
+
+    def changed() -> object:
+        before = getattr(place, name)
+        setattr(place, name, value)
+        try:
+            return call()
+        finally:
+            setattr(place, name, before)
+
+    return changed
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """With normal numbers; scales such that what comes out is about as large as what comes in."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("scale_inv"):
+            parameter.fill_(0.01)
+        else:
+            values = torch.randn(parameter.shape, device=parameter.device)
+            parameter.copy_(values if parameter.dtype == E4M3 else values * 0.02)
+
+
+def random_tokens(num_tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(num_tokens, MODEL.hidden_size, device=device).bfloat16()
+
+
+def rounded(times: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(us, 1) for name, us in times.items()}
+
+
+def line_of(row: Row) -> str:
+    figures = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("what", "tokens"))
+    return f"{row['what']:<30} {row['tokens']:>6} tokens: {figures}"
+
+
+QUESTIONS: tuple[Callable[[GroupedExperts], Iterator[Row]], ...] = (
+    *(layouts, long_prompt),
+    *(counters, shared_experts),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="for the results, in JSON")
+    options = parser.parse_args()
+    require_gpu("benchmarks.moe_choices")
+    torch.manual_seed(0)
+    rows = []
+    with torch.inference_mode():
+        experts = random_experts(MODEL)
+        for question in QUESTIONS:
+            for row in question(experts):
+                print(line_of(row), flush=True)
+                rows.append(row)
+    results = {**circumstances(), "model": MODEL.title, "rows": rows}
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
