@@ -18,6 +18,7 @@ from .jit import Kernel, Launch, load
 from .routing_plan_launch import (
     MAX_CHOICES,
     MAX_THREADS,
+    WARP,
     Routing,
     num_slots_of,
     routing_of,
@@ -27,7 +28,6 @@ from .routing_plan_launch import (
 _OP = "dispatch"
 _SOURCE = Path(__file__).with_name("dispatch.cu")
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
-_WARP = 32
 _LANES = 8  # that hold a block of 128 elements
 _COUNT_THREADS = 128
 _MANY_CHOICES = 2**13  # more than that many take longer to count for each CTA than a kernel does
@@ -74,9 +74,9 @@ def cut_dispatch(
     at_once = max(1, MAX_THREADS // _LANES // chunk)
     group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
     num_choices = num_tokens * top_k
-    threads = max(round_up(chunk * group * _LANES, _WARP), min(num_choices // 2, 512))
+    threads = max(round_up(chunk * group * _LANES, WARP), min(num_choices // 2, 512))
     is_counted = num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
-    threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, _WARP))
+    threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, WARP))
     return Cut(chunk, k_blocks, group, threads, is_counted)
 
 
@@ -179,7 +179,7 @@ def prepare_dispatch(
         tokens_per_expert=tokens_per_expert,
         expert_offsets=expert_offsets,
         token_to_row=token_to_row,
-        num_warps=cut.threads // _WARP if cut.is_counted and max_m is None else 0,
+        num_warps=cut.threads // WARP if cut.is_counted and max_m is None else 0,
     )
     parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
     arguments = _Arguments(

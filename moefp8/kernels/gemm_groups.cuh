@@ -52,7 +52,7 @@ struct Cell {
 
 // Whether this CTA takes tiles from the counter, for all of its cluster.
 template <class C>
-__device__ bool takes_tiles(const Arguments& args) {
+__device__ bool takes_for_cluster(const Arguments& args) {
   return args.groups.taken != nullptr && (C::kTogether == 1 || cluster_rank() % C::kTogether == 0);
 }
 
@@ -95,7 +95,7 @@ struct Scheduler {
     const int num_clusters = gridDim.x / C::kTogether;
     if (args.groups.taken == nullptr) {
       tile += num_clusters;
-    } else if (takes_tiles<C>(args)) {
+    } else if (takes_for_cluster<C>(args)) {
       tiles.wanted.wait(i % 2);
       if (lane == 0) tile = num_clusters + atomicAdd(args.groups.taken, 1);
       tile = __shfl_sync(~0u, tile, 0);
@@ -206,6 +206,6 @@ struct Follower : Ring<C> {
   // early, others cannot take in the end.
   __device__ int wants_at() const { return max(0, k_end - kWantedAhead); }
   __device__ void want_next() {
-    if (k == wants_at() && takes_tiles<C>(*args)) shared->tiles.wanted.arrive();
+    if (k == wants_at() && takes_for_cluster<C>(*args)) shared->tiles.wanted.arrive();
   }
 };

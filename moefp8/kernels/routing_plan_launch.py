@@ -15,7 +15,7 @@ from .divisor import Divisor
 from .jit import Kernel, Launch, current_stream, load
 
 _SOURCE = Path(__file__).with_name("routing_plan.cu")
-_WARP = 32
+WARP = 32
 _SLOTS = 128  # of experts, that a warp reads at once
 MAX_THREADS = 1024
 MAX_CHOICES = 2**13  # of a chunk, k rounded up to 4: 64 KiB of shared memory say where they go
@@ -59,7 +59,7 @@ def cut_plan(num_tokens: int, top_k: int, num_sms: int, min_threads: int = 128) 
     """One chunk for each SM, or more where its rows would not fit into shared memory."""
     tokens = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
     num_choices = num_tokens * top_k
-    threads = max(min_threads, min(round_up(num_choices, _WARP), _FEW_CHOICES))
+    threads = max(min_threads, min(round_up(num_choices, WARP), _FEW_CHOICES))
     ahead = 1
     if num_choices > 2 * threads:
         threads, ahead = MAX_THREADS, 4
@@ -100,8 +100,8 @@ def routing_of(
         *(ids, token_bytes, choice_bytes, tokens_per_expert, expert_offsets, token_to_row),
         *(num_tokens, top_k, num_experts, id_bytes == 8, chunk, max_m or 0),
         *(Divisor.of(alignment), num_slots, Divisor.of(top_k), round_up(top_k, 4)),
-        *(max(1, _WARP // top_k), 2**16 // top_k + 1),
-        min(num_warps, ceil_div(chunk * top_k, _WARP), max(1, _MOST_RANKED // num_slots)),
+        *(max(1, WARP // top_k), 2**16 // top_k + 1),
+        min(num_warps, ceil_div(chunk * top_k, WARP), max(1, _MOST_RANKED // num_slots)),
     )
 
 
