@@ -65,12 +65,11 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
 
 def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
     h, i = MODEL.hidden_size, MODEL.intermediate_size
-    with torch.device("meta"):
-        moe = MoE(h, i, num_experts=2, top_k=MODEL.top_k, shared_intermediate_size=i)
     device = experts.down_proj.device
-    moe.gate = type(moe.gate)(h, MODEL.num_experts, MODEL.top_k, device=device)
+    with torch.device("meta"):
+        moe = MoE(h, i, MODEL.num_experts, MODEL.top_k, shared_intermediate_size=i)
+    moe.gate, moe.experts = moe.gate.to_empty(device=device), experts
     shared = moe.shared_experts = moe_room.SharedExperts(h, i, device=device)
-    moe.experts = experts
     fill(moe.gate)
     fill(shared)
     for tokens in GRAPH_TOKENS:

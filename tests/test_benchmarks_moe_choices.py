@@ -11,7 +11,7 @@ from benchmarks.moe_cases import Model, random_experts
 from moefp8.kernels import experts_launch, experts_prepare
 from moefp8.layers import moe
 
-SMALL = Model("small", 5, 2, 256, 128)
+SMALL = Model("small", 5, 3, 256, 128)
 
 
 @pytest.fixture
