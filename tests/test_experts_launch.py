@@ -203,6 +203,21 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
     assert loads(1, 9, 2) == (5, 2)
 
 
+@pytest.mark.parametrize(
+    ("groups", "h", "i", "most"),
+    [(256, 7168, 2048, 136), (128, 2048, 768, 152), (8, 4096, 14336, 152), (1, 2048, 768, 152)],
+)
+def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
+    """Then tiles of 192; of one group, whose tokens are counted, other ones."""
+
+    def tails_and_rows(tokens) -> set[tuple[int, int]]:
+        both = gemm_choice.choose_experts_configs(tokens, groups, h, i, NUM_SMS)
+        return {(config.tail, config.rows) for config in both}
+
+    assert tails_and_rows(129) == tails_and_rows(most) == {(24, 128)}
+    assert tails_and_rows(most + 1) == {(0, 192 if groups > 1 else 128)}
+
+
 @pytest.mark.usefixtures("workspaces")
 def test_num_sms_limits_the_grids_of_the_gemms(gpu):
     arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)

@@ -196,15 +196,17 @@ def choose_experts_configs(
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
     many = num_groups * tokens * h * i >= _MANY_PRODUCTS / 2
+    about_128 = 128 < _PEAK_LOAD * tokens <= 192
+    most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
     if tokens <= _FEW_TOKENS:  # as in `choose_grouped_config`
         cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
         few = partial(down, 128, cols, depth=2, ctas_per_sm=2, weights_are_rows=True)
         configs = few(gate_up=True, parts=2), few()
     elif _PEAK_LOAD * tokens <= 64:
         configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
-    elif 128 < _PEAK_LOAD * tokens <= 192 and many and tokens > _MOST_WITH_TAIL:
+    elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
         configs = gate_up(192, 128), down(192, 128)
-    elif 128 < _PEAK_LOAD * tokens <= 192 and (num_groups > 1 or 128 < tokens <= 128 + _TAIL):
+    elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
     elif many:
         configs = (
