@@ -81,6 +81,10 @@ class Case:
         names = "x", "top_k_index", "top_k_weights"
         return replace(self, **{name: getattr(self, name)[tokens] for name in names})
 
+    def run(self) -> torch.Tensor:
+        y: torch.Tensor = self.experts(self.x, self.top_k_index, self.top_k_weights)
+        return y
+
     @property
     def num_active(self) -> int:
         """Experts that have a token."""

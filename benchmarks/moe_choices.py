@@ -7,7 +7,7 @@ linears, clusters that take tiles from a counter or have every n-th, and the rou
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def layouts(experts: GroupedExperts) -> Iterator[Row]:
     for tokens in LAYOUT_TOKENS:
         case, calls = Case.random(MODEL, experts, tokens), {}
         for layout in ("auto", "contiguous", "masked"):
-            calls[layout] = _with(experts, "layout", layout, case_call(case))
+            calls[layout] = _with(experts, "layout", layout, case.run)
         yield {"what": "layouts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
 
 
@@ -44,18 +44,18 @@ def long_prompt(experts: GroupedExperts) -> Iterator[Row]:
     case = Case.random(MODEL, experts, LONG_TOKENS)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    y = case_call(case)()
+    y = case.run()
     above = torch.cuda.max_memory_allocated() - before
     some = torch.linspace(0, LONG_TOKENS - 1, 4, device=y.device).long()
-    equal = torch.equal(case_call(case.only(some))(), y[some])
-    ms = device_us(case_call(case), 3) / 1e3
+    equal = torch.equal(case.only(some).run(), y[some])
+    ms = device_us(case.run, 3) / 1e3
     figures = {"ms": round(ms, 1), "GiB above": round(above / 2**30, 2), "same bits": equal}
     yield {"what": "a long prompt", "tokens": LONG_TOKENS, **figures}
 
 
 def counters(experts: GroupedExperts) -> Iterator[Row]:
     for tokens in COUNTER_TOKENS:
-        call, calls = case_call(Case.random(MODEL, experts, tokens)), {}
+        call, calls = Case.random(MODEL, experts, tokens).run, {}
         for name, takes in (("counter", True), ("every n-th", False)):
             # Each has launches of its own: what takes_tiles says is kept in them.
             kept = _with(experts_launch, "_prepared", {}, call)
@@ -90,10 +90,6 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
         yield {"what": "shared experts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
         router: dict[str, Call] = {"router": lambda x=x: moe.gate(x)}
         yield {"what": "router, us", "tokens": tokens, **rounded(device_us_many(router, 10))}
-
-
-def case_call(case: Case) -> Call:
-    return lambda: case.experts(case.x, case.top_k_index, case.top_k_weights)
 
 
 def _with(place: Any, name: str, value: object, call: Call) -> Call:
@@ -134,10 +130,7 @@ def line_of(row: Row) -> str:
     return f"{row['what']:<30} {row['tokens']:>6} tokens: {figures}"
 
 
-QUESTIONS: tuple[Callable[[GroupedExperts], Iterator[Row]], ...] = (
-    *(layouts, long_prompt),
-    *(counters, shared_experts),
-)
+QUESTIONS = layouts, long_prompt, counters, shared_experts
 
 
 def main() -> None:

@@ -23,11 +23,6 @@ from moefp8.kernels import BLOCK
 MEGA, HF_FP8, HF_BF16 = "sgl_megamoe", "hf_deepgemm", "hf_bf16"
 
 
-def _moefp8(case: Case) -> Call:
-    arguments = case.x, case.top_k_index, case.top_k_weights
-    return lambda: case.experts(*arguments)
-
-
 def _sgl_megamoe(case: Case) -> Call:
     import deep_gemm
 
@@ -157,7 +152,7 @@ def _without_room(case: Case) -> str | None:
 
 _deep_gemm = peers.PEERS[DEEP_GEMM]
 PEERS = {
-    OURS: Peer("moefp8", "block_scaled", _moefp8),
+    OURS: Peer("moefp8", "block_scaled", lambda case: case.run),
     MEGA: replace(
         _deep_gemm,
         title="SGLang mega-kernel",

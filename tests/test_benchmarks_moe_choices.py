@@ -79,12 +79,12 @@ def test_each_way_to_take_tiles_has_launches_of_its_own(monkeypatch):
             call()
         return dict.fromkeys(calls, 1.0)
 
-    def experts(*arguments):
+    def run(case):
         experts_launch._prepared.setdefault("takes", experts_prepare.takes_tiles())
         kept.append(experts_launch._prepared["takes"])
 
     monkeypatch.setattr(moe_choices, "device_us_many", many)
-    monkeypatch.setattr(moe_choices, "case_call", lambda case: experts)
+    monkeypatch.setattr(moe_choices.Case, "run", run)
     list(moe_choices.counters(random_experts(SMALL, device="cpu")))
     assert kept == [True, False, True, False] * 3
     assert "takes" not in experts_launch._prepared
