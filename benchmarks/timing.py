@@ -13,7 +13,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -31,15 +31,17 @@ class Event(NamedTuple):
     end: float
 
 
-FLUSH_BYTES = 512 << 20
+# Read in half a millisecond. With 512 MB, a slow host launched the last of four kernels after the
+# flush had ended, by when the first one, which those behind it overlap, had ended too.
+FLUSH_BYTES = 2 << 30
 _ATTEMPTS = 3
 
 
 class Flush:
-    """Evict everything from L2 by reading 512 MB.
+    """Evict everything from L2, which takes longer than the host does to launch our kernels.
 
-    Reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing it
-    back. `marker` holds the names of what one flush runs on the device, as the profiler saw them.
+    By reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing
+    it back. `marker` holds the names of what one flush runs on the device, as the profiler saw it.
     """
 
     def __init__(self) -> None:
@@ -88,12 +90,7 @@ def device_us_many(
             clear_l2()
             calls[name]()
 
-    started = time.perf_counter()
-    while time.perf_counter() - started < warm_up_seconds:
-        for call in calls.values():
-            clear_l2()
-            call()
-        torch.cuda.synchronize()
+    _warm_up(calls.values(), warm_up_seconds)
     for _ in range(_ATTEMPTS):
         events = _device_events(take_turns)
         busy = busy_after(clear_l2.marker, events)
@@ -109,6 +106,16 @@ def device_us_many(
     if idle:
         raise RuntimeError(f"the profiler saw calls of {idle} that ran nothing on the device")
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _warm_up(calls: Collection[Call], seconds: float = 0.1) -> None:
+    """Take turns for a while, since a GPU that was idle is slower at first."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        for call in calls:
+            flush()()
+            call()
+        torch.cuda.synchronize()
 
 
 def busy_after(marker: Sequence[str], events: Sequence[Event]) -> list[float]:
@@ -155,6 +162,7 @@ def graph_us(call: Call, repeats: int = 20) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    _warm_up([graph.replay])
     # The replay is queued behind the flush, so that launching it costs nothing that is measured.
     return statistics.median(_between_events(graph.replay, False) for _ in range(repeats))
 
