@@ -21,6 +21,7 @@ from .module import (
 )
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
+_WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -161,11 +162,8 @@ class GroupedExperts(FixedDtypeModule):
             TypeError, ValueError: naming the argument, the rule and what came.
             NotImplementedError: in `backward()`; training is not supported yet.
         """
-        tensors = (
-            *(hidden_states, top_k_index, top_k_weights),
-            *(self.gate_up_proj, self.gate_up_proj_scale_inv),
-            *(self.down_proj, self.down_proj_scale_inv),
-        )
+        tokens = hidden_states, top_k_index, top_k_weights
+        tensors = (*tokens, *map(self._parameter, _WEIGHTS))
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         run = _ExpertsFunction.apply if needs_grad else experts
         y = run(*tensors, self.swiglu_limit, self.layout == "masked")

@@ -126,7 +126,8 @@ class FP8Linear(FixedDtypeModule):
                 f"got shape {list(x.shape)}"
             )
         rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        operands = rows, self.weight, self.weight_scale_inv, self.bias
+        names = "weight", "weight_scale_inv", "bias"
+        operands = (rows, *map(self._parameter, names))
         # An autograd function costs the host as much as a launch does.
         recorded = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in operands

@@ -21,6 +21,11 @@ class FixedDtypeModule(nn.Module):
     fp8_names: ClassVar[tuple[str, ...]] = ()
     fp32_names: ClassVar[tuple[str, ...]] = ()
 
+    def _parameter(self, name: str) -> Any:
+        """`getattr(self, name)`, in a third of the time: `nn.Module` looks among these last."""
+        parameters = self._parameters
+        return parameters[name] if name in parameters else getattr(self, name)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply `fn` (what `.to`, `.half`, `.cuda` pass) for its device, not for its dtype."""
         fixed = {id(getattr(self, name, None)) for name in self.fp8_names + self.fp32_names}

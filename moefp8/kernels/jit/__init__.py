@@ -6,7 +6,7 @@ The driver is called through ctypes. No compiler, driver or folder is touched be
 
 from .cubin import Cubin, JitError
 from .kernel import Kernel, compile_kernel, compile_kernels
-from .launch import Launch, current_stream
+from .launch import Launch, current_stream, launch_all
 from .module import Function, load
 from .tma import TensorMap, tensor_map, tensor_map_array
 
@@ -20,6 +20,7 @@ __all__ = [
     "compile_kernel",
     "compile_kernels",
     "current_stream",
+    "launch_all",
     "load",
     "tensor_map",
     "tensor_map_array",

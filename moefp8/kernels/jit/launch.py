@@ -1,7 +1,7 @@
 """Launch a kernel: everything prepared once, so that a launch is one call of the driver."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p
 from typing import Any
 
@@ -107,11 +107,7 @@ class Launch:
 
     def on(self, device_index: int) -> None:
         """The same from a thread whose current GPU may be another one."""
-        if device_index == torch.cuda.current_device():
-            self()
-        else:
-            with torch.cuda.device(device_index):
-                self()
+        launch_all((self,), device_index)
 
     def _relaunch(self, result: int) -> None:
         """A thread that has not used CUDA yet has no context, or it is another GPU's."""
@@ -122,3 +118,13 @@ class Launch:
             grid, block, shared_bytes, cluster = self._what
             what = f"{grid=}, {block=}, {shared_bytes=}, {cluster=}"
             driver.check(result, f"{self._function}: cannot be launched with {what}")
+
+
+def launch_all(launches: Iterable[Launch], device_index: int) -> None:
+    """In order, from a thread whose current GPU may be another one."""
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            launch_all(launches, device_index)
+    else:
+        for launch in launches:
+            launch()
