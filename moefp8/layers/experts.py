@@ -163,7 +163,7 @@ class GroupedExperts(FixedDtypeModule):
             NotImplementedError: in `backward()`; training is not supported yet.
         """
         tokens = hidden_states, top_k_index, top_k_weights
-        tensors = (*tokens, *map(self._parameter, _WEIGHTS))
+        tensors = (*tokens, *map(self._look_up, _WEIGHTS))
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         run = _ExpertsFunction.apply if needs_grad else experts
         y = run(*tensors, self.swiglu_limit, self.layout == "masked")

@@ -127,7 +127,7 @@ class FP8Linear(FixedDtypeModule):
             )
         rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
         names = "weight", "weight_scale_inv", "bias"
-        operands = (rows, *map(self._parameter, names))
+        operands = (rows, *map(self._look_up, names))
         # An autograd function costs the host as much as a launch does.
         recorded = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in operands

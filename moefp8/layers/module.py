@@ -21,7 +21,7 @@ class FixedDtypeModule(nn.Module):
     fp8_names: ClassVar[tuple[str, ...]] = ()
     fp32_names: ClassVar[tuple[str, ...]] = ()
 
-    def _parameter(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         """`getattr(self, name)`, in a third of the time: `nn.Module` looks among these last."""
         parameters = self._parameters
         return parameters[name] if name in parameters else getattr(self, name)
