@@ -22,7 +22,7 @@ from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
-from benchmarks.timing import device_us_many, eager_us_many, graph_us
+from benchmarks.timing import captured, device_us_many, eager_us_many, graph_us_many
 from moefp8 import GroupedExperts
 
 TOKENS = 1, 16, 128, 1024, 4096, 16384
@@ -59,17 +59,22 @@ def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
     for name, us in eager_us_many(calls, repeats).items():
         found[name]["eager_us"] = round(us, 3)
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
-    for name, call in calls.items():  # last, since a capture that fails may leave traces
-        found[name] |= graph_time(call, repeats)
+    for name, figure in graph_times(calls, repeats).items():  # last: captures may leave traces
+        found[name] |= figure
     about = {"model": name_of_model, "tokens": len(case.x), "active": case.num_active}
     return {**about, "floor_us": round(case.floor_us, 3), "peers": found}
 
 
-def graph_time(call: Call, repeats: int) -> dict[str, Any]:
-    try:
-        return {"graph_us": round(graph_us(call, repeats), 3)}
-    except Exception as error:
-        return {"graph_refused": first_line(error)}
+def graph_times(calls: dict[str, Call], repeats: int) -> dict[str, dict[str, Any]]:
+    replays: dict[str, Call] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        try:
+            replays[name] = captured(call)
+        except Exception as error:
+            found[name] = {"graph_refused": first_line(error)}
+    times = graph_us_many(replays, repeats)
+    return found | {name: {"graph_us": round(us, 3)} for name, us in times.items()}
 
 
 def goal_of(row: Row) -> float | None:

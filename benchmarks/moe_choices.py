@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.moe_cases import MODELS, Case, random_experts
-from benchmarks.timing import Call, device_us, device_us_many, graph_us
+from benchmarks.timing import Call, captured, device_us, device_us_many, graph_us_many
 from moefp8 import GroupedExperts, MoE
 from moefp8.kernels import experts_launch, experts_prepare
 from moefp8.kernels.blocks import E4M3
@@ -73,10 +73,13 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
     fill(moe.gate)
     fill(shared)
     for tokens in GRAPH_TOKENS:
-        x, found = random_tokens(tokens, device), {}
-        for name, most in (("beside", tokens), ("behind", 0)):
-            found[name] = graph_us(_with(moe_room, "_FEW_TOKENS", most, lambda x=x: moe(x)), 30)
-        yield {"what": "shared experts in a graph, us", "tokens": tokens, **rounded(found)}
+        x = random_tokens(tokens, device)
+        replays = {
+            name: captured(_with(moe_room, "_FEW_TOKENS", most, lambda x=x: moe(x)))
+            for name, most in (("beside", tokens), ("behind", 0))
+        }
+        times = rounded(graph_us_many(replays, 30))
+        yield {"what": "shared experts in a graph, us", "tokens": tokens, **times}
 
     def three_linears(x: torch.Tensor) -> torch.Tensor:
         return shared.down_proj(swiglu(shared.gate_proj(x), shared.up_proj(x), None))

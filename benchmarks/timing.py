@@ -2,7 +2,7 @@
 
 `device_us`, `device_us_many`: how long the device works for one call, without gaps. What runs at
     the same time counts once: a kernel may wait on the device for the one before it to end.
-`graph_us`: how long one replay of the call takes as a CUDA graph.
+`graph_us_many`: how long the stream takes for one replay of the call as a CUDA graph.
 `eager_us_many`: how long the stream takes for one call from an idle start, launches included.
 `host_us`: how long one call keeps the calling thread.
 
@@ -109,7 +109,7 @@ def device_us_many(
 
 
 def _warm_up(calls: Collection[Call], seconds: float = 0.1) -> None:
-    """Take turns for a while, since a GPU that was idle is slower at first."""
+    """Take turns for a while: right after a profile, what takes 93 us may take 107."""
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         for call in calls:
@@ -152,7 +152,8 @@ def _device_events(work: Call) -> list[Event]:
     return [Event(event.name, event.time_range.start, event.time_range.end) for event in seen]
 
 
-def graph_us(call: Call, repeats: int = 20) -> float:
+def captured(call: Call) -> Call:
+    """Its replay as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -162,27 +163,34 @@ def graph_us(call: Call, repeats: int = 20) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    _warm_up([graph.replay])
-    # The replay is queued behind the flush, so that launching it costs nothing that is measured.
-    return statistics.median(_between_events(graph.replay, False) for _ in range(repeats))
+    return graph.replay
+
+
+def graph_us_many(replays: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
+    """Of what `captured` gives. Queued behind the flush, launching it costs nothing."""
+    return _stream_us_many(replays, repeats, idle_first=False)
 
 
 def eager_us_many(calls: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
+    return _stream_us_many(calls, repeats, idle_first=True)
+
+
+def _stream_us_many(
+    calls: Mapping[str, Call], repeats: int, *, idle_first: bool
+) -> dict[str, float]:
     """The calls take turns, as in `device_us_many`: the host's clock and caches change, too.
 
     Garbage is collected before, and not meanwhile.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
+    _warm_up(calls.values())
     gc.collect()
     gc.disable()
     try:
         for _ in range(repeats):
             for name in order.sample(list(calls), len(calls)):
-                times[name].append(_between_events(calls[name], True))
+                times[name].append(_between_events(calls[name], idle_first))
     finally:
         gc.enable()
     return {name: statistics.median(each) for name, each in times.items()}

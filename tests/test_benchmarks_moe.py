@@ -319,7 +319,8 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(moe, "random_experts", lambda model: random_experts(model, device="cpu"))
     monkeypatch.setattr(moe, "device_us_many", lambda calls, repeats: dict.fromkeys(calls, 10.0))
     monkeypatch.setattr(moe, "eager_us_many", lambda calls, repeats: dict.fromkeys(calls, 60.0))
-    monkeypatch.setattr(moe, "graph_us", lambda call, repeats: (call(), 11.0)[1])
+    monkeypatch.setattr(moe, "captured", lambda call: (call(), call)[1])
+    monkeypatch.setattr(moe, "graph_us_many", lambda calls, repeats: dict.fromkeys(calls, 11.0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
 
 
@@ -352,7 +353,7 @@ def test_refusals_have_reasons(monkeypatch, capsys, deep_gemm, tmp_path):
         raise RuntimeError("not this shape")
 
     monkeypatch.setattr(deep_gemm, "fp8_mega_moe", fail)
-    monkeypatch.setattr(moe, "graph_us", fail)
+    monkeypatch.setattr(moe, "captured", fail)
     out = tmp_path / "moe.json"
     run_main(monkeypatch, "--tokens", "3", "--peers", f"{HF_FP8},{MEGA}", "--out", str(out))
     printed = capsys.readouterr().out

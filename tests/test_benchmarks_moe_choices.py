@@ -32,7 +32,8 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(moe_choices, "random_experts", lambda m: random_experts(m, device="cpu"))
     monkeypatch.setattr(moe_choices, "device_us_many", many)
     monkeypatch.setattr(moe_choices, "device_us", lambda call, repeats: len(call()) * 1e3)
-    monkeypatch.setattr(moe_choices, "graph_us", lambda call, repeats: float(len(call())))
+    monkeypatch.setattr(moe_choices, "captured", lambda call: call)
+    monkeypatch.setattr(moe_choices, "graph_us_many", many)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")

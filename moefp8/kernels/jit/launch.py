@@ -122,9 +122,10 @@ class Launch:
 
 def launch_all(launches: Iterable[Launch], device_index: int) -> None:
     """In order, from a thread whose current GPU may be another one."""
-    if device_index != torch.cuda.current_device():
-        with torch.cuda.device(device_index):
-            launch_all(launches, device_index)
-    else:
+    if device_index == torch.cuda.current_device():
         for launch in launches:
             launch()
+    else:
+        with torch.cuda.device(device_index):
+            for launch in launches:
+                launch()
