@@ -1,6 +1,7 @@
 """The routed experts on a GPU: against the portable body, and bit for bit against themselves."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from experts_cases import (
     tokens_of,
     weights_of,
 )
-from gpu_cases import NEEDS_GPU, no_synchronisation
+from gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from layer_cases import assert_close
 
 from moefp8 import GroupedExperts
@@ -373,6 +374,27 @@ def test_calls_in_a_row_do_not_meet(layer):
                 for x in late:
                     x.zero_()
         assert all(torch.equal(y, right) for y, right in zip(results, expected, strict=True))
+
+
+@NEEDS_TWO_GPUS
+def test_two_gpus_from_two_threads_give_the_same_bits(layer):
+    """Whichever GPU is the current one."""
+    made = [inputs(num_tokens) for num_tokens in (1, 300, 2100)]
+    expected = [run(*arguments, layer).cpu() for arguments in made]
+
+    def work(index: int) -> None:
+        place = f"cuda:{index}"
+        weights = Weights(*(x.to(place) for x in layer))
+        moved = [[x.to(place) for x in arguments] for arguments in made]
+        for i in range(40):
+            with torch.cuda.device(i % 2):
+                results = [run(*arguments, weights) for arguments in moved]
+                assert torch.cuda.current_device() == i % 2
+            for y, right in zip(results, expected, strict=True):
+                assert torch.equal(y.cpu(), right)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 def test_memory_is_given_back(layer):

@@ -8,7 +8,7 @@ import pytest
 import sanitizer_cases
 import torch
 from gemm_cases import BIASES, NAN, PLACES, SCALE_PLACES, nothing_around_is_written
-from gpu_cases import NEEDS_GPU, no_synchronisation
+from gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
 
 pytestmark = NEEDS_GPU
-NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 class Case(NamedTuple):

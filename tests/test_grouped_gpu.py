@@ -7,7 +7,7 @@ import pytest
 import sanitizer_cases
 import torch
 from gemm_cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, stacked
-from gpu_cases import NEEDS_GPU, no_synchronisation
+from gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from grouped_cases import (
     UNTOUCHED,
     Routing,
@@ -35,7 +35,6 @@ from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
 
 pytestmark = NEEDS_GPU
-NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 KINDS = tuple(Kind)
 
 
