@@ -31,21 +31,22 @@ class Event(NamedTuple):
     end: float
 
 
-# Read in half a millisecond. With 512 MB, a slow host launched the last of four kernels after the
-# flush had ended, by when the first one, which those behind it overlap, had ended too.
-FLUSH_BYTES = 2 << 30
+# Read in an eighth and in half of a millisecond. A slow host launches the last of four kernels when
+# the former is over, and so is the first kernel, which those behind it overlap. But a GPU that has
+# rested for long multiplies large matrices faster than one that had work.
+FLUSH_BYTES, LONG_FLUSH_BYTES = 512 << 20, 2 << 30
 _ATTEMPTS = 3
 
 
 class Flush:
-    """Evict everything from L2, which takes longer than the host does to launch our kernels.
+    """Evict everything from L2 by reading memory.
 
-    By reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing
-    it back. `marker` holds the names of what one flush runs on the device, as the profiler saw it.
+    Reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing it
+    back. `marker` holds the names of what one flush runs on the device, as the profiler saw them.
     """
 
-    def __init__(self) -> None:
-        self._buffer = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device="cuda")
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64, device="cuda")
         self.marker = self._see_own_kernels()
 
     def __call__(self) -> torch.Tensor:
@@ -63,8 +64,8 @@ class Flush:
 
 
 @cache
-def flush() -> Flush:
-    return Flush()
+def flush(num_bytes: int) -> Flush:
+    return Flush(num_bytes)
 
 
 def device_us(call: Call, repeats: int = 20) -> float:
@@ -73,14 +74,17 @@ def device_us(call: Call, repeats: int = 20) -> float:
 
 
 def device_us_many(
-    calls: Mapping[str, Call], repeats: int = 20, warm_up_seconds: float = 0.1
+    calls: Mapping[str, Call],
+    repeats: int = 20,
+    warm_up_seconds: float = 0.1,
+    flush_bytes: int = FLUSH_BYTES,
 ) -> dict[str, float]:
     """`device_us` of each of `calls`, from one profile.
 
     The calls take turns in an order drawn anew every round, so that all meet the same clocks and
     temperature and none always follows the same neighbour.
     """
-    clear_l2, order = flush(), random.Random(0)
+    clear_l2, order = flush(flush_bytes), random.Random(0)
     turns: list[str] = []
     for _ in range(repeats):
         turns += order.sample(list(calls), len(calls))
@@ -90,7 +94,7 @@ def device_us_many(
             clear_l2()
             calls[name]()
 
-    _warm_up(calls.values(), warm_up_seconds)
+    _warm_up(calls.values(), clear_l2, warm_up_seconds)
     for _ in range(_ATTEMPTS):
         events = _device_events(take_turns)
         busy = busy_after(clear_l2.marker, events)
@@ -108,12 +112,12 @@ def device_us_many(
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _warm_up(calls: Collection[Call], seconds: float = 0.1) -> None:
+def _warm_up(calls: Collection[Call], clear_l2: Call, seconds: float) -> None:
     """Take turns for a while: right after a profile, what takes 93 us may take 107."""
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         for call in calls:
-            flush()()
+            clear_l2()
             call()
         torch.cuda.synchronize()
 
@@ -182,23 +186,23 @@ def _stream_us_many(
 
     Garbage is collected before, and not meanwhile.
     """
-    order = random.Random(0)
+    clear_l2, order = flush(LONG_FLUSH_BYTES), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    _warm_up(calls.values())
+    _warm_up(calls.values(), clear_l2, 0.1)
     gc.collect()
     gc.disable()
     try:
         for _ in range(repeats):
             for name in order.sample(list(calls), len(calls)):
-                times[name].append(_between_events(calls[name], idle_first))
+                times[name].append(_between_events(calls[name], clear_l2, idle_first))
     finally:
         gc.enable()
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _between_events(call: Call, idle_first: bool) -> float:
+def _between_events(call: Call, clear_l2: Call, idle_first: bool) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush()()
+    clear_l2()
     if idle_first:
         torch.cuda.synchronize()
     before.record()

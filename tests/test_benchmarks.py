@@ -255,7 +255,7 @@ def test_calls_take_turns_and_are_told_apart(monkeypatch):
             ran.append(("flush", 99.0))
 
     monkeypatch.setattr(timing, "_device_events", device_events)
-    monkeypatch.setattr(timing, "flush", Flush)
+    monkeypatch.setattr(timing, "flush", lambda num_bytes: Flush())
     calls = {
         "slow": lambda: ran.extend([("x", 5.0), ("y", 2.0)]),
         "fast": lambda: ran.append(("x", 3.0)),
