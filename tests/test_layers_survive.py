@@ -8,6 +8,7 @@ import torch
 from layer_cases import E, H, I, hidden, make_moe
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
 
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.quant import BlockScaled, dequantize
@@ -156,6 +157,21 @@ def test_ties_and_requires_grad_outlive_deepcopy():
     assert twin[0].weight.requires_grad
     assert twin[0].weight.data_ptr() != a.weight.data_ptr()
     assert pickle.loads(pickle.dumps(a)).weight.requires_grad
+
+
+@pytest.mark.parametrize("layer", [FP8Linear(8, 24), GroupedExperts(3, 8, 16)])
+def test_tensors_may_be_no_parameters_any_more(layer):
+    """Sharding wrappers and data parallelism put tensors in their place, or compute them."""
+    tokens = torch.randn(5, 8), torch.randint(3, (5, 2)), torch.rand(5, 2)
+    arguments = tokens if isinstance(layer, GroupedExperts) else tokens[:1]
+    expected = layer(*arguments)
+    *fp8, scales = layer.fp8_names + layer.fp32_names
+    parametrize.register_parametrization(layer, scales, nn.Identity())
+    for name in fp8:
+        data = getattr(layer, name).detach()
+        delattr(layer, name)
+        setattr(layer, name, data)
+    assert torch.equal(layer(*arguments), expected)
 
 
 def test_moe_takes_any_leading_shape():
