@@ -22,13 +22,7 @@ from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
-from benchmarks.timing import (
-    LONG_FLUSH_BYTES,
-    captured,
-    device_us_many,
-    eager_us_many,
-    graph_us_many,
-)
+from benchmarks.timing import captured, eager_us_many, graph_us_many, layer_us_many
 from moefp8 import GroupedExperts
 
 TOKENS = 1, 16, 128, 1024, 4096, 16384
@@ -59,8 +53,7 @@ def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
             why = first_line(error)
         found[name] = {} if why is None else {"refused": why}
     errors, repeats = accuracy(case, first), 5 if case.floor_us > 1000 else 15
-    times = device_us_many(calls, repeats, flush_bytes=LONG_FLUSH_BYTES)
-    for name, us in times.items():
+    for name, us in layer_us_many(calls, repeats).items():
         num_bytes = case.num_bytes(PEERS[name].operands)
         found[name] = figures(us, case.flops, num_bytes, errors[name]["error"]) | errors[name]
     for name, us in eager_us_many(calls, repeats).items():

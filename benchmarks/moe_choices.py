@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.moe_cases import MODELS, Case, random_experts
-from benchmarks.timing import Call, captured, device_us, device_us_many, graph_us_many
+from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many
 from moefp8 import GroupedExperts, MoE
 from moefp8.kernels import experts_launch, experts_prepare
 from moefp8.kernels.blocks import E4M3
@@ -36,7 +36,7 @@ def layouts(experts: GroupedExperts) -> Iterator[Row]:
         case, calls = Case.random(MODEL, experts, tokens), {}
         for layout in ("auto", "contiguous", "masked"):
             calls[layout] = _with(experts, "layout", layout, case.run)
-        yield {"what": "layouts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
+        yield {"what": "layouts, us", "tokens": tokens, **rounded(layer_us_many(calls, 10))}
 
 
 def long_prompt(experts: GroupedExperts) -> Iterator[Row]:
@@ -60,7 +60,7 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
             # Each has launches of its own: what takes_tiles says is kept in them.
             kept = _with(experts_launch, "_prepared", {}, call)
             calls[name] = _with(experts_prepare, "takes_tiles", lambda *_, t=takes: t, kept)
-        yield {"what": "tiles, us", "tokens": tokens, **rounded(device_us_many(calls, 15))}
+        yield {"what": "tiles, us", "tokens": tokens, **rounded(layer_us_many(calls, 15))}
 
 
 def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
@@ -90,9 +90,9 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
             "one op": lambda x=x: shared(x),
             "three linears": lambda x=x: three_linears(x),
         }
-        yield {"what": "shared experts, us", "tokens": tokens, **rounded(device_us_many(calls, 10))}
+        yield {"what": "shared experts, us", "tokens": tokens, **rounded(layer_us_many(calls, 10))}
         router: dict[str, Call] = {"router": lambda x=x: moe.gate(x)}
-        yield {"what": "router, us", "tokens": tokens, **rounded(device_us_many(router, 10))}
+        yield {"what": "router, us", "tokens": tokens, **rounded(layer_us_many(router, 10))}
 
 
 def _with(place: Any, name: str, value: object, call: Call) -> Call:

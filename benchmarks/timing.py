@@ -1,7 +1,7 @@
 """Timers for calls that launch CUDA kernels. All give microseconds: the median over many calls.
 
-`device_us`, `device_us_many`: how long the device works for one call, without gaps. What runs at
-    the same time counts once: a kernel may wait on the device for the one before it to end.
+`device_us`, `device_us_many`, `layer_us_many`: how long the device works for one call, without
+    gaps. What runs at the same time counts once: a kernel may wait for the one before it to end.
 `graph_us_many`: how long the stream takes for one replay of the call as a CUDA graph.
 `eager_us_many`: how long the stream takes for one call from an idle start, launches included.
 `host_us`: how long one call keeps the calling thread.
@@ -110,6 +110,11 @@ def device_us_many(
     if idle:
         raise RuntimeError(f"the profiler saw calls of {idle} that ran nothing on the device")
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def layer_us_many(calls: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
+    """`device_us_many` of calls whose kernels overlap, as they do if the host is early enough."""
+    return device_us_many(calls, repeats, flush_bytes=LONG_FLUSH_BYTES)
 
 
 def _warm_up(calls: Collection[Call], clear_l2: Call, seconds: float) -> None:

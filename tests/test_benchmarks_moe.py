@@ -317,7 +317,7 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setitem(MODELS, "small", SMALL)
     monkeypatch.setattr(moe, "random_experts", lambda model: random_experts(model, device="cpu"))
-    monkeypatch.setattr(moe, "device_us_many", lambda calls, *_, **how: dict.fromkeys(calls, 10.0))
+    monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: dict.fromkeys(calls, 10.0))
     monkeypatch.setattr(moe, "eager_us_many", lambda calls, repeats: dict.fromkeys(calls, 60.0))
     monkeypatch.setattr(moe, "captured", lambda call: (call(), call)[1])
     monkeypatch.setattr(moe, "graph_us_many", lambda calls, repeats: dict.fromkeys(calls, 11.0))
@@ -373,7 +373,7 @@ def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys, tmp
     assert "SGLang mega-kernel is left out (" in printed
     assert "not kept: these are not all cases of moe.json" in printed
     times, out = iter([{OURS: 10.0}]), tmp_path / "moe.json"
-    monkeypatch.setattr(moe, "device_us_many", lambda calls, *_, **how: next(times))
+    monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: next(times))
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "--tokens", "2,3", "--peers", MEGA, "--out", str(out))
     captured = capsys.readouterr()

@@ -30,7 +30,7 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(moe_choices, "LONG_TOKENS", 60)
     monkeypatch.setattr(moe_choices, "MANY_TOKENS", 20)
     monkeypatch.setattr(moe_choices, "random_experts", lambda m: random_experts(m, device="cpu"))
-    monkeypatch.setattr(moe_choices, "device_us_many", many)
+    monkeypatch.setattr(moe_choices, "layer_us_many", many)
     monkeypatch.setattr(moe_choices, "device_us", lambda call, repeats: len(call()) * 1e3)
     monkeypatch.setattr(moe_choices, "captured", lambda call: call)
     monkeypatch.setattr(moe_choices, "graph_us_many", many)
@@ -84,7 +84,7 @@ def test_each_way_to_take_tiles_has_launches_of_its_own(monkeypatch):
         experts_launch._prepared.setdefault("takes", experts_prepare.takes_tiles())
         kept.append(experts_launch._prepared["takes"])
 
-    monkeypatch.setattr(moe_choices, "device_us_many", many)
+    monkeypatch.setattr(moe_choices, "layer_us_many", many)
     monkeypatch.setattr(moe_choices.Case, "run", run)
     list(moe_choices.counters(random_experts(SMALL, device="cpu")))
     assert kept == [True, False, True, False] * 3

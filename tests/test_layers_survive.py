@@ -159,15 +159,16 @@ def test_ties_and_requires_grad_outlive_deepcopy():
     assert pickle.loads(pickle.dumps(a)).weight.requires_grad
 
 
-@pytest.mark.parametrize("layer", [FP8Linear(8, 24), GroupedExperts(3, 8, 16)])
-def test_tensors_may_be_no_parameters_any_more(layer):
+@pytest.mark.parametrize("make", [lambda: FP8Linear(8, 24), lambda: GroupedExperts(3, 8, 16)])
+def test_tensors_may_be_no_parameters_any_more(make):
     """Sharding wrappers and data parallelism put tensors in their place, or compute them."""
+    layer = make()
     tokens = torch.randn(5, 8), torch.randint(3, (5, 2)), torch.rand(5, 2)
     arguments = tokens if isinstance(layer, GroupedExperts) else tokens[:1]
     expected = layer(*arguments)
-    *fp8, scales = layer.fp8_names + layer.fp32_names
-    parametrize.register_parametrization(layer, scales, nn.Identity())
-    for name in fp8:
+    *kept, computed = layer.fp8_names + layer.fp32_names
+    parametrize.register_parametrization(layer, computed, nn.Identity())
+    for name in kept:
         data = getattr(layer, name).detach()
         delattr(layer, name)
         setattr(layer, name, data)
