@@ -64,7 +64,8 @@ class Variant(NamedTuple):
     kind: Kind | None = None
 
     def kernel(self, source: Path = gemm_plan.SOURCE) -> jit.Kernel:
-        return jit.Kernel(source, self.config.kernel_name(self.bias, self.kind))
+        name = self.config.kernel_name(self.bias, self.kind)
+        return jit.Kernel(source, name, self.config.interleaving)
 
 
 Cubins = dict[Variant, jit.Cubin]

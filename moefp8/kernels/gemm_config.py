@@ -227,6 +227,17 @@ class GemmConfig:
         used = round_up(used + magnitudes, 8) + barriers
         return round_up(used, 1024)
 
+    @property
+    def interleaving(self) -> str:
+        """Which FFMAs of a promotion yield, see `jit.interleave`; empty: as the compiler says.
+
+        They yield to other math warpgroups of the SM. Of the patterns that
+        `benchmarks.interleaving` searches, these are the best for dense GEMMs and for layers.
+        """
+        if self.math_groups == 1:
+            return ""
+        return "01111" if self.grouped else "01111111"
+
     def kernel_name(self, bias: str, kind: Kind | None = None) -> str:
         arguments = (
             *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),

@@ -173,7 +173,7 @@ def check_sizes(op: str, m: int, n: int, k: int) -> None:
 
 
 def kernel_of(config: GemmConfig, bias: torch.dtype | None, kind: Kind | None = None) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(BIASES[bias], kind))
+    return Kernel(SOURCE, config.kernel_name(BIASES[bias], kind), config.interleaving)
 
 
 def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cache import cached
 from .compiler import CompileError, Compiler, Program
 from .cubin import Cubin, JitError
+from .interleave import VERSION, interleaved
 from .nvcc import Nvcc
 from .nvrtc import Nvrtc
 from .once import Once
@@ -38,10 +39,13 @@ class Kernel:
     source: the .cu file; `#include "x.cuh"`, in headers too, means the file beside source, else
         the one in `moefp8/kernels/device`.
     name: C++ name of the `__global__` function, e.g. `gemm_kernel<GemmShape<128, 192, 4, true>>`.
+    interleaving: which FFMAs of its promotions yield, see `interleave`; empty: as compiled.
+        `MOEFP8_INTERLEAVE=0` leaves those of all kernels as compiled.
     """
 
     source: Path
     name: str
+    interleaving: str = ""
 
     def __str__(self) -> str:
         return f"{self.source.name}: {self.name}"
@@ -49,9 +53,9 @@ class Kernel:
 
 def compile_kernel(kernel: Kernel) -> Cubin:
     """From the cache, else compiled; needs no GPU. Raises JitError with the compiler's log."""
-    program = _program(kernel)
-    compiler = _compiler()
-    return cached(_key(program, compiler), lambda: _compile(kernel, program, compiler))
+    program, compiler, pattern = _program(kernel), _compiler(), _pattern_of(kernel)
+    key = _key(program, compiler, pattern)
+    return cached(key, lambda: _compile(kernel, program, compiler, pattern))
 
 
 def compile_kernels(kernels: Iterable[Kernel], num_threads: int | None = None) -> list[Cubin]:
@@ -70,9 +74,13 @@ def _compiler() -> Compiler:
     return _found.get(name, _COMPILERS[name])
 
 
-def _compile(kernel: Kernel, program: Program, compiler: Compiler) -> Cubin:
+def _pattern_of(kernel: Kernel) -> str:
+    return "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
+
+
+def _compile(kernel: Kernel, program: Program, compiler: Compiler, pattern: str) -> Cubin:
     try:
-        return compiler.compile(program, OPTIONS)
+        cubin = compiler.compile(program, OPTIONS)
     except CompileError as error:
         raise JitError(
             f"{kernel} does not compile\n"
@@ -80,6 +88,7 @@ def _compile(kernel: Kernel, program: Program, compiler: Compiler) -> Cubin:
             f"options: {' '.join(OPTIONS)}\n"
             f"compiler: {compiler.version}\n{error}"
         ) from None
+    return replace(cubin, image=interleaved(cubin.image, pattern)) if pattern else cubin
 
 
 def _program(kernel: Kernel) -> Program:
@@ -106,8 +115,9 @@ def _read(path: Path) -> str:
         raise JitError(f"{path} cannot be read ({error.strerror}); reinstall moefp8") from error
 
 
-def _key(program: Program, compiler: Compiler) -> str:
+def _key(program: Program, compiler: Compiler, pattern: str) -> str:
     """Everything the cubin depends on; not the GPU, since a cubin is fixed per architecture."""
     files = sorted(program.files.items())
-    parts = [_FORMAT, compiler.version, OPTIONS, program.main, program.expression, files]
+    made = [compiler.version, OPTIONS, pattern, VERSION if pattern else None]
+    parts = [_FORMAT, *made, program.main, program.expression, files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -11,10 +10,7 @@ from pathlib import Path
 
 from .compiler import CompileError, Program
 from .cubin import Cubin, JitError
-
-_SYMTAB = 2
-_FUNCTION = 2
-_CUDA_ENTRY = 0x10  # STO_CUDA_ENTRY in st_other: a __global__ function, not a device function
+from .elf import entry_points
 
 
 class Nvcc:
@@ -50,7 +46,7 @@ def _entry_point(image: bytes, expression: str) -> str:
     """The mangled name of `a::kernel<...>`, in which `6kernel` is a part."""
     name = expression.partition("<")[0].split("::")[-1].strip()
     part = re.compile(rf"(?<!\d){len(name)}{name}")
-    found = [symbol for symbol in _entry_points(image) if part.search(symbol)]
+    found = [symbol for symbol in entry_points(image) if part.search(symbol)]
     if len(found) != 1:
         raise CompileError(f"expected one kernel {name} in nvcc's output, got {found}")
     return found[0]
@@ -65,21 +61,3 @@ def _find_nvcc() -> str:
             "unset MOEFP8_COMPILER to compile with NVRTC"
         )
     return path
-
-
-def _entry_points(image: bytes) -> list[str]:
-    """Mangled names of the kernels in a 64-bit little-endian ELF file."""
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    size, count = struct.unpack_from("<2H", image, 0x3A)
-    sections = [struct.unpack_from("<2I4Q2I2Q", image, table + i * size) for i in range(count)]
-    names = []
-    for _, kind, _, _, offset, length, link, _, _, step in sections:
-        if kind != _SYMTAB:
-            continue
-        strings = sections[link][4]
-        for at in range(offset, offset + length, step):
-            name, info, other = struct.unpack_from("<I2B", image, at)
-            if info & 0xF == _FUNCTION and other & _CUDA_ENTRY:
-                begin = strings + name
-                names.append(image[begin : image.index(b"\0", begin)].decode())
-    return names
