@@ -5,6 +5,7 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.testing` compares
 """
 
 from . import checkpoint, kernels, quant, routing, testing
+from .ahead import precompile
 from .checkpoint import load_checkpoint, save_checkpoint
 from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert
 
@@ -19,6 +20,7 @@ __all__ = [
     "convert",
     "kernels",
     "load_checkpoint",
+    "precompile",
     "quant",
     "routing",
     "save_checkpoint",

@@ -15,6 +15,7 @@ from moefp8.kernels import (
     gemm_launch,
     gemm_plan,
     grouped_launch,
+    tuned,
 )
 from moefp8.kernels.experts import experts
 from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
@@ -207,7 +208,7 @@ def run_grouped_families() -> None:
 
 
 def run_experts_families() -> None:
-    chosen = experts_launch.choose_configs
+    chosen = tuned.choose_configs
     pairs = [(f"gate and up: {name}", config, None) for name, config in GATE_UP_FAMILIES.items()]
     pairs += [(f"down: {name}", None, config) for name, config in DOWN_FAMILIES.items()]
     for name, gate_up, down in pairs:
@@ -216,7 +217,7 @@ def run_experts_families() -> None:
             first, second = chosen(*shape)
             return gate_up or first, down or second
 
-        experts_launch.choose_configs = choose
+        tuned.choose_configs = choose
         # On one SM one cluster takes all tiles; it asks for the next one on its way along K.
         long = (77, 1664, 144, 1) if gate_up else (77, 200, 1152, 1)
         shapes = [(5, 200, 144, None), (77, 264, 400, 1), long]
@@ -229,7 +230,7 @@ def run_experts_families() -> None:
             for masked in (False, True):
                 run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
             gemm_plan.set_num_sms(None)
-    experts_launch.choose_configs = chosen
+    tuned.choose_configs = chosen
     experts_launch._layers.clear()
     experts_launch._prepared.clear()
     run_experts("experts, counted", 2731, 136, 144, False)

@@ -22,7 +22,7 @@ from layer_cases import assert_close
 from moefp8 import GroupedExperts
 from moefp8.kernels import experts as op_room
 from moefp8.kernels import experts_launch as room
-from moefp8.kernels import experts_prepare, set_num_sms
+from moefp8.kernels import experts_prepare, set_num_sms, tuned
 from moefp8.testing import assert_matches_reference
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
@@ -69,14 +69,14 @@ def layer() -> Weights:
 @pytest.fixture
 def choose(monkeypatch):
     """Take these configurations for gate and up, and for down, or what would be chosen."""
-    chosen = room.choose_configs
+    chosen = tuned.choose_configs
 
     def take(gate_up=None, down=None) -> None:
         def instead(*shape):
             first, second = chosen(*shape)
             return gate_up or first, down or second
 
-        monkeypatch.setattr(room, "choose_configs", instead)
+        monkeypatch.setattr(tuned, "choose_configs", instead)
         room._layers.clear()
         room._prepared.clear()
 

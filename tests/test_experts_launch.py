@@ -23,7 +23,7 @@ from layer_cases import assert_matches_up_to_codes
 
 from moefp8 import kernels
 from moefp8.kernels import experts_launch as room
-from moefp8.kernels import gemm_choice, num_blocks, round_up
+from moefp8.kernels import gemm_choice, num_blocks, round_up, tuned
 from moefp8.kernels.dispatch_launch import most_count_bytes
 from moefp8.kernels.gemm_config import Kind
 from moefp8.testing import sizes
@@ -190,7 +190,7 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
     monkeypatch.setattr(gemm_choice, "choose_experts_configs", lambda *shape: asked.append(shape))
 
     def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
-        room.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
+        tuned.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
         load, groups, *rest = asked.pop()
         assert rest == [256, 128, NUM_SMS]
         return load, groups

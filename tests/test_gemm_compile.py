@@ -27,7 +27,7 @@ from moefp8.testing import sizes
 def configs() -> list[gemm_config.GemmConfig]:
     """All that may be chosen for some of these M, and any N and K."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
-    all_of_them = (config for m in some for config in gemm_choice._candidates(m))
+    all_of_them = (config for m in some for config in gemm_choice.candidates(m))
     filled = dict.fromkeys(map(gemm_config.with_most_stages, all_of_them))
     return [config for config in filled if gemm_config.is_possible(config, 1 << 20)]
 

@@ -7,12 +7,14 @@ a model), `plan` (match the two), `read` (move the bytes); `load` and `save` cal
 from .config import read_config
 from .errors import CheckpointError
 from .fp8 import fp8_modules
+from .layers import fp8_layers
 from .load import LoadReport, load_checkpoint
 from .save import save_checkpoint
 
 __all__ = [
     "CheckpointError",
     "LoadReport",
+    "fp8_layers",
     "fp8_modules",
     "load_checkpoint",
     "read_config",

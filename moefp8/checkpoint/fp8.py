@@ -27,7 +27,7 @@ def fp8_modules(
     checkpoint's. path, ignore, rename: as in load_checkpoint. Raises CheckpointError.
     """
     source = open_source(path)
-    weights = _scaled_weights(source, ignore, rename)
+    weights = scaled_weights(source, ignore, rename)
     if model is None:
         return list(dict.fromkeys(_module_of(name) for name in weights.values()))
     inventory = Inventory(model)
@@ -40,7 +40,9 @@ def fp8_modules(
     return list(modules)
 
 
-def _scaled_weights(source: Source, ignore: Iterable[str], rename: Rename | None) -> dict[str, str]:
+def scaled_weights(
+    source: Source, ignore: Iterable[str] = (), rename: Rename | None = None
+) -> dict[str, str]:
     """Checkpoint key -> model name of every weight beside which there is a scale."""
     names = {
         renamed(key, rename): key

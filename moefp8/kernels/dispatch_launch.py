@@ -75,9 +75,13 @@ def cut_dispatch(
     group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
     num_choices = num_tokens * top_k
     threads = max(round_up(chunk * group * _LANES, WARP), min(num_choices // 2, 512))
-    is_counted = num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
+    is_counted = _is_counted(num_choices, num_experts)
     threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, WARP))
     return Cut(chunk, k_blocks, group, threads, is_counted)
+
+
+def _is_counted(num_choices: int, num_experts: int) -> bool:
+    return num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
 
 
 def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
@@ -100,6 +104,18 @@ def kernels_of(dtype: torch.dtype) -> list[Kernel]:
             for vectorized, masked, is_counted in product(flags, repeat=3)
         ),
     ]
+
+
+def needed_kernels(
+    dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
+) -> list[Kernel]:
+    """Those of up to `max_choices` choices; tokens may lie anywhere."""
+    found = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
+    for vectorized in (True, False) if hidden_size % 8 == 0 else (False,):
+        for is_counted in (True, False) if found else (False,):
+            flags = {"vectorized": vectorized, "masked": masked, "is_counted": is_counted}
+            found.append(kernel_of(dtype, **flags))
+    return found
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:

@@ -22,21 +22,21 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from . import gemm_plan
-from .blocks import ceil_div, num_blocks
+from .blocks import ceil_div
 from .experts_prepare import (
     Projections,
     Sizes,
     Tokens,
     Weights,
     Workspace,
-    choose_configs,
+    fitting_weights,
     make_steps,
     prepare_dispatch_and_combine,
     prepare_gemms,
+    split_weights,
 )
-from .gemm_plan import busy_sms
 from .jit import Launch, current_stream, launch_all
-from .tma_operands import fitting, lying_as
+from .tuned import choices_of
 
 MAX_WORKSPACE_BYTES = 4 << 30
 Kept = TypeVar("Kept")
@@ -148,23 +148,15 @@ def _prepare(
     limit: float,
     stream: int,
 ) -> _Prepared:
-    gate_up, gate_up_scale_inv, down, down_scale_inv = weights
-    i, blocks = sizes.intermediate_size, num_blocks(sizes.intermediate_size)
-    gate, up = gate_up[:, :i], gate_up[:, i:]
-    fitting_gate = fitting(gate)
-    fitting_weights = Weights(
-        *(fitting_gate, gate_up_scale_inv[:, :blocks]),
-        *(lying_as(fitting_gate, up), gate_up_scale_inv[:, blocks:]),
-        *(fitting(down), down_scale_inv),
-    )
-    given = gate, up, down
-    fit = all(x is y for x, y in zip(fitting_weights[::2], given, strict=True))
-    sms = busy_sms(memory.get_device())
-    configs = choose_configs(sizes, sms[0])
-    steps = make_steps(sizes, fitting_weights, memory, configs, sms)
-    first, second = prepare_gemms(steps, sizes, fitting_weights, memory, limit, stream)
+    split = split_weights(weights)
+    fitting = fitting_weights(split)
+    fit = all(x is y for x, y in zip(fitting, split, strict=True))
+    choices = choices_of(memory.get_device())
+    sms = choices.num_sms, choices.all_sms
+    steps = make_steps(sizes, fitting, memory, choices.experts(sizes), sms)
+    first, second = prepare_gemms(steps, sizes, fitting, memory, limit, stream)
     dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
     launches = (*dispatch, first, second, combine)
     arguments = tuple(launch.arguments[0] for launch in dispatch)
-    copies = None if fit else fitting_weights
+    copies = None if fit else fitting
     return _Prepared(launches, arguments, combine.arguments[0], copies)

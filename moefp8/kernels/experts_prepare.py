@@ -15,6 +15,7 @@ from .gemm_config import GemmConfig, Kind
 from .gemm_plan import GateUp, Operands, Plan, device_sms
 from .grouped_launch import plan_of_groups
 from .jit import Launch
+from .tma_operands import fitting, lying_as
 
 _ALIGNMENT = 256
 
@@ -97,7 +98,25 @@ class Weights(NamedTuple):
     down_scale_inv: torch.Tensor
 
 
-def _mean_load(sizes: Sizes) -> tuple[int, int]:
+def split_weights(projections: Projections) -> Weights:
+    """Views of gate and up apart from each other."""
+    gate_up, gate_up_scale_inv, down, down_scale_inv = projections
+    i = down.shape[2]
+    blocks = num_blocks(i)
+    return Weights(
+        *(gate_up[:, :i], gate_up_scale_inv[:, :blocks]),
+        *(gate_up[:, i:], gate_up_scale_inv[:, blocks:]),
+        *(down, down_scale_inv),
+    )
+
+
+def fitting_weights(weights: Weights) -> Weights:
+    """Each itself, or a copy that TMA can address."""
+    gate = fitting(weights.gate)
+    return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
+
+
+def mean_load(sizes: Sizes) -> tuple[int, int]:
     """(experts that have a token, at most; tokens of each of them, about)"""
     num_choices = sizes.num_tokens * sizes.top_k
     active = min(sizes.num_experts, num_choices)
@@ -106,7 +125,7 @@ def _mean_load(sizes: Sizes) -> tuple[int, int]:
 
 def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
     """For gate and up, and for down: by the mean load of an expert that has a token."""
-    groups, load = _mean_load(sizes)
+    groups, load = mean_load(sizes)
     return gemm_choice.choose_experts_configs(
         load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
     )
@@ -122,7 +141,7 @@ class Steps(NamedTuple):
 
 def takes_tiles(config: GemmConfig, plan: Plan, sizes: Sizes, n: int) -> bool:
     """Whether there are more tiles than clusters, and unequal ones; else a counter costs time."""
-    active, load = _mean_load(sizes)
+    active, load = mean_load(sizes)
     num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
     return load > 1 and num_tiles * plan.cluster > plan.grid_and_block[0]
 

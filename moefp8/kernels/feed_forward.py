@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from . import gemm_choice, gemm_plan
+from . import gemm_plan
 from .blocks import E4M3, empty_tma_aligned, num_blocks, round_up
 from .checks import FLOATS, check_rows_contiguous, check_same_device, check_shape, check_tensor
 from .experts import check_limit, swiglu
 from .gemm import block_scaled_matmul
 from .gemm_config import Kind
 from .gemm_launch import launch_gemm
-from .gemm_plan import GateUp, Operands, busy_sms
+from .gemm_plan import GateUp, Operands
 from .grouped_launch import plan_of_groups
 from .jit import Launch, current_stream
 from .quantize import launch_quantize_1x128, quantize_1x128
 from .registry import register
 from .tma_operands import fitting, lying_as
+from .tuned import choices_of
 
 _OP = "feed_forward"
 _launches: dict[Any, Launch] = {}
@@ -127,8 +128,8 @@ def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
     """The grouped GEMM of a single group that has all tokens."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, i, h)
-    sms = busy_sms(operands.a.get_device())
-    config, _ = gemm_choice.choose_experts_configs(m, 1, h, i, sms[0])
+    choices = choices_of(operands.a.get_device())
+    config, sms = choices.gate_up(m, h, i), (choices.num_sms, choices.all_sms)
     grouped = Operands(*(x[None] for x in operands))
     plan = plan_of_groups(config, grouped, Kind.OFFSETS, 1, m, sms, bounds_are_old=True)
     addresses = (*(x.data_ptr() for x in operands), 0)

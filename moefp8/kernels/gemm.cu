@@ -189,7 +189,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
         }
       };
       compute_stage(true);
-#pragma unroll 4  // lets the compiler prepare descriptors ahead
+#pragma unroll(C::kGrouped ? 1 : 4)  // four: descriptors are ready earlier; one: less code, see CONTRIBUTING.md
       for (int k = walk.k_begin + 1; k < walk.k_end; ++k) compute_stage(false);
     } else {
       // Batches 0 and 1 in turn, which are the parts of a stage or whole stages; one is always under way:
@@ -204,7 +204,7 @@ __device__ void multiply(Shared<C>& shared, const TensorMap& d_map, const Argume
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) store_finished(part);
       int left = (walk.k_end - walk.k_begin) * C::kParts - 1;  // still to begin
-#pragma unroll 2
+#pragma unroll 1
       for (; left >= 2; left -= 2) turn(1), turn(0);
       const auto end = [&](int i) __attribute__((always_inline)) {
         wgmma_wait<0>();

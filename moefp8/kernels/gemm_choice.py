@@ -1,6 +1,6 @@
 """How a GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
-`choose_config` estimates the time of each configuration of a short list and takes the best. The
+`choose_config` estimates the time of each of the `candidates` and takes the best. The
 list and the constants of the estimate come from timing up to 97 configurations for each of 227
 shapes, with M = 1 to 8192, on an H200; `python -m benchmarks.gemm_configs` says how far the choice
 is from the best of still more. `choose_grouped_config` is for groups of tokens.
@@ -15,7 +15,7 @@ from .blocks import BLOCK, ceil_div, round_up
 from .gemm_config import GemmConfig, is_possible, usable_ctas, with_most_stages
 
 
-def _candidates(m: int) -> Iterator[GemmConfig]:
+def candidates(m: int) -> Iterator[GemmConfig]:
     """What has been the best for some shape, or near it. `stages` is left open."""
     splits = (1, 2) if m <= 512 else (1,)
     if m <= 32:  # tokens are few: they are the columns, which come in eights
@@ -109,13 +109,34 @@ def _estimate_us(
     return result
 
 
-@lru_cache(16384)
+def deciding_size(m: int) -> int:
+    """The M whose choice is that of all from the last such one up to it.
+
+    They are few, so that all kernels that a weight can need can be listed, and compiled ahead. No
+    tile of 64, 128 or 192 tokens is more for it than for m, up to 2048.
+    """
+    return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 5)))
+
+
+def deciding_sizes(max_m: int) -> Iterator[int]:
+    """All up to that of `max_m`."""
+    m = 1
+    while m <= max_m:
+        yield (last := deciding_size(m))
+        m = last + 1
+
+
 def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) -> GemmConfig:
     """The configuration for d [M, N] with `num_sms` SMs; m, n, k and num_sms are at least 1.
 
     all_sms: whether the GPU has no more of them.
     """
-    possible = [c for c in map(with_most_stages, _candidates(m)) if is_possible(c, k)]
+    return _choose_config(deciding_size(m), n, k, num_sms, all_sms)
+
+
+@lru_cache(16384)
+def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmConfig:
+    possible = [c for c in map(with_most_stages, candidates(m)) if is_possible(c, k)]
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 

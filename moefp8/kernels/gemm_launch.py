@@ -2,7 +2,7 @@
 
 import torch
 
-from . import gemm_choice, gemm_plan
+from . import gemm_plan
 from .blocks import ceil_div
 from .checks import check_dense_gemm
 from .gemm_plan import (
@@ -10,10 +10,10 @@ from .gemm_plan import (
     Layouts,
     Operands,
     Plan,
-    busy_sms,
     fitting_operands,
     make_plan,
 )
+from .tuned import choices_of
 
 _OP = "fp8_gemm_nt"
 
@@ -84,15 +84,15 @@ def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Pl
     """For operands that fit."""
     (m, k), n = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, n, k)
-    num_sms, all_sms = busy_sms(operands.a.get_device())
-    config = gemm_choice.choose_config(m, n, k, num_sms, num_sms == all_sms)
+    choices = choices_of(operands.a.get_device())
+    config = choices.dense(m, n, k)
     return make_plan(
         config,
         operands,
         None if bias is None else bias.dtype,
         layouts,
-        num_sms=num_sms,
-        all_sms=all_sms,
+        num_sms=choices.num_sms,
+        all_sms=choices.all_sms,
         token_tiles=ceil_div(m, config.tile[0]),
         tokens=m,
     )

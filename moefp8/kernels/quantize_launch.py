@@ -74,6 +74,13 @@ def kernels_of(dtype: torch.dtype) -> list[Kernel]:
     return [kernel_of(cut, dtype, vectorized) for cut in cuts for vectorized in (True, False)]
 
 
+def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
+    """Those of 1x128 for up to `max_rows` rows, which may lie anywhere."""
+    cuts = dict.fromkeys((_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms)))
+    flags = (True, False) if k % 8 == 0 else (False,)
+    return list({kernel_of(cut, dtype, flag): None for cut in cuts for flag in flags})
+
+
 class _Prepared(NamedTuple):
     """A launch whose addresses are written into `arguments` right before it is made."""
 

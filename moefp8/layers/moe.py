@@ -34,6 +34,11 @@ class SharedExperts(nn.Module):
         self.up_proj = FP8Linear(hidden_size, intermediate_size, bias=False, device=device)
         self.down_proj = FP8Linear(intermediate_size, hidden_size, bias=False, device=device)
 
+    @property
+    def is_one_op(self) -> bool:
+        """Whether the projections are just their weights; else they are called one by one."""
+        return all(_is_plain(x) for x in (self.gate_proj, self.up_proj, self.down_proj))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
@@ -44,7 +49,7 @@ class SharedExperts(nn.Module):
         needs_grad = torch.is_grad_enabled() and any(
             y.requires_grad for y in (x, *self.parameters())
         )
-        if needs_grad or not all(_is_plain(projection) for projection in projections):
+        if needs_grad or not self.is_one_op:
             gate, up = self.gate_proj(x), self.up_proj(x)
             return self.down_proj(swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]

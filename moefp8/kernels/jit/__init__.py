@@ -4,24 +4,40 @@ The compiler is NVRTC, which torch brings along; compiled kernels stay in the us
 The driver is called through ctypes. No compiler, driver or folder is touched before first use.
 """
 
+from .cache import CacheState, cache_folder, cache_state, read_beside_kernels, write_beside_kernels
 from .cubin import Cubin, JitError
-from .kernel import Kernel, compile_kernel, compile_kernels
+from .driver import driver_version
+from .kernel import (
+    Kernel,
+    compile_kernel,
+    compile_kernels,
+    compiler_description,
+    source_digest,
+)
 from .launch import Launch, current_stream, launch_all
 from .module import Function, load
 from .tma import TensorMap, tensor_map, tensor_map_array
 
 __all__ = [
+    "CacheState",
     "Cubin",
     "Function",
     "JitError",
     "Kernel",
     "Launch",
     "TensorMap",
+    "cache_folder",
+    "cache_state",
     "compile_kernel",
     "compile_kernels",
+    "compiler_description",
     "current_stream",
+    "driver_version",
     "launch_all",
     "load",
+    "read_beside_kernels",
+    "source_digest",
     "tensor_map",
     "tensor_map_array",
+    "write_beside_kernels",
 ]

@@ -12,6 +12,7 @@ import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from .cubin import Cubin
 from .once import Once
@@ -50,6 +51,46 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         except OSError as error:
             _warn(error)
     return cubin
+
+
+class CacheState(NamedTuple):
+    """problem: why nothing can be kept there, or None. Kernels are counted, not verified."""
+
+    folder: Path
+    num_kernels: int
+    num_bytes: int
+    problem: str | None
+
+
+def cache_state() -> CacheState:
+    """Makes no folder. Raises RuntimeError if there is no home to have one in."""
+    folder = cache_folder()
+    try:
+        _make_private(folder)
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+    except FileNotFoundError:
+        return CacheState(folder, 0, 0, None)
+    except OSError as error:
+        return CacheState(folder, 0, 0, str(error))
+    return CacheState(folder, len(sizes), sum(sizes), None)
+
+
+def read_beside_kernels(name: str) -> bytes | None:
+    """A file in the cache folder, if there is one that only we may have written."""
+    try:
+        folder = cache_folder()
+        _make_private(folder)
+        return (folder / name).read_bytes()
+    except (OSError, RuntimeError):
+        return None
+
+
+def write_beside_kernels(name: str, data: bytes) -> Path:
+    """All of it or nothing. Raises OSError."""
+    folder = cache_folder()
+    _make_private(folder)
+    _publish(folder / name, data)
+    return folder / name
 
 
 def _make_private(folder: Path) -> None:

@@ -22,6 +22,7 @@ class CompileError(Exception):
 
 class Compiler(Protocol):
     version: str  # changes whenever its output may change
+    path: str
 
     def compile(self, program: Program, options: Sequence[str]) -> Cubin:
         """Raises CompileError."""

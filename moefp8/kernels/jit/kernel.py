@@ -58,12 +58,41 @@ def compile_kernel(kernel: Kernel) -> Cubin:
     return cached(key, lambda: _compile(kernel, program, compiler, pattern))
 
 
-def compile_kernels(kernels: Iterable[Kernel], num_threads: int | None = None) -> list[Cubin]:
-    """As many at a time as there are processors, or num_threads; raises the first JitError."""
+def compile_kernels(
+    kernels: Iterable[Kernel],
+    num_threads: int | None = None,
+    done: Callable[[], object] = lambda: None,
+) -> list[Cubin]:
+    """As many at a time as this process has processors, or num_threads.
+
+    done: called after each, by any thread. Raises the first JitError, when all that began are over.
+    """
     kernels = list(kernels)
-    num_threads = min(num_threads or os.cpu_count() or 1, len(kernels)) or 1
+
+    def compile_one(kernel: Kernel) -> Cubin:
+        cubin = compile_kernel(kernel)
+        done()
+        return cubin
+
+    num_threads = min(num_threads or _num_processors(), len(kernels)) or 1
     with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(compile_kernel, kernels))
+        try:
+            return list(pool.map(compile_one, kernels))
+        except BaseException:  # Ctrl-C too: what waits is not begun any more
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):  # fewer than the machine has, in a container
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def source_digest(source: Path) -> str:
+    """Of a .cu file and of all that it includes."""
+    files = sorted(_program(Kernel(source, "")).files.items())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def _compiler() -> Compiler:
@@ -76,6 +105,12 @@ def _compiler() -> Compiler:
 
 def _pattern_of(kernel: Kernel) -> str:
     return "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
+
+
+def compiler_description() -> str:
+    """Which one compiles, and where it is. Raises JitError without any."""
+    compiler = _compiler()
+    return f"{compiler.version.strip()}, {compiler.path}"
 
 
 def _compile(kernel: Kernel, program: Program, compiler: Compiler, pattern: str) -> Cubin:

@@ -17,11 +17,11 @@ class Nvcc:
     """nvcc as a process of its own, in a folder that holds just the program's files."""
 
     def __init__(self) -> None:
-        self._path = _find_nvcc()
+        self.path = _find_nvcc()
         self.version = f"nvcc {self._run('--version').stdout}"
 
     def _run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [self._path, *arguments]
+        command = [self.path, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def compile(self, program: Program, options: Sequence[str]) -> Cubin:

@@ -19,7 +19,7 @@ class Nvrtc:
     """NVRTC through ctypes, which releases the GIL: threads compile in parallel."""
 
     def __init__(self) -> None:
-        self._lib = _load()
+        self._lib, self.path = _load()
         try:
             self.version = f"nvrtc {self._build()}"
         except CompileError as error:  # not even an empty file compiles
@@ -90,7 +90,7 @@ class Nvrtc:
         return message.decode()
 
 
-def _load() -> ctypes.CDLL:
+def _load() -> tuple[ctypes.CDLL, str]:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
@@ -100,7 +100,7 @@ def _load() -> ctypes.CDLL:
         raise JitError(_NO_NVRTC.format(error)) from error
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
     _load_builtins(lib, path)
-    return lib
+    return lib, str(path)
 
 
 def _load_builtins(lib: ctypes.CDLL, path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Time the GEMMs of a model's layers on this GPU; with --tune, keep what beats the default.
+
+What is kept lies beside the compiled kernels and serves every process that starts later; remove the
+file to be without it. Times are of random data, with nothing in the L2 cache.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from ..checkpoint import fp8_layers
+from ..kernels.registry import runs_our_kernels
+from ..kernels.tuned import Config, Dense, Experts, Layer, keep
+from ..layers import FP8Linear, GroupedExperts
+from ..tuning import time_layer, tune_layer
+from .precompile import add_sizes_to
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", nargs="?", help="whose layers; a directory or a file")
+    parser.add_argument("--linear", nargs=2, type=int, action="append", metavar=("N", "K"))
+    parser.add_argument(
+        "--experts",
+        nargs=4,
+        type=int,
+        action="append",
+        metavar=("E", "TOP_K", "HIDDEN", "INTERMEDIATE"),
+        help="routed experts, instead of a checkpoint or besides it; may be repeated",
+    )
+    parser.add_argument("--tune", action="store_true", help="compare configurations, keep the best")
+    add_sizes_to(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    layers = _layers(arguments)
+    if not layers:
+        raise ValueError("nothing to time: give a CHECKPOINT, --linear N K or --experts E k H I")
+    if not torch.cuda.is_available() or not runs_our_kernels(torch.cuda.current_device()):
+        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        raise ValueError(f"needs a Hopper GPU (H100, H200) and a torch built for CUDA, got {found}")
+    print(f"{torch.cuda.get_device_name()}, times in microseconds", flush=True)
+    for layer in layers:
+        print(f"\n{_title(layer)}")
+        (_tune if arguments.tune else _time)(layer, arguments.max_tokens)
+    return 0
+
+
+def _layers(arguments: argparse.Namespace) -> list[Layer]:
+    """Each once."""
+    found: dict[Layer, None] = {}
+    if arguments.checkpoint:
+        found.update(dict.fromkeys(_layers_of(arguments.checkpoint, arguments.top_k)))
+    found.update({Dense(*sizes): None for sizes in arguments.linear or ()})
+    found.update({Experts(*sizes): None for sizes in arguments.experts or ()})
+    for layer in found:
+        if min(layer) < 1:
+            raise ValueError(f"all sizes must be at least 1, got {layer}")
+    return list(found)
+
+
+def _layers_of(checkpoint: str, top_k: int | None) -> Iterator[Layer]:
+    layers = fp8_layers(checkpoint)
+    top_k = top_k or layers.top_k
+    for module in layers.modules():
+        if isinstance(module, FP8Linear):
+            yield Dense(module.out_features, module.in_features)
+        elif isinstance(module, GroupedExperts):
+            if top_k is None:
+                raise ValueError("config.json does not say how many experts a token has: --top-k")
+            h, i = module.hidden_size, module.intermediate_size
+            yield Experts(module.num_experts, top_k, h, i)
+
+
+def _time(layer: Layer, max_tokens: int) -> None:
+    print(f"{'tokens':>8} {'us':>10} {'TFLOP/s':>10}")
+    for x in time_layer(layer, max_tokens):
+        print(f"{x.tokens:8d} {x.tuned_us:10.1f} {x.tflops:10.1f}", flush=True)
+
+
+def _tune(layer: Layer, max_tokens: int) -> None:
+    print(f"{'tokens':>8} {'default, us':>12} {'tuned, us':>12} {'times as fast':>14}")
+    found: dict[int, Config | None] = {}
+    for x in tune_layer(layer, max_tokens):
+        found[x.tokens] = x.config
+        print(
+            f"{x.tokens:8d} {x.heuristic_us:12.1f} {x.tuned_us:12.1f} {x.ratio:14.3f}  "
+            f"{_short(x.config)}".rstrip(),
+            flush=True,
+        )
+    path = keep(torch.cuda.current_device(), {layer: found})
+    num_faster = sum(config is not None for config in found.values())
+    print(f"{num_faster} of {len(found)} sizes are faster than by default; kept in {path}")
+
+
+def _title(layer: Layer) -> str:
+    if isinstance(layer, Dense):
+        return f"linear, {layer.n} x {layer.k}"
+    e, top_k, h, i = layer
+    return f"routed experts: {e}, of which {top_k} a token, hidden size {h}, intermediate size {i}"
+
+
+def _short(config: Config | None) -> str:
+    """Tiles of tokens x weights."""
+    if config is None:
+        return ""
+    pair = config if isinstance(config, tuple) else (config,)
+    return ", ".join("x".join(map(str, x.cta_tile)) for x in pair)

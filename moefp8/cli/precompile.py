@@ -1,0 +1,40 @@
+"""Compile all kernels that a checkpoint's FP8 layers can need, with no GPU."""
+
+import argparse
+
+from .. import ahead
+from ..checkpoint import fp8_layers
+from ..kernels.jit import cache_folder
+
+_MAX_TOKENS = 8192
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a directory, or a .safetensors file")
+    add_sizes_to(parser)
+    parser.add_argument("--dtype", choices=ahead.DTYPES, default="bfloat16", help="of activations")
+    parser.add_argument("--num-sms", type=int, help="of the GPU, if it is not this machine's")
+    parser.add_argument("--num-threads", type=int, help="that compile (default: all processors)")
+
+
+def add_sizes_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=_MAX_TOKENS,
+        help=f"of one call: batch times sequence length (default: {_MAX_TOKENS})",
+    )
+    parser.add_argument("--top-k", type=int, help="experts of a token, if config.json says nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    done = ahead.precompile(
+        fp8_layers(arguments.checkpoint),
+        arguments.max_tokens,
+        dtype=ahead.DTYPES[arguments.dtype],
+        top_k=arguments.top_k,
+        num_sms=arguments.num_sms,
+        num_threads=arguments.num_threads,
+    )
+    print(f"{done.num_kernels} kernels in {done.seconds:.1f} s, in {cache_folder()}")
+    return 0
