@@ -4,7 +4,7 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -118,35 +118,9 @@ def test_every_configuration_compiles_and_spills_nothing(which, request):
     assert {variant: found for variant, found in problems.items() if found} == {}
 
 
-def test_experts_compile_for_every_load_and_spill_nothing_where_it_counts(
-    experts_cubins, disassemble
-):
-    """Three math warpgroups with rows have 152 registers each, of which activation leaves too few:
-    for gate and up they spill once for a tile, but hardly in the loop over K, of which a round is
-    four stages.
-    """
-    for (config, _, kind), cubin in experts_cubins.items():
-        problems = cubin.problems()
-        if config.row_groups < 3 or not config.gate_up:
-            assert problems == [], (config, kind)
-            continue
-        assert not any("Performance Loss" in problem for problem in problems), (config, kind)
-        spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", " ".join(problems))]
-        assert max(spilled) <= 512, (config, kind)
-        loops = [body for body in loops_of(disassemble(cubin)) if body.count("QGMMA.") == 16]
-        main_loop = min(loops, key=len)
-        assert len(re.findall(r"\b(?:STL|LDL)\b", main_loop)) <= 1, (config, kind)
-
-
-def loops_of(code: str) -> Iterator[str]:
-    """What lies between a label and a jump back to it."""
-    begins, lines = {}, code.splitlines()
-    for i, line in enumerate(lines):
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            begins[label[1]] = i
-        jump = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
-        if jump and jump[1] in begins:
-            yield "\n".join(lines[begins[jump[1]] : i])
+def test_experts_compile_for_every_load_and_spill_nothing(experts_cubins):
+    problems = {x: cubin.problems() for x, cubin in experts_cubins.items()}
+    assert {variant: found for variant, found in problems.items() if found} == {}
 
 
 @given(

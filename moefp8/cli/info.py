@@ -104,7 +104,7 @@ def _tuned() -> Iterator[str]:
         found = measured(i).found
         faster = sum(config is not None for sizes in found.values() for config in sizes.values())
         if found:
-            yield f"cuda:{i}: {len(found)} layers, {faster} sizes other than default, {file_name(i)}"
+            yield f"cuda:{i}: {len(found)} layers, {faster} sizes not by default, {file_name(i)}"
         else:
             yield f"cuda:{i}: nothing; the default serves (python -m moefp8 bench --tune measures)"
 
