@@ -246,7 +246,7 @@ def _experts_configs(sizes: Sizes, base: Choices) -> tuple[list[GemmConfig], lis
     _, load = mean_load(sizes)
     few = partial(GemmConfig, stages=0, depth=2, ctas_per_sm=2, grouped=True, weights_are_rows=True)
     grouped = partial(GemmConfig, stages=0, grouped=True)
-    columns = [c for c in (8, 16, 24, 32, 40, 48) if load <= c <= 4 * load + 8]
+    columns = [c for c in (8, 16, 24, 32, 40, 48) if load <= c <= 4 * load + 16]
     rows: list[GemmConfig] = []
     if load > 8:
         rows.append(grouped(64, 128, batches=2))
@@ -262,13 +262,11 @@ def _experts_configs(sizes: Sizes, base: Choices) -> tuple[list[GemmConfig], lis
     gate_up += [replace(x, gate_up=True) for x in rows]
     down = [*of_few, *rows, *([grouped(128, 144), grouped(128, 160)] if load > 192 else [])]
     chosen = base.experts(sizes)
-    return tuple(  # type: ignore[return-value]
-        list(dict.fromkeys((first, *(c for c in map(with_most_stages, rest) if is_possible(c, k)))))
-        for first, rest, k in (
-            (chosen[0], gate_up, sizes.hidden_size),
-            (chosen[1], down, sizes.intermediate_size),
-        )
+    first, second = (
+        list(dict.fromkeys((config, *map(with_most_stages, rest))))
+        for config, rest in zip(chosen, (gate_up, down), strict=True)
     )
+    return first, second
 
 
 def _random_weights(layer: Experts) -> Weights:

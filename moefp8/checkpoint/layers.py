@@ -25,13 +25,18 @@ class Layers(nn.ModuleList):
         self.top_k = top_k  # experts of a token; None: config.json does not say
 
 
-def fp8_layers(path: str | os.PathLike[str]) -> Layers:
-    """path: as in load_checkpoint. Reads headers and config.json alone. Raises CheckpointError."""
+def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers:
+    """Read headers and config.json alone.
+
+    path: as in load_checkpoint. top_k: experts of a token; None: as config.json says.
+    Routers are there if that is known. Raises CheckpointError.
+    """
     source = open_source(path)
     names = {key: canonical(name) for key, name in scaled_weights(source).items()}
     if not names:
         raise CheckpointError(f"{path}: no weight has scales, so there is nothing in FP8")
-    top_k, found = _top_k_of(source.config), dict.fromkeys(_linears(source, names))
+    top_k = top_k or _top_k_of(source.config)
+    found = dict.fromkeys(_linears(source, names))
     modules: list[nn.Module] = []
     for n, k, bias in found:
         dtype = {} if bias is None else {"dtype": TORCH_DTYPES[bias]}
@@ -40,10 +45,19 @@ def fp8_layers(path: str | os.PathLike[str]) -> Layers:
         modules.append(SharedExperts(h, i, device="meta"))
     for sizes in dict.fromkeys(_experts(source, names)):
         modules.append(GroupedExperts(*sizes, device="meta"))
-        scoring: Any = "sigmoid" if _has_sigmoid(source) else "softmax"
-        num_chosen = min(top_k or 1, sizes[0])
-        modules.append(TopKRouter(sizes[1], sizes[0], num_chosen, scoring=scoring, device="meta"))
+        if top_k is not None:
+            modules.append(_router(source, sizes, top_k))
     return Layers(modules, top_k)
+
+
+def _router(source: Source, sizes: tuple[int, int, int], top_k: int) -> TopKRouter:
+    """It scores by the sigmoid where a bias corrects its choice, or where config.json says so."""
+    corrected = any(key.endswith("e_score_correction_bias") for key in source.entries)
+    told = _text_config(source.config).get("scoring_func") == "sigmoid"
+    scoring: Any = "sigmoid" if corrected or told else "softmax"
+    num_experts, hidden_size, _ = sizes
+    chosen = min(top_k, num_experts)
+    return TopKRouter(hidden_size, num_experts, chosen, scoring=scoring, device="meta")
 
 
 def _linears(source: Source, names: Mapping[str, str]) -> list[tuple[int, int, str | None]]:
@@ -81,12 +95,6 @@ def _experts(source: Source, names: Mapping[str, str]) -> list[tuple[int, int, i
         elif len(shape) == 3 and name.endswith("down_proj"):
             fused.append((shape[0], shape[1], shape[2]))
     return [*((numbers[module], h, i) for module, (h, i) in sizes.items()), *fused]
-
-
-def _has_sigmoid(source: Source) -> bool:
-    """The router scores by the sigmoid where a bias corrects its choice, or config.json says so."""
-    corrected = any(key.endswith("e_score_correction_bias") for key in source.entries)
-    return corrected or _text_config(source.config).get("scoring_func") == "sigmoid"
 
 
 def _top_k_of(config: Mapping[str, Any]) -> int | None:

@@ -60,16 +60,15 @@ def _layers(arguments: argparse.Namespace) -> list[Layer]:
 
 
 def _layers_of(checkpoint: str, top_k: int | None) -> Iterator[Layer]:
-    layers = fp8_layers(checkpoint)
-    top_k = top_k or layers.top_k
+    layers = fp8_layers(checkpoint, top_k)
     for module in layers.modules():
         if isinstance(module, FP8Linear):
             yield Dense(module.out_features, module.in_features)
         elif isinstance(module, GroupedExperts):
-            if top_k is None:
+            if layers.top_k is None:
                 raise ValueError("config.json does not say how many experts a token has: --top-k")
             h, i = module.hidden_size, module.intermediate_size
-            yield Experts(module.num_experts, top_k, h, i)
+            yield Experts(module.num_experts, layers.top_k, h, i)
 
 
 def _time(layer: Layer, max_tokens: int) -> None:

@@ -29,10 +29,9 @@ def add_sizes_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     done = ahead.precompile(
-        fp8_layers(arguments.checkpoint),
+        fp8_layers(arguments.checkpoint, arguments.top_k),
         arguments.max_tokens,
         dtype=ahead.DTYPES[arguments.dtype],
-        top_k=arguments.top_k,
         num_sms=arguments.num_sms,
         num_threads=arguments.num_threads,
     )

@@ -107,11 +107,8 @@ def choices_of(device_index: int) -> Choices:
 @cache
 def measured(device_index: int) -> Table:
     """What was measured on such a GPU, as the file said when it was first asked for."""
-    data = read_beside_kernels(file_name(device_index))
-    if data is None:
-        return NOTHING
     try:
-        return table_from(json.loads(data))
+        return _stored(device_index)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         warnings.warn(
             f"moefp8: {file_name(device_index)} in the cache folder cannot be used ({error!r}), so "
@@ -124,12 +121,19 @@ def measured(device_index: int) -> Table:
 
 def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) -> str:
     """Store it with what is there of other layers; the file's path. Raises OSError."""
-    measured.cache_clear()
-    table = Table({**measured(device_index).found, **found})
-    data = json.dumps(to_json(table), indent=1).encode()
+    try:
+        before = _stored(device_index).found
+    except (KeyError, TypeError, ValueError, AttributeError):
+        before = {}
+    data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
     path = write_beside_kernels(file_name(device_index), data)
     measured.cache_clear()
     return str(path)
+
+
+def _stored(device_index: int) -> Table:
+    data = read_beside_kernels(file_name(device_index))
+    return NOTHING if data is None else table_from(json.loads(data))
 
 
 def file_name(device_index: int) -> str:
@@ -191,7 +195,9 @@ def _config(data: Any, layer: Layer) -> Config | None:
 
 def _possible(config: GemmConfig, k: int, *, grouped: bool, gate_up: bool) -> GemmConfig:
     """It is one that could have been measured."""
-    fits = (config.grouped, config.gate_up) == (grouped, gate_up) and is_possible(config, k)
-    if not fits or config != with_most_stages(config):
+    fits = config.rows % 64 == config.cols % 8 == 0
+    fits = fits and (config.stages >= 2 if grouped else is_possible(config, k))
+    is_kind = (config.grouped, config.gate_up) == (grouped, gate_up)
+    if not (fits and is_kind) or config != with_most_stages(config):
         raise ValueError(f"{config} is no configuration for K = {k}")
     return config

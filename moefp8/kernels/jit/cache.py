@@ -65,11 +65,11 @@ class CacheState(NamedTuple):
 def cache_state() -> CacheState:
     """Makes no folder. Raises RuntimeError if there is no home to have one in."""
     folder = cache_folder()
+    if not folder.exists():
+        return CacheState(folder, 0, 0, None)
     try:
         _make_private(folder)
         sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    except FileNotFoundError:
-        return CacheState(folder, 0, 0, None)
     except OSError as error:
         return CacheState(folder, 0, 0, str(error))
     return CacheState(folder, len(sizes), sum(sizes), None)

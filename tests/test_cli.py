@@ -1,0 +1,226 @@
+"""`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_cases import on_gpu
+from safetensors.torch import save_file
+from small_checkpoint import write_small_checkpoint
+
+import moefp8
+from moefp8 import FP8Linear, GroupedExperts, TopKRouter, ahead, cli
+from moefp8.checkpoint import CheckpointError, fp8_layers
+from moefp8.kernels import jit, tuned
+from moefp8.layers.moe import SharedExperts
+
+FAMILIES = "deepseek_v3", "qwen3_moe"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param) / "fp8"
+    write_small_checkpoint(directory, request.param)
+    return directory
+
+
+def test_it_runs_as_a_module(tmp_path):
+    command = [sys.executable, "-m", "moefp8", "info"]
+    environment = {**os.environ, "MOEFP8_CACHE_DIR": str(tmp_path / "none")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    topics = [line.split()[0] for line in done.stdout.splitlines()]
+    for topic in ("moefp8", "driver", "GPU", "CPU", "compiler", "cache", "setting", "so"):
+        assert topic in topics
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["precompile"]])
+def test_wrong_usage_ends_with_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert "usage: python -m moefp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["info", "precompile", "bench"])
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert getattr(cli, command).__doc__.partition("\n")[0] in words
+
+
+# info
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_as_json_tells_what_the_cache_holds(tmp_path, capsys):
+    moefp8.precompile(FP8Linear(128, 128, bias=False), 1)
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    num_kernels = len(list((tmp_path / "cache").glob("*.cubin")))
+    assert facts["cache"][0].startswith(f"{tmp_path}/cache: {num_kernels} kernels, ")
+    assert facts["compiler"][0].startswith("nvrtc CL-")
+    if not torch.cuda.is_available():
+        assert facts["so"] == [
+            "everything runs on PyTorch's operations: there is no Hopper GPU that torch can use"
+        ]
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert cli.main(["info"]) == 0
+    assert "cannot be used, so every process compiles anew: others may write" in (
+        capsys.readouterr().out
+    )
+
+
+def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
+    def none():
+        raise jit.JitError("no usable NVRTC")
+
+    monkeypatch.setattr("moefp8.cli.info.compiler_description", none)
+    assert cli.main(["info"]) == 0
+    assert "compiler no usable NVRTC" in capsys.readouterr().out
+
+
+# precompile
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
+    arguments = ["precompile", str(checkpoint), "--max-tokens", "8"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    num_kernels = int(re.match(r"(\d+) kernels in [\d.]+ s, in ", out)[1])
+    assert out.strip().endswith(str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == num_kernels
+    expected = ahead.kernels_of(fp8_layers(checkpoint), 8, dtype=torch.bfloat16)
+    assert num_kernels == len(expected)
+
+
+def test_a_checkpoint_s_layers_are_those_of_its_model(checkpoint):
+    from generate import load
+
+    model, _ = load(checkpoint, "cpu")
+    found = fp8_layers(checkpoint)
+    assert all(x.is_meta for x in found.parameters())
+
+    def sizes(module) -> set:
+        linears = {(x.out_features, x.in_features) for x in module if isinstance(x, FP8Linear)}
+        experts = {
+            (x.num_experts, x.hidden_size, x.intermediate_size)
+            for x in module
+            if isinstance(x, GroupedExperts)
+        }
+        return linears | experts
+
+    assert sizes(found.modules()) == sizes(model.modules())
+    assert found.top_k == model.config.num_experts_per_tok
+    needed = set(ahead.kernels_of(model, 50))
+    assert needed <= set(ahead.kernels_of(found, 50, dtype=torch.bfloat16))
+    (router,) = (x for x in found if isinstance(x, TopKRouter))
+    is_deepseek = model.config.model_type == "deepseek_v3"
+    assert router.scoring == ("sigmoid" if is_deepseek else "softmax")
+    assert any(isinstance(x, SharedExperts) for x in found) == is_deepseek
+
+
+def test_fused_experts_and_biases_are_found(tmp_path):
+    e4m3 = torch.float8_e4m3fn
+    save_file(
+        {
+            "layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 512, 128).to(e4m3),
+            "layers.0.mlp.experts.gate_up_proj_scale_inv": torch.ones(3, 4, 1),
+            "layers.0.mlp.experts.down_proj": torch.zeros(3, 128, 256).to(e4m3),
+            "layers.0.mlp.experts.down_proj_scale_inv": torch.ones(3, 1, 2),
+            "layers.0.q_proj.weight": torch.zeros(256, 128).to(e4m3),
+            "layers.0.q_proj.weight_scale_inv": torch.ones(2, 1),
+            "layers.0.q_proj.bias": torch.zeros(256, dtype=torch.float16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    found = fp8_layers(tmp_path)
+    (experts,) = (x for x in found if isinstance(x, GroupedExperts))
+    assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (3, 128, 256)
+    (linear,) = (x for x in found if isinstance(x, FP8Linear))
+    assert linear.bias.dtype == torch.float16
+    assert found.top_k is None
+    with pytest.raises(ValueError, match="top_k="):
+        ahead.kernels_of(found, 8)
+    assert set(ahead.kernels_of(fp8_layers(tmp_path, 2), 8)) > set(
+        ahead.kernels_of(found, 8, top_k=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--num-sms", "-4"], "num_sms must be at least 1, got -4"),
+    ],
+)
+def test_wrong_sizes_are_one_sentence(checkpoint, capsys, options, told):
+    assert cli.main(["precompile", str(checkpoint), *options]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="nothing in FP8"):
+        fp8_layers(tmp_path)
+    assert cli.main(["precompile", str(tmp_path)]) == 1
+    assert cli.main(["precompile", str(tmp_path / "nowhere")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(error.startswith("moefp8 precompile: ") for error in errors)
+
+
+# bench
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "nothing to time"),
+        (["--linear", "0", "8"], "all sizes must be at least 1"),
+        (["nowhere"], "holds neither"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_time(argv, told, capsys):
+    assert cli.main(["bench", *argv]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_needs_a_gpu(checkpoint, capsys):
+    assert cli.main(["bench", str(checkpoint), "--tune"]) == 1
+    assert "needs a Hopper GPU" in capsys.readouterr().err
+
+
+@on_gpu
+@pytest.mark.usefixtures("fresh_jit")
+def test_bench_times_and_tunes(tmp_path, capsys):
+    tuned.measured.cache_clear()
+    layers = ["--linear", "512", "1024", "--experts", "8", "2", "256", "128", "--max-tokens", "96"]
+    assert cli.main(["bench", *layers]) == 0
+    out = capsys.readouterr().out
+    assert out.count("tokens") == 2 + 1  # of which one is "a token"
+    assert not list((tmp_path / "cache").glob("tuned-*"))
+    assert cli.main(["bench", "--tune", *layers]) == 0
+    out = capsys.readouterr().out
+    ratios = [float(x) for x in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)", out, re.MULTILINE)]
+    assert len(ratios) == 12 + 8
+    assert min(ratios) >= 1  # by default, nothing is faster than what was chosen
+    (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.json")
+    assert str(path) in out
+    assert set(map(type, tuned.measured(0).found)) == {tuned.Dense, tuned.Experts}
+    tuned.measured.cache_clear()

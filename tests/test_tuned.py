@@ -1,0 +1,189 @@
+"""Choices that were measured: kept, read back, and taken by the launchers; without a GPU."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_cases import NUM_SMS
+from launched_experts import launch
+
+from moefp8 import tuning
+from moefp8.kernels import gemm_choice, tuned
+from moefp8.kernels.experts_prepare import Sizes
+from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm_plan import set_num_sms
+from moefp8.kernels.linear import launch_linear
+from moefp8.kernels.quantize import quantize_128x128
+from moefp8.kernels.tuned import Choices, Dense, Experts, Table
+
+LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
+FLAT = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+WIDE = with_most_stages(GemmConfig(128, 256, 0, parts=2))
+PAIR = (
+    with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=True)),
+    with_most_stages(GemmConfig(192, 128, 0, grouped=True)),
+)
+FOUND = {
+    LINEAR: {8: None, 64: FLAT, 72: None, 128: WIDE, 192: FLAT},
+    EXPERTS: {1: None, 16: PAIR, 32: PAIR, 64: None},
+}
+
+
+@pytest.fixture
+def table(own_cache, monkeypatch):
+    """Kept in a cache folder of this test, and forgotten in memory."""
+    tuned.measured.cache_clear()
+    tuned.keep(0, FOUND)
+    yield
+    tuned.measured.cache_clear()
+
+
+@pytest.mark.usefixtures("table")
+def test_what_is_kept_is_found():
+    assert tuned.measured(0).found == FOUND
+    other = {Dense(8, 8): {8: None}}
+    tuned.keep(0, other)
+    assert tuned.measured(0).found == FOUND | other
+    assert tuned.keep(0, {LINEAR: {8: FLAT}}).endswith(tuned.file_name(0))
+    assert tuned.measured(0).found[LINEAR] == {8: FLAT}
+
+
+def test_a_choice_holds_where_it_was_measured_and_between_two_that_agree():
+    table = Table(FOUND)
+    of_experts = {n: table.look_up(EXPERTS, n) for n in (1, 2, 15, 16, 20, 31, 32, 33, 64, 1000)}
+    assert {n for n, config in of_experts.items() if config == PAIR} == {16, 20, 31, 32}
+    assert {config for n, config in of_experts.items() if config != PAIR} == {None}
+    assert table.look_up(Dense(1, 1), 8) is None
+
+
+def test_choices_are_the_tables_or_the_heuristic_s():
+    choices = Choices(NUM_SMS, NUM_SMS, Table(FOUND))
+    without = Choices(NUM_SMS, NUM_SMS)
+    assert choices.dense(60, *LINEAR) == choices.dense(64, *LINEAR) == FLAT
+    assert choices.dense(160, *LINEAR) == FLAT
+    for m in (1, 8, 70, 1000):
+        assert choices.dense(m, *LINEAR) == without.dense(m, *LINEAR)
+        assert without.dense(m, *LINEAR) == gemm_choice.choose_config(m, *LINEAR, NUM_SMS)
+    sizes = Sizes(20, 2, 4, 256, 128, masked=False)
+    assert choices.experts(sizes) == PAIR
+    assert without.experts(sizes) != PAIR
+    assert choices.experts(sizes._replace(masked=True)) != PAIR
+
+
+@pytest.mark.usefixtures("table", "workspaces")
+def test_launchers_take_them(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
+    weight, scales = quantize_128x128(torch.randn(*LINEAR), False)
+
+    def kernels() -> list[str]:
+        gpu.kernels.clear()
+        launch_linear(torch.zeros(60, LINEAR.k).bfloat16(), weight, scales, None)
+        e, k, h, i = EXPERTS
+        gate_up = torch.zeros(e, 2 * i, h).to(torch.float8_e4m3fn), torch.zeros(e, 2, 2)
+        down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
+        ids = torch.zeros(20, k, dtype=torch.int64)
+        launch(torch.zeros(20, h).bfloat16(), ids, torch.ones(20, k), (*gate_up, *down))
+        return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
+
+    expected = [FLAT.kernel_name("kNone")]
+    expected += [config.kernel_name("kNone", Kind.OFFSETS) for config in PAIR]
+    assert kernels() == expected
+    try:
+        set_num_sms(100)  # measured with all of them
+        assert not set(kernels()) & set(expected)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-20],
+        lambda data: b"[1]",
+        lambda data: b'[{"layer": "sparse"}]',
+        lambda data: data.replace(b'"rows": 64', b'"rows": 65'),
+        lambda data: data.replace(b'"rows": 64', b'"height": 64'),
+        lambda data: data.replace(b'"cols": 256', b'"cols": 2048'),
+        lambda data: data.replace(b'"gate_up": true', b'"gate_up": false'),
+    ],
+)
+def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
+    path = tmp_path / "cache" / tuned.file_name(0)
+    assert json.loads(path.read_bytes())
+    damaged = damage(path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match="so the heuristic chooses; `python -m moefp8 bench"):
+        assert tuned.measured(0).found == {}
+    tuned.keep(0, FOUND)
+    assert tuned.measured(0).found == FOUND
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_without_a_file_the_heuristic_chooses():
+    tuned.measured.cache_clear()
+    assert tuned.measured(0).found == {}
+
+
+def test_another_kernel_source_has_another_file(monkeypatch):
+    before = tuned.file_name(0)
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
+    tuned._digest.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    name = tuned.file_name(0)
+    tuned._digest.cache_clear()
+    assert name != before
+    assert name.startswith("tuned-nvidia-h200-132-")
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "another")
+    assert tuned.file_name(0) != name
+    tuned._digest.cache_clear()
+
+
+# Measuring
+
+
+def test_tokens_are_powers_of_two_and_half_way_between_them():
+    assert tuning.tokens_to_tune(200) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192]
+    assert tuning.tokens_to_tune(1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"a": 10, "b": 9, "c": 11}, {"a": 10, "b": 9.5}, (10, 9.5, "b")),
+        ({"a": 10, "b": 9, "c": 11}, {"a": 10, "b": 9.95}, (10, 10, None)),  # once is no proof
+        ({"a": 10, "b": 9.95, "c": 11}, {}, (10, 10, None)),
+        ({"a": 10, "b": 12, "c": 11}, {}, (10, 10, None)),
+    ],
+)
+def test_what_is_faster_must_be_so_twice(monkeypatch, first, second, expected):
+    rounds = iter((first, second))
+
+    def us_in_turns(calls, repeats):
+        us = next(rounds)
+        assert set(us) == set(calls)
+        return us
+
+    monkeypatch.setattr(tuning, "us_in_turns", us_in_turns)
+    assert tuning._faster(dict.fromkeys("abc", lambda: None), "a") == expected
+
+
+def test_what_is_compared_begins_with_the_heuristic_s_choice():
+    base = Choices(NUM_SMS, NUM_SMS)
+    for m in (1, 64, 512, 4096):
+        first, *rest = tuning._dense_configs(m, 4096, 7168, base)
+        assert first == base.dense(m, 4096, 7168)
+        assert 1 <= len(rest) <= 12
+        assert first not in rest
+    for tokens in (1, 32, 1024, 8192):
+        sizes = Sizes(tokens, 8, 128, 2048, 768, masked=False)
+        both = tuning._experts_configs(sizes, base)
+        assert (both[0][0], both[1][0]) == base.experts(sizes)
+        for configs, gate_up in zip(both, (True, False), strict=True):
+            assert len(set(configs)) == len(configs) >= 2
+            assert all(c.grouped and c.gate_up == gate_up and c.stages >= 2 for c in configs)
