@@ -67,6 +67,10 @@ class Variant(NamedTuple):
     patch: Callable[[Kernel, bytes], bytes]
 
 
+def name_of(variant: Variant) -> str:
+    return f"NVRTC {variant.compiler}, {variant.pattern}"
+
+
 def variants_of(compiler: str, search: bool) -> Iterator[Variant]:
     """Unless all are searched for, just what the newer compiler would do."""
     for name in (AS_COMPILED, AGAIN) if search else (AS_COMPILED,):
@@ -236,15 +240,14 @@ def main() -> None:
         return
     require_gpu("benchmarks.interleaving")
     torch.manual_seed(0)
-    variants = []
+    variants, compilers = [], []
     for folder in args.folders:
-        compiler = (folder / "compiler").read_text().split(" V")[-1]
-        search = folder == args.folders[-1]
-        for variant in variants_of(compiler, search):
-            name = f"NVRTC {variant.compiler}, {variant.pattern}"
-            variants.append((name, loader(folder, variant)))
+        compilers.append((folder / "compiler").read_text().split(" V")[-1])
+        for variant in variants_of(compilers[-1], search=folder == args.folders[-1]):
+            variants.append((name_of(variant), loader(folder, variant)))
     rows = [measure(case, variants) for case in cases()]
-    args.out.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
+    results = {**circumstances(), "compilers": compilers, "rows": rows}
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floors, moe, roofline, speedups
-from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, ratio
+from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, geomean, ratio
 from benchmarks.grouped import (
     GOALS,
     against_deep_gemm,
@@ -18,6 +18,7 @@ from benchmarks.grouped import (
     shape_of,
     titles_of,
 )
+from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
@@ -242,7 +243,49 @@ def _moe_times(rows: list[dict[str, Any]], titles: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def interleaving_table(results: dict[str, Any]) -> str:
+    """As each compiler lets FFMAs yield, and as we do; how many times as fast that is."""
+    compilers, lines = results["compilers"], []
+    for row in results["rows"]:
+        cells = [row["case"]]
+        for compiler in compilers:
+            before, after = (
+                row["us"][f"NVRTC {compiler}, {pattern}"] for pattern in (AS_COMPILED, SHIPPED)
+            )
+            cells += [f"{before:.1f}", f"{after:.1f}", f"{before / after:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    head = "| us | " + " | ".join(f"NVRTC {x} | interleaved | gain" for x in compilers) + " |"
+    return "\n".join([head, "|---" * (1 + 3 * len(compilers)) + "|", *lines])
+
+
+def precompile_table(results: dict[str, Any]) -> str:
+    lines = [
+        f"| {row['layer']} | {row['max_tokens']} | {row['kernels']} | {row['seconds']:.1f} | "
+        f"{row['bytes'] / 2**20:.1f} |"
+        for row in results["rows"]
+    ]
+    head = f"| DeepSeek-V3 layer, {results['cpu']} | up to tokens | kernels | s | MiB |"
+    return "\n".join([head, "|---|---|---|---|---|", *lines])
+
+
+def tuning_table(results: dict[str, Any]) -> str:
+    """Of each layer: how many sizes another choice is faster at, and by how much."""
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        layers.setdefault(row["layer"], []).append(row)
+    lines = []
+    for name, rows in layers.items():
+        ratios = [row["again"]["ratio"] for row in rows if "again" in row]
+        gain = f"{geomean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else "-"
+        lines.append(f"| `{name}` | {len(rows)} | {len(ratios)} | {gain} |")
+    head = "| layer | sizes | tuned | times as fast as the default, when timed again |"
+    return "\n".join([head, "|---|---|---|---|", *lines])
+
+
 TABLES = {
+    "interleaving": interleaving_table,
+    "precompile": precompile_table,
+    "tuning": tuning_table,
     "accuracy": accuracy_table,
     "load": load_table,
     "cpu": cpu_table,
