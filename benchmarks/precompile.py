@@ -1,7 +1,7 @@
 """How long `moefp8.precompile` takes from an empty cache: `python -m benchmarks.precompile`.
 
-No GPU takes part. For layers of DeepSeek-V3: the feed-forward alone (router, routed and shared experts), and with the
-linears of attention.
+No GPU takes part. For layers of DeepSeek-V3: the feed-forward alone (router, routed and shared
+experts), and with the linears of attention.
 """
 
 import argparse

@@ -5,15 +5,14 @@ and once more when the two took turns.
 """
 
 import math
-import random
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from .clock import us_in_turns
 from .kernels import gemm_plan
 from .kernels.blocks import ceil_div
 from .kernels.experts_prepare import (
@@ -39,7 +38,6 @@ from .quant import quantize_1x128, quantize_128x128
 C = TypeVar("C", bound=Hashable)
 Call = Callable[[], object]
 
-_FLUSH_BYTES = 1 << 30  # read in a quarter of a millisecond: the host launches meanwhile
 _AS_LIKELY = 1.3  # of the least estimate: what is measured
 _MOST = 12
 _REPEATS = 9
@@ -78,35 +76,6 @@ def tokens_to_tune(max_tokens: int) -> list[int]:
         found += [n] if n < 64 else [n, n + n // 2]
         n *= 2
     return [n for n in found if n <= max_tokens]
-
-
-def us_in_turns(calls: Mapping[C, Call], repeats: int) -> dict[C, float]:
-    """How long the stream takes for each call, the median; L2 holds nothing of its operands.
-
-    The calls take turns in random order, so that all meet the same clocks.
-    """
-    flushed, order = _buffer_larger_than_l2(torch.cuda.current_device()), random.Random(0)
-    times: dict[C, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    events = []
-    for _ in range(repeats):
-        for name in order.sample(list(calls), len(calls)):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flushed.sum()
-            before.record()
-            calls[name]()
-            after.record()
-            events.append((name, before, after))
-        torch.cuda.synchronize()
-    for name, before, after in events:
-        times[name].append(before.elapsed_time(after) * 1e3)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
-@cache
-def _buffer_larger_than_l2(device_index: int) -> torch.Tensor:
-    return torch.ones(_FLUSH_BYTES // 8, dtype=torch.int64, device=f"cuda:{device_index}")
 
 
 def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iterator[Measured]:

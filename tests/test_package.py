@@ -24,7 +24,8 @@ ALLOWED = {
     "checkpoint": {"kernels", "quant", "layers", "checkpoint", "progress"},
     "progress": {"progress"},
     "ahead": {"kernels", "layers", "progress"},
-    "tuning": {"kernels", "layers", "quant", "progress"},
+    "clock": {"clock"},
+    "tuning": {"clock", "kernels", "layers", "quant", "progress"},
     "cli": {"kernels", "layers", "checkpoint", "ahead", "tuning", "cli", "__version__"},
     "__main__": {"cli"},
 }
