@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
-.PHONY: help demo test test-gpu sanitize check format bench-load clean
+.PHONY: help demo test test-gpu fuzz sanitize check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -22,6 +22,10 @@ test: .venv/ready  ## every test that needs no GPU
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+fuzz: .venv/ready  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
+	MOEFP8_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_routing.py \
+		-m "$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not ")')gpu"
 
 sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-sanitizer
 	for tool in memcheck racecheck synccheck; do \

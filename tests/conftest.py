@@ -1,4 +1,8 @@
-"""Hypothesis profiles: `default` in CI; `MOEFP8_HYPOTHESIS_PROFILE=thorough` for long runs."""
+"""Hypothesis profiles: `default` in CI; `MOEFP8_HYPOTHESIS_PROFILE=thorough` for long runs.
+
+`fuzz` is for runs as long as wanted, of `MOEFP8_FUZZ_EXAMPLES`; each draws others, and what failed
+is kept in `.hypothesis` and drawn first the next time.
+"""
 
 import os
 
@@ -11,12 +15,19 @@ from moefp8.kernels.jit import cache
 
 pytest.register_assert_rewrite(
     *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases"),
-    *("launched_experts", "layer_cases"),
+    *("fuzz_cases", "fuzz_judges", "launched_experts", "layer_cases"),
 )
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
 settings.register_profile("thorough", max_examples=1000, **quiet)
+settings.register_profile(
+    "fuzz",
+    max_examples=int(os.environ.get("MOEFP8_FUZZ_EXAMPLES", "2000")),
+    derandomize=False,
+    print_blob=True,
+    **quiet,
+)
 settings.load_profile(os.environ.get("MOEFP8_HYPOTHESIS_PROFILE", "default"))
 
 

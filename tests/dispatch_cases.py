@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moefp8.kernels import combine_launch, dispatch_launch, num_blocks, round_up
-from moefp8.kernels.jit import Launch
+from moefp8.kernels.jit import Launch, current_stream
 from moefp8.kernels.quantize import quantize_1x128
 from moefp8.kernels.routing_plan import _build
 from moefp8.routing import RoutingPlan, combine
@@ -29,6 +29,13 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
         scores = torch.rand(num_tokens, max(num_experts, top_k))
         return scores.argsort(1)[:, :top_k]
     return torch.randint(0, num_experts, shape)  # "repeated"
+
+
+def on_this_gpu(programmatic: bool = False) -> dict[str, int | bool]:
+    device_index = torch.cuda.current_device()
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    stream = current_stream(device_index)
+    return {"num_sms": num_sms, "stream": stream, "programmatic": programmatic}
 
 
 def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:

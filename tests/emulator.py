@@ -50,7 +50,7 @@ class Emulator(GemmEmulator):
 
     def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
         self.kernels.append(kernel)
-        return module.Function(kernel, device_index, 1, len(self.kernels), 232448)
+        return module.Function(kernel, device_index, ctypes.c_void_p(len(self.kernels)), 232448)
 
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, *rest):
         assert rank in (2, 3)

@@ -19,10 +19,37 @@ NEEDS_GPU = [
 NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+
+
 def on_gpu(test):
     for mark in NEEDS_GPU:
         test = mark(test)
     return test
+
+
+def places_of(device: str) -> list[str]:
+    """Where an op runs: what the CPU says is judged beside what a GPU says."""
+    return list(dict.fromkeys((device, "cpu")))
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """On whichever devices; any NaN is the same as any other."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    ours, theirs = (x.cpu().contiguous() for x in (ours, theirs))
+    if ours.is_floating_point() and ours.itemsize > 1:
+        if not torch.equal(ours.isnan(), theirs.isnan()):
+            return False
+        ours, theirs = (x.masked_fill(x.isnan(), 0.0) for x in (ours, theirs))
+    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def poison(device: str, *num_bytes: int) -> None:
+    """NaN in the memory that the GPU's allocator will hand out in pieces of these sizes."""
+    if device != "cpu":
+        held = [torch.full((n,), 0xFF, dtype=torch.uint8, device=device) for n in num_bytes]
+        del held
 
 
 @contextmanager

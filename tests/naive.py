@@ -20,7 +20,7 @@ E4M3_VALUES = torch.tensor([decode_e4m3(code) for code in range(256)], dtype=tor
 
 
 def decode(data: torch.Tensor) -> torch.Tensor:
-    return E4M3_VALUES[data.contiguous().view(torch.uint8).long()]
+    return E4M3_VALUES.to(data.device)[data.contiguous().view(torch.uint8).long()]
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -38,16 +38,17 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, block_rows: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> (codes [M, K], scales), one block after the other."""
+    """x [M, K] -> (codes [M, K], scales), one block after the other; a NaN is larger than all."""
     m, k = x.shape
     codes = torch.zeros(m, k, dtype=torch.long)
     scales = torch.zeros(math.ceil(m / block_rows), math.ceil(k / 128))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             block = slice(i * block_rows, (i + 1) * block_rows), slice(j * 128, (j + 1) * 128)
-            amax = max(1e-4, *(abs(v) for v in x[block].float().flatten().tolist()))
+            magnitudes = [abs(v) for v in x[block].float().flatten().tolist()]
+            amax = math.nan if any(map(math.isnan, magnitudes)) else max(1e-4, *magnitudes)
             scale = (torch.tensor(amax, dtype=torch.float32) / 448).item()
-            if ue8m0:
+            if ue8m0 and math.isfinite(scale):
                 scale = 2.0 ** math.ceil(math.log2(scale))
             scales[i, j] = scale
             codes[block] = encode(x[block].float() / torch.tensor(scale, dtype=torch.float32))
@@ -177,3 +178,29 @@ def fp8_experts(
             y = (values(down[expert], down_scale_inv[expert], 128) @ activated).bfloat16()
             result[token] += top_k_weights[token, choice].float() * y.float()
     return result.bfloat16()
+
+
+def plan(
+    ids: list[list[int]], num_experts: int, alignment: int, max_m: int | None, num_rows: int
+) -> list[list]:
+    """Rows of each expert, offsets, row to token, row to expert, token to row."""
+    of_experts = [[t for t, own in enumerate(ids) if e in own] for e in range(num_experts)]
+    offsets, row_to_token, row_to_expert = [0], [-1] * num_rows, [-1] * num_rows
+    row_of: dict[tuple[int, int], int] = {}
+    for expert, tokens in enumerate(of_experts):
+        for row, token in enumerate(tokens, offsets[-1]):
+            row_to_token[row], row_to_expert[row], row_of[token, expert] = token, expert, row
+        size = math.ceil(len(tokens) / alignment) * alignment if max_m is None else max_m
+        offsets.append(offsets[-1] + size)
+    token_to_row = [[row_of.get((t, e), -1) for e in own] for t, own in enumerate(ids)]
+    return [[len(x) for x in of_experts], offsets, row_to_token, row_to_expert, token_to_row]
+
+
+def combine(rows: torch.Tensor, token_to_row: list[list[int]], weights: torch.Tensor):
+    """rows [R, H] -> [T, H]: a token's rows times their weights, added in turn, all in FP32."""
+    result = torch.zeros(len(token_to_row), rows.shape[1])
+    for token, own in enumerate(token_to_row):
+        for choice, row in enumerate(own):
+            if row >= 0:
+                result[token] += weights[token, choice].float() * rows[row].float()
+    return result.to(rows.dtype)

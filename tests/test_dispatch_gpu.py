@@ -8,6 +8,7 @@ from dispatch_cases import (
     check_dispatch,
     expected_combine,
     ids_of,
+    on_this_gpu,
     plan_of,
     run_combine,
     run_dispatch,
@@ -15,7 +16,6 @@ from dispatch_cases import (
 from gpu_cases import NEEDS_GPU, no_synchronisation
 
 from moefp8.kernels import routing_plan
-from moefp8.kernels.jit import current_stream
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, dispatch
 
@@ -24,13 +24,6 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 TOKENS = 1, 2, 16, 129, 1000, 5000
 EXPERTS_AND_K = (1, 1), (8, 2), (128, 8), (256, 8), (384, 10), (1024, 6), (64, 40)
-
-
-def on_this_gpu(programmatic: bool = False) -> dict[str, int | bool]:
-    device_index = torch.cuda.current_device()
-    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    stream = current_stream(device_index)
-    return {"num_sms": num_sms, "stream": stream, "programmatic": programmatic}
 
 
 def as_ids(ids: torch.Tensor, dtype: torch.dtype, strided: bool) -> torch.Tensor:

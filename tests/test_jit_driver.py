@@ -92,9 +92,11 @@ def test_load_once_per_kernel_and_gpu(tmp_path, fake):
     kernel = write_kernel(tmp_path)
     function = jit.load(kernel, 0)
     assert jit.load(kernel, 0) is function
-    assert (function.handle, function.context) == (0x7F00_0000_3000, 0x7F00_0000_1000)
+    assert function.handle.value == 0x7F00_0000_3000
+    assert driver.primary_context(0) == 0x7F00_0000_1000
     assert function.max_shared_bytes == 232448 - 48
-    assert jit.load(kernel, 1).context == 0x7F00_0000_1001
+    jit.load(kernel, 1)
+    assert driver.primary_context(1) == 0x7F00_0000_1001
     assert fake.calls.count("cuModuleLoadData") == 2
     load = fake.calls.index("cuModuleLoadData")
     around = [x for x in fake.calls[:load] if x.startswith(("cuCtx", "cuThread"))]
@@ -185,6 +187,49 @@ def test_a_failed_launch_names_kernel_and_configuration(tmp_path, fake, results)
     with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*grid=132.*cluster=4.*FAKE"):
         prepared()
     assert fake.launched == []
+
+
+LOSSES = {
+    "the context is gone": {"cuLaunchKernelEx": [709], "cuCtxPushCurrent_v2": [709]},
+    "it cannot be the current one": {"cuLaunchKernelEx": [201], "cuCtxPushCurrent_v2": [201]},
+    "there is another": {"cuLaunchKernelEx": [400, 400], "cuFuncGetAttribute": [400]},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_after_the_loss_of_a_context_kernels_are_loaded_again(tmp_path, fake, loss):
+    prepared, other = make_launch(tmp_path), make_launch(tmp_path)
+    fake.fails.update({name: list(results) for name, results in LOSSES[loss].items()})
+    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*make them anew, then call again"):
+        prepared()
+    assert (fake.launched, bool(jit.load(write_kernel(tmp_path), 0).handle)) == ([], False)
+    fake.fails["cuLaunchKernelEx"] = [400]  # for want of a function
+    prepared()
+    other()
+    assert [function for _, function, *_ in fake.launched] == [0x7F00_0000_3000] * 2
+    for name in ("cuModuleLoadData", "cuFuncSetAttribute", "cuDevicePrimaryCtxRetain"):
+        assert fake.calls.count(name) == 2
+    assert fake.calls.count("cuCtxPopCurrent_v2") == fake.calls.count("cuCtxPushCurrent_v2") - (
+        "cuCtxPushCurrent_v2" in LOSSES[loss]
+    )
+
+
+def test_another_lost_handle_is_no_loss_of_the_context(tmp_path, fake):
+    """That of a stream, for instance."""
+    prepared = make_launch(tmp_path)
+    fake.fails["cuLaunchKernelEx"] = [400, 400]
+    with pytest.raises(jit.JitError, match=r"cannot be launched with .*FAKE \(400\)"):
+        prepared()
+    prepared()
+    assert fake.calls.count("cuModuleLoadData") == 1
+
+
+@pytest.mark.parametrize("result", [214, 700, 719])
+def test_what_fails_for_good_says_so(tmp_path, fake, result):
+    prepared = make_launch(tmp_path)
+    fake.fails["cuLaunchKernelEx"] = [result]
+    with pytest.raises(jit.JitError, match=rf"FAKE \({result}\).*restart the process"):
+        prepared()
 
 
 def test_too_much_shared_memory_is_refused_at_once(tmp_path, fake):

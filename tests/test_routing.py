@@ -188,6 +188,17 @@ def test_dispatch_and_combine(routing, seed, layout, dtype):
     assert torch.equal(result, again)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_without_tokens_are_zeros(dtype):
+    plan = build_plan(torch.zeros(0, 2, dtype=torch.int64), 3, "masked", max_m=40)
+    for _ in range(20):
+        held = torch.full((3, 40, 64), 7.0).to(dtype)  # whose memory is free again right away
+        del held
+        rows = dispatch(torch.zeros(0, 64).to(dtype), plan)
+        assert rows.shape == (3, 40, 64)
+        assert not rows.float().any()
+
+
 def test_dispatch_and_combine_pass_gradients():
     x, weights = torch.randn(3, 4, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     index = torch.tensor([[0, 1], [1, 2], [2, 2]])

@@ -105,7 +105,7 @@ def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
     check_same_device("dispatch", x=x, plan=plan.row_to_token)
     if num_tokens == 0:
-        return x.new_empty((*plan.row_shape, *x.shape[1:]))
+        return x.new_zeros((*plan.row_shape, *x.shape[1:]))  # masked, there may be rows
     if x.dtype.itemsize == 1:  # FP8 has few ops of its own
         return _dispatch(x.view(torch.uint8), plan).view(x.dtype)
     return _dispatch(x, plan)

@@ -1,7 +1,7 @@
 """The CUDA driver, libcuda, through ctypes: bound on first use, every result checked."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -18,7 +18,24 @@ INVALID_CONTEXT: Final = 201
 NO_BINARY_FOR_GPU: Final = 209
 UNSUPPORTED_PTX_VERSION: Final = 222
 INVALID_HANDLE: Final = 400
+CONTEXT_IS_DESTROYED: Final = 709
 
+_LOST = (INVALID_CONTEXT, CONTEXT_IS_DESTROYED)
+# Of memory (214), of an address (700, 716, 717), a time-out (702), an assert (710), the hardware's
+# stack (714), an instruction (715, 718), any other (719): no later call of the process works.
+_FOR_GOOD = (214, 700, 702, 710, 714, 715, 716, 717, 718, 719)
+_WAYS_OUT = {
+    **dict.fromkeys(
+        _LOST,
+        "the GPU's context was destroyed, by cudaDeviceReset for instance, and all its tensors "
+        "with it: make them anew, then call again",
+    ),
+    **dict.fromkeys(
+        _FOR_GOOD,
+        "a kernel failed, perhaps another one before this call, and CUDA takes no more calls: "
+        "restart the process; with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer it tells which",
+    ),
+}
 _CAPTURE_MODE_RELAXED = 2
 _HANDLE = POINTER(c_void_p)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -76,12 +93,15 @@ def check(result: int, doing: str, way_out: str = "") -> None:
     """Raises JitError, or OutOfMemoryError, `<doing>: <the driver's error>; <way_out>`."""
     if not result:
         return
+    if result in _LOST:
+        lose()
     message = f"{doing}: {describe(library(), result)}"
     if result == OUT_OF_MEMORY:
         raise torch.cuda.OutOfMemoryError(
             f"{message}; kernels lie outside PyTorch's memory: torch.cuda.empty_cache() frees what "
             "it keeps unused"
         )
+    way_out = way_out or _WAYS_OUT.get(result, "")
     raise JitError(f"{message}; {way_out}" if way_out else message)
 
 
@@ -110,7 +130,7 @@ _contexts: Once[int, int] = Once()
 
 
 def primary_context(device_index: int) -> int:
-    """The context that PyTorch uses too; retained for good."""
+    """The context that PyTorch uses too; retained for good, unless it is destroyed."""
 
     def retain() -> int:
         context = c_void_p()
@@ -119,6 +139,32 @@ def primary_context(device_index: int) -> int:
         return context.value or 0
 
     return _contexts.get(device_index, retain)
+
+
+_when_lost: list[Callable[[], None]] = []
+
+
+def when_lost(forget: Callable[[], None]) -> None:
+    """Call it when a context is lost."""
+    _when_lost.append(forget)
+
+
+def lose() -> None:
+    """A context was destroyed: forget what is kept of all GPUs; later calls make it anew."""
+    _contexts.clear()
+    for forget in _when_lost:
+        forget()
+
+
+def within(context: int, call: Callable[[], int]) -> int:
+    """The result of a function of the driver where context is the thread's current one."""
+    lib = library()
+    if result := lib.cuCtxPushCurrent_v2(context):
+        return int(result)
+    try:
+        return call()
+    finally:
+        check(lib.cuCtxPopCurrent_v2(ctypes.byref(c_void_p())), "cuCtxPopCurrent")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from .tma import TensorMap
 
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_WRONG_CONTEXT = (driver.INVALID_CONTEXT, driver.INVALID_HANDLE)
+_WRONG_CONTEXT = (driver.INVALID_CONTEXT, driver.INVALID_HANDLE, driver.CONTEXT_IS_DESTROYED)
 
 
 def current_stream(device_index: int) -> int:
@@ -91,7 +91,7 @@ class Launch:
         self._function = function
         self._what = (grid, block, shared_bytes, cluster)
         self._config = ctypes.byref(config)
-        self._handle = c_void_p(function.handle)
+        self._handle = function.handle
         self._parameters = (c_void_p * len(addresses))(*addresses)
         self._launch = driver.library().cuLaunchKernelEx
 
@@ -110,14 +110,27 @@ class Launch:
         launch_all((self,), device_index)
 
     def _relaunch(self, result: int) -> None:
-        """A thread that has not used CUDA yet has no context, or it is another GPU's."""
+        """A thread that has not used CUDA yet has no context, or it is another GPU's.
+
+        If the context was destroyed since the kernel was loaded, so were the tensors that this call
+        was given: it fails, and later ones load the kernel again.
+        """
+        function = self._function
+        if not function.handle:
+            function.restore()
+            result = self._call()
         if result in _WRONG_CONTEXT:
-            with driver.current(self._function.context):
-                result = self._launch(self._config, self._handle, self._parameters, None)
+            context = driver.primary_context(function.device_index)
+            result = driver.within(context, self._call)
+            if result == driver.INVALID_HANDLE and function.is_lost():
+                result = driver.CONTEXT_IS_DESTROYED
         if result:
             grid, block, shared_bytes, cluster = self._what
             what = f"{grid=}, {block=}, {shared_bytes=}, {cluster=}"
-            driver.check(result, f"{self._function}: cannot be launched with {what}")
+            driver.check(result, f"{function}: cannot be launched with {what}")
+
+    def _call(self) -> int:
+        return int(self._launch(self._config, self._handle, self._parameters, None))
 
 
 def launch_all(launches: Iterable[Launch], device_index: int) -> None:

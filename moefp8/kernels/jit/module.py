@@ -18,16 +18,34 @@ _COMPUTE_CAPABILITY = (75, 76)
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel on one GPU. handle, context: CUfunction and CUcontext, valid for good."""
+    """A kernel on one GPU.
+
+    handle: CUfunction; its launches share it. Null once the context is lost, until one restores it.
+    max_shared_bytes: dynamic shared memory that a launch may ask for.
+    """
 
     kernel: Kernel
     device_index: int
-    context: int
-    handle: int
-    max_shared_bytes: int  # dynamic shared memory that a launch may ask for
+    handle: c_void_p
+    max_shared_bytes: int
 
     def __str__(self) -> str:
         return f"{self.kernel} on cuda:{self.device_index}"
+
+    def restore(self) -> None:
+        """Load it again, into the context that the GPU has now."""
+        handle, _ = _load(self.kernel, self.device_index)
+        self.handle.value = handle.value
+
+    def is_lost(self) -> bool:
+        """Whether the driver does not know it any more."""
+        lib, known = driver.library(), c_int()
+
+        def ask() -> int:
+            result = lib.cuFuncGetAttribute(ctypes.byref(known), _STATIC_SHARED_BYTES, self.handle)
+            return int(result)
+
+        return driver.within(driver.primary_context(self.device_index), ask) != 0
 
 
 _functions: Once[tuple[Kernel, int], Function] = Once()
@@ -38,10 +56,23 @@ def load(kernel: Kernel, device_index: int) -> Function:
 
     Raises JitError, or OutOfMemoryError.
     """
-    return _functions.get((kernel, device_index), lambda: _load(kernel, device_index))
+
+    def build() -> Function:
+        return Function(kernel, device_index, *_load(kernel, device_index))
+
+    return _functions.get((kernel, device_index), build)
 
 
-def _load(kernel: Kernel, device_index: int) -> Function:
+def _forget() -> None:
+    for function in _functions.values():
+        function.handle.value = None
+
+
+driver.when_lost(_forget)
+
+
+def _load(kernel: Kernel, device_index: int) -> tuple[c_void_p, int]:
+    """`handle` and `max_shared_bytes` of a `Function`."""
     cubin = compile_kernel(kernel)
     lib = driver.library()
     name = f"{kernel} on cuda:{device_index}"
@@ -54,7 +85,7 @@ def _load(kernel: Kernel, device_index: int) -> Function:
         shared = driver.device_attribute(device_index, _SHARED_BYTES_OPTIN) - static.value
         result = lib.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared)
         driver.check(result, f"{name}: {shared} bytes of dynamic shared memory")
-    return Function(kernel, device_index, context, handle.value or 0, shared)
+    return handle, shared
 
 
 def _get_function(name: str, cubin: Cubin, device_index: int) -> c_void_p:

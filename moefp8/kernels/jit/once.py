@@ -38,5 +38,9 @@ class Once(Generic[K, V]):
                 self._values[key] = build()
             return self._values[key]
 
+    def values(self) -> list[V]:
+        """Those built so far."""
+        return list(self._values.values())
+
     def clear(self) -> None:
         self._values.clear()
