@@ -60,16 +60,18 @@ LAUNCHERS = SimpleNamespace(
 )
 
 _BYTES = 1 << 24
-_FRESH = 0.1  # of the calls: with addresses and strides that were hardly ever seen
 _SIZES = (256, 128), (264, 512), (200, 300)  # of weights; TMA cannot address the last ones
 _NUM_EXPERTS = 4
 
 
 class Mix:
-    """`call` makes one of all calls. Tensors are views of one memory: new ones take no time."""
+    """`call` makes one of all calls. Tensors are views of one memory: new ones take no time.
 
-    def __init__(self, ops: SimpleNamespace, device: str, seed: int = 0) -> None:
-        self.ops, self.random, self.is_fresh = ops, random.Random(seed), False
+    fresh: how many calls have sizes, strides and addresses that were hardly ever seen.
+    """
+
+    def __init__(self, ops: SimpleNamespace, device: str, fresh: float) -> None:
+        self.ops, self.random, self.is_fresh, self.fresh = ops, random.Random(0), False, fresh
         # Of any numbers: the results of some calls are what others take, at the same time too.
         memory = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device=device)
         dtypes = E4M3, torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -83,7 +85,7 @@ class Mix:
         ]
 
     def call(self) -> None:
-        self.is_fresh = self.random.random() < _FRESH
+        self.is_fresh = self.random.random() < self.fresh
         self.random.choice(self.calls)()
 
     def fill(self, kept: "list[Kept]", most: int) -> None:
@@ -119,11 +121,17 @@ class Mix:
             self.view(torch.float32, *outer, num_blocks(n), num_blocks(k)),
         )
 
+    def number(self, least: int, end: int) -> int:
+        """Below `end`: any in a fresh call, else one of five."""
+        if self.is_fresh:
+            return self.random.randrange(least, end)
+        return least + (end - 1 - least) * self.random.randrange(5) // 4
+
     def num_tokens(self) -> int:
-        return self.random.randrange(1, 100)
+        return self.number(1, 100)
 
     def quantize(self) -> Any:
-        shape = self.num_tokens(), self.random.randrange(1, 600)
+        shape = self.num_tokens(), self.number(1, 600)
         op = self.random.choice((self.ops.quantize, self.ops.quantize_weights))
         return op(self.view(torch.bfloat16, *shape), False)
 
@@ -167,13 +175,13 @@ class Mix:
         return self.ops.experts(x, ids, weights, gate_up, scales, *down, None, masked)
 
     def plan(self) -> Any:
-        ids = self.view(torch.int64, self.num_tokens(), self.random.randrange(1, 9))
-        return self.ops.plan(ids, self.random.randrange(1, 300), 1, None)
+        ids = self.view(torch.int64, self.num_tokens(), self.number(1, 9))
+        return self.ops.plan(ids, self.number(1, 300), 1, None)
 
     def top_k(self) -> Any:
-        logits = self.view(torch.float32, self.num_tokens(), self.random.randrange(8, 300))
+        logits = self.view(torch.float32, self.num_tokens(), self.number(8, 300))
         if self.random.random() < 0.5:
-            return self.ops.softmax(logits, self.random.randrange(1, 9), True)
+            return self.ops.softmax(logits, self.number(1, 9), True)
         return self.ops.sigmoid(logits, None, 8, 1, 1, True, 2.5)
 
 

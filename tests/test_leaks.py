@@ -30,7 +30,7 @@ def idle_gpu(gpu, monkeypatch) -> Emulator:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_is_prepared_does_not_pile_up(idle_gpu, monkeypatch):
     most = 100
-    kept, mix = watch(monkeypatch, most), Mix(LAUNCHERS, "cpu")
+    kept, mix = watch(monkeypatch, most), Mix(LAUNCHERS, "cpu", fresh=0.1)
     mix.fill(kept, most)
     before = resident_bytes()
     for _ in range(20_000):
