@@ -56,8 +56,10 @@ def _again(call_with: Any, layer: Layer, found: tuning.Measured, base: Any) -> d
     else:
         default = base.experts(tuning._sizes(layer, found.tokens))  # type: ignore[arg-type]
     calls = {"default_us": call_with(default), "tuned_us": call_with(found.config)}
+    count = calls["default_us"]()
     us = device_us_many(calls, 15, flush_bytes=FLUSH_BYTES if is_dense else LONG_FLUSH_BYTES)
-    return {**us, "ratio": us["default_us"] / us["tuned_us"]}
+    each = {name: value / count for name, value in us.items()}
+    return {**each, "ratio": us["default_us"] / us["tuned_us"]}
 
 
 def main() -> None:

@@ -13,10 +13,11 @@ C = TypeVar("C", bound=Hashable)
 _FLUSH_BYTES = 1 << 30  # read in a quarter of a millisecond: the host launches meanwhile
 
 
-def us_in_turns(calls: Mapping[C, Callable[[], object]], repeats: int) -> dict[C, float]:
-    """How long the stream takes for each call, the median; L2 holds nothing of its operands.
+def us_in_turns(calls: Mapping[C, Callable[[], int]], repeats: int) -> dict[C, float]:
+    """How long the stream takes, the median; L2 holds nothing of the operands at first.
 
-    The calls take turns in random order, so that all meet the same clocks.
+    calls: return how many times they did what is timed. They take turns in random order, so that
+        all meet the same clocks.
     """
     flushed, order = _buffer_larger_than_l2(torch.cuda.current_device()), random.Random(0)
     times: dict[C, list[float]] = {name: [] for name in calls}
@@ -28,12 +29,12 @@ def us_in_turns(calls: Mapping[C, Callable[[], object]], repeats: int) -> dict[C
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flushed.sum()
             before.record()
-            calls[name]()
+            count = calls[name]()
             after.record()
-            events.append((name, before, after))
+            events.append((name, before, after, count))
         torch.cuda.synchronize()
-    for name, before, after in events:
-        times[name].append(before.elapsed_time(after) * 1e3)
+    for name, before, after, count in events:
+        times[name].append(before.elapsed_time(after) * 1e3 / count)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
