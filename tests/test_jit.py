@@ -5,57 +5,23 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda.pathfinder
 import pytest
-from jit_cases import SOURCE, forget, write_kernel
+from jit_cases import SOURCE, forget, python_without_torch, write_kernel
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache, kernel
-from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.kernels.jit.once import Once
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
-
-JIT_FOLDER = Path(jit.__file__).parent
-
-
-@pytest.fixture
-def compiles(monkeypatch) -> list[str]:
-    """The name of every kernel that is compiled rather than found."""
-    names = []
-    real = Nvrtc.compile
-
-    def compile_and_tell(self, program, options):
-        names.append(program.expression)
-        return real(self, program, options)
-
-    monkeypatch.setattr(Nvrtc, "compile", compile_and_tell)
-    return names
 
 
 def entry_of(tmp_path: Path) -> Path:
     (path,) = (tmp_path / "cache").iterdir()
     return path
-
-
-def python_without_torch(code: str, **environment: str) -> "subprocess.Popen[str]":
-    """Runs code in a new process in which `room` is the JIT room; what compiles needs no torch."""
-    code = f"""
-import sys, types
-room = types.ModuleType("room")
-room.__path__ = [{str(JIT_FOLDER)!r}]
-sys.modules["room"] = room
-{code}
-assert "torch" not in sys.modules
-"""
-    environment = {**os.environ, **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, "-c", code], text=True, env=environment, **pipes)
 
 
 # Compiling
@@ -357,59 +323,6 @@ print(compile_kernel(Kernel(pathlib.Path({str(kernel.source)!r}), {kernel.name!r
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert outputs == ["_ZN1a4fillILi3EEEvPff\n"] * 8
     assert entry_of(tmp_path).suffix == ".cubin"  # and nothing else is left
-
-
-# Threads and forks
-
-
-def test_threads_compile_a_kernel_once(tmp_path, compiles):
-    kernel = write_kernel(tmp_path)
-    barrier = threading.Barrier(8)
-
-    def ask(_):
-        barrier.wait(timeout=10)
-        return jit.compile_kernel(kernel)
-
-    with ThreadPoolExecutor(8) as pool:
-        cubins = list(pool.map(ask, range(8)))
-    assert len(set(map(id, cubins))) == 1
-    assert len(compiles) == 1
-
-
-def test_different_keys_build_at_the_same_time():
-    once: Once[int, int] = Once()
-    both = threading.Barrier(2)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda key: once.get(key, lambda: both.wait(timeout=10)), range(2)))
-
-
-def test_a_failed_build_is_tried_again():
-    once: Once[str, int] = Once()
-    with pytest.raises(ZeroDivisionError):
-        once.get("key", lambda: 1 // 0)
-    assert once.get("key", lambda: 1) == 1
-
-
-def test_a_fork_while_a_thread_builds():
-    code = """
-import os, signal, threading
-from room.once import Once
-once, building, end = Once(), threading.Event(), threading.Event()
-build = lambda: (building.set(), end.wait(20), "parent")[-1]
-thread = threading.Thread(target=lambda: once.get("key", build))
-thread.start()
-building.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(5)  # rather than hang
-    os._exit(once.get("key", lambda: 7))
-status = os.waitpid(child, 0)[1]
-end.set()
-thread.join()
-print(os.waitstatus_to_exitcode(status), once.get("key", None))
-"""
-    process = python_without_torch(code, PYTHONWARNINGS="ignore")
-    assert process.communicate(timeout=30)[0] == "7 parent\n"
 
 
 def test_importing_opens_no_library_and_no_folder(tmp_path):

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .cubin import Cubin
-from .once import Once
+from .once import ForksWait, Once
 
 _memory: Once[str, Cubin] = Once()
+# NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
+compiling = ForksWait()
 _num_warned = itertools.count()  # next() is atomic
 
 
@@ -40,16 +42,21 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         _make_private(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         _warn(error)
-        return build()
+        return _build(build)
     path = folder / f"{key}.cubin"
     cubin = _read(path, key)
     if cubin is None:
-        cubin = build()
+        cubin = _build(build)
         try:
             _publish(path, cubin.to_bytes(key))
         except OSError as error:
             _warn(error)
     return cubin
+
+
+def _build(build: Callable[[], Cubin]) -> Cubin:
+    with compiling:
+        return build()
 
 
 def _make_private(folder: Path) -> None:
