@@ -30,7 +30,8 @@ def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
 def cache_folder() -> Path:
     """`MOEFP8_CACHE_DIR`, else the user's cache folder."""
     if chosen := os.environ.get("MOEFP8_CACHE_DIR"):
-        return Path(chosen).expanduser()
+        # Absolute, lest a chdir while a kernel compiles moves it.
+        return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG standard says to ignore relative paths.
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
@@ -41,17 +42,10 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         folder = cache_folder()
         _make_private(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _warn(error)
+        _warn(str(error))
         return _build(build)
     path = folder / f"{key}.cubin"
-    cubin = _read(path, key)
-    if cubin is None:
-        cubin = _build(build)
-        try:
-            _publish(path, cubin.to_bytes(key))
-        except OSError as error:
-            _warn(error)
-    return cubin
+    return _read(path, key) or _build_and_publish(path, key, build)
 
 
 def _build(build: Callable[[], Cubin]) -> Cubin:
@@ -59,41 +53,81 @@ def _build(build: Callable[[], Cubin]) -> Cubin:
         return build()
 
 
+def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubin:
+    cubin = _build(build)
+    try:
+        _make_private(path.parent)  # it may have been removed meanwhile
+        _publish(path, cubin.to_bytes(key))
+    except OSError as error:
+        _warn(f"{path.parent}: {error}")
+    return cubin
+
+
 def _make_private(folder: Path) -> None:
-    """The folder holds code that we run: nobody else may own it or write to it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user (uid {status.st_uid})")
-    if os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write to {folder}; chmod go-w it")
+    """The folder holds code that we run. One that is there keeps its mode, if others cannot write.
+
+    Nothing is written if it is there: it may be on a read-only disk. Raises OSError.
+    """
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    _require_ours(folder, status)
+
+
+def _require_ours(path: Path, status: os.stat_result) -> None:
+    """Ours, or root's, who may change all of our files anyway and builds container images."""
+    if os.name != "posix":
+        return
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{path} belongs to another user (uid {status.st_uid})")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {path}; chmod go-w it")
 
 
 def _read(path: Path, key: str) -> Cubin | None:
+    """None if there is no entry, or one that we must not run."""
     try:
-        return Cubin.from_bytes(key, path.read_bytes())
+        with open(path, "rb", opener=_open_plainly) as file:
+            status = os.fstat(file.fileno())
+            _require_ours(path, status)
+            return Cubin.from_bytes(key, file.read()) if stat.S_ISREG(status.st_mode) else None
     except OSError:
         return None
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    """No symbolic link, which may lead anywhere, and no wait for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _publish(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_create_readable) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _warn(error: Exception) -> None:
+def _create_readable(path: str, flags: int) -> int:
+    """Whoever opens the folder to others shares the entries, unless the umask forbids it.
+
+    Never writable by others, as it would be under a umask of 002: we would not run that.
+    """
+    return os.open(path, flags, 0o644)
+
+
+def _warn(cause: str) -> None:
     """Once per process: the kernels work, but the next process compiles them again."""
     if next(_num_warned) == 0:
         message = (
             "moefp8: compiled kernels cannot be kept on disk, so every process compiles them "
-            f"anew: {error}; set MOEFP8_CACHE_DIR to a folder of your own"
+            f"anew: {cause}; set MOEFP8_CACHE_DIR to a folder of your own, on a disk with space"
         )
         warnings.warn(message, UserWarning, stacklevel=2)
