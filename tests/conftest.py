@@ -38,6 +38,7 @@ def fresh_jit(own_cache, monkeypatch):
     monkeypatch.delenv("MOEFP8_COMPILER", raising=False)
     forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
+    monkeypatch.setattr(cache, "_disk_fails", False)
     yield
     forget()
 

@@ -2,23 +2,35 @@
 
 One file per kernel, named by its key and checked by a checksum: a single file is published by one
 atomic rename, so readers see all of it or nothing, and whoever is second replaces it by the same
-bytes. A folder per kernel would need its losers to clean up.
+bytes. A folder per kernel would need its losers to clean up. The lock of a kernel saves work and
+nothing else: processes that cannot have it compile the same kernel and publish the same entry.
 """
 
 import itertools
 import os
 import secrets
 import stat
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .cubin import Cubin
 from .once import ForksWait, Once
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
+_POLL_S = 0.05
+
 _memory: Once[str, Cubin] = Once()
 # NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
 compiling = ForksWait()
+_disk_fails = False  # then it is in vain to wait for what others publish
 _num_warned = itertools.count()  # next() is atomic
 
 
@@ -45,7 +57,12 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         _warn(str(error))
         return _build(build)
     path = folder / f"{key}.cubin"
-    return _read(path, key) or _build_and_publish(path, key, build)
+    cubin = _read(path, key)
+    if cubin is None:
+        with _locked(path):
+            # Whoever had the lock before has published it, most often.
+            cubin = _read(path, key) or _build_and_publish(path, key, build)
+    return cubin
 
 
 def _build(build: Callable[[], Cubin]) -> Cubin:
@@ -54,11 +71,14 @@ def _build(build: Callable[[], Cubin]) -> Cubin:
 
 
 def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubin:
+    global _disk_fails
     cubin = _build(build)
     try:
         _make_private(path.parent)  # it may have been removed meanwhile
         _publish(path, cubin.to_bytes(key))
+        _disk_fails = False
     except OSError as error:
+        _disk_fails = True
         _warn(f"{path.parent}: {error}")
     return cubin
 
@@ -121,6 +141,61 @@ def _create_readable(path: str, flags: int) -> int:
     Never writable by others, as it would be under a umask of 002: we would not run that.
     """
     return os.open(path, flags, 0o644)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time builds an entry; or several, where no lock is to be had."""
+    lock = path.with_name(f".{path.stem}.lock")
+    descriptor = _wait_for(lock)
+    if descriptor is None:
+        yield
+        return
+    try:
+        _remove_leftovers(path)
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink()
+        os.close(descriptor)
+
+
+def _wait_for(lock: Path) -> int | None:
+    """A descriptor that holds the lock until it is closed, also by this process's death."""
+    if fcntl is None or _disk_fails:
+        return None
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            return _try_lock(lock)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        except OSError:  # no locks on this file system, or not our file
+            with suppress(OSError):
+                lock.unlink()
+            break
+    return None
+
+
+def _try_lock(lock: Path) -> int:
+    """Raises BlockingIOError if another process has it, OSError if nobody can."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        # Not flock: its locks are inherited by forked children, which may outlive a killed parent.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink == 0:
+            raise BlockingIOError("its holder was done with it; others lock a new file by now")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of processes that were killed. Who writes one has the lock, as a rule."""
+    with suppress(OSError):
+        for temporary in path.parent.glob(f".{path.stem}.*.tmp"):
+            temporary.unlink(missing_ok=True)
 
 
 def _warn(cause: str) -> None:
