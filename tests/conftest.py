@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from jit_cases import forget
 
 from moefp8.kernels.jit import cache
+from moefp8.kernels.jit.nvrtc import Nvrtc
 
 pytest.register_assert_rewrite(
     *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases"),
@@ -48,8 +49,23 @@ def fresh_jit(own_cache, monkeypatch):
     monkeypatch.delenv("MOEFP8_COMPILER", raising=False)
     forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
+    monkeypatch.setattr(cache, "_disk_fails", False)
     yield
     forget()
+
+
+@pytest.fixture
+def compiles(monkeypatch) -> list[str]:
+    """The name of every kernel that is compiled rather than found."""
+    names = []
+    real = Nvrtc.compile
+
+    def compile_and_tell(self, program, options):
+        names.append(program.expression)
+        return real(self, program, options)
+
+    monkeypatch.setattr(Nvrtc, "compile", compile_and_tell)
+    return names
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
-"""A small kernel with headers, to be compiled, and forgetting that it was."""
+"""A small kernel with headers, to be compiled, here or by other processes, and forgotten."""
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from moefp8.kernels import jit
@@ -26,3 +29,52 @@ def forget() -> None:
     for memory in (cache._memory, module._functions, driver._contexts):
         memory.clear()
     tma._encode.cache_clear()
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# `get(key)` takes a made-up kernel from the cache; one that is not there is built, and told.
+GET = """
+from room.cache import cached
+from room.cubin import Cubin
+def build():
+    tell("built")
+    return Cubin(b"image" * 1000, "symbol", "log")
+def get(key):
+    return cached(key, build).symbol
+"""
+
+
+def python_without_torch(
+    code: str, within: Sequence[str] = (), **options: object
+) -> "subprocess.Popen[str]":
+    """Runs code in a new process in which `room` is the JIT room; what compiles needs no torch.
+
+    `tell(line)` writes to its output, which errors go to as well.
+    within: a command that runs a command; options: of Popen. A hang ends in an error.
+    """
+    code = f"""
+import os, signal, sys, types
+signal.alarm(60)
+def tell(line):
+    os.write(1, f"{{line}}\\n".encode())  # whole, whichever threads and children write too
+room = types.ModuleType("room")
+room.__path__ = [{str(Path(jit.__file__).parent)!r}]
+sys.modules["room"] = room
+{code}
+assert "torch" not in sys.modules
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [*within, sys.executable, "-c", code]
+    return subprocess.Popen(command, text=True, **{**pipes, **options})
+
+
+def output_of(process: "subprocess.Popen[str]") -> str:
+    return process.communicate(timeout=60)[0]
+
+
+def symbols_of(kernels: Sequence[jit.Kernel]) -> list[str]:
+    """For another process: a module that it can import."""
+    return [jit.compile_kernel(kernel).symbol for kernel in kernels]

@@ -2,22 +2,36 @@
 
 One file per kernel, named by its key and checked by a checksum: a single file is published by one
 atomic rename, so readers see all of it or nothing, and whoever is second replaces it by the same
-bytes. A folder per kernel would need its losers to clean up.
+bytes. A folder per kernel would need its losers to clean up. The lock of a kernel saves work and
+nothing else: processes that cannot have it compile the same kernel and publish the same entry.
 """
 
 import itertools
 import os
 import secrets
 import stat
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from .cubin import Cubin
-from .once import Once
+from .once import ForksWait, Once
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
+_POLL_S = 0.05
 
 _memory: Once[str, Cubin] = Once()
+# NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
+compiling = ForksWait()
+_disk_fails = False  # then it is in vain to wait for what others publish
 _num_warned = itertools.count()  # next() is atomic
 
 
@@ -29,7 +43,8 @@ def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
 def cache_folder() -> Path:
     """`MOEFP8_CACHE_DIR`, else the user's cache folder."""
     if chosen := os.environ.get("MOEFP8_CACHE_DIR"):
-        return Path(chosen).expanduser()
+        # Absolute, lest a chdir while a kernel compiles moves it.
+        return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG standard says to ignore relative paths.
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
@@ -40,16 +55,32 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         folder = cache_folder()
         _make_private(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _warn(error)
-        return build()
+        _warn(str(error))
+        return _build(build)
     path = folder / f"{key}.cubin"
     cubin = _read(path, key)
     if cubin is None:
-        cubin = build()
-        try:
-            _publish(path, cubin.to_bytes(key))
-        except OSError as error:
-            _warn(error)
+        with _locked(path):
+            # Whoever had the lock before has published it, most often.
+            cubin = _read(path, key) or _build_and_publish(path, key, build)
+    return cubin
+
+
+def _build(build: Callable[[], Cubin]) -> Cubin:
+    with compiling:
+        return build()
+
+
+def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubin:
+    global _disk_fails
+    cubin = _build(build)
+    try:
+        _make_private(path.parent)  # it may have been removed meanwhile
+        _publish(path, cubin.to_bytes(key))
+        _disk_fails = False
+    except OSError as error:
+        _disk_fails = True
+        _warn(f"{path.parent}: {error}")
     return cubin
 
 
@@ -94,40 +125,125 @@ def write_beside_kernels(name: str, data: bytes) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """The folder holds code that we run: nobody else may own it or write to it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user (uid {status.st_uid})")
-    if os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write to {folder}; chmod go-w it")
+    """The folder holds code that we run. One that is there keeps its mode, if others cannot write.
+
+    Nothing is written if it is there: it may be on a read-only disk. Raises OSError.
+    """
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    _require_ours(folder, status)
+
+
+def _require_ours(path: Path, status: os.stat_result) -> None:
+    """Ours, or root's, who may change all of our files anyway and builds container images."""
+    if os.name != "posix":
+        return
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{path} belongs to another user (uid {status.st_uid})")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {path}; chmod go-w it")
 
 
 def _read(path: Path, key: str) -> Cubin | None:
+    """None if there is no entry, or one that we must not run."""
     try:
-        return Cubin.from_bytes(key, path.read_bytes())
+        with open(path, "rb", opener=_open_plainly) as file:
+            status = os.fstat(file.fileno())
+            _require_ours(path, status)
+            return Cubin.from_bytes(key, file.read()) if stat.S_ISREG(status.st_mode) else None
     except OSError:
         return None
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    """No symbolic link, which may lead anywhere, and no wait for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _publish(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_create_readable) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _warn(error: Exception) -> None:
+def _create_readable(path: str, flags: int) -> int:
+    """Whoever opens the folder to others shares the entries, unless the umask forbids it.
+
+    Never writable by others, as it would be under a umask of 002: we would not run that.
+    """
+    return os.open(path, flags, 0o644)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time builds an entry; or several, where no lock is to be had."""
+    lock = path.with_name(f".{path.stem}.lock")
+    descriptor = _wait_for(lock)
+    if descriptor is None:
+        yield
+        return
+    try:
+        _remove_leftovers(path)
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink()
+        os.close(descriptor)
+
+
+def _wait_for(lock: Path) -> int | None:
+    """A descriptor that holds the lock until it is closed, also by this process's death."""
+    if fcntl is None or _disk_fails:
+        return None
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            return _try_lock(lock)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        except OSError:  # no locks on this file system, or not our file
+            with suppress(OSError):
+                lock.unlink()
+            break
+    return None
+
+
+def _try_lock(lock: Path) -> int:
+    """Raises BlockingIOError if another process has it, OSError if nobody can."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        # Not flock: its locks are inherited by forked children, which may outlive a killed parent.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink == 0:
+            raise BlockingIOError("its holder was done with it; others lock a new file by now")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of processes that were killed. Who writes one has the lock, as a rule."""
+    with suppress(OSError):
+        for temporary in path.parent.glob(f".{path.stem}.*.tmp"):
+            temporary.unlink(missing_ok=True)
+
+
+def _warn(cause: str) -> None:
     """Once per process: the kernels work, but the next process compiles them again."""
     if next(_num_warned) == 0:
         message = (
             "moefp8: compiled kernels cannot be kept on disk, so every process compiles them "
-            f"anew: {error}; set MOEFP8_CACHE_DIR to a folder of your own"
+            f"anew: {cause}; set MOEFP8_CACHE_DIR to a folder of your own, on a disk with space"
         )
         warnings.warn(message, UserWarning, stacklevel=2)

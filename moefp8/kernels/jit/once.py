@@ -1,4 +1,4 @@
-"""Build every value once, whichever threads ask for it."""
+"""Threads and forks: values that are built once, and work that must not be forked."""
 
 import os
 import threading
@@ -44,3 +44,32 @@ class Once(Generic[K, V]):
 
     def clear(self) -> None:
         self._values.clear()
+
+
+class ForksWait:
+    """`with` it, a thread does what no fork may happen amid: forks wait for its end.
+
+    Who is within must neither fork nor enter again.
+    """
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()  # held by a fork, so that nobody enters meanwhile
+        self._left = threading.Condition()
+        self._num_within = 0
+        if hasattr(os, "register_at_fork"):
+            release = self._door.release
+            os.register_at_fork(before=self._empty, after_in_parent=release, after_in_child=release)
+
+    def __enter__(self) -> None:
+        with self._door, self._left:
+            self._num_within += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._left:
+            self._num_within -= 1
+            self._left.notify_all()
+
+    def _empty(self) -> None:
+        self._door.acquire()
+        with self._left:
+            self._left.wait_for(lambda: self._num_within == 0)
