@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
 import moefp8
-from moefp8 import FP8Linear, GroupedExperts, TopKRouter, ahead, cli
+from moefp8 import FP8Linear, GroupedExperts, TopKRouter, ahead
 from moefp8.checkpoint import CheckpointError, fp8_layers
+from moefp8.cli import bench, info, precompile
+from moefp8.cli.main import main
 from moefp8.kernels import jit, tuned
 from moefp8.layers.moe import SharedExperts
 
@@ -43,18 +45,18 @@ def test_it_runs_as_a_module(tmp_path):
 @pytest.mark.parametrize("argv", [[], ["nothing"], ["precompile"]])
 def test_wrong_usage_ends_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        main(argv)
     assert ended.value.code == 2
     assert "usage: python -m moefp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["info", "precompile", "bench"])
+@pytest.mark.parametrize("command", [info, precompile, bench])
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        main([command.__name__.rpartition(".")[2], "--help"])
     assert ended.value.code == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert getattr(cli, command).__doc__.partition("\n")[0] in words
+    assert command.__doc__.partition("\n")[0] in words
 
 
 # info
@@ -63,7 +65,7 @@ def test_every_command_explains_itself(command, capsys):
 @pytest.mark.usefixtures("fresh_jit")
 def test_info_as_json_tells_what_the_cache_holds(tmp_path, capsys):
     moefp8.precompile(FP8Linear(128, 128, bias=False), 1)
-    assert cli.main(["info", "--json"]) == 0
+    assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     num_kernels = len(list((tmp_path / "cache").glob("*.cubin")))
     assert facts["cache"][0].startswith(f"{tmp_path}/cache: {num_kernels} kernels, ")
@@ -78,7 +80,7 @@ def test_info_as_json_tells_what_the_cache_holds(tmp_path, capsys):
 def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     assert "cannot be used, so every process compiles anew: others may write" in (
         capsys.readouterr().out
     )
@@ -89,7 +91,7 @@ def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
         raise jit.JitError("no usable NVRTC")
 
     monkeypatch.setattr("moefp8.cli.info.compiler_description", none)
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     assert "compiler no usable NVRTC" in capsys.readouterr().out
 
 
@@ -99,7 +101,7 @@ def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
 @pytest.mark.usefixtures("fresh_jit")
 def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
     arguments = ["precompile", str(checkpoint), "--max-tokens", "8"]
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     num_kernels = int(re.match(r"(\d+) kernels in [\d.]+ s, in ", out)[1])
     assert out.strip().endswith(str(tmp_path / "cache"))
@@ -169,7 +171,7 @@ def test_fused_experts_and_biases_are_found(tmp_path):
     ],
 )
 def test_wrong_sizes_are_one_sentence(checkpoint, capsys, options, told):
-    assert cli.main(["precompile", str(checkpoint), *options]) == 1
+    assert main(["precompile", str(checkpoint), *options]) == 1
     assert told in capsys.readouterr().err
 
 
@@ -177,8 +179,8 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="nothing in FP8"):
         fp8_layers(tmp_path)
-    assert cli.main(["precompile", str(tmp_path)]) == 1
-    assert cli.main(["precompile", str(tmp_path / "nowhere")]) == 1
+    assert main(["precompile", str(tmp_path)]) == 1
+    assert main(["precompile", str(tmp_path / "nowhere")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all(error.startswith("moefp8 precompile: ") for error in errors)
@@ -196,13 +198,13 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
     ],
 )
 def test_bench_refuses_what_it_cannot_time(argv, told, capsys):
-    assert cli.main(["bench", *argv]) == 1
+    assert main(["bench", *argv]) == 1
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_bench_needs_a_gpu(checkpoint, capsys):
-    assert cli.main(["bench", str(checkpoint), "--tune"]) == 1
+    assert main(["bench", str(checkpoint), "--tune"]) == 1
     assert "needs a Hopper GPU" in capsys.readouterr().err
 
 
@@ -211,11 +213,11 @@ def test_bench_needs_a_gpu(checkpoint, capsys):
 def test_bench_times_and_tunes(tmp_path, capsys):
     tuned.measured.cache_clear()
     layers = ["--linear", "512", "1024", "--experts", "8", "2", "256", "128", "--max-tokens", "96"]
-    assert cli.main(["bench", *layers]) == 0
+    assert main(["bench", *layers]) == 0
     out = capsys.readouterr().out
     assert out.count("tokens") == 2 + 1  # of which one is "a token"
     assert not list((tmp_path / "cache").glob("tuned-*"))
-    assert cli.main(["bench", "--tune", *layers]) == 0
+    assert main(["bench", "--tune", *layers]) == 0
     out = capsys.readouterr().out
     ratios = [float(x) for x in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)", out, re.MULTILINE)]
     assert len(ratios) == 12 + 8

@@ -107,13 +107,15 @@ def cache_state() -> CacheState:
 
 
 def read_beside_kernels(name: str) -> bytes | None:
-    """A file in the cache folder, if there is one that only we may have written."""
+    """A file in the cache folder, as `write_beside_kernels` left it; None if there is none."""
     try:
         folder = cache_folder()
+        if not folder.exists():
+            return None
         _make_private(folder)
-        return (folder / name).read_bytes()
     except (OSError, RuntimeError):
         return None
+    return _read_ours(folder / name)
 
 
 def write_beside_kernels(name: str, data: bytes) -> Path:
@@ -149,11 +151,17 @@ def _require_ours(path: Path, status: os.stat_result) -> None:
 
 def _read(path: Path, key: str) -> Cubin | None:
     """None if there is no entry, or one that we must not run."""
+    data = _read_ours(path)
+    return None if data is None else Cubin.from_bytes(key, data)
+
+
+def _read_ours(path: Path) -> bytes | None:
+    """None if it is not there, or if somebody else may have written it."""
     try:
         with open(path, "rb", opener=_open_plainly) as file:
             status = os.fstat(file.fileno())
             _require_ours(path, status)
-            return Cubin.from_bytes(key, file.read()) if stat.S_ISREG(status.st_mode) else None
+            return file.read() if stat.S_ISREG(status.st_mode) else None
     except OSError:
         return None
 

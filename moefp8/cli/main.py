@@ -1,0 +1,34 @@
+"""`python -m moefp8 {info, precompile, bench}`.
+
+A command is a function of its arguments that returns the exit status; `add_to` declares those. What
+a user can get wrong ends in one sentence and status 1, not in a traceback.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..checkpoint import CheckpointError
+from ..kernels.jit import JitError
+from . import bench, info, precompile
+
+_COMMANDS = {"info": info, "precompile": precompile, "bench": bench}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """argv: without the program's name; None: `sys.argv`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moefp8", description="FP8 mixture-of-experts layers for PyTorch."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_to(commands.add_parser(name, help=summary, description=module.__doc__))
+    arguments = parser.parse_args(argv)
+    try:
+        return _COMMANDS[arguments.command].run(arguments)
+    except (CheckpointError, JitError, OSError, ValueError) as error:
+        print(f"moefp8 {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
