@@ -68,5 +68,5 @@ def test_the_tables_of_the_readme_are_those_of_the_results():
     assert text.count("<!-- /") == len(report.TABLES)
 
 
-def test_the_readme_shows_all_four_uses():
-    assert len(BLOCKS) == 4
+def test_the_readme_shows_all_five_uses():
+    assert len(BLOCKS) == 5
