@@ -142,7 +142,7 @@ def test_a_killed_process_leaves_nothing_behind(folder, builds, get, where):
     assert ("key.cubin" in left) == published
     begin = time.monotonic()
     assert get() == CUBIN
-    assert time.monotonic() - begin < cache._PATIENCE_S / 10
+    assert time.monotonic() - begin < cache._PATIENCE_S / 2
     assert builds == ([] if published else ["key"])
     # With the entry there, nobody asks for the lock any more.
     assert files_in(folder) == ([".key.lock"] if published else []) + ["key.cubin"]
@@ -194,7 +194,8 @@ def test_a_stopped_process_is_waited_for_but_not_for_ever(folder, builds, get, m
     assert builds == ["key"]
 
 
-def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(builds, get):
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(builds, get, monkeypatch):
+    monkeypatch.setattr(cache, "_PATIENCE_S", 10)
     code = f"""
 {GET}{STUCK}
 import threading
@@ -217,7 +218,7 @@ time.sleep(100)
         os.kill(child, 0)  # it lives
         begin = time.monotonic()
         assert get() == CUBIN
-        assert time.monotonic() - begin < cache._PATIENCE_S / 10
+        assert time.monotonic() - begin < cache._PATIENCE_S / 2
         assert builds == ["key"]
     finally:
         os.kill(child, signal.SIGKILL)
@@ -261,6 +262,7 @@ def test_a_lock_file_that_was_removed_is_no_lock(folder, get, monkeypatch):
 
 
 def test_nobody_waits_for_what_cannot_be_published(folder, builds, get, monkeypatch):
+    monkeypatch.setattr(cache, "_PATIENCE_S", 10)
     real = os.fsync
 
     def fsync(descriptor):
@@ -272,7 +274,7 @@ def test_nobody_waits_for_what_cannot_be_published(folder, builds, get, monkeypa
     with stuck("in the build"):
         begin = time.monotonic()
         get()
-        assert time.monotonic() - begin < cache._PATIENCE_S / 10
+        assert time.monotonic() - begin < cache._PATIENCE_S / 2
         monkeypatch.setattr(os, "fsync", real)
         get()
         assert builds == ["key", "key"]
