@@ -438,3 +438,27 @@ def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
     for thread in threads:
         thread.join(timeout=10)
     assert order == ["first", "fork", "late"]
+
+
+def test_a_fork_waits_until_the_compiler_is_found():
+    """It imports, opens NVRTC and compiles an empty file: amid that, every third child hung."""
+    code = """
+import threading, time
+from room import kernel
+class Slow(kernel.Nvrtc):
+    def __init__(self):
+        finding.set()
+        time.sleep(0.2)
+        found.append(self)
+finding, found = threading.Event(), []
+kernel._COMPILERS["nvrtc"] = Slow
+thread = threading.Thread(target=kernel._compiler)
+thread.start()
+finding.wait()
+child = os.fork()
+if child == 0:
+    os._exit(not found)
+tell(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    process = python_without_torch(code, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    assert output_of(process) == "0\n"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .cache import cached
+from .cache import cached, compiling
 from .compiler import CompileError, Compiler, Program
 from .cubin import Cubin, JitError
 from .interleave import VERSION, interleaved
@@ -100,7 +100,12 @@ def _compiler() -> Compiler:
     name = os.environ.get("MOEFP8_COMPILER", "nvrtc")
     if name not in _COMPILERS:
         raise JitError(f"MOEFP8_COMPILER must be nvrtc or nvcc, got {name!r}")
-    return _found.get(name, _COMPILERS[name])
+    return _found.get(name, lambda: _start(name))
+
+
+def _start(name: str) -> Compiler:
+    with compiling:  # NVRTC is imported, opened, and compiles an empty file
+        return _COMPILERS[name]()
 
 
 def _pattern_of(kernel: Kernel) -> str:
