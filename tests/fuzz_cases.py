@@ -128,6 +128,7 @@ RESULT_PLACES: dict[str, Place] = {name: place.make for name, place in GROUPED_P
 RESULT_PLACES["own"] = lambda x: x
 OPERAND_PLACES = {**RESULT_PLACES, "one row": _one_row}
 FLOAT_PLACES = {**OPERAND_PLACES, "transposed": _transposed, "one number": _one_number}
+REPEATED = {"one row", "one number"}  # errors are no more those of many numbers
 SCALE_PLACES = {**GROUPED_SCALE_PLACES, "one number": _one_number, "own": lambda x: x}
 
 
@@ -199,7 +200,7 @@ class Gemm(NamedTuple):
 
     @property
     def is_ordinary(self) -> bool:
-        return {*self.numbers, self.bias_kind} == {"ordinary"}
+        return {*self.numbers, self.bias_kind} == {"ordinary"} and not REPEATED & {*self.places}
 
     def make(self, rows: tuple[int, ...], groups: tuple[int, ...], device: str) -> Operands:
         """rows, groups: the leading axes of a and of b; (M,) and () if dense."""

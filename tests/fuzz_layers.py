@@ -32,8 +32,9 @@ class Weights(NamedTuple):
     @property
     def are_ordinary(self) -> bool:
         """And large enough for a few codes to be lost among the others."""
-        kinds = self.codes, self.scales
-        return set(kinds) == {"ordinary"} and min(self.columns, self.rows) >= 64
+        kinds, places = {self.codes, self.scales}, {self.place, self.scale_place}
+        is_large = min(self.columns, self.rows) >= 64
+        return is_large and kinds == {"ordinary"} and not fuzz.REPEATED & places
 
     def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """[E, rows, columns] and its scales."""
@@ -70,7 +71,8 @@ class Layer(NamedTuple):
 
     @property
     def is_ordinary(self) -> bool:
-        return self.weights.are_ordinary and self.x.kind == "ordinary"
+        is_ordinary = self.x.kind == "ordinary" and self.x.place not in fuzz.REPEATED
+        return is_ordinary and self.weights.are_ordinary
 
     def make_bias(self, device: str) -> torch.Tensor | None:
         fuzz.seeded(self.x.seed + 1)

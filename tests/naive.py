@@ -27,7 +27,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     """Codes of the nearest E4M3 values, ties to even, saturating at 448; NaN is 0x7f."""
     positive = E4M3_VALUES[:127]  # rises with the code, and even codes have even mantissas
     magnitude = x.double().abs().clamp(max=448)
-    above = torch.searchsorted(positive, magnitude).clamp(max=126)
+    above = torch.searchsorted(positive, magnitude.contiguous()).clamp(max=126)
     below = (above - 1).clamp(min=0)
     to_above, to_below = positive[above] - magnitude, magnitude - positive[below]
     take_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))

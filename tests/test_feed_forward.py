@@ -121,6 +121,14 @@ def test_launches_compute_what_the_body_does(t, h, i, limit):
     assert down.programmatic == (i % 16 == 0)  # else down was copied right before it
 
 
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_one_number_may_be_the_scale_of_all_blocks(at):
+    made = operands(5, 256, 264)
+    made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
+    with emulated():
+        assert_matches_up_to_codes(launch_feed_forward(*made, None), _body(*made, None))
+
+
 def test_tokens_behind_128_rows_are_a_tail():
     with emulated() as gpu:
         for t in (128, 129, 152, 153):

@@ -151,14 +151,20 @@ def test_linear(device, case):
 
 
 @on_cpu_and_gpu
-@given(case=fuzz_layers.layers())
-def test_feed_forward(device, case):
+@given(case=fuzz_layers.layers(), apart=st.booleans())
+def test_feed_forward(device, case, apart):
+    """apart: gate and up are no parts of one tensor, and lie in different ways."""
     i, blocks = case.weights.rows, kernels.num_blocks(case.weights.rows)
 
     def make(place: str) -> tuple[torch.Tensor, ...]:
         gate_up, gate_up_scale_inv, *down = (y[0] for y in case.weights.make_experts(place))
         gate, up = gate_up[:i], gate_up[i:]
-        return (gate, gate_up_scale_inv[:blocks], up, gate_up_scale_inv[blocks:], *down)
+        gate_scale_inv, up_scale_inv = gate_up_scale_inv[:blocks], gate_up_scale_inv[blocks:]
+        if apart:
+            up, up_scale_inv = (
+                x.clone(memory_format=torch.contiguous_format) for x in (up, up_scale_inv)
+            )
+        return (gate, gate_scale_inv, up, up_scale_inv, *down)
 
     sides = [side(*pair, 128) for pair in zip(*[iter(make(device))] * 2, strict=True)]
     x = quantized(case.x.make(device), device)

@@ -95,8 +95,10 @@ def launch_feed_forward(
     if y.numel() == 0 or size == 0:
         return y.zero_()
     # Before all kernels of ours. Of up, the kernel knows the address alone: it lies as gate does.
-    fitting_gate, up_scale_inv = fitting(gate), lying_as(gate_scale_inv, up_scale_inv)
+    fitting_gate = fitting(gate)
     fitting_up = lying_as(fitting_gate, up)
+    if gate_scale_inv.stride() != up_scale_inv.stride():  # one may be a single number, expanded
+        gate_scale_inv, up_scale_inv = gate_scale_inv.contiguous(), up_scale_inv.contiguous()
     data, scale_inv = launch_quantize_1x128(x, False)
     activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
