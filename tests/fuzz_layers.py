@@ -92,7 +92,7 @@ def _layer(sizes, seeds, kinds, dtype, places, bias, limit) -> Layer:
 def layers(most_experts: int = 1) -> st.SearchStrategy[Layer]:
     columns, rows = fuzz.size(300, 1000), fuzz.size(260, 800)
     sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), columns, rows)
-    most_numbers, most_products = (2**20, 2**27) if fuzz.HAS_GPU else (2**18, 2**21)
+    most_numbers, most_products = (2**20, 2**26) if fuzz.HAS_GPU else (2**18, 2**21)
     sizes = sizes.filter(lambda x: x[0] * x[2] * x[3] <= most_numbers)
     sizes = sizes.filter(lambda x: math.prod(x[1:]) <= most_products // most_experts)
     ordinary = st.just(("ordinary",) * 3)
