@@ -13,6 +13,7 @@ from layer_cases import assert_matches_up_to_codes
 from moefp8 import kernels
 from moefp8.kernels import experts as op_room
 from moefp8.kernels import experts_launch as room
+from moefp8.kernels import experts_prepare
 
 
 def prepared() -> list:
@@ -189,7 +190,7 @@ def test_copies_of_weights_live_until_all_is_launched(gpu, monkeypatch):
         combine(*arguments)
 
     for name in ("fitting", "lying_as"):  # gate and down; up
-        monkeypatch.setattr(room, name, recording(getattr(room, name)))
+        monkeypatch.setattr(experts_prepare, name, recording(getattr(experts_prepare, name)))
     monkeypatch.setattr(gpu, "combine", check)
     ids = ids_of("distinct", 20, 2, 3)
     launch(tokens_of(20, 100), ids, torch.rand(20, 2), weights_of(3, 100, 100))
