@@ -19,11 +19,10 @@ from .kernels.variants import Demand
 from .layers import FP8Linear, GroupedExperts, TopKRouter
 from .layers.module import FixedDtypeModule
 from .layers.moe import SharedExperts
+from .layers.router import TOP_K_NAMES
 from .progress import Progress
 
 DEFAULT_SMS = 132  # of H100 SXM, H200 and GH200; an H100 PCIe has 114, an H20 78
-# Where modules that choose experts, and configs of models, say how many a token goes to.
-TOP_K_NAMES = "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OPS = {"softmax": "softmax_topk", "sigmoid": "sigmoid_group_topk"}
 

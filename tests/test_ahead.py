@@ -15,8 +15,10 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter, ahead
 from moefp8.kernels import experts as experts_room
-from moefp8.kernels import jit
+from moefp8.kernels import jit, tuned
 from moefp8.kernels.feed_forward import launch_feed_forward
+from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm_plan import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.top_k import launch_sigmoid_group_topk, launch_softmax_topk
@@ -202,6 +204,27 @@ def test_wrong_numbers_are_refused(options, error):
 def test_a_wrong_dtype_is_refused():
     with pytest.raises(TypeError, match=r"bf16, fp16 or fp32, got torch\.float64"):
         moefp8.precompile(FP8Linear(8, 8), 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 64])  # 40 is no first one of its load
+def test_tuned_choices_are_among_them(monkeypatch, tokens):
+    linear = FP8Linear(512, 2000, bias=False, device="meta")
+    experts = GroupedExperts(16, 256, 144, device="meta")
+    flat = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+    pair = tuple(
+        with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=gate_up))
+        for gate_up in (True, False)
+    )
+    found = {tuned.Dense(2000, 512): {tokens + -tokens % 8: flat}}
+    found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
+    choices = tuned.Choices(132, 132, tuned.Table(found))
+    monkeypatch.setattr(ahead, "_choices", lambda num_sms: [choices])
+    kernels = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2)
+    expected = {kernel_of(flat, None), *(kernel_of(x, None, Kind.OFFSETS) for x in pair)}
+    assert expected <= set(kernels)
+    monkeypatch.undo()
+    by_default = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2, num_sms=132)
+    assert not expected & set(by_default)
 
 
 def test_other_numbers_of_sms_need_other_kernels():

@@ -8,13 +8,12 @@ from torch import nn
 
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.moe import SharedExperts
+from ..layers.router import TOP_K_NAMES
 from .errors import CheckpointError
 from .fp8 import scaled_weights
 from .header import TORCH_DTYPES
 from .names import canonical, split_expert
 from .source import Source, open_source
-
-_TOP_K_KEYS = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"
 
 
 class Layers(nn.ModuleList):
@@ -98,7 +97,7 @@ def _experts(source: Source, names: Mapping[str, str]) -> list[tuple[int, int, i
 
 
 def _top_k_of(config: Mapping[str, Any]) -> int | None:
-    values = (_text_config(config).get(key) for key in _TOP_K_KEYS)
+    values = (_text_config(config).get(key) for key in TOP_K_NAMES)
     return next((value for value in values if type(value) is int and value >= 1), None)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import combine_launch, dispatch_launch, quantize_launch, top_k_launch
-from .experts_prepare import Sizes, mean_load
+from .experts_prepare import Sizes
 from .gemm_choice import deciding_sizes
 from .gemm_config import Kind
 from .gemm_plan import kernel_of
@@ -41,8 +41,9 @@ def linear_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> 
 def feed_forward_kernels(demand: Demand, h: int, i: int) -> Iterator[Kernel]:
     if h and i:
         yield from _quantize_kernels(demand, h)
-        for tokens in range(1, demand.max_tokens + 1):
-            yield kernel_of(demand.choices.gate_up(tokens, h, i), None, Kind.OFFSETS)
+        numbers = range(1, demand.max_tokens + 1)
+        for config in {demand.choices.gate_up(tokens, h, i) for tokens in numbers}:
+            yield kernel_of(config, None, Kind.OFFSETS)
         yield from _dense_kernels(demand, h, i, None)
 
 
@@ -59,8 +60,9 @@ def experts_kernels(
     if not (sizes.num_experts and h and sizes.intermediate_size):
         return
     kind = Kind.MASKED if masked else Kind.OFFSETS
-    for some in sizes_that_differ(sizes):
-        for config in demand.choices.experts(some):
+    numbers = range(1, sizes.num_tokens + 1)
+    for pair in {demand.choices.experts(sizes._replace(num_tokens=n)) for n in numbers}:
+        for config in pair:
             yield kernel_of(config, None, kind)
     for dtype in demand.dtypes:
         yield from dispatch_launch.needed_kernels(
@@ -72,16 +74,6 @@ def experts_kernels(
         )
     for dtype in weights_dtypes:
         yield combine_launch.kernel_of(dtype, h % 8 == 0)
-
-
-def sizes_that_differ(sizes: Sizes) -> Iterator[Sizes]:
-    """One for each load that experts can have, of up to as many tokens."""
-    seen = set()
-    for tokens in range(1, sizes.num_tokens + 1):
-        some = sizes._replace(num_tokens=tokens)
-        if (load := mean_load(some)) not in seen:
-            seen.add(load)
-            yield some
 
 
 def router_kernels(op: str, num_experts: int) -> Iterator[Kernel]:

@@ -13,6 +13,9 @@ from ..kernels.top_k import check_choice
 from ..routing import TopK, sigmoid_group_topk, softmax_topk
 from .module import FixedDtypeModule
 
+# What configs of models and routers of others call k.
+TOP_K_NAMES = "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"
+
 
 class TopKRouter(FixedDtypeModule):
     """Score E experts for every token and choose k; weight and bias stay FP32.
