@@ -5,6 +5,7 @@ is kept in `.hypothesis` and drawn first the next time.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,18 @@ def compiles(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(Nvrtc, "compile", compile_and_tell)
     return names
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """That of `own_cache`."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def builds() -> list[str]:
+    """Keys of made-up kernels that were built."""
+    return []
 
 
 @pytest.fixture

@@ -17,6 +17,22 @@ __global__ void refill() {}
 """
 
 
+CUBIN = jit.Cubin(b"image" * 1000, "symbol", "log")  # made up: no GPU would load it
+# In another process, of kernels of SOURCE: every compilation is told.
+COMPILE = """
+import pathlib, time
+from room.kernel import Kernel, _compiler, compile_kernels
+from room.nvrtc import Nvrtc
+quietly = Nvrtc.compile
+def compile_and_tell(self, program, options):
+    tell(f"compiled {program.expression}")
+    return quietly(self, program, options)
+Nvrtc.compile = compile_and_tell
+def kernels(*numbers):
+    return [Kernel(pathlib.Path(SOURCE), f"a::fill<{i}>") for i in numbers]
+"""
+
+
 def write_kernel(folder: Path, name: str = "a::fill<3>", source: str = SOURCE) -> jit.Kernel:
     (folder / "value.cuh").write_text('#include "inner.cuh"\n')
     (folder / "inner.cuh").write_text("constexpr float kValue = 2;\n")
