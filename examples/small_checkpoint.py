@@ -9,55 +9,125 @@ then every linear weight is quantized to 128x128 blocks, as the published checkp
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from moefp8.quant import quantize_128x128
 
-COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+# Published scales are in FP32 or, of Qwen3, in BF16.
+_SCALE_DTYPE = {"qwen3_moe": torch.bfloat16, "qwen3_next": torch.bfloat16}
 
 # What published checkpoints leave in BF16: embeddings, head, norms, routers and gates.
-NOT_QUANTIZED = re.compile(r"embed_tokens|lm_head|norm|\.(gate|shared_expert_gate)\.|eh_proj")
+NOT_QUANTIZED = re.compile(
+    r"embed_tokens|lm_head|norm|\.(gate|shared_expert_gate|in_proj_ba)\.|eh_proj"
+)
 
-SCALE_DTYPE = {"deepseek_v3": torch.float32, "qwen3_moe": torch.bfloat16}
+# Sizes that keep what is awkward: a 576-row projection, experts that do not divide by 128.
+_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **COMMON,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        first_k_dense_replace=1,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        kv_lora_rank=512,
+        q_lora_rank=192,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        num_key_value_heads=4,
+        num_nextn_predict_layers=1,
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **COMMON,
+        intermediate_size=384,
+        moe_intermediate_size=192,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_nextn_predict_layers=0,
+    ),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **COMMON,
+        intermediate_size=192,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+        head_dim=64,
+    ),
+    "mixtral": lambda: MixtralConfig(
+        **COMMON,
+        intermediate_size=320,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+        head_dim=64,
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **COMMON,
+        intermediate_size=384,
+        moe_intermediate_size=320,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_key_value_heads=2,
+        head_dim=64,
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **COMMON,
+        intermediate_size=384,
+        moe_intermediate_size=192,
+        shared_expert_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+}
+FAMILIES = tuple(_CONFIGS)
 
 
 def small_config(family: str) -> PretrainedConfig:
-    """Sizes that keep what is awkward: a 576-row projection, experts that do not divide by 128."""
-    if family == "deepseek_v3":
-        return DeepseekV3Config(
-            **COMMON,
-            intermediate_size=384,
-            moe_intermediate_size=128,
-            first_k_dense_replace=1,
-            n_routed_experts=16,
-            num_experts_per_tok=4,
-            n_group=4,
-            topk_group=2,
-            n_shared_experts=1,
-            kv_lora_rank=512,
-            q_lora_rank=192,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=64,
-            v_head_dim=64,
-            num_key_value_heads=4,
-            num_nextn_predict_layers=1,
-        )
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(
-            **COMMON,
-            intermediate_size=384,
-            moe_intermediate_size=320,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            num_key_value_heads=2,
-            head_dim=64,
-        )
-    raise ValueError(f"small_config: family must be one of {sorted(SCALE_DTYPE)}, got {family!r}")
+    """family: one of FAMILIES."""
+    if family not in _CONFIGS:
+        raise ValueError(f"small_config: family must be one of {FAMILIES}, got {family!r}")
+    return _CONFIGS[family]()
 
 
 def write_small_checkpoint(
@@ -82,7 +152,7 @@ def write_small_checkpoint(
             continue
         data, scale_inv = quantize_128x128(tensor)
         quantized[key] = data
-        quantized[f"{key}_scale_inv"] = scale_inv.to(SCALE_DTYPE[family])
+        quantized[f"{key}_scale_inv"] = scale_inv.to(_SCALE_DTYPE.get(family, torch.float32))
     _write_shards(directory, quantized, num_shards)
     config = json.loads((original / "config.json").read_text())
     config["quantization_config"] = {
@@ -121,7 +191,7 @@ def _write_shards(directory: Path, tensors: dict[str, torch.Tensor], num_shards:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("family", choices=sorted(SCALE_DTYPE))
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     print(write_small_checkpoint(arguments.directory, arguments.family))

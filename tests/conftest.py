@@ -16,7 +16,7 @@ from moefp8.kernels.jit import cache
 from moefp8.kernels.jit.nvrtc import Nvrtc
 
 pytest.register_assert_rewrite(
-    *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases"),
+    *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases", "model_cases"),
     *("fuzz_cases", "fuzz_judges", "launched_experts", "layer_cases"),
 )
 

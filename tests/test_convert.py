@@ -213,7 +213,7 @@ def without_gate():
             r"no parameters but .*got \['extra'\]",
         ),
         (transposed, r"got \[4, 64, 80\] and \[4, 64, 40\]"),
-        (without_gate, "neither act_fn nor _apply_gate"),
+        (without_gate, "must compute silu"),
     ],
 )
 def test_other_experts_are_refused_and_nothing_changes(make, message):

@@ -27,9 +27,20 @@ def fp8_modules(
     checkpoint's. path, ignore, rename: as in load_checkpoint. Raises CheckpointError.
     """
     source = open_source(path)
+    if model is not None:
+        return fp8_modules_of(source, model, ignore, rename)
     weights = scaled_weights(source, ignore, rename)
-    if model is None:
-        return list(dict.fromkeys(_module_of(name) for name in weights.values()))
+    return list(dict.fromkeys(_module_of(name) for name in weights.values()))
+
+
+def fp8_modules_of(
+    source: Source,
+    model: nn.Module,
+    ignore: Iterable[str] = (),
+    rename: Rename | None = None,
+) -> list[str]:
+    """`fp8_modules` of a checkpoint that is open."""
+    weights = scaled_weights(source, ignore, rename)
     inventory = Inventory(model)
     modules: dict[str, None] = {}
     for key, name in weights.items():

@@ -3,7 +3,7 @@
 A copy is one entry of the checkpoint and the slot of the model that it fills.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -19,6 +19,7 @@ from .source import Source
 FP8 = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
 _FLOATS = ("F64", "F32", "BF16", "F16")
+FP8_ROLES = (Role.WEIGHT, Role.SCALE)
 _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 Rename = Callable[[str], str]
@@ -59,6 +60,18 @@ def make_plan(
     return matcher.plan
 
 
+def check_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> None:
+    """Raise unless every FP8 weight of the model and every scale has its key, and that fits.
+
+    Other tensors are not looked at, nor keys for which the model has no place.
+    """
+    matcher = _Matcher(source, inventory, rename)
+    matcher.problems.clear()  # what only a loader of whole models minds
+    matcher.match(source.entries, roles=FP8_ROLES)
+    matcher.check_missing(roles=FP8_ROLES)
+    raise_if_any(matcher.problems, f"checkpoint {source.path} does not fit the model")
+
+
 def renamed(key: str, rename: Rename | None) -> str:
     """The key under the user's own naming."""
     name = rename(key) if rename else key
@@ -89,7 +102,7 @@ class _Matcher:
         self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
         self.scaled: set[str] = set()  # canonical names of weights whose scale is stored
 
-    def match(self, entries: dict[str, Entry]) -> None:
+    def match(self, entries: dict[str, Entry], roles: Container[Role] = tuple(Role)) -> None:
         names = {key: renamed(key, self.rename) for key in entries}
         for key, name in names.items():
             if weight := weight_of_scale(name):
@@ -100,17 +113,22 @@ class _Matcher:
             self.problems.append(problem)
         for key, name in names.items():
             slot = self.inventory.find(name)
-            if slot is not None:
+            if slot is not None and slot.role in roles:
+                self._fill(entries[key], slot)
+            elif roles is FP8_ROLES:
+                if slot is not None and entries[key].dtype == FP8:
+                    self.problems.append(f"{entries[key]}: an FP8 weight without its scale")
+            elif slot is not None:
                 self._fill(entries[key], slot)
             elif is_leftover(self.source.config, key):
                 self.plan.ignored.append(key)
             elif not self._told_at_weight(name):
                 self.problems.append(self._extra(entries[key], name))
 
-    def check_missing(self) -> None:
+    def check_missing(self, roles: Container[Role] = tuple(Role)) -> None:
         unscaled: dict[Entry, str] = {}
         for part, slot in self.inventory.parts.items():
-            if part in self.taken:
+            if part in self.taken or slot.role not in roles:
                 continue
             weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
             if weight in self.taken:
@@ -136,7 +154,7 @@ class _Matcher:
         if problem := self._misfit(entry, slot):
             self.problems.append(f"{entry}: {problem}")
             return
-        if _is_correction_bias(slot) and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2:
+        if widens(entry, slot):
             self.plan.widened.add(slot.owner)
         self.plan.copies.append(Copy(entry, slot))
         name = slot.name if slot.is_fused else slot.parts[0]
@@ -202,5 +220,10 @@ def _plain_rule(entry: Entry, slot: Slot) -> str | None:
 _DTYPE_RULES = {Role.WEIGHT: _weight_rule, Role.SCALE: _scale_rule, Role.PLAIN: _plain_rule}
 
 
-def _is_correction_bias(slot: Slot) -> bool:
-    return slot.name.rpartition(".")[2] == "e_score_correction_bias"
+def widens(entry: Entry, slot: Slot) -> bool:
+    """Whether slot is a 16-bit correction bias that the checkpoint holds in FP32.
+
+    It must not be rounded: its values lie so close that many would become equal.
+    """
+    is_bias = slot.name.rpartition(".")[2] == "e_score_correction_bias"
+    return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2

@@ -1,7 +1,7 @@
 """Open a checkpoint: find its shards, read their headers, and agree them with the index."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -28,10 +28,18 @@ class Source:
 def open_source(path: str | os.PathLike[str]) -> Source:
     """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken."""
     path = Path(path)
+    problems: list[str] = []
+    return _open(path, *_locate(path, problems), problems)
+
+
+def open_shards(files: Sequence[Path]) -> Source:
+    """The checkpoint of these files, whatever an index says; config.json lies beside the first."""
+    return _open(files[0] if len(files) == 1 else files[0].parent, {}, list(files), [])
+
+
+def _open(path: Path, weight_map: dict[str, str], files: list[Path], problems: list[str]) -> Source:
     config = read_config(path) if config_path(path).exists() else {}
     shards: list[Shard] = []
-    problems: list[str] = []
-    weight_map, files = _locate(path, problems)
     for file in files:
         try:
             shards.append(read_shard(file))

@@ -154,20 +154,34 @@ def _check_experts(name: str, module: nn.Module) -> float | None:
         raise refuse(
             f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
         )
+    limits = swiglu_limits(module)
+    if not limits:
+        raise refuse(
+            "must compute silu(gate) * up or its clamped variant (its act_fn or _apply_gate is "
+            "asked for it)"
+        )
+    return limits[0]
+
+
+def swiglu_limits(module: nn.Module) -> list[float | None]:
+    """The limits with which SwiGLU is what `module` makes of gate and up; none if it is not."""
     grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     came = _gated(module, gate, up)
-    if came is None:
-        raise refuse("has neither act_fn nor _apply_gate, so its activation is unknown")
-    for limit in (None, getattr(module, "swiglu_limit", None), getattr(module, "limit", None)):
-        if torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4):
-            return limit
-    raise refuse("must compute silu(gate) * up or its clamped variant, but its gate does not")
+    limits = (None, getattr(module, "swiglu_limit", None), getattr(module, "limit", None))
+    return [
+        limit
+        for limit in limits
+        if came is not None
+        and torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
+    ]
 
 
 def _gated(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
     """What the module makes of gate and up: asked, not guessed from a class name."""
     apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
     if callable(apply_gate):
-        return apply_gate(torch.cat((gate, up), dim=-1))
+        concatenated = getattr(module, "is_concatenated", True)
+        pair = (gate, up) if concatenated else (torch.stack((gate, up), dim=-1).flatten(-2),)
+        return apply_gate(torch.cat(pair, dim=-1))
     return act_fn(gate) * up if callable(act_fn) else None

@@ -1,0 +1,25 @@
+"""The transformers plug-in: `import moefp8.hf`, then transformers' own functions know moefp8.
+
+`from_pretrained(path, quantization_config=moefp8.hf.FP8Config())` loads block-FP8 checkpoints
+into our modules, and quantizes others as they are loaded; `experts_implementation="moefp8"` runs
+the experts that transformers keeps itself. Needs the extra `hf`.
+
+Reading order: `config`, `quantizer` (what is swapped, and what is checked before), `experts`.
+"""
+
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("transformers") is None:
+    raise ImportError('moefp8.hf needs transformers: pip install "moefp8[hf]"')
+
+from .config import FP8Config, pretrained_config
+from .experts import experts_forward, fp8_experts_forward
+from .quantizer import FP8Quantizer
+
+__all__ = [
+    "FP8Config",
+    "FP8Quantizer",
+    "experts_forward",
+    "fp8_experts_forward",
+    "pretrained_config",
+]

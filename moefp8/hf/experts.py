@@ -1,0 +1,191 @@
+"""`experts_implementation="moefp8"`: the experts that transformers keeps, run in FP8.
+
+E experts, H hidden, I intermediate; rows are those of all experts, one after the other.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from ..kernels import E4M3, m_grouped_fp8_gemm_nt_contiguous, num_blocks
+from ..layers import GroupedExperts
+from ..layers.convert import swiglu_limits
+from ..quant import BlockScaled, quantize_1x128, quantize_128x128
+from ..routing import build_plan, combine, dispatch
+
+_CACHE = "_moefp8_experts"
+
+
+class _Experts(Protocol):
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+def experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The forward of any experts module of transformers, in FP8.
+
+    Weights that are not FP8 are quantized at the first call, and again when they have changed;
+    the module keeps its own beside them, which takes 1.5 times the memory: `FP8Config` takes 0.5.
+    SwiGLU runs as `GroupedExperts` does; biases, other activations, no gate, norms of what an
+    expert gives run between two grouped GEMMs.
+
+    Args:
+        hidden_states: [T, H] bf16, fp16 or fp32.
+        top_k_index: int [T, k], in [0, E]; E is an expert held elsewhere.
+        top_k_weights: [T, k] float.
+
+    Returns:
+        [T, H] in the dtype of hidden_states.
+    """
+    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
+
+
+def fp8_experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`experts_forward` of transformers' own FP8 modules, whose weights are used as they are.
+
+    Raises ValueError for scales of other blocks than 128x128, and for static activation scales.
+    """
+    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
+
+
+ExpertsInterface.register("moefp8", experts_forward)
+FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
+
+
+def _prepared(module: nn.Module) -> _Experts:
+    """The module's experts in FP8, made once; not registered, so that no state dict holds them."""
+    cached = module.__dict__.get(_CACHE)
+    if torch.compiler.is_compiling():  # which cannot look at versions, and need not: it guards
+        return cached[1] if cached else _prepare(module)
+    if cached is None or cached[0] != _state(module):
+        return _prepare(module)
+    return cached[1]
+
+
+def _state(module: nn.Module) -> list[tuple[Any, ...]]:
+    """Changes whenever a weight does; those made in inference mode do not tell of changes."""
+    return [
+        (name, x.data_ptr(), None if x.is_inference() else x._version, x.device, x.dtype)
+        for name, x in module.named_parameters(recurse=False)
+    ]
+
+
+@torch.compiler.disable(reason="weights are quantized once, outside of graphs")
+@torch.no_grad()
+@torch.inference_mode(False)  # what is kept outlives the mode in which it was made
+def _prepare(module: nn.Module) -> _Experts:
+    limits = swiglu_limits(module) if module.has_gate else []
+    is_swiglu = limits and not module.has_bias
+    if is_swiglu and not getattr(module, "has_post_expert_norm", False):
+        experts: _Experts = _swiglu_experts(*_weights(module, halves=2), limits[0])
+    else:
+        experts = _AnyExperts(module, *_weights(module, halves=1))
+    module.__dict__[_CACHE] = (_state(module), experts)
+    return experts
+
+
+def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
+    """The module's weights as [E, F, H] (F = 2I, gate first, or I without a gate) and [E, H, I].
+
+    halves: into how many parts F is divided before it is cut into blocks.
+    """
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    first, second = module.get_parameter(name).detach(), module.get_parameter("down_proj").detach()
+    if first.dtype == E4M3:
+        return _stored(module, name, first, halves), _stored(module, "down_proj", second, 1)
+    if module.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    if module.has_gate and not module.is_concatenated:
+        first = first.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    data, scale_inv = _quantized(first.unflatten(1, (halves, -1)))
+    return BlockScaled(data.flatten(1, 2), scale_inv.flatten(1, 2)), _quantized(second)
+
+
+def _quantized(weights: torch.Tensor) -> BlockScaled:
+    """One expert at a time: only that one's values are made contiguous."""
+    each = [quantize_128x128(weight.contiguous()) for weight in weights]
+    data = torch.stack([q.data.view(torch.uint8) for q in each]).view(E4M3)
+    return BlockScaled(data, torch.stack([q.scale_inv for q in each]))
+
+
+def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> BlockScaled:
+    where = f'experts_implementation="moefp8": {type(module).__name__}'
+    block = getattr(module, "block_size", None)
+    if block is None or tuple(block) != (128, 128):
+        raise ValueError(f"{where}: block_size must be (128, 128), got {block}")
+    if getattr(module, "activation_scheme", "dynamic") != "dynamic":
+        raise ValueError(f"{where}: activation_scheme must be 'dynamic', got 'static'")
+    scale_inv = module.get_parameter(f"{name}_scale_inv").detach().float()
+    wanted = [halves * num_blocks(data.shape[1] // halves), num_blocks(data.shape[2])]
+    if list(scale_inv.shape[1:]) != wanted:
+        raise ValueError(
+            f"{where}: {name}_scale_inv must be [E, {wanted[0]}, {wanted[1]}] for {halves} parts "
+            f"of {data.shape[1] // halves} rows, each cut into blocks of 128, got "
+            f"{list(scale_inv.shape)}"
+        )
+    return BlockScaled(data, scale_inv)
+
+
+def _swiglu_experts(
+    first: BlockScaled, second: BlockScaled, swiglu_limit: float | None
+) -> GroupedExperts:
+    """Holds these very tensors."""
+    sizes = second.data.shape
+    experts = GroupedExperts(*sizes, swiglu_limit=swiglu_limit, device="meta").eval()
+    tensors = (*first, *second)
+    names = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+    for name, tensor in zip(names, tensors, strict=True):
+        experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    return experts
+
+
+class _AnyExperts:
+    """Two grouped GEMMs, and between them whatever the module does there."""
+
+    def __init__(self, module: nn.Module, first: BlockScaled, second: BlockScaled) -> None:
+        self.module: Any = module
+        self.first, self.second = first, second
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        module = self.module
+        plan = build_plan(top_k_index, self.first.data.shape[0])
+        expert = plan.row_to_expert.clamp(min=0)
+        rows = self._gemm(dispatch(hidden_states, plan), self.first, plan.expert_offsets)
+        if module.has_gate:
+            if not module.is_concatenated:  # as its bias and its gate have them
+                rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+            rows = rows + module.gate_up_proj_bias[expert] if module.has_bias else rows
+            rows = module._apply_gate(rows)
+        else:
+            rows = rows + module.up_proj_bias[expert] if module.has_bias else rows
+            rows = module.act_fn(rows)
+        rows = self._gemm(rows, self.second, plan.expert_offsets)
+        rows = rows + module.down_proj_bias[expert] if module.has_bias else rows
+        if getattr(module, "has_post_expert_norm", False):
+            rows = module.post_expert_norm(rows)
+        return combine(rows, plan, top_k_weights).to(hidden_states.dtype)
+
+    def _gemm(
+        self, rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor
+    ) -> torch.Tensor:
+        shape = rows.shape[0], weight.data.shape[1]
+        result = rows.new_empty(shape, dtype=torch.bfloat16)
+        a = quantize_1x128(rows.contiguous())
+        m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
+        return result

@@ -1,0 +1,138 @@
+"""What happens to a model between its construction and its use: swapped, checked, completed."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from ..checkpoint import CheckpointError
+from ..checkpoint.config import block_problem
+from ..checkpoint.fp8 import fp8_modules_of
+from ..checkpoint.names import weight_of_scale
+from ..checkpoint.plan import check_fp8, widens
+from ..checkpoint.slots import Inventory
+from ..checkpoint.source import Source, open_shards
+from ..layers import FP8Linear, GroupedExperts, convert
+from ..layers.module import FixedDtypeModule
+from .config import METHOD, FP8Config
+
+
+@register_quantizer(METHOD)
+class FP8Quantizer(HfQuantizer):
+    """Swaps linears and experts for moefp8's; transformers' own loader fills them.
+
+    Checkpoints in FP8: before anything is read, their headers are held against the model. A
+    missing or extra expert, a weight without its scale, a wrong shape is a CheckpointError then.
+    """
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        is_ours = isinstance(quantization_config, FP8Config)  # else transformers', in our name
+        self.quantization_config: Any = quantization_config if is_ours else FP8Config()
+        self.serialized_names = {"weight": ["weight", "weight_scale_inv"]}
+        self._scale_leaves: set[str] = set()
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if not self.pre_quantized:
+            return
+        source = _source_of(checkpoint_files)
+        self.quantization_config = FP8Config.of_checkpoint(
+            source.config.get("quantization_config") or {}
+        )
+        if problem := block_problem(source.config):
+            raise CheckpointError(f"{source.path}: {problem}")
+        convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
+        inventory, rename = Inventory(model), _renaming(model, self)
+        check_fp8(source, inventory, rename)
+        for key, entry in source.entries.items():
+            slot = inventory.find(rename(key))
+            if slot is not None and widens(entry, slot):
+                owner = slot.owner
+                owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
+        leaves = {key.rpartition(".")[2] for key in source.entries}
+        self._scale_leaves = leaves & {"weight_scale", "scale"}
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: PreTrainedModel
+    ) -> list[Any]:
+        """transformers' conversions, after renamings of scales that have names of their own."""
+        renamings = [
+            WeightRenaming(rf"\.{leaf}(?!_inv)", ".weight_scale_inv")
+            for leaf in sorted(self._scale_leaves)
+        ]
+        return renamings + super().update_weight_conversions(weight_conversions, model)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            convert(model, skip=self.quantization_config.skip)
+            # What saving reverts: those of the weights were recorded before there were scales.
+            conversions = self.update_weight_conversions(model._weight_conversions, model)
+            model._weight_conversions = conversions
+            return model
+        for name, module in model.named_modules():
+            if isinstance(module, FP8Linear | GroupedExperts):
+                _complete(name, module)
+        return model
+
+
+def _source_of(files: Iterable[str] | None) -> Source:
+    paths = [Path(file) for file in files or ()]
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        raise CheckpointError(
+            f"moefp8.hf: FP8 checkpoints must be .safetensors files, got "
+            f"{', '.join(map(str, paths)) or 'none'}"
+        )
+    return open_shards(paths)
+
+
+def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Callable[[str], str]:
+    """Checkpoint key -> model key, as transformers renames it; experts stay one by one."""
+    conversions = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+    inventory, prefix = Inventory(model), f"{model.base_model_prefix}."
+
+    def rename(key: str) -> str:
+        name = key
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        weight = weight_of_scale(name) or name  # not all scales have a place yet
+        if inventory.find(weight) is not None:
+            return name
+        if inventory.find(f"{prefix}{weight}") is not None:
+            return f"{prefix}{name}"
+        return name.removeprefix(prefix)
+
+    return rename
+
+
+def _complete(name: str, module: FixedDtypeModule) -> None:
+    """Scales in FP32, no gradients; and nothing that transformers' loader left unfilled."""
+    for leaf, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
+            raise CheckpointError(
+                f"{name}.{leaf}: was not loaded, though the checkpoint holds it: transformers "
+                "knows no conversion of its keys; use moefp8.load_checkpoint"
+            )
+        parameter.requires_grad_(False)
+        if leaf in module.fp32_names and parameter.dtype != torch.float32:
+            module._parameters[leaf] = nn.Parameter(parameter.float(), requires_grad=False)

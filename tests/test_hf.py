@@ -1,0 +1,312 @@
+"""`from_pretrained` puts FP8 checkpoints into our modules, `save_pretrained` gives them back."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from model_cases import MTP, dequantized_checkpoint, load, prompt, tensors_of, use_choices_of
+from safetensors.torch import load_file, save_file
+from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
+from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+
+import moefp8
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.checkpoint import CheckpointError
+from moefp8.hf import FP8Config, pretrained_config
+from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "fp8"
+    write_small_checkpoint(directory, request.param)
+    return directory
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """One that a test may damage: an FP8 directory, with the BF16 original beside it."""
+    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", num_shards=1)
+    return tmp_path / "fp8"
+
+
+def pretrained(directory, **kwargs) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=FP8Config(), **kwargs
+    )
+
+
+def states_differ(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    """Names of tensors that are not the same, dtype and bytes."""
+    left, right = one.state_dict(), other.state_dict()
+    return [
+        name
+        for name in left.keys() | right.keys()
+        if name not in left
+        or name not in right
+        or left[name].dtype != right[name].dtype
+        or not torch.equal(
+            left[name].contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)
+        )
+    ]
+
+
+def test_holds_what_load_checkpoint_loads(checkpoint):
+    """Every byte, every dtype, every module: the strict loader is the judge."""
+    model, (expected, _) = pretrained(checkpoint), load(checkpoint)
+    assert states_differ(model, expected) == []
+    ours = {
+        n: type(m) for n, m in model.named_modules() if isinstance(m, FP8Linear | GroupedExperts)
+    }
+    assert ours == {n: type(expected.get_submodule(n)) for n in ours}
+    assert not any(p.requires_grad for n in ours for p in model.get_submodule(n).parameters())
+    assert not model.training
+
+
+@torch.inference_mode()
+def test_logits_match_dequantized_weights(checkpoint, tmp_path):
+    """transformers' own modules on weights dequantized by hand: what FP8 activations cost."""
+    plain = dequantized_checkpoint(checkpoint, tmp_path / "plain")
+    theirs = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    model, ids = pretrained(checkpoint), prompt()
+    use_choices_of(theirs, model)
+    expected = theirs(ids).logits
+    assert_matches_reference(model(ids).logits, expected, 0.2)
+    ours, reference = teacher_forced(pretrained(checkpoint), ids)
+    assert_matches_reference(ours.logits, reference.logits, 2e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_match_transformers_dequantizing(family, tmp_path, monkeypatch):
+    """Where its own path can load the checkpoint: whole blocks, no 576 rows."""
+    sizes = {"moe_intermediate_size": 256, "intermediate_size": 256}
+    sizes |= {"shared_expert_intermediate_size": 256} if family == "qwen3_next" else {}
+    sizes |= {"linear_num_value_heads": 8} if family == "qwen3_next" else {}
+    config = small_config(family)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    monkeypatch.setattr("small_checkpoint.small_config", lambda family: config)
+    write_small_checkpoint(tmp_path / "fp8", family)
+    dequantize = FineGrainedFP8Config(dequantize=True)
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "fp8", quantization_config=dequantize, dtype=torch.bfloat16
+        )
+    except (RuntimeError, ValueError):
+        assert family == "deepseek_v3"  # kv_a_proj_with_mqa
+        return
+    model, ids = pretrained(tmp_path / "fp8"), prompt()
+    use_choices_of(theirs, model)
+    expected = theirs(ids).logits
+    assert_matches_reference(model(ids).logits, expected, 0.2)
+
+
+def test_save_pretrained_gives_keys_and_config_back(checkpoint, tmp_path):
+    model = pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "copy", max_shard_size="2MB")
+    before = {k: x for k, x in tensors_of(checkpoint).items() if not k.startswith(MTP)}
+    after = tensors_of(tmp_path / "copy")
+    assert after.keys() == before.keys()
+    for key, tensor in before.items():
+        wanted = tensor.float() if key.endswith("_scale_inv") else tensor
+        assert after[key].dtype == wanted.dtype, key
+        assert torch.equal(after[key].view(torch.uint8), wanted.view(torch.uint8)), key
+    written, read = (
+        json.loads((d / "config.json").read_text())["quantization_config"]
+        for d in (tmp_path / "copy", checkpoint)
+    )
+    assert written == read
+    assert written["quant_method"] == "fp8"
+    assert states_differ(pretrained(tmp_path / "copy"), model) == []
+    assert states_differ(load(tmp_path / "copy")[0], model) == []
+
+
+@torch.inference_mode()
+def test_generate_with_padding(checkpoint):
+    """A prompt alone and the same prompt padded on the left, beside a longer one."""
+    model, long = pretrained(checkpoint), torch.randint(2, 512, (1, 12))
+    short = long[:, 5:]
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), short), dim=1)
+    ids, mask = torch.cat((long, padded)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    arguments = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0}
+    both = model.generate(ids, attention_mask=mask, **arguments)
+    assert both.shape == (2, 17)
+    assert torch.equal(both, model.generate(ids, attention_mask=mask, **arguments))
+    for prompt_ids, row in ((long, both[0]), (short, both[1])):
+        alone = model(prompt_ids).logits[:, -1]
+        chosen = alone[0, row[12]]  # the same token, or one as likely but for rounding
+        assert float(alone.max() - chosen) <= 0.05 * float(alone.std() * 4)
+
+
+@torch.inference_mode()
+def test_compiles_whole(checkpoint):
+    if "qwen3_next" in str(checkpoint):
+        pytest.skip("transformers' own linear attention breaks the graph")
+    model, ids = pretrained(checkpoint), prompt()
+    expected = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = compiled(ids, use_cache=False).logits
+    assert float(row_errors(got, expected).median()) < 0.02
+
+
+@torch.inference_mode()
+def test_compiles_with_inductor(qwen):
+    model, ids = pretrained(qwen), prompt()[:1, :8]
+    expected = model(ids, use_cache=False).logits
+    got = torch.compile(model)(ids, use_cache=False).logits
+    # It keeps FP32 where eager code rounds to BF16, and rounding to FP8 amplifies.
+    assert float(row_errors(got, expected).median()) < 0.1
+
+
+@torch.inference_mode()
+def test_a_model_without_its_head(checkpoint):
+    """Keys begin with `model.`, the model's names do not."""
+    model = AutoModel.from_pretrained(checkpoint, quantization_config=FP8Config())
+    whole = pretrained(checkpoint)
+    assert states_differ(model, whole.model) == []
+
+
+def test_quantizes_what_is_not_fp8_yet(qwen):
+    bf16 = qwen.with_name("fp8-bf16")
+    model = pretrained(bf16)
+    expected = moefp8.convert(AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16))
+    assert states_differ(model, expected) == []
+    model.save_pretrained(qwen.with_name("saved"))
+    assert states_differ(pretrained(qwen.with_name("saved")), model) == []
+    skip = FP8Config(skip=("lm_head", "gate", "experts"))
+    model = AutoModelForCausalLM.from_pretrained(bf16, quantization_config=skip)
+    assert not any(isinstance(m, GroupedExperts) for m in model.modules())
+    assert any(isinstance(m, FP8Linear) for m in model.modules())
+
+
+def rewrite(directory, change, **config) -> None:
+    """change: (key, tensor) -> pairs to write instead."""
+    file = directory / "model.safetensors"
+    tensors = dict(pair for item in load_file(file).items() for pair in change(*item))
+    save_file(tensors, file, metadata={"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+@pytest.fixture
+def one_shard(qwen):
+    """The same checkpoint in one file, which `rewrite` changes."""
+    tensors = tensors_of(qwen)
+    for file in [*qwen.glob("*.safetensors*")]:
+        file.unlink()
+    save_file(tensors, qwen / "model.safetensors", metadata={"format": "pt"})
+    return qwen
+
+
+BLOCKS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"strategy": "block", "block_structure": [128, 128], "num_bits": 8},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def test_compressed_tensors(one_shard, tmp_path):
+    expected = pretrained(one_shard)
+    rewrite(
+        one_shard,
+        lambda key, x: [(key.replace("weight_scale_inv", "weight_scale"), x)],
+        quantization_config=BLOCKS,
+    )
+    model = AutoModelForCausalLM.from_pretrained(one_shard, config=pretrained_config(one_shard))
+    assert states_differ(model, expected) == []
+    model.save_pretrained(tmp_path / "copy")
+    assert tensors_of(tmp_path / "copy").keys() == tensors_of(one_shard).keys()
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert config["quantization_config"] == BLOCKS
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e8m0fnu])
+def test_scales_of_other_dtypes_and_names(one_shard, dtype):
+    """`.scale` in E8M0 is DeepSeek-V4's."""
+
+    def change(key, x):
+        if not key.endswith("_scale_inv"):
+            return [(key, x)]
+        name = key.replace("weight_scale_inv", "scale") if dtype.itemsize == 1 else key
+        return [(name, (x.float().log2().round().exp2()).to(dtype))]
+
+    rewrite(one_shard, change)
+    assert states_differ(pretrained(one_shard), load(one_shard)[0]) == []
+
+
+EXPERT = "model.layers.1.mlp.experts.5"
+
+
+def without(*missing):
+    return lambda key, x: [] if key in missing else [(key, x)]
+
+
+def replaced(name, tensor):
+    return lambda key, x: [(key, tensor if key == name else x)]
+
+
+@pytest.mark.parametrize(
+    ("change", "needles"),
+    [
+        (
+            without(f"{EXPERT}.up_proj.weight", f"{EXPERT}.up_proj.weight_scale_inv"),
+            [f"{EXPERT}.up_proj.weight: missing"],
+        ),
+        (without(f"{EXPERT}.down_proj.weight_scale_inv"), [f"{EXPERT}.down_proj.weight in"]),
+        (
+            replaced(f"{EXPERT}.down_proj.weight_scale_inv", torch.ones(1, 3)),
+            ["shape must be [2, 3], got [1, 3]"],
+        ),
+        (
+            replaced(f"{EXPERT}.down_proj.weight", torch.ones(256, 320, dtype=torch.bfloat16)),
+            [f"{EXPERT}.down_proj.weight in", "got BF16"],
+        ),
+        (
+            without("model.layers.0.self_attn.k_proj.weight_scale_inv"),
+            ["model.layers.0.self_attn.k_proj.weight in", "without its scale"],
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(one_shard, change, needles):
+    rewrite(one_shard, change)
+    with pytest.raises(CheckpointError) as caught:
+        pretrained(one_shard)
+    for needle in [*needles, str(one_shard / "model.safetensors")]:
+        assert needle in str(caught.value)
+
+
+def test_other_blocks_are_refused(one_shard):
+    stored = json.loads((one_shard / "config.json").read_text())["quantization_config"]
+    rewrite(one_shard, without(), quantization_config=stored | {"weight_block_size": [64, 64]})
+    with pytest.raises(CheckpointError, match=r"must be \[128, 128\], got \[64, 64\]"):
+        pretrained(one_shard)
+
+
+def test_files_that_are_no_safetensors_are_refused(qwen):
+    for file in qwen.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({}, qwen / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        pretrained(qwen)
+
+
+def test_a_config_for_a_checkpoint_that_is_not_fp8(qwen, tmp_path):
+    with pytest.raises(ValueError, match="must have a quantization_config"):
+        pretrained_config(qwen.with_name("fp8-bf16"))
+    shutil.copytree(qwen, tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="weight_block_size"):
+        pretrained_config(tmp_path / "other")
