@@ -61,3 +61,18 @@ def use_choices_of(source: torch.nn.Module, follower: torch.nn.Module) -> None:
             module.register_forward_hook(lambda m, a, output, n=name: chosen.update({n: output}))
             gate = follower.get_submodule(name)
             gate.register_forward_hook(lambda m, a, output, n=name: chosen[n])
+
+
+def states_differ(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    """Names of tensors that are not the same, dtype and bytes."""
+    left, right = one.state_dict(), other.state_dict()
+    return [
+        name
+        for name in left.keys() | right.keys()
+        if name not in left
+        or name not in right
+        or left[name].dtype != right[name].dtype
+        or not torch.equal(
+            left[name].contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)
+        )
+    ]

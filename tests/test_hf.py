@@ -5,7 +5,15 @@ import shutil
 
 import pytest
 import torch
-from model_cases import MTP, dequantized_checkpoint, load, prompt, tensors_of, use_choices_of
+from model_cases import (
+    MTP,
+    dequantized_checkpoint,
+    load,
+    prompt,
+    states_differ,
+    tensors_of,
+    use_choices_of,
+)
 from safetensors.torch import load_file, save_file
 from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
@@ -37,21 +45,6 @@ def pretrained(directory, **kwargs) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         directory, quantization_config=FP8Config(), **kwargs
     )
-
-
-def states_differ(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
-    """Names of tensors that are not the same, dtype and bytes."""
-    left, right = one.state_dict(), other.state_dict()
-    return [
-        name
-        for name in left.keys() | right.keys()
-        if name not in left
-        or name not in right
-        or left[name].dtype != right[name].dtype
-        or not torch.equal(
-            left[name].contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)
-        )
-    ]
 
 
 def test_holds_what_load_checkpoint_loads(checkpoint):
