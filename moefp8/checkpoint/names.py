@@ -24,7 +24,8 @@ _FOLDS = (
 )
 _SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
 _FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(?:gate_proj|up_proj|down_proj|w[123])\.")
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(?:gate_proj|up_proj|down_proj|w[123])\.")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
 def canonical(name: str) -> str:
@@ -52,6 +53,11 @@ def split_expert(name: str) -> tuple[str, int] | None:
     """(`X.experts`, 3) for `X.experts.3.gate_proj.weight`; None for other names."""
     match = _EXPERT.match(name)
     return (match[1], int(match[2])) if match else None
+
+
+def folded(name: str) -> str:
+    """`model.layers.*.mlp.experts.*.gate_proj.weight`: canonical, numbers of modules as stars."""
+    return _NUMBER.sub("*", canonical(name))
 
 
 def join(prefix: str, name: str) -> str:

@@ -17,7 +17,7 @@ from .slots import Inventory, ModelTensor, Role, Slot
 from .source import Source
 
 FP8 = "F8_E4M3"
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
@@ -185,9 +185,9 @@ def _weight_rule(entry: Entry, slot: Slot) -> str | None:
 def _scale_rule(entry: Entry, slot: Slot) -> str | None:
     if slot.owner.tensor.dtype != torch.float32:
         return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
-    if entry.dtype in _SCALES:
+    if entry.dtype in SCALE_DTYPES:
         return None
-    return f"dtype of a scale must be one of {', '.join(_SCALES)}, got {entry.dtype}"
+    return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
 
 
 def _plain_rule(entry: Entry, slot: Slot) -> str | None:
