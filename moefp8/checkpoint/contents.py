@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .config import BLOCK, block_sizes, is_leftover
@@ -19,7 +20,8 @@ class Contents:
 
     weights: canonical name -> tensor that is no scale; scales: canonical name of a weight -> its
     scale; doubles: tensors whose canonical name another has already; named: canonical names of all
-    keys that headers or the index tell of, whether they can be read or not.
+    keys that headers or the index tell of, whether they can be read or not; kept: the names of
+    weights among them that a load does not leave out, as it does MTP layers and rotary tables.
     """
 
     scan: Scan
@@ -27,14 +29,18 @@ class Contents:
     scales: dict[str, Entry]
     doubles: tuple[tuple[Entry, Entry], ...]
     named: frozenset[str]
+    kept: tuple[str, ...]
 
     @property
     def config(self) -> dict[str, Any]:
         return self.scan.source.config
 
     def is_left_out(self, entry: Entry) -> bool:
-        """Whether a load leaves entry out by itself: MTP layers, rotary tables."""
-        return is_leftover(self.config, entry.key)
+        return entry.key in self._left_out
+
+    @cached_property
+    def _left_out(self) -> frozenset[str]:
+        return frozenset(key for key in self.scan.source.entries if is_leftover(self.config, key))
 
     def has_power_of_two_scales(self) -> bool:
         """Whether config.json says so; DeepSeek-V3.1 says it, and its o_proj has others."""
@@ -64,7 +70,12 @@ def contents_of(scan: Scan) -> Contents:
         else:
             names[name] = entry
     named = frozenset(canonical(key) for key in scan.named)
-    return Contents(scan, weights, scales, tuple(doubles), named)
+    kept = tuple(
+        name
+        for name in sorted(named)
+        if weight_of_scale(name) is None and not is_leftover(scan.source.config, name)
+    )
+    return Contents(scan, weights, scales, tuple(doubles), named, kept)
 
 
 @dataclass(frozen=True)

@@ -133,20 +133,23 @@ def _check(
             continue
         for name in tests:
             found[name].update(counts[name])
+    kinds = {entry: (folded(entry.key), contents.is_left_out(entry)) for entry in entries}
     for name in tests:
-        yield from _told(contents, f"{what}: {name}", entries, found[name], name == _REFUSED)
+        yield from _told(f"{what}: {name}", kinds, found[name], name == _REFUSED)
 
 
 def _told(
-    contents: Contents, rule: str, entries: list[Entry], counts: Mapping[Entry, int], refused: bool
+    rule: str, kinds: Mapping[Entry, tuple[str, bool]], counts: Mapping[Entry, int], refused: bool
 ) -> Iterator[Anomaly]:
-    """One for each tensor in counts; of_values counts tensors of its kind without any, too."""
-    kinds = {(folded(entry.key), contents.is_left_out(entry)) for entry in counts}
-    for entry in entries:
-        num, num_all = counts.get(entry, 0), math.prod(entry.shape)
-        kind, is_left_out = folded(entry.key), contents.is_left_out(entry)
-        if (kind, is_left_out) not in kinds:
+    """One for each tensor of a kind of which one is in counts: of_values is of the whole kind.
+
+    kinds: tensor -> folded name, and whether a load leaves it out.
+    """
+    at_fault = {kinds[entry] for entry in counts}
+    for entry, (kind, is_left_out) in kinds.items():
+        if (kind, is_left_out) not in at_fault:
             continue
+        num, num_all = counts.get(entry, 0), math.prod(entry.shape)
         severity = "error" if refused and not is_left_out else "note"
         examples = (f"{entry}: {num} of {num_all}",) if num else ()
         yield Anomaly(severity, rule, kind, examples, int(num > 0), num, num_all)

@@ -22,6 +22,7 @@ _FOLDS = (
         ".mlp.gate.e_score_correction_bias",
     ),
 )
+_ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
 _SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
 _FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(?:gate_proj|up_proj|down_proj|w[123])\.")
@@ -30,6 +31,8 @@ _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 def canonical(name: str) -> str:
     """The one spelling of name; DeepSeek-V3's."""
+    if not _ANY_FOLD.search(name):  # most names; a large checkpoint has 100,000
+        return name
     for pattern, replacement in _FOLDS:
         name = pattern.sub(replacement, name)
     return name

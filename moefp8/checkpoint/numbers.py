@@ -10,7 +10,7 @@ from typing import Any
 from .anomalies import Anomaly, error
 from .config import is_leftover, layer_of, text_config
 from .contents import Contents
-from .names import folded, split_expert, weight_of_scale
+from .names import folded, split_expert
 
 EXPERTS_NAMES = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 _NUM_EXAMPLES = 3
@@ -28,7 +28,7 @@ def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
 def expert_numbers(contents: Contents) -> Numbers:
     """`X.experts` -> `gate_proj.weight` -> the numbers of experts that have it; no scales."""
     numbers: Numbers = {}
-    for name in _weights(contents):
+    for name in contents.kept:
         if expert := split_expert(name):
             module, number = expert
             leaf = name.removeprefix(f"{module}.{number}.")
@@ -74,7 +74,7 @@ def _misfits(contents: Contents, num_experts: int, numbers: Numbers) -> Iterator
 
 
 def missing_layers(contents: Contents) -> Iterator[Anomaly]:
-    present = {n for name in _weights(contents) if (n := layer_of(name)) is not None}
+    present = {n for name in contents.kept if (n := layer_of(name)) is not None}
     num_layers = told(contents.config, ["num_hidden_layers"]) or max(present, default=-1) + 1
     if not present:
         return
@@ -86,12 +86,6 @@ def missing_layers(contents: Contents) -> Iterator[Anomaly]:
     for number in sorted(n for n in present if n >= num_layers):
         text = f"layers.{number}.* in {path}: config.json tells of {num_layers}"
         yield error("more layers than config.json tells of", "layers.*", text)
-
-
-def _weights(contents: Contents) -> Iterator[str]:
-    for name in contents.named:
-        if weight_of_scale(name) is None and not is_leftover(contents.config, name):
-            yield name
 
 
 def _is_fused(name: str, shape: tuple[int, ...]) -> bool:

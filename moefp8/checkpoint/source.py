@@ -101,13 +101,14 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
     weight_map = _try(_weight_map, index, problems)
     if weight_map is None:
         return {}, sorted(path.glob("*.safetensors"))
+    names = dict.fromkeys(name for name in weight_map.values() if isinstance(name, str))
+    files = {name: path / name for name in names if _is_inside(name)}
     for key, name in weight_map.items():
-        if not _is_inside(name):
+        if not isinstance(name, str) or name not in files:
             problems[index].append(
                 f"{key} in {index}: its file must lie in the directory, got {name!r}"
             )
-    names = dict.fromkeys(name for name in weight_map.values() if _is_inside(name))
-    return weight_map, [path / name for name in names]
+    return weight_map, list(dict.fromkeys(files.values()))
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
@@ -117,9 +118,9 @@ def _weight_map(index: Path) -> dict[str, Any]:
     return weight_map
 
 
-def _is_inside(name: object) -> bool:
+def _is_inside(name: str) -> bool:
     """Judged by spelling alone: hub caches hold symbolic links, which may point anywhere."""
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not name or "\0" in name:
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
     return ".." not in parts and not PurePosixPath(name).root and not PureWindowsPath(name).anchor
@@ -145,8 +146,10 @@ def _index_problems(path: Path, weight_map: dict[str, Any], shards: Iterable[Sha
     Of a shard that could not be read, that is all there is to say.
     """
     named = {shard.path: shard.named for shard in shards}
+    names = {name for name in weight_map.values() if isinstance(name, str)}
+    held = {name: named[path / name] for name in names if path / name in named}
     return [
         f"{key}: {INDEX_NAME} places it in {path / name}, which does not hold it"
         for key, name in weight_map.items()
-        if _is_inside(name) and key not in named.get(path / name, {key})
+        if isinstance(name, str) and key not in held.get(name, {key})
     ]

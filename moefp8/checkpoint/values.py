@@ -1,12 +1,12 @@
 """Count what tensors hold, such as scales that are no numbers: few reads, bounded memory.
 
-A span is what one read fetches: up to 4 MiB of one file and one dtype, without holes. Files
-store the scales of many weights side by side, so that most spans are hundreds of tensors.
+A batch is up to 4 MiB of one dtype, from anywhere: tests of a thousand small tensors cost as much
+as those of one. A run is what one read fetches of it: bytes of one file, without holes; files
+store the scales of many weights side by side.
 """
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +20,8 @@ from .header import TORCH_DTYPES, Entry
 from .read import Files, read_into
 
 _NUM_THREADS = 4
-_SPAN_BYTES = 4 << 20
+_BATCH_BYTES = 4 << 20
+_SERIAL = 32768  # elements that PyTorch does not spread over its threads, which wait for cores here
 
 Test = Callable[[torch.Tensor], torch.Tensor]
 Counts = dict[str, Counter[Entry]]
@@ -49,16 +50,31 @@ WEIGHT_TESTS: Mapping[str, Test] = {  # of E4M3, whose only NaNs are these two c
 
 
 @dataclass
-class _Span:
-    """pieces: entries, or parts of them, and how many elements of each; they follow one another."""
+class _Run:
+    """Bytes [begin, end) of the file of entry, its first; they come to byte `at` of the batch."""
 
+    entry: Entry
     begin: int
     end: int
-    pieces: list[tuple[Entry, int]] = field(default_factory=list)
+    at: int
 
-    @property
-    def first(self) -> Entry:
-        return self.pieces[0][0]
+
+@dataclass
+class _Batch:
+    """pieces: entries, or parts of them, in the order of the runs, and their numbers of bytes."""
+
+    pieces: list[tuple[Entry, int]] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, entry: Entry, begin: int, end: int) -> None:
+        last = self.runs[-1] if self.runs else None
+        if last is not None and last.entry.file == entry.file and last.end == begin:
+            last.end = end
+        else:
+            self.runs.append(_Run(entry, begin, end, self.num_bytes))
+        self.pieces.append((entry, end - begin))
+        self.num_bytes += end - begin
 
 
 def count_values(
@@ -70,67 +86,55 @@ def count_values(
     dtype that gives as many bools. bar: advanced by bytes.
     Raises CheckpointError if reading fails, naming key and file.
     """
-    spans = _spans(entries)
-    stop = threading.Event()
-    total: Counts = {name: Counter() for name in tests}
-
-    def work(mine: list[_Span]) -> Counts:
-        found: Counts = {name: Counter() for name in tests}
-        for span in mine:
-            if stop.is_set():
-                break
-            _count_span(span, files, tests, found)
-            if bar is not None:
-                bar.advance(span.end - span.begin)
-        return found
-
+    found: Counts = {name: Counter() for name in tests}
     with ThreadPoolExecutor(_NUM_THREADS, "moefp8-values") as pool:
-        try:
-            for found in pool.map(work, (spans[i::_NUM_THREADS] for i in range(_NUM_THREADS))):
-                for name, counts in found.items():
-                    total[name].update(counts)
-        finally:
-            stop.set()  # also on Ctrl-C: the pool waits for its threads
-    return total
+        for batch in _batches(entries):
+            values = _read(batch, files, pool)
+            for name, test in tests.items():
+                passed = [test(part) for part in values.split(_SERIAL)]
+                if any(part.any() for part in passed):
+                    _count(torch.cat(passed), batch, values.itemsize, found[name])
+            if bar is not None:
+                bar.advance(batch.num_bytes)
+    return found
 
 
-def _spans(entries: Iterable[Entry]) -> list[_Span]:
-    spans: list[_Span] = []
-    for entry in sorted(entries, key=lambda entry: (str(entry.file), entry.begin)):
-        itemsize = TORCH_DTYPES[entry.dtype].itemsize
-        for begin in range(entry.begin, entry.end, _SPAN_BYTES):
-            end = min(begin + _SPAN_BYTES, entry.end)
-            last = spans[-1] if spans else None
-            if last is None or not _continues(last, entry, begin, end):
-                last = _Span(begin, begin)
-                spans.append(last)
-            last.pieces.append((entry, (end - begin) // itemsize))
-            last.end = end
-    return spans
+def _batches(entries: Iterable[Entry]) -> Iterator[_Batch]:
+    batch = _Batch()
+    for entry in sorted(entries, key=lambda entry: (entry.dtype, str(entry.file), entry.begin)):
+        for begin in range(entry.begin, entry.end, _BATCH_BYTES):
+            end = min(begin + _BATCH_BYTES, entry.end)
+            is_full = batch.num_bytes + end - begin > _BATCH_BYTES
+            if batch.pieces and (is_full or batch.pieces[0][0].dtype != entry.dtype):
+                yield batch
+                batch = _Batch()
+            batch.add(entry, begin, end)
+    if batch.pieces:
+        yield batch
 
 
-def _continues(span: _Span, entry: Entry, begin: int, end: int) -> bool:
-    """Whether bytes [begin, end) of entry can be read along with span."""
-    is_alike = (span.first.file, span.first.dtype) == (entry.file, entry.dtype)
-    return is_alike and span.end == begin and end - span.begin <= _SPAN_BYTES
+def _read(batch: _Batch, files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
+    """All of batch, flat; by threads, for a disk may be far away."""
+    data = torch.empty(batch.num_bytes, dtype=torch.uint8)
+
+    def read(runs: list[_Run]) -> None:
+        for run in runs:
+            try:
+                target = data[run.at : run.at + run.end - run.begin]
+                read_into(files[run.entry.file], run.begin, target)
+            except (OSError, EOFError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"{run.entry}: reading failed ({error}); the model is unchanged"
+                ) from error
+
+    for _ in pool.map(read, (batch.runs[i::_NUM_THREADS] for i in range(_NUM_THREADS))):
+        pass
+    return data.view(TORCH_DTYPES[batch.pieces[0][0].dtype])
 
 
-@torch.inference_mode()
-def _count_span(span: _Span, files: Files, tests: Mapping[str, Test], found: Counts) -> None:
-    try:
-        data = torch.empty(span.end - span.begin, dtype=torch.uint8)
-        read_into(files[span.first.file], span.begin, data)
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(
-            f"{span.first}: reading failed ({error}); the model is unchanged"
-        ) from error
-    values = data.view(TORCH_DTYPES[span.first.dtype])
-    ends = list(accumulate(length for _, length in span.pieces))
-    for name, test in tests.items():
-        passed = test(values)
-        if not passed.any():
-            continue
-        upto = passed.cumsum(0)[torch.tensor(ends) - 1].tolist()
-        for (entry, _), before, now in zip(span.pieces, [0, *upto], upto, strict=False):
-            if now > before:
-                found[name][entry] += now - before
+def _count(passed: torch.Tensor, batch: _Batch, itemsize: int, found: Counter[Entry]) -> None:
+    ends = torch.tensor(list(accumulate(num_bytes for _, num_bytes in batch.pieces))) // itemsize
+    upto = passed.cumsum(0)[ends - 1].tolist()
+    for (entry, _), before, now in zip(batch.pieces, [0, *upto], upto, strict=False):
+        if now > before:
+            found[entry] += now - before

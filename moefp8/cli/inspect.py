@@ -140,7 +140,7 @@ def _headline(anomaly: Anomaly) -> str:
         return text
     share = 100 * anomaly.num_values / anomaly.of_values
     return (
-        f"{text}: {anomaly.num_values:,} of {anomaly.of_values:,} values ({share:.2g} %), in "
+        f"{text}: {anomaly.num_values:,} of {anomaly.of_values:,} values ({share:.1f} %), in "
         f"{anomaly.count:,} tensors"
     )
 
