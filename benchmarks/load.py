@@ -47,7 +47,10 @@ class Experts(nn.Module):
 
     def randomize(self) -> "Experts":
         for tensor in self.state_dict().values():
-            tensor.view(torch.int32).random_()
+            if tensor.dtype == torch.float32:
+                tensor.uniform_(1e-4, 1e-3)  # scales that are not finite are refused
+            else:
+                tensor.view(torch.int32).random_()
         return self
 
     def checksum(self) -> int:

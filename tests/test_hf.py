@@ -266,6 +266,10 @@ def replaced(name, tensor):
             [f"{EXPERT}.down_proj.weight in", "got BF16"],
         ),
         (
+            replaced(f"{EXPERT}.down_proj.weight_scale_inv", torch.full((2, 3), torch.nan)),
+            [f"{EXPERT}.down_proj.weight_scale_inv in", "6 of 6 scales are NaN or infinite"],
+        ),
+        (
             without("model.layers.0.self_attn.k_proj.weight_scale_inv"),
             ["model.layers.0.self_attn.k_proj.weight in", "without its scale"],
         ),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ FP8_QUANTIZATION = {
 
 _DECODER_LAYER = re.compile(
     r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
-    r"layers\.(\d+)\."
+    r"layers\.(\d{1,9})\."  # int() refuses thousands of digits
 )
 
 
@@ -37,10 +38,9 @@ def block_problem(config: dict[str, Any]) -> str | None:
 
     Without a quantization_config the shapes of the scales decide; they are checked anyway.
     """
-    quantization = config.get("quantization_config")
-    if quantization is None:
+    if config.get("quantization_config") is None:
         return None
-    found = _block_sizes(quantization) if isinstance(quantization, dict) else []
+    found = block_sizes(config)
     if found and all(block == BLOCK for block in found):
         return None
     return (
@@ -49,8 +49,12 @@ def block_problem(config: dict[str, Any]) -> str | None:
     )
 
 
-def _block_sizes(quantization: dict[str, Any]) -> list[Any]:
-    """fp8 states weight_block_size; compressed-tensors one block_structure for every group."""
+def block_sizes(config: Mapping[str, Any]) -> list[Any]:
+    """What config says, whatever that is; fp8 states weight_block_size, compressed-tensors one
+    block_structure for every group."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return []
     groups = quantization.get("config_groups")
     if "weight_block_size" in quantization or not isinstance(groups, dict):
         block = quantization.get("weight_block_size")
@@ -61,6 +65,12 @@ def _block_sizes(quantization: dict[str, Any]) -> list[Any]:
         for scheme in weights
         if isinstance(scheme, dict)
     ]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config that tells of the language model; multimodal ones nest it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +87,15 @@ def is_leftover(config: dict[str, Any], key: str) -> bool:
     """Whether the family of config stores key for others: MTP layers, rotary tables."""
     if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
         return True
-    layer = _DECODER_LAYER.match(key)
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
+    layer = layer_of(key)
+    text = text_config(config)
     num_layers, num_mtp = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
     if layer is None or type(num_layers) is not int or type(num_mtp) is not int:
         return False
-    return num_layers <= int(layer[1]) < num_layers + num_mtp
+    return num_layers <= layer < num_layers + num_mtp
+
+
+def layer_of(key: str) -> int | None:
+    """3 for `model.layers.3.mlp.gate.weight`; None outside of the decoder."""
+    layer = _DECODER_LAYER.match(key)
+    return int(layer[1]) if layer else None

@@ -61,11 +61,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its entries, and the size and time by which a later change is noticed."""
+    """One file. stamp: the size and time by which a later change is noticed.
+
+    entries: those that are whole; named: all keys of the header; problems: a sentence for each
+    entry that is cut short, or lies elsewhere than right behind the one before it.
+    """
 
     path: Path
     stamp: tuple[int, int]
     entries: tuple[Entry, ...]
+    named: frozenset[str]
+    problems: tuple[str, ...]
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int]:
@@ -73,7 +79,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def read_shard(path: Path) -> Shard:
-    """path: a safetensors file. Raises CheckpointError if it is cut short or contradicts itself."""
+    """path: a safetensors file. Raises CheckpointError if its header cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{path}: must be a regular file")
@@ -91,8 +97,8 @@ def read_shard(path: Path) -> Shard:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     header.pop("__metadata__", None)
     entries = [_entry(path, key, value, 8 + num_header) for key, value in header.items()]
-    _check_tiling(path, entries, 8 + num_header, status.st_size)
-    return Shard(path, stamp_of(status), tuple(entries))
+    whole, problems = _whole(path, entries, 8 + num_header, status.st_size)
+    return Shard(path, stamp_of(status), tuple(whole), frozenset(header), tuple(problems))
 
 
 def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
@@ -119,21 +125,26 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _check_tiling(path: Path, entries: list[Entry], start: int, file_bytes: int) -> None:
-    """The entries must follow one another from start to the end of the file."""
-    position = start
+def _whole(
+    path: Path, entries: list[Entry], start: int, file_bytes: int
+) -> tuple[list[Entry], list[str]]:
+    """(Entries that follow one another from start to the end of the file, what others do)."""
+    whole, problems, position = [], [], start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > file_bytes:
-            raise CheckpointError(
+            problems.append(
                 f"{entry}: truncated: its bytes end at {entry.end}, the file has {file_bytes}; "
                 "fetch the file again"
             )
-        if entry.begin != position:
-            raise CheckpointError(
+        elif entry.begin != position:
+            problems.append(
                 f"{entry}: corrupt header: bytes start at {entry.begin}, expected {position}"
             )
+        else:
+            whole.append(entry)
         position = entry.end
-    if position != file_bytes:
-        raise CheckpointError(
+    if position != file_bytes and not problems:
+        problems.append(
             f"{path}: corrupt: the header describes {position} bytes, the file has {file_bytes}"
         )
+    return whole, problems

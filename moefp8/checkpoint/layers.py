@@ -9,6 +9,7 @@ from torch import nn
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.moe import SharedExperts
 from ..layers.router import TOP_K_NAMES
+from .config import text_config
 from .errors import CheckpointError
 from .fp8 import scaled_weights
 from .header import TORCH_DTYPES
@@ -34,7 +35,7 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
     names = {key: canonical(name) for key, name in scaled_weights(source).items()}
     if not names:
         raise CheckpointError(f"{path}: no weight has scales, so there is nothing in FP8")
-    top_k = top_k or _top_k_of(source.config)
+    top_k = top_k or top_k_of(source.config)
     found = dict.fromkeys(_linears(source, names))
     modules: list[nn.Module] = []
     for n, k, bias in found:
@@ -52,7 +53,7 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
 def _router(source: Source, sizes: tuple[int, int, int], top_k: int) -> TopKRouter:
     """It scores by the sigmoid where a bias corrects its choice, or where config.json says so."""
     corrected = any(key.endswith("e_score_correction_bias") for key in source.entries)
-    told = _text_config(source.config).get("scoring_func") == "sigmoid"
+    told = text_config(source.config).get("scoring_func") == "sigmoid"
     scoring: Any = "sigmoid" if corrected or told else "softmax"
     num_experts, hidden_size, _ = sizes
     chosen = min(top_k, num_experts)
@@ -96,11 +97,6 @@ def _experts(source: Source, names: Mapping[str, str]) -> list[tuple[int, int, i
     return [*((numbers[module], h, i) for module, (h, i) in sizes.items()), *fused]
 
 
-def _top_k_of(config: Mapping[str, Any]) -> int | None:
-    values = (_text_config(config).get(key) for key in TOP_K_NAMES)
+def top_k_of(config: Mapping[str, Any]) -> int | None:
+    values = (text_config(config).get(key) for key in TOP_K_NAMES)
     return next((value for value in values if type(value) is int and value >= 1), None)
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config

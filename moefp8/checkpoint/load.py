@@ -1,5 +1,6 @@
 """Fill a model from a checkpoint: check everything, then read every byte once."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, raise_if_any
 from .plan import Plan, make_plan
-from .read import check_twins, open_files, read_copies
+from .read import Files, check_twins, open_files, read_copies
 from .record import remember
-from .slots import Inventory, ModelTensor
-from .source import open_source
+from .slots import Inventory, ModelTensor, Role
+from .source import Source, open_source
+from .values import count_values, not_finite
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ def load_checkpoint(
     """Fill every parameter and persistent buffer of model, in place.
 
     1. Read the headers of all shards. 2. Match them to the model; every place must have its key,
-    and every key its place, but for MTP layers and rotary tables. 3. Materialise what is on meta.
-    4. Read, each byte once.
+    and every key its place, but for MTP layers and rotary tables. 3. Read the scales, 1/4096 of the
+    bytes: all must be finite. 4. Materialise what is on meta. 5. Read, each byte once.
 
     A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
     exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
@@ -54,7 +56,7 @@ def load_checkpoint(
         progress: show a bar on stderr; None means if it is a terminal.
 
     Raises:
-        CheckpointError: naming keys and files; before step 3 the model is then unchanged.
+        CheckpointError: naming keys and files; before step 4 the model is then unchanged.
         ValueError, TypeError: a device or an ignore that cannot be meant.
     """
     started = time.perf_counter()
@@ -69,11 +71,27 @@ def load_checkpoint(
     with ExitStack() as stack:
         files = open_files(stack, entries, source.shards)
         check_twins(plan.twins, files)
+        check_scales(plan, files, source)
         _materialise(plan, place)
         num_bytes = read_copies(plan.copies, files, progress)
     remember(model, source.config, plan.names)
     seconds = time.perf_counter() - started
     return LoadReport(len(plan.copies), num_bytes, seconds, tuple(plan.ignored))
+
+
+def check_scales(plan: Plan, files: Files, source: Source) -> None:
+    """One scale that is no number makes a token's whole output NaN, layers later."""
+    scales = [copy.entry for copy in plan.copies if copy.slot.role is Role.SCALE]
+    found = count_values(scales, files, {"not finite": not_finite})["not finite"]
+    raise_if_any(
+        [
+            f"{entry}: {found[entry]} of {math.prod(entry.shape)} scales are NaN or infinite; "
+            "fetch the file again, or quantize the weight anew"
+            for entry in scales
+            if entry in found
+        ],
+        f"checkpoint {source.path} has scales that are not finite; the model is unchanged",
+    )
 
 
 @torch.inference_mode(False)  # parameters outlive the mode in which they are loaded

@@ -22,13 +22,17 @@ _FOLDS = (
         ".mlp.gate.e_score_correction_bias",
     ),
 )
+_ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
 _SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
 _FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(?:gate_proj|up_proj|down_proj|w[123])\.")
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(?:gate_proj|up_proj|down_proj|w[123])\.")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
 def canonical(name: str) -> str:
     """The one spelling of name; DeepSeek-V3's."""
+    if not _ANY_FOLD.search(name):  # most names; a large checkpoint has 100,000
+        return name
     for pattern, replacement in _FOLDS:
         name = pattern.sub(replacement, name)
     return name
@@ -52,6 +56,11 @@ def split_expert(name: str) -> tuple[str, int] | None:
     """(`X.experts`, 3) for `X.experts.3.gate_proj.weight`; None for other names."""
     match = _EXPERT.match(name)
     return (match[1], int(match[2])) if match else None
+
+
+def folded(name: str) -> str:
+    """`model.layers.*.mlp.experts.*.gate_proj.weight`: canonical, numbers of modules as stars."""
+    return _NUMBER.sub("*", canonical(name))
 
 
 def join(prefix: str, name: str) -> str:

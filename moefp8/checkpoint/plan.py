@@ -17,7 +17,7 @@ from .slots import Inventory, ModelTensor, Role, Slot
 from .source import Source
 
 FP8 = "F8_E4M3"
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
 _FLOATS = ("F64", "F32", "BF16", "F16")
 FP8_ROLES = (Role.WEIGHT, Role.SCALE)
 _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
@@ -60,16 +60,18 @@ def make_plan(
     return matcher.plan
 
 
-def check_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> None:
-    """Raise unless every FP8 weight of the model and every scale has its key, and that fits.
+def plan_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Plan:
+    """The plan of the model's FP8 weights and their scales alone.
 
-    Other tensors are not looked at, nor keys for which the model has no place.
+    Raises CheckpointError unless each has its key, and that fits. Other tensors are not looked
+    at, nor keys for which the model has no place.
     """
     matcher = _Matcher(source, inventory, rename)
     matcher.problems.clear()  # what only a loader of whole models minds
     matcher.match(source.entries, roles=FP8_ROLES)
     matcher.check_missing(roles=FP8_ROLES)
     raise_if_any(matcher.problems, f"checkpoint {source.path} does not fit the model")
+    return matcher.plan
 
 
 def renamed(key: str, rename: Rename | None) -> str:
@@ -203,9 +205,9 @@ def _weight_rule(entry: Entry, slot: Slot) -> str | None:
 def _scale_rule(entry: Entry, slot: Slot) -> str | None:
     if slot.owner.tensor.dtype != torch.float32:
         return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
-    if entry.dtype in _SCALES:
+    if entry.dtype in SCALE_DTYPES:
         return None
-    return f"dtype of a scale must be one of {', '.join(_SCALES)}, got {entry.dtype}"
+    return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
 
 
 def _plain_rule(entry: Entry, slot: Slot) -> str | None:

@@ -133,18 +133,18 @@ def _split(copy: Copy) -> Iterator[_Task]:
 
 def _run(task: _Task, file: int) -> None:
     if task.direct:
-        _read_into(file, task.begin, task.target)
+        read_into(file, task.begin, task.target)
         return
     temporary = torch.empty(
         task.target.shape,
         dtype=TORCH_DTYPES[task.entry.dtype],
         pin_memory=task.target.is_cuda,  # or the driver would copy it once more
     )
-    _read_into(file, task.begin, temporary)
+    read_into(file, task.begin, temporary)
     task.target.copy_(temporary)
 
 
-def _read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
+def read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
     """Fill the memory of tensor, contiguous and on the CPU, from byte begin of file."""
     num_bytes = tensor.numel() * tensor.element_size()
     buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))

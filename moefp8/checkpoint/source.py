@@ -1,18 +1,21 @@
 """Open a checkpoint: find its shards, read their headers, and agree them with the index."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
-from .config import config_path, read_config
+from .config import config_path
 from .errors import CheckpointError, raise_if_any
 from .header import Entry, Shard, read_shard
 from .jsonfile import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -25,83 +28,142 @@ class Source:
     shards: dict[Path, Shard]
 
 
+@dataclass(frozen=True)
+class Scan:
+    """What can be read of a checkpoint. named: all keys that a header or the index tells of.
+
+    problems: file -> what is broken there, one sentence each.
+    """
+
+    source: Source
+    named: frozenset[str]
+    problems: dict[Path, list[str]]
+
+
 def open_source(path: str | os.PathLike[str]) -> Source:
     """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken."""
-    path = Path(path)
-    problems: list[str] = []
-    return _open(path, *_locate(path, problems), problems)
+    return _whole(scan_source(path))
 
 
 def open_shards(files: Sequence[Path]) -> Source:
     """The checkpoint of these files, whatever an index says; config.json lies beside the first."""
-    return _open(files[0] if len(files) == 1 else files[0].parent, {}, list(files), [])
+    path = files[0] if len(files) == 1 else files[0].parent
+    return _whole(_scan(path, {}, list(files), defaultdict(list)))
 
 
-def _open(path: Path, weight_map: dict[str, str], files: list[Path], problems: list[str]) -> Source:
-    config = read_config(path) if config_path(path).exists() else {}
-    shards: list[Shard] = []
-    for file in files:
-        try:
-            shards.append(read_shard(file))
-        except CheckpointError as error:
-            problems.append(str(error))
+def _whole(scan: Scan) -> Source:
+    each = list(scan.problems.values())
+    problems = [some[0] for some in each] + [problem for some in each for problem in some[1:]]
+    raise_if_any(problems, f"checkpoint {scan.source.path} is broken; the model is unchanged")
+    return scan.source
+
+
+def scan_source(path: str | os.PathLike[str]) -> Scan:
+    """As open_source, but goes on with what is whole.
+
+    Raises CheckpointError if there is nothing at path that could be a checkpoint.
+    """
+    path = Path(path)
+    problems: dict[Path, list[str]] = defaultdict(list)
+    try:
+        return _scan(path, *_locate(path, problems), problems)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _scan(
+    path: Path, weight_map: dict[str, Any], files: list[Path], problems: dict[Path, list[str]]
+) -> Scan:
+    has_config = config_path(path).exists()
+    config = _try(read_object, config_path(path), problems) if has_config else None
+    shards = [shard for file in files if (shard := _try(read_shard, file, problems)) is not None]
+    for shard in shards:
+        if shard.problems:
+            problems[shard.path] += shard.problems
     entries = _merge(shards, problems)
-    if len(shards) == len(files):
-        problems += _index_problems(path, weight_map, entries)
-    raise_if_any(problems, f"checkpoint {path} is broken; the model is unchanged")
-    return Source(path, config, entries, {shard.path: shard for shard in shards})
+    named = frozenset(weight_map).union(*(shard.named for shard in shards))
+    if index_problems := _index_problems(path, weight_map, shards):
+        problems[path / INDEX_NAME] += index_problems
+    source = Source(path, config or {}, entries, {shard.path: shard for shard in shards})
+    return Scan(source, named, dict(problems))
 
 
-def _locate(path: Path, problems: list[str]) -> tuple[dict[str, str], list[Path]]:
-    """(weight_map of the index, the shard files); weight_map is empty without an index."""
+def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]) -> _T | None:
+    try:
+        return read(file)
+    except CheckpointError as error:
+        problems[file].append(str(error))
+        return None
+
+
+def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any], list[Path]]:
+    """(weight_map of the index, the shard files); weight_map is empty without a readable index."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
         return {}, [path]
     index, single = path / INDEX_NAME, path / SINGLE_NAME
-    if index.exists() and single.exists():
-        raise CheckpointError(
+    if not index.exists():
+        if single.exists():
+            return {}, [single]
+        raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+    if single.exists():
+        problems[path].append(
             f"{path}: holds both {INDEX_NAME} and {SINGLE_NAME}; remove one, or give the path of "
             f"{SINGLE_NAME} itself"
         )
-    if single.exists():
-        return {}, [single]
-    if not index.exists():
-        raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+    weight_map = _try(_weight_map, index, problems)
+    if weight_map is None:
+        return {}, sorted(path.glob("*.safetensors"))
+    names = dict.fromkeys(name for name in weight_map.values() if isinstance(name, str))
+    files = {name: path / name for name in names if _is_inside(name)}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name not in files:
+            problems[index].append(
+                f"{key} in {index}: its file must lie in the directory, got {name!r}"
+            )
+    return weight_map, list(dict.fromkeys(files.values()))
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must map keys to files, got {weight_map!r}")
-    for key, name in weight_map.items():
-        if not _is_inside(name):
-            problems.append(f"{key} in {index}: its file must lie in the directory, got {name!r}")
-    names = dict.fromkeys(name for name in weight_map.values() if _is_inside(name))
-    return weight_map, [path / name for name in names]
+    return weight_map
 
 
-def _is_inside(name: object) -> bool:
+def _is_inside(name: str) -> bool:
     """Judged by spelling alone: hub caches hold symbolic links, which may point anywhere."""
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not name or "\0" in name:
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
     return ".." not in parts and not PurePosixPath(name).root and not PureWindowsPath(name).anchor
 
 
-def _merge(shards: Iterable[Shard], problems: list[str]) -> dict[str, Entry]:
+def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for shard in shards:
         for entry in shard.entries:
             if entry.key in entries:
                 first = entries[entry.key].file
-                problems.append(f"{entry}: the same key is in {first}; delete one of the two")
+                problems[shard.path].append(
+                    f"{entry}: the same key is in {first}; delete one of the two"
+                )
             else:
                 entries[entry.key] = entry
     return entries
 
 
-def _index_problems(path: Path, weight_map: dict[str, str], entries: dict[str, Entry]) -> list[str]:
-    """What the index promises and its shards lack; a key that only a shard knows is no problem."""
+def _index_problems(path: Path, weight_map: dict[str, Any], shards: Iterable[Shard]) -> list[str]:
+    """What the index promises and its shards lack; a key that only a shard knows is no problem.
+
+    Of a shard that could not be read, that is all there is to say.
+    """
+    named = {shard.path: shard.named for shard in shards}
+    names = {name for name in weight_map.values() if isinstance(name, str)}
+    held = {name: named[path / name] for name in names if path / name in named}
     return [
         f"{key}: {INDEX_NAME} places it in {path / name}, which does not hold it"
         for key, name in weight_map.items()
-        if _is_inside(name) and (key not in entries or entries[key].file != path / name)
+        if isinstance(name, str) and key not in held.get(name, {key})
     ]

@@ -1,6 +1,7 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers.quantizers.base import HfQuantizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.config import block_problem
 from ..checkpoint.fp8 import fp8_modules_of
+from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
-from ..checkpoint.plan import check_fp8, widens
+from ..checkpoint.plan import plan_fp8, widens
+from ..checkpoint.read import open_files
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
 from ..layers import FP8Linear, GroupedExperts, convert
@@ -63,7 +66,10 @@ class FP8Quantizer(HfQuantizer):
             raise CheckpointError(f"{source.path}: {problem}")
         convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
         inventory, rename = Inventory(model), _renaming(model, self)
-        check_fp8(source, inventory, rename)
+        plan = plan_fp8(source, inventory, rename)
+        with ExitStack() as stack:
+            files = open_files(stack, [copy.entry for copy in plan.copies], source.shards)
+            check_scales(plan, files, source)
         for key, entry in source.entries.items():
             slot = inventory.find(rename(key))
             if slot is not None and widens(entry, slot):

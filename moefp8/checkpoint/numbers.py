@@ -1,0 +1,96 @@
+"""Which layers and experts a checkpoint should have, by its config.json and by its other layers.
+
+Names of tensors that cannot be read count as there: that their file is broken is told anyway.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from .anomalies import Anomaly, error
+from .config import is_leftover, layer_of, text_config
+from .contents import Contents
+from .names import folded, split_expert
+
+EXPERTS_NAMES = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
+_NUM_EXAMPLES = 3
+_FUSED = ".experts.down_proj"
+
+Numbers = dict[str, dict[str, set[int]]]
+
+
+def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """The first of these numbers that config.json tells."""
+    values = (text_config(config).get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def expert_numbers(contents: Contents) -> Numbers:
+    """`X.experts` -> `gate_proj.weight` -> the numbers of experts that have it; no scales."""
+    numbers: Numbers = {}
+    for name in contents.kept:
+        if expert := split_expert(name):
+            module, number = expert
+            leaf = name.removeprefix(f"{module}.{number}.")
+            numbers.setdefault(module, {}).setdefault(leaf, set()).add(number)
+    return numbers
+
+
+def num_experts_of(contents: Contents, numbers: Numbers) -> int | None:
+    """As config.json tells, else one more than the largest number, or as many as are fused."""
+    found = [n + 1 for leaves in numbers.values() for some in leaves.values() for n in some]
+    fused = [x.shape[0] for name, x in contents.weights.items() if _is_fused(name, x.shape)]
+    return told(contents.config, EXPERTS_NAMES) or max([*found, *fused], default=None)
+
+
+def missing_experts(contents: Contents) -> Iterator[Anomaly]:
+    numbers = expert_numbers(contents)
+    num_experts = num_experts_of(contents, numbers) or 0
+    path = contents.scan.source.path
+    leaves = {leaf for module in numbers.values() for leaf in module}
+    for module, found in numbers.items():
+        for leaf in sorted(leaves):
+            kind, present = folded(f"{module}.0.{leaf}"), found.get(leaf, set())
+            absent = islice(_absent(present, num_experts), _NUM_EXAMPLES)
+            examples = tuple(f"{module}.{i}.{leaf}: missing from {path}" for i in absent)
+            if num_missing := num_experts - sum(n < num_experts for n in present):
+                yield Anomaly("error", "experts are missing", kind, examples, num_missing)
+            for number in sorted(n for n in present if n >= num_experts):
+                text = f"{module}.{number}.{leaf} in {path}: config.json tells of {num_experts}"
+                yield error("more experts than config.json tells of", kind, text)
+    yield from _misfits(contents, num_experts, numbers)
+
+
+def _misfits(contents: Contents, num_experts: int, numbers: Numbers) -> Iterator[Anomaly]:
+    """Fused experts of another number; routers that have no experts at all."""
+    for name, entry in contents.weights.items():
+        if _is_fused(name, entry.shape) and entry.shape[0] != num_experts:
+            text = f"{entry}: {entry.shape[0]} experts, config.json tells of {num_experts}"
+            yield error("experts are missing, or too many", folded(name), text)
+        module = name.removesuffix("gate.weight") + "experts"
+        is_router = name.endswith(".mlp.gate.weight") and not is_leftover(contents.config, name)
+        if is_router and module not in numbers and f"{module}.down_proj" not in contents.named:
+            yield error("a router without experts", folded(name), f"{entry}: no {module}.*")
+
+
+def missing_layers(contents: Contents) -> Iterator[Anomaly]:
+    present = {n for name in contents.kept if (n := layer_of(name)) is not None}
+    num_layers = told(contents.config, ["num_hidden_layers"]) or max(present, default=-1) + 1
+    if not present:
+        return
+    path = contents.scan.source.path
+    if num_missing := num_layers - sum(n < num_layers for n in present):
+        names = (f"layers.{n}.*: missing from {path}" for n in _absent(present, num_layers))
+        examples = tuple(islice(names, _NUM_EXAMPLES))
+        yield Anomaly("error", "layers are missing", "layers.*", examples, num_missing)
+    for number in sorted(n for n in present if n >= num_layers):
+        text = f"layers.{number}.* in {path}: config.json tells of {num_layers}"
+        yield error("more layers than config.json tells of", "layers.*", text)
+
+
+def _is_fused(name: str, shape: tuple[int, ...]) -> bool:
+    return name.endswith(_FUSED) and len(shape) == 3
+
+
+def _absent(present: Container[int], end: int) -> Iterator[int]:
+    return (number for number in range(end) if number not in present)
