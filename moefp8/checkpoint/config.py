@@ -15,7 +15,7 @@ FP8_QUANTIZATION = {
     "weight_block_size": BLOCK,
 }
 
-_DECODER_LAYER = re.compile(
+DECODER_LAYER = re.compile(
     r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
     r"layers\.(\d+)\."
 )
@@ -77,7 +77,7 @@ def is_leftover(config: dict[str, Any], key: str) -> bool:
     """Whether the family of config stores key for others: MTP layers, rotary tables."""
     if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
         return True
-    layer = _DECODER_LAYER.match(key)
+    layer = DECODER_LAYER.match(key)
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
     num_layers, num_mtp = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")

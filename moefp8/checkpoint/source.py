@@ -25,8 +25,11 @@ class Source:
     shards: dict[Path, Shard]
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken."""
+def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
+    """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken.
+
+    outcome: how the error ends, what became of the caller's work.
+    """
     path = Path(path)
     config = read_config(path) if config_path(path).exists() else {}
     shards: list[Shard] = []
@@ -40,7 +43,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     entries = _merge(shards, problems)
     if len(shards) == len(files):
         problems += _index_problems(path, weight_map, entries)
-    raise_if_any(problems, f"checkpoint {path} is broken; the model is unchanged")
+    raise_if_any(problems, f"checkpoint {path} is broken; {outcome}")
     return Source(path, config, entries, {shard.path: shard for shard in shards})
 
 
