@@ -1,4 +1,4 @@
-"""`python -m moefp8 {info, precompile, bench}`.
+"""`python -m moefp8 {info, precompile, quantize, bench}`.
 
 A command is a function of its arguments that returns the exit status; `add_to` declares those. What
 a user can get wrong ends in one sentence and status 1, not in a traceback.
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
-from . import bench, info, precompile
+from . import bench, info, precompile, quantize
 
-_COMMANDS = {"info": info, "precompile": precompile, "bench": bench}
+_COMMANDS = {"info": info, "precompile": precompile, "quantize": quantize, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
