@@ -57,17 +57,18 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
     linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
     problems = [
         f"{source.entries[key]}: {problem}; {_to_keep(key)}"
-        for key in linears
+        for key in sorted(linears)
         if (problem := _dtype_problem(source.entries[key]))
     ]
     stacks = _choose_stacks(source, skip, problems)
-    moves = list(_moves(source, linears, stacks))
-    problems += [*_split_modules(source, linears), *_twice(moves)]
-    if not linears and not stacks:
+    problems += _split_modules(source, linears)
+    if not linears and not stacks and not problems:
         problems.append(
-            "no 2-D weight in a decoder layer (such as model.layers.0.) is left for FP8"
+            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8"
         )
     raise_if_any(problems, headline)
+    moves = list(_moves(source, linears, stacks))
+    raise_if_any(_twice(moves), headline)
     return Choice(moves, _kept_modules(source, linears | stacks))
 
 
@@ -91,7 +92,8 @@ def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> 
         if problem := _stack_problem(tensors, kept):
             where = next(iter(tensors.values())).file
             problems.append(f"{module} in {where}: {problem}; {_to_keep(module)}")
-        chosen.update(f"{module}.{name}" for name in tensors)
+        else:
+            chosen.update(f"{module}.{name}" for name in tensors)
     return chosen
 
 

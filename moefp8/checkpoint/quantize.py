@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .header import stamp_of
 from .moves import Move, in_shards
 from .report import QuantizeReport, WeightReport
+from .shard import OUTCOME
 from .source import Source, open_source
 from .stream import write_shard
 from .target import shard_name, write_index, write_json
@@ -84,7 +85,7 @@ def quantize_checkpoint(
             _write_others(work, opened, others, choice, shards)
             work.publish()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made ({error})") from error
+        raise CheckpointError(f"{path}: cannot be made ({error}); {OUTCOME}") from error
     return QuantizeReport(
         weights=tuple(reports),
         kept=tuple(move.key for move in choice.moves if not move.is_fp8),

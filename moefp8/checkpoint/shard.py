@@ -15,6 +15,8 @@ import torch
 from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry
 
+OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how errors end
+
 
 def lay_out(
     path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]]
@@ -51,7 +53,7 @@ def create(path: Path, header: bytes) -> int:
             os.close(file)
             raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); {OUTCOME}") from error
     return file
 
 
@@ -67,7 +69,9 @@ def write(file: int, entry: Entry, offset: int, tensor: torch.Tensor) -> None:
     try:
         _write_all(file, buffer, entry.begin + offset)
     except OSError as error:
-        raise CheckpointError(f"{entry}: cannot be written ({error.strerror})") from error
+        raise CheckpointError(
+            f"{entry}: cannot be written ({error.strerror}); {OUTCOME}"
+        ) from error
 
 
 def _write_all(file: int, buffer: memoryview, position: int) -> None:

@@ -20,13 +20,12 @@ from .header import TORCH_DTYPES, Entry, stamp_of
 from .pool import run_all
 from .read import Files, open_files, read_into
 from .report import ErrorSums, WeightReport
-from .shard import create, lay_out, write
+from .shard import OUTCOME, create, lay_out, write
 from .source import Source
 
 _NUM_THREADS = 8  # of each 25 MiB, at K = 7168
 _BAND_ELEMENTS = 1 << 19
 _CHUNK_BYTES = 4 << 20
-_OUTCOME = "finished shards are kept: mend it and run again to go on"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def write_shard(
     header, entries = lay_out(path, (output for move in moves for output in move.outputs()))
     reports: dict[str, WeightReport] = {}
     with ExitStack() as stack:
-        sources = open_files(stack, [move.entry for move in moves], source.shards, _OUTCOME)
+        sources = open_files(stack, [move.entry for move in moves], source.shards, OUTCOME)
         target = create(path, header)
         stack.callback(os.close, target)
         job = _Job(sources, target, entries, device)
@@ -131,17 +130,17 @@ def _telling(entry: Entry, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{entry}: {what} failed ({error}); {_OUTCOME}") from error
+        raise CheckpointError(f"{entry}: {what} failed ({error}); {OUTCOME}") from error
 
 
 def _check_unchanged(files: Files, source: Source) -> None:
     for path, file in files.items():
         if stamp_of(os.fstat(file)) != source.shards[path].stamp:
-            raise CheckpointError(f"{path}: changed while it was read; {_OUTCOME}")
+            raise CheckpointError(f"{path}: changed while it was read; {OUTCOME}")
 
 
 def _finish(target: int, path: Path) -> None:
     try:
         os.fsync(target)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); {OUTCOME}") from error
