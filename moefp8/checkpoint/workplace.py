@@ -83,7 +83,7 @@ def _lock(place: Workplace) -> int:
     """A descriptor; closing it, also by death, is to unlock."""
     try:
         return try_lock(place.path / "lock")
-    except BlockingIOError as error:
+    except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
         raise CheckpointError(
             f"{place.target}: another process writes it, and holds {place.path / 'lock'}; wait for "
             "it, or choose another target"
