@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,6 +80,7 @@ def assert_same(got: dict, wanted: dict) -> None:
 def test_families(tmp_path, family, num_shards, monkeypatch):
     """Bands of one block, so that each weight is of several."""
     monkeypatch.setattr(stream, "_BAND_ELEMENTS", 1)
+    monkeypatch.setattr(stream, "_COLUMNS", 128)
     monkeypatch.setattr(stream, "_CHUNK_BYTES", 100)
     make, kept = FAMILIES[family]
     tensors = make()
@@ -119,6 +122,7 @@ def test_other_floats(tmp_path, dtype):
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0), (1, 1), (129, 127), (3, 1000)])
 def test_shapes(tmp_path, shape, monkeypatch):
     monkeypatch.setattr(stream, "_BAND_ELEMENTS", 1)
+    monkeypatch.setattr(stream, "_COLUMNS", 128)
     tensors = {LINEAR: bf16(*shape)}
     done = quantize_checkpoint(write_source(tmp_path / "s", tensors), tmp_path / "t")
     got = read(tmp_path / "t")
@@ -167,6 +171,30 @@ def test_skipped_stacks_stay_stacked(tmp_path):
     quantize_checkpoint(source, tmp_path / "t", skip=["experts"])
     assert_same(read(tmp_path / "t"), expected(tensors, [EXPERTS]))
     assert quantization_of(tmp_path / "t")["modules_to_not_convert"] == [EXPERTS, "lm_head"]
+
+
+MEMORY = """
+import resource, sys, torch
+from moefp8.checkpoint import quantize_checkpoint, stream
+from moefp8.quant import quantize_128x128
+stream.num_processors = lambda: 8
+quantize_128x128(torch.randn(256, 256))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+quantize_checkpoint(*sys.argv[1:])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_memory_does_not_grow_with_tensors(tmp_path):
+    """640 MB in four weights, of which eight threads work on all at once."""
+    save_file(
+        {f"model.layers.{n}.q_proj.weight": torch.zeros(5120, 16384).bfloat16() for n in range(4)},
+        tmp_path / "model.safetensors",
+    )
+    command = [sys.executable, "-c", MEMORY, tmp_path, tmp_path / "t"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 256
 
 
 # What is refused
@@ -369,6 +397,7 @@ def test_errors_by_hand(tmp_path):
 def test_errors_are_those_of_the_whole_weight(size, tmp_path, monkeypatch):
     """In FP64; also where squares would vanish or overflow. Tiny ones become zeros."""
     monkeypatch.setattr(stream, "_BAND_ELEMENTS", 1)
+    monkeypatch.setattr(stream, "_COLUMNS", 128)
     w = torch.randn(300, 200) * size
     w[130:, 130:] *= 1e-2
     (got,) = quantize_checkpoint(write_source(tmp_path / "s", {LINEAR: w}), tmp_path / "t").weights

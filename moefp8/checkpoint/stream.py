@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels import BLOCK, num_blocks
+from ..kernels import BLOCK, E4M3, num_blocks
 from ..kernels.jit.kernel import num_processors
 from ..quant import quantize_128x128
 from .choose import Move
@@ -23,8 +23,9 @@ from .report import ErrorSums, WeightReport
 from .shard import OUTCOME, create, lay_out, write
 from .source import Source
 
-_NUM_THREADS = 8  # of each 25 MiB, at K = 7168
+_NUM_THREADS = 8  # of 25 MiB each
 _BAND_ELEMENTS = 1 << 19
+_COLUMNS = 4096
 _CHUNK_BYTES = 4 << 20
 
 
@@ -90,17 +91,30 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
     for first, rows in _bands(n, k):
         band = torch.empty(rows, k, dtype=dtype)
         _read(job, move, first * k * dtype.itemsize, band)
+        block_rows = scale_inv[first // BLOCK :][: num_blocks(rows)]
         with _telling(move.entry, "quantizing"):
-            w = band.to(job.device)
-            q = quantize_128x128(w)
-            if not q.scale_inv.isfinite().all():  # NaN and Inf make the scale of their block so
+            quantized = _quantize_band(band.to(job.device), block_rows, sums)
+            if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
                 raise CheckpointError(f"{move.entry}: holds NaN or Inf in {move.key}")
-            sums.add(w, q)
-            scale_inv[first // BLOCK :][: len(q.scale_inv)] = q.scale_inv
-        write(job.target, data, first * k, q.data.cpu())
+        write(job.target, data, first * k, quantized)
         advance(band.nbytes)
     write(job.target, scale, 0, scale_inv)
     return sums.report(move.key, move.shape)
+
+
+def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums) -> torch.Tensor:
+    """band [rows, K] -> E4M3 [rows, K] on the CPU; scales go to scale_inv, errors to sums.
+
+    Some columns at a time: what is made of them in FP32 stays in a core's cache.
+    """
+    data = torch.empty(band.shape, dtype=E4M3)
+    for first in range(0, band.shape[1], _COLUMNS):
+        w = band[:, first : first + _COLUMNS].contiguous()
+        q = quantize_128x128(w)
+        sums.add(w, q)
+        data[:, first : first + _COLUMNS] = q.data
+        scale_inv[:, first // BLOCK :][:, : num_blocks(w.shape[1])] = q.scale_inv
+    return data
 
 
 def _bands(n: int, k: int) -> Iterator[tuple[int, int]]:
