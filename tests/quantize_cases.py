@@ -180,7 +180,7 @@ def write_source(directory: Path, tensors: dict, config: dict | None = None, num
     ):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(f"this is {name}")
-    for name in ("pytorch_model.bin", "x.gguf", "original/consolidated.00.pth", ".git/config"):
+    for name in ("pytorch_model.bin", "x.gguf", "original/params.json", ".git/config"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text("a second model")
     (directory / "pytorch_model.bin.index.json").write_text("{}")
