@@ -440,4 +440,4 @@ def test_a_file_that_changes_between_check_and_read(tmp_path, monkeypatch):
         return plan
 
     monkeypatch.setattr(load, "make_plan", slow)
-    refuse(path, path / "model.safetensors", "changed while loading")
+    refuse(path, path / "model.safetensors", "changed since it was opened")

@@ -16,7 +16,7 @@ from small_checkpoint import write_small_checkpoint
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, TopKRouter, ahead
 from moefp8.checkpoint import CheckpointError, fp8_layers
-from moefp8.cli import bench, info, inspect, precompile
+from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main
 from moefp8.kernels import jit, tuned
 from moefp8.layers.moe import SharedExperts
@@ -42,7 +42,7 @@ def test_it_runs_as_a_module(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["precompile"]])
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["precompile"], ["quantize", "x"]])
 def test_wrong_usage_ends_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
@@ -50,7 +50,7 @@ def test_wrong_usage_ends_with_status_2(argv, capsys):
     assert "usage: python -m moefp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [info, inspect, precompile, bench])
+@pytest.mark.parametrize("command", [info, inspect, precompile, quantize, bench])
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command.__name__.rpartition(".")[2], "--help"])

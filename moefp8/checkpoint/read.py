@@ -7,10 +7,7 @@ its pages would count as resident memory.
 
 import ctypes
 import os
-import queue
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from moefp8.progress import Progress
 from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry, Shard, stamp_of
 from .plan import Copy
+from .pool import run_all
 
 _NUM_THREADS = 4
 _TASK_BYTES = 16 << 20
@@ -40,8 +38,16 @@ class _Task:
     direct: bool
 
 
-def open_files(stack: ExitStack, entries: list[Entry], shards: dict[Path, Shard]) -> Files:
-    """path -> descriptor, closed by stack. Raises CheckpointError if a file has changed."""
+def open_files(
+    stack: ExitStack,
+    entries: list[Entry],
+    shards: dict[Path, Shard],
+    outcome: str = "the model is unchanged",
+) -> Files:
+    """path -> descriptor, closed by stack. Raises CheckpointError if a file has changed.
+
+    outcome: how the error ends, what became of the caller's work.
+    """
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
         try:
@@ -50,10 +56,10 @@ def open_files(stack: ExitStack, entries: list[Entry], shards: dict[Path, Shard]
             changed = stamp_of(os.fstat(files[path])) != shards[path].stamp
         except OSError as error:
             raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); the model is unchanged"
+                f"{path}: cannot be read ({error.strerror}); {outcome}"
             ) from error
         if changed:
-            raise CheckpointError(f"{path}: changed while loading; the model is unchanged")
+            raise CheckpointError(f"{path}: changed since it was opened; {outcome}")
     return files
 
 
@@ -76,43 +82,22 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
 def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
     """Fill every slot; returns bytes. Raises CheckpointError naming key and file at fault."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
-    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-    for copy in copies:
-        for task in _split(copy):
-            tasks.put(task)
+    tasks = [task for copy in copies for task in _split(copy)]
     total = sum(copy.entry.num_bytes for copy in copies)
-    stop = threading.Event()
-    with (
-        Progress("loading", total, "GiB", 2**30, progress) as bar,
-        ThreadPoolExecutor(_NUM_THREADS, "moefp8-load") as pool,
-    ):
-        workers = [pool.submit(_work, tasks, files, stop, bar) for _ in range(_NUM_THREADS)]
-        try:
-            for worker in workers:
-                worker.result()
-        finally:
-            stop.set()  # also on Ctrl-C: the pool waits for its threads
+    with Progress("loading", total, "GiB", 2**30, progress) as bar:
+
+        def run(task: _Task) -> None:
+            try:
+                _run(task, files[task.entry.file])
+            except (OSError, EOFError, RuntimeError, MemoryError) as error:
+                raise CheckpointError(
+                    f"{task.entry}: reading failed ({error}); the model is now partly written: "
+                    "load again before using it"
+                ) from error
+            bar.advance(task.num_bytes)
+
+        run_all(tasks, run, _NUM_THREADS, "moefp8-load")
     return total
-
-
-@torch.inference_mode()  # else a thread could not write to tensors made in inference mode
-def _work(
-    tasks: "queue.SimpleQueue[_Task]", files: Files, stop: threading.Event, bar: Progress
-) -> None:
-    while not stop.is_set():
-        try:
-            task = tasks.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            _run(task, files[task.entry.file])
-        except (OSError, EOFError, RuntimeError, MemoryError) as error:
-            stop.set()
-            raise CheckpointError(
-                f"{task.entry}: reading failed ({error}); the model is now partly written: load "
-                "again before using it"
-            ) from error
-        bar.advance(task.num_bytes)
 
 
 def _split(copy: Copy) -> Iterator[_Task]:

@@ -1,6 +1,5 @@
 """Write a model as a checkpoint: the keys and the config it was loaded with, all or nothing."""
 
-import json
 import os
 import shutil
 import uuid
@@ -19,7 +18,7 @@ from .header import DTYPE_NAMES
 from .names import SCALE_SUFFIX, scale_of_weight
 from .record import Record, recall
 from .slots import Inventory, ModelTensor, Role, Slot
-from .source import INDEX_NAME, SINGLE_NAME
+from .target import check_free, shard_name, sync, write_index, write_json
 
 
 def save_checkpoint(
@@ -36,8 +35,7 @@ def save_checkpoint(
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     path = Path(os.path.abspath(path))
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
+    check_free(path)
     inventory, record = Inventory(model), recall(model)
     tensors = _named_tensors(inventory, record)
     config = _config(model, inventory, record)
@@ -48,7 +46,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
         _write_all(partial, tensors, config, max_shard_bytes)
         partial.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     finally:
@@ -112,17 +110,14 @@ def _write_all(
     shards = list(_shards(tensors, max_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = shard_name(number, len(shards))
         whole = {key: tensor.contiguous() for key, tensor in shard.items()}
-        save_file(whole, directory / (name if len(shards) > 1 else SINGLE_NAME), {"format": "pt"})
+        save_file(whole, directory / name, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, name))
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / INDEX_NAME, index)
-    _write_json(directory / "config.json", config)
+    write_index(directory, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
+    write_json(directory / "config.json", config)
     for file in (*directory.iterdir(), directory):
-        _sync(file)
+        sync(file)
 
 
 def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -136,16 +131,3 @@ def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[s
         shard[key] = tensor
         size += tensor.nbytes
     yield shard
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a directory, outlast a power failure."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

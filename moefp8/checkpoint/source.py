@@ -40,21 +40,24 @@ class Scan:
     problems: dict[Path, list[str]]
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken."""
-    return _whole(scan_source(path))
+def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
+    """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken.
+
+    outcome: how the error ends, what became of the caller's work.
+    """
+    return _whole(scan_source(path), outcome)
 
 
 def open_shards(files: Sequence[Path]) -> Source:
     """The checkpoint of these files, whatever an index says; config.json lies beside the first."""
     path = files[0] if len(files) == 1 else files[0].parent
-    return _whole(_scan(path, {}, list(files), defaultdict(list)))
+    return _whole(_scan(path, {}, list(files), defaultdict(list)), "no model was made")
 
 
-def _whole(scan: Scan) -> Source:
+def _whole(scan: Scan, outcome: str) -> Source:
     each = list(scan.problems.values())
     problems = [some[0] for some in each] + [problem for some in each for problem in some[1:]]
-    raise_if_any(problems, f"checkpoint {scan.source.path} is broken; the model is unchanged")
+    raise_if_any(problems, f"checkpoint {scan.source.path} is broken; {outcome}")
     return scan.source
 
 

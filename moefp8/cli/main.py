@@ -1,4 +1,4 @@
-"""`python -m moefp8 {info, inspect, precompile, bench}`.
+"""`python -m moefp8 {info, inspect, precompile, quantize, bench}`.
 
 A command is a function of its arguments that returns the exit status; `add_to` declares those. What
 a user can get wrong ends in one sentence and status 1, not in a traceback.
@@ -10,9 +10,15 @@ from collections.abc import Sequence
 
 from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
-from . import bench, info, inspect, precompile
+from . import bench, info, inspect, precompile, quantize
 
-_COMMANDS = {"info": info, "inspect": inspect, "precompile": precompile, "bench": bench}
+_COMMANDS = {
+    "info": info,
+    "inspect": inspect,
+    "precompile": precompile,
+    "quantize": quantize,
+    "bench": bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

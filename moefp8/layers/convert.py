@@ -76,13 +76,13 @@ def _skipping(model: nn.Module, skip: tuple[str, ...]) -> dict[str, nn.Module]:
     """All that can be swapped, but for what `skip` names."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for part in skip:
-        if part not in DEFAULT_SKIP and not any(_matches(name, part) for name in modules):
+        if part not in DEFAULT_SKIP and not any(matches(name, part) for name in modules):
             raise ValueError(f"convert: every name in skip must be in the model, got {part!r}")
     return {
         name: module
         for name, module in modules.items()
         if _can_swap(module)
-        and not any(_matches(name, part) for part in skip)
+        and not any(matches(name, part) for part in skip)
         and not isinstance(modules[name.rpartition(".")[0]], nn.TransformerEncoderLayer)
     }
 
@@ -100,7 +100,8 @@ def _named(model: nn.Module, only: tuple[str, ...]) -> dict[str, nn.Module]:
     return {name: modules[name] for name in only if name not in done}
 
 
-def _matches(name: str, part: str) -> bool:
+def matches(name: str, part: str) -> bool:
+    """Whether part is a dotted piece of name, or a pattern (fnmatch) of all of it."""
     return f".{part}." in f".{name}." or fnmatchcase(name, part)
 
 

@@ -216,7 +216,7 @@ def _wait_for(lock: Path) -> int | None:
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
         try:
-            return _try_lock(lock)
+            return try_lock(lock)
         except BlockingIOError:
             time.sleep(_POLL_S)
         except OSError:  # no locks on this file system, or not our file
@@ -226,7 +226,7 @@ def _wait_for(lock: Path) -> int | None:
     return None
 
 
-def _try_lock(lock: Path) -> int:
+def try_lock(lock: Path) -> int:
     """Raises BlockingIOError if another process has it, OSError if nobody can."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -74,7 +74,7 @@ def compile_kernels(
         done()
         return cubin
 
-    num_threads = min(num_threads or _num_processors(), len(kernels)) or 1
+    num_threads = min(num_threads or num_processors(), len(kernels)) or 1
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             return list(pool.map(compile_one, kernels))
@@ -83,7 +83,7 @@ def compile_kernels(
             raise
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
     if hasattr(os, "sched_getaffinity"):  # fewer than the machine has, in a container
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

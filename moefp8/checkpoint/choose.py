@@ -1,0 +1,218 @@
+"""Which tensors of a 16-bit checkpoint become FP8; told by their names and shapes.
+
+E experts, H hidden, I intermediate.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..layers import DEFAULT_SKIP
+from ..layers.convert import matches
+from .config import layer_of
+from .errors import raise_if_any
+from .header import TORCH_DTYPES, Entry
+from .moves import Move, pieces
+from .names import split_expert, weight_of_scale
+from .source import Source
+
+_DTYPES = ("BF16", "F16", "F32")
+
+# Beside what `convert` skips: the projections of multi-token prediction, and small ones that decide
+# how others count (published FP8 checkpoints keep them too).
+KEPT = (
+    *DEFAULT_SKIP,
+    *("eh_proj", "shared_head", "embed_tokens"),
+    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a"),
+)
+_KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, KEPT))})(?:\..*)?")
+_NO_LINEAR = re.compile(r"(?:.*\.)?[^.]*(?:norm|embed|conv)[^.]*\.weight", re.IGNORECASE)
+_IN_EXPERTS = re.compile(r"(.*\bexperts)\.(?!\d)(?!e_score_correction_bias)(.+)")
+_STACKS = {"gate_up_proj", "down_proj"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """moves: all of the source, in its order; kept_modules: linears and experts that stay."""
+
+    moves: list[Move]
+    kept_modules: list[str]
+
+
+def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
+    """Every 2-D weight of a decoder layer, but for routers, gates, and what KEPT and skip name.
+
+    Experts stacked as `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] are taken apart into
+    DeepSeek's names, since gate and up have scale blocks of their own.
+
+    Raises:
+        CheckpointError: a source that is quantized already, holds experts of another make or
+            weights of another dtype, or nothing to quantize.
+        ValueError: a name in skip that matches nothing.
+    """
+    _check_skip(source, skip)
+    headline = f"{source.path} cannot be quantized"
+    raise_if_any(_quantized_already(source), headline)
+    linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
+    problems = [
+        f"{source.entries[key]}: {problem}; {_to_keep(key)}"
+        for key in sorted(linears)
+        if (problem := _dtype_problem(source.entries[key]))
+    ]
+    stacks = _choose_stacks(source, skip, problems)
+    problems += _split_modules(source, linears)
+    if not linears and not stacks and not problems:
+        problems.append(
+            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8"
+        )
+    raise_if_any(problems, headline)
+    moves = list(_moves(source, linears, stacks))
+    raise_if_any(_twice(moves), headline)
+    return Choice(moves, _kept_modules(source, linears | stacks))
+
+
+def _moves(source: Source, linears: set[str], stacks: set[str]) -> Iterator[Move]:
+    for shard in source.shards.values():
+        for entry in sorted(shard.entries, key=lambda entry: (entry.begin, entry.end)):
+            if entry.key in stacks:
+                yield from pieces(entry)
+            else:
+                is_fp8 = entry.key in linears
+                yield Move(entry, entry.begin, entry.num_bytes, entry.key, entry.shape, is_fp8)
+
+
+def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> set[str]:
+    """Keys of the stacks to take apart."""
+    chosen: set[str] = set()
+    for module, tensors in _stacked(source).items():
+        kept = [name for name in tensors if _stays(f"{module}.{name}", skip)]
+        if len(kept) == len(tensors):
+            continue
+        if problem := _stack_problem(tensors, kept):
+            where = next(iter(tensors.values())).file
+            problems.append(f"{module} in {where}: {problem}; {_to_keep(module)}")
+        else:
+            chosen.update(f"{module}.{name}" for name in tensors)
+    return chosen
+
+
+def _check_skip(source: Source, skip: Sequence[str]) -> None:
+    for pattern in skip:
+        if not any(_is_named(key, pattern) for key in source.entries):
+            raise ValueError(
+                f"skip: every pattern must match a key of {source.path}, got {pattern!r}; stacked "
+                "experts have one key for all"
+            )
+
+
+def _is_named(key: str, pattern: str) -> bool:
+    return matches(key, pattern) or matches(key.removesuffix(".weight"), pattern)
+
+
+def _stays(key: str, skip: Iterable[str]) -> bool:
+    is_layer = layer_of(key) is not None or key.startswith("mtp.layers.")
+    return not is_layer or bool(_KEPT.fullmatch(key)) or any(_is_named(key, x) for x in skip)
+
+
+def _is_linear(entry: Entry) -> bool:
+    is_matrix = entry.key.endswith(".weight") and len(entry.shape) == 2
+    return is_matrix and not _NO_LINEAR.fullmatch(entry.key)
+
+
+def _to_keep(name: str) -> str:
+    return f"skip {name!r} to keep it as it is"
+
+
+def _quantized_already(source: Source) -> list[str]:
+    text = source.config.get("text_config")
+    configs: list[dict[str, Any]] = [source.config, *([text] if isinstance(text, dict) else [])]
+    problems = [
+        f"config.json: has a {key} ({config[key]}); give the checkpoint that it was made from"
+        for config in configs
+        for key in ("quantization_config", "compression_config")
+        if config.get(key)
+    ]
+    for key, entry in source.entries.items():
+        weight = weight_of_scale(key)
+        if entry.dtype not in TORCH_DTYPES or entry.dtype.startswith("F8_"):
+            problems.append(f"{entry}: is {entry.dtype}, so it is quantized already")
+        elif weight in source.entries:
+            problems.append(f"{entry}: is a scale of {weight}, which is thus quantized already")
+    return problems
+
+
+def _stacked(source: Source) -> dict[str, dict[str, Entry]]:
+    """Experts module -> name in it -> entry, of tensors that hold all experts at once."""
+    found: dict[str, dict[str, Entry]] = {}
+    for key, entry in source.entries.items():
+        match = _IN_EXPERTS.fullmatch(key)
+        if match and len(entry.shape) >= 2 and not _stays(key, ()):
+            found.setdefault(match[1], {})[match[2]] = entry
+    return found
+
+
+def _stack_problem(tensors: dict[str, Entry], kept: list[str]) -> str | None:
+    """What is wrong with the tensors of an experts module, by their names in it."""
+    shapes = {name: list(entry.shape) for name, entry in tensors.items()}
+    wanted = "must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], gate rows first"
+    if kept:
+        return f"must be skipped whole, or not at all; skipped is only {', '.join(kept)}"
+    if shapes.keys() != _STACKS or any(len(shape) != 3 for shape in shapes.values()):
+        return f"{wanted}, and neither biases nor others, got {shapes}"
+    (e, rows, h), (e_down, h_down, i) = shapes["gate_up_proj"], shapes["down_proj"]
+    if (e, rows, h) != (e_down, 2 * i, h_down):
+        return f"{wanted}, got {shapes}; transposed stacks are not supported"
+    return next(filter(None, map(_dtype_problem, tensors.values())), None)
+
+
+def _dtype_problem(entry: Entry) -> str | None:
+    if entry.dtype in _DTYPES:
+        return None
+    return f"dtype must be one of {', '.join(_DTYPES)}, got {entry.dtype}"
+
+
+def _split_modules(source: Source, linears: set[str]) -> list[str]:
+    """Layers compute all experts of a module in FP8, or none."""
+    fates: dict[str, set[bool]] = {}
+    for key, entry in source.entries.items():
+        expert = split_expert(key)
+        if expert and _is_linear(entry):
+            fates.setdefault(expert[0], set()).add(key in linears)
+    return [
+        f"{module}: its experts must be skipped all, or none"
+        for module, fate in fates.items()
+        if len(fate) > 1
+    ]
+
+
+def _twice(moves: list[Move]) -> list[str]:
+    """Keys that two moves would write."""
+    first: dict[str, Entry] = {}
+    problems = []
+    for move in moves:
+        for key, _, _ in move.outputs():
+            if first.setdefault(key, move.entry) is not move.entry:
+                problems.append(f"{move.entry}: would become {key}, as {first[key]} would")
+    return problems
+
+
+def _kept_modules(source: Source, quantized: set[str]) -> list[str]:
+    """For modules_to_not_convert, by which loaders tell what is no FP8 module.
+
+    Experts stand there as one module. A head that is tied has no key, and yet it is a linear.
+    """
+    kept = [
+        entry.key
+        for entry in source.entries.values()
+        if entry.key not in quantized and (_is_linear(entry) or _IN_EXPERTS.match(entry.key))
+    ]
+    modules: dict[str, None] = {}
+    for key in kept:
+        expert = split_expert(key)
+        stack = _IN_EXPERTS.fullmatch(key)
+        experts = expert[0] if expert else stack[1] if stack else None
+        modules[experts or key.removesuffix(".weight")] = None
+    if not any(matches(module, "lm_head") for module in modules):
+        modules["lm_head"] = None
+    return list(modules)

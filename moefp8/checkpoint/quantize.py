@@ -1,0 +1,168 @@
+"""Turn a 16-bit checkpoint of any size into one with FP8 weights, from files to files."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefp8.progress import Progress
+
+from .choose import Choice, choose
+from .config import FP8_QUANTIZATION, config_path
+from .errors import CheckpointError
+from .header import stamp_of
+from .moves import Move, in_shards
+from .report import QuantizeReport, WeightReport
+from .shard import OUTCOME
+from .source import Source, open_source
+from .stream import write_shard
+from .target import shard_name, write_index, write_json
+from .workplace import Workplace, workplace
+
+# Weights in other formats, and their indices, would contradict the ones that are written.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
+_OTHER_FOLDERS = {"original", "__pycache__"}
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    skip: str | Iterable[str] = (),
+    device: torch.device | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: bool | None = None,
+) -> QuantizeReport:
+    """Quantize the linears and experts of source's decoder layers, as `convert` would.
+
+    1. Choose, from names and shapes: every 2-D weight of a decoder layer becomes E4M3 with an FP32
+    `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the whole weight.
+    Embeddings, heads, routers, gates, norms and vision towers stay; stacks of experts are taken
+    apart. 2. Write one shard after the other, in bands of rows: memory does not grow with either.
+    3. Copy tokenizer, code and such, write the index, then config.json, whose
+    `modules_to_not_convert` lists the linears that stay; give the directory its name.
+
+    Until then all lies in `.TARGET.partial` beside target. A run that was ended, however that came,
+    is taken up by the same call again, with the shards that were finished.
+
+    Args:
+        source: a directory, or a .safetensors file beside its config.json; weights in bf16, fp16 or
+            fp32.
+        target: a directory that does not exist or is empty.
+        skip: names to keep as they are besides, with all below them: a dotted name or part of one
+            ("mlp.shared_experts", "layers.0"), or a pattern (fnmatch) of keys.
+        device: where weights are quantized; the CPU by default.
+        max_shard_bytes: of tensors in a file, unless one alone is larger.
+        progress: show a bar on stderr; None means if it is a terminal.
+
+    Raises:
+        CheckpointError: naming keys and files: a source that is broken, in FP8 already or holds NaN
+            or Inf; a target that is there, or that another process or another call is writing;
+            a disk that is full. Finished shards are kept.
+        ValueError: a name in skip that matches nothing; a device or a size that cannot be meant.
+    """
+    started = time.perf_counter()
+    place = torch.device(device or "cpu")
+    if place.type == "meta":  # copying there does nothing, silently
+        raise ValueError("quantize_checkpoint: device must be a real one, got meta")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    path = Path(os.path.abspath(target))
+    opened = open_source(source, "nothing was written")
+    choice = choose(opened, skip)
+    try:
+        others = dict(_other_files(opened))
+        job = _job(opened, others, skip, max_shard_bytes)
+        with workplace(path, job) as work:
+            shards = list(in_shards(choice.moves, max_shard_bytes))
+            reports, num_resumed = _write_shards(work, shards, opened, place, progress)
+            _write_others(work, opened, others, choice, shards)
+            work.publish()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made ({error}); {OUTCOME}") from error
+    return QuantizeReport(
+        weights=tuple(reports),
+        kept=tuple(move.key for move in choice.moves if not move.is_fp8),
+        source_bytes=sum(move.num_bytes for move in choice.moves),
+        target_bytes=sum(move.num_output_bytes() for move in choice.moves),
+        num_shards=len(shards),
+        num_resumed=num_resumed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _job(
+    source: Source, others: dict[str, Path], skip: tuple[str, ...], max_shard_bytes: int
+) -> dict[str, Any]:
+    """All that decides what is written, but for what is in the files: their sizes and times."""
+    files = sorted({*source.shards, *others.values(), config_path(source.path)})
+    return {
+        "source": {str(path): stamp_of(path.stat()) for path in files if path.exists()},
+        "skip": skip,
+        "max_shard_bytes": max_shard_bytes,
+    }
+
+
+def _write_shards(
+    work: Workplace,
+    shards: list[list[Move]],
+    source: Source,
+    device: torch.device,
+    progress: bool | None,
+) -> tuple[list[WeightReport], int]:
+    """The reports of all weights, and how many shards were there already."""
+    names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    found = {name: work.report(name) for name in names}
+    missing = [moves for name, moves in zip(names, shards, strict=True) if found[name] is None]
+    total = sum(move.num_bytes for moves in missing for move in moves)
+    reports = []
+    with Progress("quantizing", total, "GiB", 2**30, progress) as bar:
+        for name, moves in zip(names, shards, strict=True):
+
+            def write(path: Path, moves: list[Move] = moves) -> dict[str, Any]:
+                weights = write_shard(path, moves, source, device, bar.advance)
+                return {"weights": [asdict(weight) for weight in weights]}
+
+            report = found[name] or work.finish(name, write)
+            reports += [WeightReport.from_dict(x) for x in report["weights"]]
+    return reports, len(shards) - len(missing)
+
+
+def _write_others(
+    work: Workplace,
+    source: Source,
+    others: dict[str, Path],
+    choice: Choice,
+    shards: list[list[Move]],
+) -> None:
+    for name, path in others.items():
+        (work.content / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, work.content / name)
+    weight_map = {
+        key: shard_name(number, len(shards))
+        for number, moves in enumerate(shards, start=1)
+        for move in moves
+        for key, _, _ in move.outputs()
+    }
+    write_index(work.content, weight_map, sum(move.num_output_bytes() for move in choice.moves))
+    quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": choice.kept_modules}
+    config = {**source.config, "quantization_config": quantization}
+    write_json(work.content / "config.json", config)
+
+
+def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
+    """(name below the directory, file) of all that is neither weights, config nor hidden."""
+    directory = config_path(source.path).parent
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
+        for name in sorted(names):
+            path = Path(folder, name)
+            is_other = not name.startswith(".") and not name.endswith((*_WEIGHTS, ".index.json"))
+            if is_other and path != config_path(source.path) and path.is_file():
+                yield str(path.relative_to(directory)), path

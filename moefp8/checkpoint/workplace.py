@@ -1,0 +1,129 @@
+"""Where a checkpoint grows until it is complete, such that it can go on growing after any death.
+
+.TARGET.partial/lock           who works here has it locked
+.TARGET.partial/job.json       from what, and with which options
+.TARGET.partial/reports/       of a shard each, written before the shard gets its name
+.TARGET.partial/checkpoint/    becomes TARGET by one rename
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..kernels.jit.cache import try_lock
+from .errors import CheckpointError
+from .jsonfile import read_object
+from .target import check_free, sync, write_json
+
+_TEMPORARY = ".tmp"
+
+
+class Workplace:
+    """Beside target. What bears its own name there is whole; temporary files are of dead runs."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f".{target.name}.partial")
+        self.content = self.path / "checkpoint"
+
+    def report(self, name: str) -> dict[str, Any] | None:
+        """What `finish` was given for the shard of this name; None if it is not finished."""
+        if (self.content / name).exists() and self._report_path(name).exists():
+            return read_object(self._report_path(name))
+        return None
+
+    def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Let write make the shard and report on it; whatever it raises, no part of it remains."""
+        temporary = self.content / f"{name}{_TEMPORARY}"
+        try:
+            report = write(temporary)
+            _publish_json(self._report_path(name), report)
+            sync(self._report_path(name).parent)
+            temporary.rename(self.content / name)
+            sync(self.content)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return report
+
+    def publish(self) -> None:
+        """The content becomes the target."""
+        for folder, _, names in os.walk(self.content):
+            for name in names:
+                sync(Path(folder, name))
+            sync(Path(folder))
+        self.content.rename(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _report_path(self, name: str) -> Path:
+        return self.path / "reports" / f"{name}.json"
+
+
+@contextmanager
+def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
+    """target: absolute; job: what a later run must agree with to go on.
+
+    Raises CheckpointError if another process works there, or one began another job.
+    """
+    place = Workplace(target)
+    place.path.mkdir(parents=True, exist_ok=True)
+    lock = _lock(place)
+    try:
+        _begin(place, job)
+        yield place
+    finally:
+        os.close(lock)
+
+
+def _lock(place: Workplace) -> int:
+    """A descriptor; closing it, also by death, is to unlock."""
+    try:
+        return try_lock(place.path / "lock")
+    except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
+        raise CheckpointError(
+            f"{place.target}: another process writes it, and holds {place.path / 'lock'}; wait for "
+            "it, or choose another target"
+        ) from error
+
+
+def _begin(place: Workplace, job: dict[str, Any]) -> None:
+    path = place.path / "job.json"
+    try:
+        check_free(place.target)  # whoever had the lock before may have finished it
+    except CheckpointError:
+        if not place.content.exists():  # then nothing of value is here
+            shutil.rmtree(place.path, ignore_errors=True)
+        raise
+    if path.exists():
+        _check_same(path, read_object(path), job)
+    else:
+        _publish_json(path, job)
+    for folder in (place.content, place.path / "reports"):
+        folder.mkdir(exist_ok=True)
+    for found in place.content.iterdir():  # of a run that died
+        if found.is_dir():
+            shutil.rmtree(found)
+        elif place.report(found.name) is None:
+            found.unlink()
+
+
+def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
+    job = json.loads(json.dumps(job))  # as it was when it was written: tuples are lists
+    differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
+    if differing:
+        raise CheckpointError(
+            f"{path.parent}: was begun with another {', '.join(differing)} than now; repeat that "
+            "command to go on, or remove the directory to start again"
+        )
+
+
+def _publish_json(path: Path, value: dict[str, Any]) -> None:
+    """All of it or nothing."""
+    temporary = path.with_name(f"{path.name}{_TEMPORARY}")
+    write_json(temporary, value)
+    sync(temporary)
+    temporary.replace(path)

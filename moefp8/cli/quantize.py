@@ -1,0 +1,49 @@
+"""Turn a BF16 checkpoint into one with FP8 weights, shard by shard; run again to go on.
+
+Every linear and expert of the decoder layers becomes E4M3, with an FP32 scale for each 128x128
+block. Embeddings, output heads, routers, gates, norms and vision towers stay, and so does what
+--skip names. Memory does not grow with the checkpoint. TARGET appears when it is complete; until
+then its shards are in .TARGET.partial, and the same command goes on with them.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from ..checkpoint import quantize_checkpoint
+
+_MAX_SHARD_BYTES = 5_000_000_000
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a directory, or a .safetensors file beside its config.json")
+    parser.add_argument("target", help="a directory that does not exist or is empty")
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="keep these too: part of a dotted name, or a pattern of keys; may be repeated",
+    )
+    parser.add_argument("--device", help="where weights are quantized, e.g. cuda (default: cpu)")
+    parser.add_argument(
+        "--max-shard-bytes",
+        type=int,
+        default=_MAX_SHARD_BYTES,
+        help=f"of one file (default: {_MAX_SHARD_BYTES})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the errors of all weights there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    done = quantize_checkpoint(
+        arguments.source,
+        arguments.target,
+        skip=arguments.skip,
+        device=arguments.device,
+        max_shard_bytes=arguments.max_shard_bytes,
+    )
+    print(done)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(done.to_dict(), indent=1) + "\n")
+    return 0
