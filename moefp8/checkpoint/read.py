@@ -1,18 +1,14 @@
 """Read tensors from files into a model: positioned reads, a few threads, no second copy.
 
-A task is at most 16 MiB of one entry. If dtype, layout and device agree it lands in the
-module's own storage, else in a temporary of that size which is then cast and copied. No mmap:
-its pages would count as resident memory.
+What can land in the module's own storage does, other tasks pass through `staging`. No mmap: its
+pages would count as resident memory.
 """
 
-import ctypes
 import os
 import queue
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,24 +16,14 @@ import torch
 from moefp8.progress import Progress
 
 from .errors import CheckpointError
-from .header import TORCH_DTYPES, Entry, Shard, stamp_of
+from .header import Entry, Shard, stamp_of
 from .plan import Copy
+from .staging import Staging
+from .tasks import DIRECT_BYTES, Task, tasks_of
 
 _NUM_THREADS = 4
-_TASK_BYTES = 16 << 20
 
 Files = dict[Path, int]
-
-
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """Bytes [begin, begin + num_bytes) of entry's file, for target; direct: no cast in between."""
-
-    entry: Entry
-    begin: int
-    num_bytes: int
-    target: torch.Tensor
-    direct: bool
 
 
 def open_files(stack: ExitStack, entries: list[Entry], shards: dict[Path, Shard]) -> Files:
@@ -60,8 +46,8 @@ def open_files(stack: ExitStack, entries: list[Entry], shards: dict[Path, Shard]
 def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
     """Two entries for one tied tensor must hold the same bytes."""
     for first, second in twins:
-        for offset in range(0, first.num_bytes, _TASK_BYTES):
-            num_bytes = min(_TASK_BYTES, first.num_bytes - offset)
+        for offset in range(0, first.num_bytes, DIRECT_BYTES):
+            num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
             chunks = [
                 os.pread(files[entry.file], num_bytes, entry.begin + offset)
                 for entry in (first, second)
@@ -76,17 +62,18 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
 def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
     """Fill every slot; returns bytes. Raises CheckpointError naming key and file at fault."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
-    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-    for copy in copies:
-        for task in _split(copy):
-            tasks.put(task)
-    total = sum(copy.entry.num_bytes for copy in copies)
+    tasks = [task for copy in copies for task in tasks_of(copy)]
+    total = sum(task.num_bytes for task in tasks)
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    for task in tasks:
+        waiting.put(task)
+    _prepare(copies)
     stop = threading.Event()
     with (
         Progress("loading", total, "GiB", 2**30, progress) as bar,
         ThreadPoolExecutor(_NUM_THREADS, "moefp8-load") as pool,
     ):
-        workers = [pool.submit(_work, tasks, files, stop, bar) for _ in range(_NUM_THREADS)]
+        workers = [pool.submit(_work, waiting, files, stop, bar) for _ in range(_NUM_THREADS)]
         try:
             for worker in workers:
                 worker.result()
@@ -95,61 +82,36 @@ def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
     return total
 
 
-@torch.inference_mode()  # else a thread could not write to tensors made in inference mode
+@torch.inference_mode()  # else tensors made in inference mode could not be written to
+def _prepare(copies: list[Copy]) -> None:
+    """Zero what stands for other ranks, and wait until nothing else writes to the model."""
+    owners = dict.fromkeys(copy.slot.owner for copy in copies)
+    for owner in owners:
+        owner.clear_padding()
+    for device in {owner.tensor.device for owner in owners}:
+        if device.type == "cuda":  # the streams of `staging` wait for no other
+            torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()  # of each thread its own
 def _work(
-    tasks: "queue.SimpleQueue[_Task]", files: Files, stop: threading.Event, bar: Progress
+    tasks: "queue.SimpleQueue[Task]", files: Files, stop: threading.Event, bar: Progress
 ) -> None:
-    while not stop.is_set():
-        try:
-            task = tasks.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            _run(task, files[task.entry.file])
-        except (OSError, EOFError, RuntimeError, MemoryError) as error:
-            stop.set()
-            raise CheckpointError(
-                f"{task.entry}: reading failed ({error}); the model is now partly written: load "
-                "again before using it"
-            ) from error
-        bar.advance(task.num_bytes)
-
-
-def _split(copy: Copy) -> Iterator[_Task]:
-    entry, target = copy.entry, copy.slot.view()
-    if target.numel() == 0:
-        return
-    dtype = TORCH_DTYPES[entry.dtype]
-    if not target.is_contiguous():
-        yield _Task(entry, entry.begin, entry.num_bytes, target, False)
-        return
-    direct = target.dtype == dtype and target.device.type == "cpu"
-    flat, step = target.view(-1), _TASK_BYTES // dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
-        num_bytes = piece.numel() * dtype.itemsize
-        yield _Task(entry, entry.begin + start * dtype.itemsize, num_bytes, piece, direct)
-
-
-def _run(task: _Task, file: int) -> None:
-    if task.direct:
-        _read_into(file, task.begin, task.target)
-        return
-    temporary = torch.empty(
-        task.target.shape,
-        dtype=TORCH_DTYPES[task.entry.dtype],
-        pin_memory=task.target.is_cuda,  # or the driver would copy it once more
-    )
-    _read_into(file, task.begin, temporary)
-    task.target.copy_(temporary)
-
-
-def _read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
-    """Fill the memory of tensor, contiguous and on the CPU, from byte begin of file."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
-    while buffer:
-        num_read = os.preadv(file, [buffer], begin)
-        if num_read == 0:
-            raise EOFError(f"file ends at byte {begin}, {len(buffer)} bytes short")
-        buffer, begin = buffer[num_read:], begin + num_read
+    where = "loading"
+    try:
+        with Staging() as staging:
+            while not stop.is_set():
+                try:
+                    task = tasks.get_nowait()
+                except queue.Empty:
+                    where = "the last copies"
+                    return
+                where = str(task.entry)
+                staging.run(task, files[task.entry.file])
+                bar.advance(task.num_bytes)
+    except (OSError, EOFError, RuntimeError, MemoryError) as error:
+        stop.set()
+        raise CheckpointError(
+            f"{where}: reading failed ({error}); the model is now partly written: load again "
+            "before using it"
+        ) from error
