@@ -54,9 +54,9 @@ def convert(
 
     Raises:
         TypeError: a weight that is no bf16, fp16 or fp32.
-        ValueError: an experts module of another make, a part of `shard`, a name in `only` that is neither a linear
-            nor experts, a name in `skip` that is nowhere in the model. In all cases the model is
-            unchanged.
+        ValueError: an experts module of another make, a part that `shard` left, a name in `only`
+            that is neither a linear nor experts, a name in `skip` that is nowhere in the model. In
+            all cases the model is unchanged.
     """
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     only = (only,) if isinstance(only, str) else only
