@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -88,6 +88,7 @@ def make(what: str, size: int, other: int = 130) -> nn.Module:
 
 
 @pytest.mark.parametrize(("what", "kind"), CASES)
+@settings(max_examples=15)
 @given(size=st.integers(8, 600), num_ranks=st.integers(1, 8))
 def test_parts_put_together_are_the_whole(what, kind, size, num_ranks):
     num_ranks = min(num_ranks, E) if kind == "experts" else num_ranks
@@ -189,6 +190,11 @@ def test_experts_take_the_ids_of_the_whole():
     index = torch.tensor([[4], [6]])
     assert torch.equal(second(x, index, weights), whole(x, index, weights))
     assert not first(x, index, weights).any()
+    seen = {}
+    second.register_forward_pre_hook(lambda _, a, given: seen.update(given), with_kwargs=True)
+    second(x, torch.tensor([[4, 2], [6, 5]]), torch.ones(2, 2))
+    assert seen["top_k_index"].tolist() == [[1, 3], [3, 2]]
+    assert seen["top_k_weights"].tolist() == [[1, 0], [0, 1]]
     with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 6"):
         second(x, index + 3, weights)
 
