@@ -67,6 +67,16 @@ def test_a_rank_loads_what_it_would_keep(tmp_path, plan, num_ranks, place, scale
         assert all(bytes_of(x) for x in model.parameters())
 
 
+def test_a_model_made_in_inference_mode(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors(1))
+    wanted = on_meta(PLANS["intermediate"], 1, 3)
+    load_checkpoint(wanted, path)
+    with torch.inference_mode():
+        model = spoiled(on_meta(PLANS["intermediate"], 1, 3))
+        load_checkpoint(model, path)
+    assert model_bytes(model) == model_bytes(wanted)
+
+
 @pytest.mark.parametrize("kind", ["experts", "intermediate"])
 def test_fused_keys_of_a_state_dict(tmp_path, kind):
     wanted = Tiny(1)

@@ -170,6 +170,24 @@ def test_outputs_of_experts_sum_up(what, kind, size, num_ranks):
     assert_sums_up(outputs, whole(x, index, weights), 1e-2 if kind == "experts" else 4e-2)
 
 
+@pytest.mark.parametrize("kind", ["experts", "intermediate"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_of_transformers_sum_up(kind, implementation):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=E)
+    config._experts_implementation = implementation
+    whole = Qwen3MoeExperts(config).to(BF16)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x, (index, weights) = torch.randn(9, 64, dtype=BF16), torch.rand(9, E).topk(K)[::-1]
+    weights = weights.bfloat16()
+    with torch.no_grad():
+        outputs = [part(x, index, weights) for part in parts(whole, kind, 4)]
+        assert_sums_up(outputs, whole(x, index, weights), 2e-2)
+
+
 def test_experts_along_both_axes():
     whole = make("grouped", 320, H)
     x, (index, weights) = torch.randn(9, H, dtype=BF16), choices(9)
