@@ -28,6 +28,7 @@ class LateQueue:
         self.buffers: list[torch.Tensor] = []
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.most_pending = 0
+        self.used: list[int] = []
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         self.buffers.append(torch.full((num_bytes,), 0xA5, dtype=torch.uint8))
@@ -36,8 +37,8 @@ class LateQueue:
     def copy(self, target, source):
         assert source.dtype == target.dtype
         assert source.is_contiguous()
-        own = [b for b in self.buffers if _is_in(source, b)]
-        assert len(own) == 1
+        (own,) = [i for i, buffer in enumerate(self.buffers) if _is_in(source, buffer)]
+        self.used.append(own)
         self.pending.append((target, source))
         self.most_pending = max(self.most_pending, len(self.pending))
         last = self.pending[-1]
@@ -134,6 +135,7 @@ def test_every_box_arrives(tmp_path_factory, shape_and_parts, dtypes, is_late, i
     if is_late:
         assert not queue.pending
         assert len(queue.buffers) == min(2, len(made))
+        assert queue.used == [i % 2 for i in range(len(made))]
         assert queue.most_pending == min(2, len(made))  # one is copied while the next is read
 
 

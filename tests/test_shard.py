@@ -243,11 +243,16 @@ def test_a_part_survives_copies_and_pickle():
 
 
 def test_kernels_are_compiled_for_what_is_held():
-    whole = nn.Sequential(FP8Linear(256, 576, bias=False))
-    part = moefp8.shard(whole, {"0": "rows"}, 1, 4)
-    same = FP8Linear(256, 160, bias=False, device="meta")  # 16 rows stand before 144
-    assert part[0].weight.shape == same.weight.shape
-    assert set(ahead.kernels_of(part, 50)) == set(ahead.kernels_of(same, 50))
+    """Rows 600 to 1200 of 3000, behind 88 zeros: 688 take other kernels than 600."""
+
+    def kernels(module: nn.Module) -> set:
+        return set(ahead.kernels_of(module, 4096))
+
+    whole = nn.Sequential(FP8Linear(7168, 3000, bias=False, device="meta"))
+    part = moefp8.shard(whole, {"0": "rows"}, 1, 5)
+    held, own = (FP8Linear(7168, n, bias=False, device="meta") for n in (688, 600))
+    assert part[0].weight.shape == held.weight.shape
+    assert kernels(part) == kernels(held) != kernels(own)
 
 
 def test_one_rank_holds_all():

@@ -71,7 +71,7 @@ def _split(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cut both along their first axes until what lies between is small: bytes, and gaps."""
     axis = next((axis for axis, size in enumerate(source.shape) if size > 1), None)
-    if axis is None:
+    if axis is None or (source.nbytes <= limit and source.is_contiguous()):
         yield source, target
         return
     pitch = source.stride(axis) * source.itemsize
