@@ -303,11 +303,22 @@ def test_refusals_leave_the_model_whole(model, plan, rank, num_ranks, told):
     assert [x.shape for x in model.parameters()] == shapes
 
 
-def test_experts_with_other_parameters_are_refused():
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "gate_up_proj_scale_inv"])
+def test_experts_with_other_parameters_are_refused(name):
     experts = make("stacked", 64)
-    experts.gate_up_proj_bias = nn.Parameter(torch.zeros(E, 128))
-    with pytest.raises(ValueError, match="'experts' cuts experts of a stacked experts module"):
+    experts.register_parameter(name, nn.Parameter(torch.zeros(E, 128)))
+    with pytest.raises(ValueError, match="'experts' cuts experts of a GroupedExperts or of stacks"):
         moefp8.shard(experts, {"": "experts"}, 0, 2)
+
+
+def test_subclasses_of_linear_are_refused():
+    """As that of transformers, which has scales of its own."""
+
+    class Scaled(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="the model is a Scaled"):
+        moefp8.shard(Scaled(8, 8), {"": "rows"}, 0, 2)
 
 
 def test_a_part_has_no_reference():

@@ -23,8 +23,8 @@ Kind = Literal["rows", "columns", "experts", "intermediate"]
 _AXES = {
     "rows": "out_features of an nn.Linear or FP8Linear",
     "columns": "in_features of an nn.Linear or FP8Linear",
-    "experts": "experts of a stacked experts module",
-    "intermediate": "the intermediate size of stacked experts, or of a module whose linears are "
+    "experts": "experts of a GroupedExperts or of stacks without scales and biases",
+    "intermediate": "the intermediate size of such stacks, or of a module whose linears are "
     "gate_proj, up_proj and down_proj",
 }
 _PROJECTIONS: dict[str, Kind] = {"gate_proj": "rows", "up_proj": "rows", "down_proj": "columns"}
@@ -121,13 +121,15 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear | FP8Linear)
+    """Of subclasses nobody knows how they use their weights, nor scales that they may have."""
+    return type(module) is nn.Linear or isinstance(module, FP8Linear)
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether they are stacked, and their parameters are those that are known how to be cut."""
+    """Ours, or others that are stacked and have neither scales nor biases."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    return is_stacked(module) and names <= {*_axes(module, "experts")[1]}
+    is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
+    return is_known and is_stacked(module)
 
 
 def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
