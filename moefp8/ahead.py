@@ -148,10 +148,12 @@ def _layers_of(
             continue
         if isinstance(module, SharedExperts) and module.is_one_op:
             parts.update(module.children())
-            yield _FeedForward(module.gate_proj.in_features, module.gate_proj.out_features)
+            i, h = module.gate_proj.weight.shape  # with the zeros of a sharded one
+            yield _FeedForward(h, i)
         elif isinstance(module, FP8Linear):
             bias = None if module.bias is None else module.bias.dtype
-            yield _Linear(module.out_features, module.in_features, bias)
+            n, k = module.weight.shape
+            yield _Linear(n, k, bias)
         elif isinstance(module, TopKRouter):
             yield _Router(_OPS[module.scoring], module.num_experts)
         elif isinstance(module, GroupedExperts):

@@ -72,6 +72,21 @@ def test_fused_keys_of_our_own_state_dict(tmp_path):
         assert bytes_of(tensor) == bytes_of(model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fused_keys_of_compressed_tensors(tmp_path, dtype):
+    source, model = Tiny(1), Tiny(1)
+    tensors = source.state_dict()
+    scales = {key for key in tensors if key.endswith("_scale_inv")}
+    stored = {
+        key.removesuffix("_inv"): tensor.to(dtype) if key in scales else tensor
+        for key, tensor in tensors.items()
+    }
+    load_checkpoint(model, write(tmp_path / "c", stored))
+    for key, tensor in tensors.items():
+        wanted = tensor.to(dtype).float() if key in scales else tensor
+        assert bytes_of(model.state_dict()[key]) == bytes_of(wanted), key
+
+
 def test_large_tensors_are_read_in_pieces(tmp_path):
     class Big(nn.Module):
         def __init__(self):

@@ -79,7 +79,7 @@ def test_the_arrow_test_sees_an_upward_arrow(tmp_path):
 def test_public_names():
     expected = {
         moefp8: "FP8Linear GroupedExperts TopKRouter MoE convert precompile "
-        "load_checkpoint save_checkpoint",
+        "load_checkpoint save_checkpoint shard",
         moefp8.quant: "BlockScaled quantize_1x128 quantize_128x128 dequantize",
         moefp8.routing: "softmax_topk sigmoid_group_topk RoutingPlan build_plan dispatch combine",
         moefp8.kernels: "fp8_gemm_nt m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_gemm_nt_masked "

@@ -31,8 +31,8 @@ from small_checkpoint import small_config
 
 from moefp8.checkpoint import CheckpointError, load_checkpoint, quantize_checkpoint, stream
 from moefp8.checkpoint.report import ErrorSums
-from moefp8.checkpoint.shard import create, lay_out
-from moefp8.checkpoint.shard import write as write_tensor
+from moefp8.checkpoint.shard_file import create, lay_out
+from moefp8.checkpoint.shard_file import write as write_tensor
 from moefp8.quant import BlockScaled, dequantize, quantize_128x128
 
 LAYER = "model.layers.0"

@@ -4,7 +4,7 @@ Reading order: `source` and `header` (what the files hold), `slots` and `names` 
 a model), `plan` (match the two), `read` (move the bytes), `values` (look at them); `load` and
 `save` call them. `inspect` needs no model: `contents` pairs weights and scales, `checks` and
 `numbers` find `anomalies`, `family` tells whose it is. From files to files: `moves` and `choose`
-(what becomes FP8), `shard` and `stream` (write it), `report`, `workplace` (outlive a kill);
+(what becomes FP8), `shard_file` and `stream` (write it), `report`, `workplace` (outlive a kill);
 `quantize` calls them.
 """
 

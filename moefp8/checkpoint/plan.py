@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from ..kernels import num_blocks
 from .config import block_problem, is_leftover
 from .errors import CheckpointError, raise_if_any
 from .header import DTYPE_NAMES, Entry
@@ -33,7 +34,7 @@ class Copy:
 
 @dataclass
 class Plan:
-    """copies: all that is to be read; twins: second entries of tied tensors, to be compared.
+    """copies: all that is to be read here; twins: second entries of tied tensors, to be compared.
 
     ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
     widened: 16-bit correction biases that the checkpoint holds in FP32.
@@ -122,6 +123,8 @@ class _Matcher:
                     self.problems.append(f"{entries[key]}: an FP8 weight without its scale")
             elif slot is not None:
                 self._fill(entries[key], slot)
+            elif canonical(name) in self.inventory.foreign:
+                continue
             elif is_leftover(self.source.config, key):
                 self.plan.ignored.append(key)
             elif not self._told_at_weight(name):
@@ -158,7 +161,8 @@ class _Matcher:
             return
         if widens(entry, slot):
             self.plan.widened.add(slot.owner)
-        self.plan.copies.append(Copy(entry, slot))
+        if slot.pieces:
+            self.plan.copies.append(Copy(entry, slot))
         name = slot.name if slot.is_fused else slot.parts[0]
         if slot.is_fused or entry.key != name:
             self.plan.names[name] = entry.key
@@ -174,8 +178,23 @@ class _Matcher:
         if problem:
             return problem
         if entry.shape != slot.shape:
-            return f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
+            return (
+                f"shape must be {list(slot.shape)}, got {list(entry.shape)}{self._why(entry, slot)}"
+            )
         return None
+
+    def _why(self, entry: Entry, slot: Slot) -> str:
+        """What to add if scales are those of gate and up as one tensor of 2I rows."""
+        weight_name = slot.name.removesuffix(SCALE_SUFFIX)
+        if not (slot.role is Role.SCALE and weight_name.endswith("gate_up_proj")):
+            return ""
+        num_rows = self.inventory.slots[weight_name].shape[1]
+        if entry.shape[1:2] != (num_blocks(num_rows),):
+            return ""
+        return (
+            f"; these cut all {num_rows} rows into blocks, one of which holds rows of gate and of "
+            "up, but each must be cut by itself: requantize them"
+        )
 
     def _told_at_weight(self, name: str) -> bool:
         """Whether name is the scale of an FP8 weight whose slot takes no FP8: reported there."""

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,31 +11,35 @@ import torch
 T = TypeVar("T")
 
 
-def run_all(tasks: Iterable[T], run: Callable[[T], None], num_threads: int, name: str) -> None:
-    """Call run(task) for each, begun in their order; name: of the threads.
+def run_all(
+    tasks: Iterable[T], work: Callable[[Iterator[T]], None], num_threads: int, name: str
+) -> None:
+    """Call work(its tasks) in each thread; together they are given all, in their order.
 
-    Raises what run raised, once no thread works any more.
+    Raises what work raised, once no thread works any more. name: of the threads.
     """
     waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
     for task in tasks:
         waiting.put(task)
     stop = threading.Event()
 
-    @torch.inference_mode()  # else a thread could not write to tensors made in inference mode
-    def work() -> None:
+    def mine() -> Iterator[T]:
         while not stop.is_set():
             try:
-                task = waiting.get_nowait()
+                yield waiting.get_nowait()
             except queue.Empty:
                 return
-            try:
-                run(task)
-            except BaseException:
-                stop.set()
-                raise
+
+    @torch.inference_mode()  # else a thread could not write to tensors made in inference mode
+    def run() -> None:
+        try:
+            work(mine())
+        except BaseException:
+            stop.set()
+            raise
 
     with ThreadPoolExecutor(num_threads, name) as pool:
-        workers = [pool.submit(work) for _ in range(num_threads)]
+        workers = [pool.submit(run) for _ in range(num_threads)]
         try:
             for worker in workers:
                 worker.result()

@@ -18,7 +18,7 @@ from .errors import CheckpointError
 from .header import stamp_of
 from .moves import Move, in_shards
 from .report import QuantizeReport, WeightReport
-from .shard import OUTCOME
+from .shard_file import OUTCOME
 from .source import Source, open_source
 from .stream import write_shard
 from .target import shard_name, write_index, write_json

@@ -1,15 +1,13 @@
 """Read tensors from files into a model: positioned reads, a few threads, no second copy.
 
-A task is at most 16 MiB of one entry. If dtype, layout and device agree it lands in the
-module's own storage, else in a temporary of that size which is then cast and copied. No mmap:
-its pages would count as resident memory.
+What can land in the module's own storage does, other tasks pass through `staging`. No mmap: its
+pages would count as resident memory.
 """
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,25 +15,15 @@ import torch
 from moefp8.progress import Progress
 
 from .errors import CheckpointError
-from .header import TORCH_DTYPES, Entry, Shard, stamp_of
+from .header import Entry, Shard, stamp_of
 from .plan import Copy
 from .pool import run_all
+from .staging import Staging
+from .tasks import DIRECT_BYTES, Task, tasks_of
 
 _NUM_THREADS = 4
-_TASK_BYTES = 16 << 20
 
 Files = dict[Path, int]
-
-
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """Bytes [begin, begin + num_bytes) of entry's file, for target; direct: no cast in between."""
-
-    entry: Entry
-    begin: int
-    num_bytes: int
-    target: torch.Tensor
-    direct: bool
 
 
 def open_files(
@@ -66,8 +54,8 @@ def open_files(
 def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
     """Two entries for one tied tensor must hold the same bytes."""
     for first, second in twins:
-        for offset in range(0, first.num_bytes, _TASK_BYTES):
-            num_bytes = min(_TASK_BYTES, first.num_bytes - offset)
+        for offset in range(0, first.num_bytes, DIRECT_BYTES):
+            num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
             chunks = [
                 os.pread(files[entry.file], num_bytes, entry.begin + offset)
                 for entry in (first, second)
@@ -82,59 +70,37 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
 def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
     """Fill every slot; returns bytes. Raises CheckpointError naming key and file at fault."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
-    tasks = [task for copy in copies for task in _split(copy)]
-    total = sum(copy.entry.num_bytes for copy in copies)
+    tasks = [task for copy in copies for task in tasks_of(copy)]
+    total = sum(task.num_bytes for task in tasks)
+    _prepare(copies)
     with Progress("loading", total, "GiB", 2**30, progress) as bar:
-
-        def run(task: _Task) -> None:
-            try:
-                _run(task, files[task.entry.file])
-            except (OSError, EOFError, RuntimeError, MemoryError) as error:
-                raise CheckpointError(
-                    f"{task.entry}: reading failed ({error}); the model is now partly written: "
-                    "load again before using it"
-                ) from error
-            bar.advance(task.num_bytes)
-
-        run_all(tasks, run, _NUM_THREADS, "moefp8-load")
+        run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
     return total
 
 
-def _split(copy: Copy) -> Iterator[_Task]:
-    entry, target = copy.entry, copy.slot.view()
-    if target.numel() == 0:
-        return
-    dtype = TORCH_DTYPES[entry.dtype]
-    if not target.is_contiguous():
-        yield _Task(entry, entry.begin, entry.num_bytes, target, False)
-        return
-    direct = target.dtype == dtype and target.device.type == "cpu"
-    flat, step = target.view(-1), _TASK_BYTES // dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
-        num_bytes = piece.numel() * dtype.itemsize
-        yield _Task(entry, entry.begin + start * dtype.itemsize, num_bytes, piece, direct)
+@torch.inference_mode()  # else tensors made in inference mode could not be written to
+def _prepare(copies: list[Copy]) -> None:
+    """Zero what stands for other ranks, and wait until nothing else writes to the model."""
+    owners = dict.fromkeys(copy.slot.owner for copy in copies)
+    for owner in owners:
+        owner.clear_padding()
+    for device in {owner.tensor.device for owner in owners}:
+        if device.type == "cuda":  # the streams of `staging` wait for no other
+            torch.cuda.synchronize(device)
 
 
-def _run(task: _Task, file: int) -> None:
-    if task.direct:
-        read_into(file, task.begin, task.target)
-        return
-    temporary = torch.empty(
-        task.target.shape,
-        dtype=TORCH_DTYPES[task.entry.dtype],
-        pin_memory=task.target.is_cuda,  # or the driver would copy it once more
-    )
-    read_into(file, task.begin, temporary)
-    task.target.copy_(temporary)
-
-
-def read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
-    """Fill the memory of tensor, contiguous and on the CPU, from byte begin of file."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
-    while buffer:
-        num_read = os.preadv(file, [buffer], begin)
-        if num_read == 0:
-            raise EOFError(f"file ends at byte {begin}, {len(buffer)} bytes short")
-        buffer, begin = buffer[num_read:], begin + num_read
+def _work(files: Files, bar: Progress, tasks: Iterator[Task]) -> None:
+    """What one thread does."""
+    where = "loading"
+    try:
+        with Staging() as staging:
+            for task in tasks:
+                where = str(task.entry)
+                staging.run(task, files[task.entry.file])
+                bar.advance(task.num_bytes)
+            where = "the last copies"
+    except (OSError, EOFError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{where}: reading failed ({error}); the model is now partly written: load again "
+            "before using it"
+        ) from error

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from ..layers.parts import parts_of
 from .config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .errors import CheckpointError, raise_if_any
 from .header import DTYPE_NAMES
@@ -36,6 +37,7 @@ def save_checkpoint(
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     path = Path(os.path.abspath(path))
     check_free(path)
+    _check_whole(model)
     inventory, record = Inventory(model), recall(model)
     tensors = _named_tensors(inventory, record)
     config = _config(model, inventory, record)
@@ -51,6 +53,16 @@ def save_checkpoint(
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_whole(model: nn.Module) -> None:
+    sharded = [name or "the model" for name, module in model.named_modules() if parts_of(module)]
+    if sharded:
+        raise CheckpointError(
+            f"the model cannot be saved: {len(sharded)} modules hold one rank's part alone "
+            f"({sharded[0]}, ...); a checkpoint is of a whole model: save it before shard, or keep "
+            "the state_dict() of every rank"
+        )
 
 
 def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tensor]:

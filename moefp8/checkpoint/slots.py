@@ -2,6 +2,7 @@
 
 A ModelTensor is one tensor, under all its names. A slot is a tensor, or the rows of one expert
 in a stacked [E, rows, columns] one. Parts are the smallest slots: all of them must be filled.
+Slots are those of the whole model; of a sharded one, each knows which pieces of it are here.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
 from .names import SCALE_SUFFIX, canonical, join, scale_of_weight
 
 
@@ -25,9 +27,13 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class ModelTensor:
-    """One parameter or persistent buffer; several places if it is tied."""
+    """One parameter or persistent buffer; several places if it is tied.
+
+    shard: which part of which axes it is, if it is not the whole.
+    """
 
     tensor: torch.Tensor
+    shard: Parts = field(default_factory=dict)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
@@ -42,10 +48,18 @@ class ModelTensor:
             (home if name in home else module._buffers)[name] = new
         self.tensor = new
 
+    def clear_padding(self) -> None:
+        """Make zero what stands for entries of other ranks."""
+        for index in paddings(self.shard):
+            self.tensor.detach()[index].zero_()
+
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """name: the model's key; module: whose it is; index: where in the tensor, () for all of it."""
+    """A place of the whole model. name: its key; module: whose it is; shape: as it is stored.
+
+    index: where in the whole tensor, () for all of it.
+    """
 
     name: str
     module: str
@@ -53,14 +67,22 @@ class Slot:
     parts: tuple[str, ...]
     role: Role
     shape: tuple[int, ...]
-    index: tuple[int | slice, ...] = ()
+    index: Index = ()
 
     @property
     def is_fused(self) -> bool:
         """Whether this is all experts of a stacked tensor at once."""
         return not self.index and self.parts != (self.owner.names[0],)
 
+    @cached_property
+    def pieces(self) -> tuple[tuple[Index, Index], ...]:
+        """(place in what is stored, place in the tensor here); none if all of it is elsewhere."""
+        if not self.owner.shard:
+            return (((), self.index),)
+        return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
+
     def view(self) -> torch.Tensor:
+        """Of a model that is not sharded."""
         return self.owner.tensor.detach()[self.index]
 
 
@@ -68,7 +90,8 @@ class Inventory:
     """All slots of a model.
 
     slots: by name, fused and per-expert; parts: those to fill; experts: E by canonical module name.
-    problems: tensors that no checkpoint can fill, one sentence each.
+    foreign: canonical names of what other ranks hold. problems: tensors that no checkpoint can
+    fill, one sentence each.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,6 +99,7 @@ class Inventory:
         self.slots: dict[str, Slot] = {}
         self.parts: dict[str, Slot] = {}
         self.experts: dict[str, int] = {}
+        self.foreign: set[str] = set()
         self.problems: list[str] = []
         modules = list(model.named_modules(remove_duplicate=False))
         for prefix, module in modules:
@@ -97,9 +121,11 @@ class Inventory:
         return aliases
 
     def _collect(self, prefix: str, module: nn.Module) -> None:
-        persistent = dict(_persistent(module))
+        persistent, parts = dict(_persistent(module)), parts_of(module)
+        self.foreign |= {canonical(join(prefix, name)) for name in parts.keys() - persistent}
         for name, tensor in persistent.items():
-            known = self.tensors.setdefault(id(tensor), ModelTensor(tensor))
+            new = ModelTensor(tensor, parts.get(name, {}))
+            known = self.tensors.setdefault(id(tensor), new)
             known.places.append((module, name))
             known.names.append(join(prefix, name))
             if is_traceable_wrapper_subclass(tensor):
@@ -116,9 +142,9 @@ class Inventory:
 
     def _add_slots(self, prefix: str, module: nn.Module, name: str, owner: ModelTensor) -> None:
         role, whole = _role(module, name), join(prefix, name)
-        shape = tuple(owner.tensor.shape)
+        shape = whole_shape(owner.tensor.shape, owner.shard)
         first = owner.names[0]
-        pieces = list(_expert_pieces(name, shape)) if _is_stacked(module) else []
+        pieces = list(_expert_pieces(name, shape)) if is_stacked(module) else []
         if not pieces:
             slot = Slot(whole, prefix, owner, (first,), role, shape)
             self.slots[whole] = slot
@@ -154,19 +180,9 @@ def _role(module: nn.Module, name: str) -> Role:
     return Role.SCALE if is_pair(name.removesuffix(SCALE_SUFFIX)) else Role.PLAIN
 
 
-def _is_stacked(module: nn.Module) -> bool:
-    """Experts as [E, 2I, H] and [E, H, I], gate rows first; FP8 (ours) or not (transformers')."""
-    stacks = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-    return (
-        all(stack is not None and stack.dim() == 3 for stack in stacks)
-        and not getattr(module, "is_transposed", False)
-        and getattr(module, "is_concatenated", True)
-    )
-
-
 def _expert_pieces(
     name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int | slice, ...], tuple[int, ...]]]:
+) -> Iterator[tuple[str, Index, tuple[int, ...]]]:
     """(per-expert name, index, shape) of each piece of a stacked tensor; none of other tensors."""
     stem = name.removesuffix(SCALE_SUFFIX)
     if stem not in ("gate_up_proj", "down_proj") or len(shape) != 3:

@@ -18,10 +18,11 @@ from .choose import Move
 from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry, stamp_of
 from .pool import run_all
-from .read import Files, open_files, read_into
+from .read import Files, open_files
 from .report import ErrorSums, WeightReport
-from .shard import OUTCOME, create, lay_out, write
+from .shard_file import OUTCOME, create, lay_out, write
 from .source import Source
+from .staging import read_into
 
 _NUM_THREADS = 8  # of 25 MiB each
 _BAND_ELEMENTS = 1 << 19
@@ -58,14 +59,15 @@ def write_shard(
         stack.callback(os.close, target)
         job = _Job(sources, target, entries, device)
 
-        def run(move: Move) -> None:
-            if move.is_fp8:
-                reports[move.key] = _quantize(job, move, advance)
-            else:
-                _copy(job, move, advance)
+        def work(moves: Iterator[Move]) -> None:
+            for move in moves:
+                if move.is_fp8:
+                    reports[move.key] = _quantize(job, move, advance)
+                else:
+                    _copy(job, move, advance)
 
         with _one_thread_an_operation():
-            run_all(moves, run, min(_NUM_THREADS, num_processors()), "moefp8-quantize")
+            run_all(moves, work, min(_NUM_THREADS, num_processors()), "moefp8-quantize")
         _check_unchanged(sources, source)
         _finish(target, path)
     return [reports[move.key] for move in moves if move.is_fp8]

@@ -17,7 +17,8 @@ from moefp8.progress import Progress
 
 from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry
-from .read import Files, read_into
+from .read import Files
+from .staging import read_into
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20

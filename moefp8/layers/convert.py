@@ -11,6 +11,7 @@ from ..kernels.checks import FLOATS, check_tensor
 from ..kernels.experts import swiglu
 from .experts import GroupedExperts
 from .linear import FP8Linear
+from .parts import parts_of
 
 # Small, and what they decide is not forgiving: output heads, routers, gates to one number.
 DEFAULT_SKIP = ("lm_head", "gate", "router", "shared_expert_gate")
@@ -53,9 +54,9 @@ def convert(
 
     Raises:
         TypeError: a weight that is no bf16, fp16 or fp32.
-        ValueError: an experts module of another make, a name in `only` that is neither a linear
-            nor experts, a name in `skip` that is nowhere in the model. In all cases the model is
-            unchanged.
+        ValueError: an experts module of another make, a part that `shard` left, a name in `only`
+            that is neither a linear nor experts, a name in `skip` that is nowhere in the model. In
+            all cases the model is unchanged.
     """
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     only = (only,) if isinstance(only, str) else only
@@ -127,6 +128,8 @@ def _expert_weights(module: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def _check(name: str, module: nn.Module) -> float | None:
     """Raise unless `module` can be swapped; return the SwiGLU limit if it is experts."""
+    if parts_of(module):
+        raise ValueError(f"convert: {name} is one rank's part of a layer; convert before shard")
     if module._forward_hooks or module._forward_pre_hooks:
         raise _refusal(name, module, "must have no forward hooks, which would be lost")
     for parameter_name, parameter in module.named_parameters():

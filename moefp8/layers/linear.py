@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ..kernels import num_blocks
 from ..kernels.linear import fp8_linear
@@ -55,10 +56,13 @@ class FP8Linear(FixedDtypeModule):
         weight: e4m3 [N, K].
         weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize.
         bias: [N] or None.
+        rows_before, columns_before: of zeros that `shard` put in front, so that blocks begin where
+            they did; then weight is [rows_before + N, columns_before + K], bias like its rows.
     """
 
     fp8_names = ("weight",)
     fp32_names = ("weight_scale_inv",)
+    rows_before = columns_before = 0
 
     def __init__(
         self,
@@ -126,6 +130,8 @@ class FP8Linear(FixedDtypeModule):
                 f"got shape {list(x.shape)}"
             )
         rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        if self.columns_before:
+            rows = F.pad(rows, (self.columns_before, 0))
         names = "weight", "weight_scale_inv", "bias"
         operands = (rows, *map(self._look_up, names))
         # An autograd function costs the host as much as a launch does.
@@ -133,6 +139,8 @@ class FP8Linear(FixedDtypeModule):
             t is not None and t.requires_grad for t in operands
         )
         y = _LinearFunction.apply(*operands) if recorded else fp8_linear(*operands)
+        if self.rows_before:
+            y = y[:, self.rows_before :]
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def extra_repr(self) -> str:

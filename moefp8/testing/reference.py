@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..kernels.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
+from ..layers.parts import parts_of
 
 
 def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.Module:
@@ -29,8 +30,13 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
             that can, in about one row of a thousand, round an activation to the neighbouring
             E4M3 code, 2**-4 of it off (see `teacher_forced`). Without it, *what do FP8
             activations cost*: dequantized weights, unquantized activations.
+
+    Raises:
+        ValueError: a module is one rank's part; compare the model before `shard`.
     """
     fp8_modules = {m for m in model.modules() if isinstance(m, FP8Linear | GroupedExperts)}
+    if any(parts_of(module) for module in fp8_modules):
+        raise ValueError("reference_model: the model must be whole; compare it before shard")
     replaced = {id(m): _reference_of(m, quantize_activations) for m in fp8_modules}
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo={**shared, **replaced})
