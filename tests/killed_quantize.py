@@ -34,7 +34,7 @@ def start(run: Callable[[], None]) -> int:
         run()
         status = 0
     except Exception as error:
-        print(error)
+        os.write(1, f"{error}\n".encode())  # at once, since others write there too
     finally:
         sys.stdout.flush()
         os._exit(status)
