@@ -1,7 +1,10 @@
 """`from_pretrained` puts FP8 checkpoints into our modules, `save_pretrained` gives them back."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -288,6 +291,30 @@ def test_other_blocks_are_refused(one_shard):
     rewrite(one_shard, without(), quantization_config=stored | {"weight_block_size": [64, 64]})
     with pytest.raises(CheckpointError, match=r"must be \[128, 128\], got \[64, 64\]"):
         pretrained(one_shard)
+
+
+PARALLEL = """
+import sys
+from transformers import AutoModelForCausalLM
+import moefp8.hf
+config = moefp8.hf.FP8Config()
+AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config, tp_plan="auto")
+"""
+
+
+def test_tensor_parallelism_of_transformers_is_refused(qwen, tmp_path):
+    """It would cut scales by integer division; `moefp8.shard` carries them."""
+    (tmp_path / "script.py").write_text(PARALLEL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, tmp_path / "script.py", qwen],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "cannot cut FP8 blocks; use moefp8.shard" in done.stderr, done.stderr
 
 
 def test_files_that_are_no_safetensors_are_refused(qwen):

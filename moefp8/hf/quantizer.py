@@ -1,12 +1,13 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -18,7 +19,7 @@ from ..checkpoint.config import block_problem
 from ..checkpoint.fp8 import fp8_modules_of
 from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
-from ..checkpoint.plan import plan_fp8, widens
+from ..checkpoint.plan import Rename, plan_fp8, widens
 from ..checkpoint.read import open_files
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
@@ -59,24 +60,16 @@ class FP8Quantizer(HfQuantizer):
         if not self.pre_quantized:
             return
         source = _source_of(checkpoint_files)
-        self.quantization_config = FP8Config.of_checkpoint(
-            source.config.get("quantization_config") or {}
-        )
         if problem := block_problem(source.config):
             raise CheckpointError(f"{source.path}: {problem}")
-        convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
-        inventory, rename = Inventory(model), _renaming(model, self)
-        plan = plan_fp8(source, inventory, rename)
-        with ExitStack() as stack:
-            files = open_files(stack, [copy.entry for copy in plan.copies], source.shards)
-            check_scales(plan, files, source)
-        for key, entry in source.entries.items():
-            slot = inventory.find(rename(key))
-            if slot is not None and widens(entry, slot):
-                owner = slot.owner
-                owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
+        stored = source.config.get("quantization_config") or {}
+        self.quantization_config = FP8Config.of_checkpoint(stored)
         leaves = {key.rpartition(".")[2] for key in source.entries}
         self._scale_leaves = leaves & {"weight_scale", "scale"}
+        convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
+        rename = _renaming(model, self)
+        _check(source, model, rename)
+        _widen(source, model, rename)
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel
@@ -111,7 +104,7 @@ def _source_of(files: Iterable[str] | None) -> Source:
     return open_shards(paths)
 
 
-def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Callable[[str], str]:
+def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
     """Checkpoint key -> model key, as transformers renames it; experts stay one by one."""
     conversions = get_model_conversion_mapping(model, None, quantizer)
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
@@ -131,9 +124,32 @@ def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Callable[[str],
     return rename
 
 
+def _check(source: Source, model: nn.Module, rename: Rename) -> None:
+    """Headers against the model, and the values of scales."""
+    plan = plan_fp8(source, Inventory(model), rename)
+    with ExitStack() as stack:
+        files = open_files(stack, [copy.entry for copy in plan.copies], source.shards)
+        check_scales(plan, files, source)
+
+
+def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
+    """FP32 for the correction biases that the checkpoint holds in FP32."""
+    inventory = Inventory(model)
+    for key, entry in source.entries.items():
+        slot = inventory.find(rename(key))
+        if slot is not None and widens(entry, slot):
+            owner = slot.owner
+            owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
+
+
 def _complete(name: str, module: FixedDtypeModule) -> None:
     """Scales in FP32, no gradients; and nothing that transformers' loader left unfilled."""
     for leaf, parameter in list(module.named_parameters(recurse=False)):
+        if is_traceable_wrapper_subclass(parameter):
+            raise ValueError(
+                f"{name}.{leaf}: a {type(parameter).__name__}, but transformers' tensor and expert "
+                "parallelism cannot cut FP8 blocks; use moefp8.shard and moefp8.load_checkpoint"
+            )
         if parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
             raise CheckpointError(
                 f"{name}.{leaf}: was not loaded, though the checkpoint holds it: transformers "
