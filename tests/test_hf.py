@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, 
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
-from moefp8.checkpoint import CheckpointError
+from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 from moefp8.hf import FP8Config, pretrained_config
 from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
 
@@ -178,6 +178,14 @@ def test_quantizes_what_is_not_fp8_yet(qwen):
     model = AutoModelForCausalLM.from_pretrained(bf16, quantization_config=skip)
     assert not any(isinstance(m, GroupedExperts) for m in model.modules())
     assert any(isinstance(m, FP8Linear) for m in model.modules())
+
+
+def test_quantized_files_are_what_a_quantized_load_gives(checkpoint, tmp_path):
+    bf16 = checkpoint.with_name("fp8-bf16")
+    quantize_checkpoint(bf16, tmp_path / "fp8", progress=False)
+    model = pretrained(tmp_path / "fp8")
+    assert states_differ(model, pretrained(bf16)) == []
+    assert states_differ(model, load(tmp_path / "fp8")[0]) == []
 
 
 def rewrite(directory, change, **config) -> None:

@@ -19,13 +19,7 @@ from .source import Source
 
 _DTYPES = ("BF16", "F16", "F32")
 
-# Beside what `convert` skips: the projections of multi-token prediction, and small ones that decide
-# how others count (published FP8 checkpoints keep them too).
-KEPT = (
-    *DEFAULT_SKIP,
-    *("eh_proj", "shared_head", "embed_tokens"),
-    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a"),
-)
+KEPT = (*DEFAULT_SKIP, "embed_tokens")
 _KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, KEPT))})(?:\..*)?")
 _NO_LINEAR = re.compile(r"(?:.*\.)?[^.]*(?:norm|embed|conv)[^.]*\.weight", re.IGNORECASE)
 _IN_EXPERTS = re.compile(r"(.*\bexperts)\.(?!\d)(?!e_score_correction_bias)(.+)")

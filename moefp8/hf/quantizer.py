@@ -1,6 +1,5 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,18 @@ class FP8Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        files = [Path(file) for file in checkpoint_files or ()]
+        is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
         if not self.pre_quantized:
+            if is_safetensors:
+                _widen(open_shards(files), model, _renaming(model, self))
             return
-        source = _source_of(checkpoint_files)
+        if not is_safetensors:
+            raise CheckpointError(
+                "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
+                f"{', '.join(map(str, files)) or 'none'}"
+            )
+        source = open_shards(files)
         if problem := block_problem(source.config):
             raise CheckpointError(f"{source.path}: {problem}")
         stored = source.config.get("quantization_config") or {}
@@ -92,16 +100,6 @@ class FP8Quantizer(HfQuantizer):
             if isinstance(module, FP8Linear | GroupedExperts):
                 _complete(name, module)
         return model
-
-
-def _source_of(files: Iterable[str] | None) -> Source:
-    paths = [Path(file) for file in files or ()]
-    if not paths or any(path.suffix != ".safetensors" for path in paths):
-        raise CheckpointError(
-            f"moefp8.hf: FP8 checkpoints must be .safetensors files, got "
-            f"{', '.join(map(str, paths)) or 'none'}"
-        )
-    return open_shards(paths)
 
 
 def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:

@@ -13,8 +13,13 @@ from .experts import GroupedExperts
 from .linear import FP8Linear
 from .parts import parts_of
 
-# Small, and what they decide is not forgiving: output heads, routers, gates to one number.
-DEFAULT_SKIP = ("lm_head", "gate", "router", "shared_expert_gate")
+# Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
+# weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
+# checkpoints keep them too.
+DEFAULT_SKIP = (
+    *("lm_head", "gate", "router", "shared_expert_gate"),
+    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
+)
 
 # What transformers says of an experts module, where it is as `GroupedExperts` is.
 _EXPERTS_FLAGS = {
@@ -46,7 +51,7 @@ def convert(
         model: changed in place.
         skip: names to leave as they are, with all below them: a dotted name or part of one
             ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*"). It takes the place of the
-            default, `moefp8.layers.DEFAULT_SKIP`: output heads, routers and gates.
+            default, `moefp8.layers.DEFAULT_SKIP`: output heads, routers, gates and their like.
         only: exact dotted names to swap, and no others; then `skip` is not looked at.
 
     Returns:
