@@ -19,7 +19,14 @@ from model_cases import (
 )
 from safetensors.torch import load_file, save_file
 from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    FineGrainedFP8Config,
+    PreTrainedModel,
+    Qwen3_5MoeConfig,
+)
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
@@ -186,6 +193,38 @@ def test_quantized_files_are_what_a_quantized_load_gives(checkpoint, tmp_path):
     model = pretrained(tmp_path / "fp8")
     assert states_differ(model, pretrained(bf16)) == []
     assert states_differ(model, load(tmp_path / "fp8")[0]) == []
+
+
+@torch.inference_mode()
+def test_a_text_model_inside_of_another(tmp_path):
+    """Keys under `model.language_model.`; the vision tower stays as it is."""
+    text = small_config("qwen3_next").to_dict()
+    sizes = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+    sizes |= {"out_hidden_size": 256, "patch_size": 4, "num_position_embeddings": 16}
+    names = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads"
+    names += " head_dim moe_intermediate_size shared_expert_intermediate_size num_experts"
+    names += " num_experts_per_tok linear_num_key_heads linear_num_value_heads"
+    names += " linear_key_head_dim linear_value_head_dim layer_types"
+    config = Qwen3_5MoeConfig(
+        text_config={name: text[name] for name in names.split()}, vision_config=sizes
+    )
+    original = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    original.save_pretrained(tmp_path / "bf16")
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8", progress=False)
+    model = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "fp8", quantization_config=FP8Config()
+    )
+    experts = [n for n, m in model.named_modules() if isinstance(m, GroupedExperts)]
+    assert len(experts) == 3
+    assert all(name.startswith("model.language_model.layers.") for name in experts)
+    assert not any(isinstance(m, FP8Linear) for m in model.model.visual.modules())
+    ids = prompt()[:, :9]
+    errors = row_errors(model(input_ids=ids).logits, original(input_ids=ids).logits)
+    assert float(errors.median()) < 0.15
+    model.save_pretrained(tmp_path / "copy")
+    assert tensors_of(tmp_path / "copy").keys() == tensors_of(tmp_path / "fp8").keys()
+    alone = pretrained(tmp_path / "fp8")
+    assert states_differ(alone.model, model.model.language_model) == []
 
 
 def rewrite(directory, change, **config) -> None:
