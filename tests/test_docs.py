@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu_cases import NEEDS_GPU
+from gpu_cases import on_gpu
 from safetensors.torch import load_file, save_file
 from small_checkpoint import write_small_checkpoint
 from test_hf import BLOCKS as OF_COMPRESSED_TENSORS
@@ -43,6 +43,14 @@ def blocks_of(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, match.start(2)), *match.groups())
         for match in FENCED.finditer(text)
     ]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def needs_gpu(page: Path) -> bool:
+    return any(block.kind == ON_GPU for block in blocks_of(page))
 
 
 def scripts() -> Iterator[Any]:
@@ -119,14 +127,12 @@ def test_blocks_run(blocks):
     run_blocks(blocks, has_gpu=False)
 
 
+@on_gpu
 @pytest.mark.usefixtures("_in_an_empty_folder")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-class TestOnGpu:
-    pytestmark = NEEDS_GPU
-
-    def test_blocks_run(self, page):
-        run_blocks(blocks_of(page), has_gpu=True)
-        torch.cuda.synchronize()
+@pytest.mark.parametrize("page", [page for page in PAGES if needs_gpu(page)], ids=name_of)
+def test_blocks_run_on_a_gpu(page):
+    run_blocks(blocks_of(page), has_gpu=True)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.usefixtures("_in_an_empty_folder")
@@ -146,7 +152,7 @@ def test_a_wrong_block_fails(kind, text):
         run_blocks([Block(README, 0, kind, text)], has_gpu=False)
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_pages_say_what_needs_a_gpu(page):
     lines = page.read_text().splitlines()
     for block in blocks_of(page):
@@ -185,7 +191,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_lead_somewhere(page):
     assert broken_links(page) == []
 
