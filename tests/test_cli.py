@@ -113,7 +113,7 @@ def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
 def test_a_checkpoint_s_layers_are_those_of_its_model(checkpoint):
     from generate import load
 
-    model, _ = load(checkpoint, "cpu")
+    model = load(checkpoint, "cpu")
     found = fp8_layers(checkpoint)
     assert all(x.is_meta for x in found.parameters())
 

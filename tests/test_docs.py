@@ -1,0 +1,206 @@
+"""README and docs/: every block runs, every command is one, every link leads somewhere.
+
+Blocks of ```python run on the CPU, those of ```python gpu are compiled, and run where there is a
+GPU. CHECKPOINT, ORIGINAL and COMPRESSED are small checkpoints in the folder where a page runs.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gpu_cases import on_gpu
+from safetensors.torch import load_file, save_file
+from small_checkpoint import write_small_checkpoint
+from test_hf import BLOCKS as OF_COMPRESSED_TENSORS
+
+REPOSITORY = Path(__file__).parents[1]
+README = REPOSITORY / "README.md"
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PYTHON, ON_GPU, BASH, OUTPUT = "python", "python gpu", "bash", ""
+
+
+class Block(NamedTuple):
+    """line: how many lines of the page come before the text."""
+
+    page: Path
+    line: int
+    kind: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start(2)), *match.groups())
+        for match in FENCED.finditer(text)
+    ]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def needs_gpu(page: Path) -> bool:
+    return any(block.kind == ON_GPU for block in blocks_of(page))
+
+
+def scripts() -> Iterator[Any]:
+    """What runs in one namespace: a block of the README, a whole page of docs."""
+    for block in blocks_of(README):
+        if block.kind != OUTPUT:
+            yield pytest.param([block], id=f"README:{block.line}")
+    for page in PAGES:
+        yield pytest.param(blocks_of(page), id=page.stem)
+
+
+@pytest.fixture
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_checkpoints(text: str) -> None:
+    """Those that text names, into the current directory."""
+    if re.search("CHECKPOINT|ORIGINAL", text):
+        original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3")
+        original.rename("ORIGINAL")
+    if "COMPRESSED" in text:
+        write_small_checkpoint(Path("COMPRESSED"), "qwen3_moe", num_shards=1)
+        for file in Path("COMPRESSED").glob("*.safetensors"):
+            tensors = load_file(file)
+            named = {key.replace("_scale_inv", "_scale"): x for key, x in tensors.items()}
+            save_file(named, file, metadata={"format": "pt"})
+        for file in Path("COMPRESSED").glob("*.json"):
+            content = json.loads(file.read_text().replace("_scale_inv", "_scale"))
+            if file.name == "config.json":
+                content["quantization_config"] = OF_COMPRESSED_TENSORS
+            file.write_text(json.dumps(content))
+
+
+def run_blocks(blocks: list[Block], has_gpu: bool) -> None:
+    """From the top of the page to its end."""
+    write_checkpoints("".join(block.text for block in blocks))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        if block.kind == BASH:
+            for line in block.text.splitlines():
+                run_line(line)
+        elif block.kind in (PYTHON, ON_GPU):
+            code = compile("\n" * block.line + block.text, str(block.page), "exec")
+            if block.kind == PYTHON or has_gpu:
+                exec(code, namespace)
+
+
+def run_line(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["make"]:
+        targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert {*words[1:]} <= {*targets}, line
+    elif words[:3] == ["python", "-m", "moefp8"]:
+        run_command(words[3:], line)
+    elif words:
+        pytest.fail(f"{line}: this test knows no such command")
+
+
+def run_command(arguments: list[str], line: str) -> None:
+    """`bench` goes as far as it goes without a GPU: its layers are known then."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "moefp8", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if arguments[0] == "bench":
+        assert "needs a Hopper GPU" in done.stderr, f"{line}\n{done.stderr}"
+    else:
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.usefixtures("_in_an_empty_folder")
+@pytest.mark.parametrize("blocks", [*scripts()])
+def test_blocks_run(blocks):
+    run_blocks(blocks, has_gpu=False)
+
+
+@on_gpu
+@pytest.mark.usefixtures("_in_an_empty_folder")
+@pytest.mark.parametrize("page", [page for page in PAGES if needs_gpu(page)], ids=name_of)
+def test_blocks_run_on_a_gpu(page):
+    run_blocks(blocks_of(page), has_gpu=True)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("_in_an_empty_folder")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (PYTHON, "import moefp8\nmoefp8.no_such_name\n"),
+        (ON_GPU, "no python\n"),
+        (BASH, "python -m moefp8 inspect nowhere\n"),
+        (BASH, "python -m moefp8 bench CHECKPOINT --no-such-option\n"),
+        (BASH, "make coffee\n"),
+        (BASH, "ls\n"),
+    ],
+)
+def test_a_wrong_block_fails(kind, text):
+    with pytest.raises((AttributeError, SyntaxError, AssertionError, pytest.fail.Exception)):
+        run_blocks([Block(README, 0, kind, text)], has_gpu=False)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_pages_say_what_needs_a_gpu(page):
+    lines = page.read_text().splitlines()
+    for block in blocks_of(page):
+        assert block.kind in (PYTHON, ON_GPU, BASH, OUTPUT)
+        if block.kind == ON_GPU:
+            assert lines[block.line - 3].endswith("needs a GPU:"), block.text
+
+
+def test_the_readme_shows_every_use_and_links_its_page():
+    _, _, use = README.read_text().partition("\n## Use\n")
+    sections = use.partition("\n## ")[0].split("\n### ")[1:]
+    links = [re.findall(r"\]\((docs/\w+\.md)\)", section) for section in sections]
+    assert all(f"```{PYTHON}\n" in section for section in sections)
+    assert sorted(links) == [[f"docs/{page.name}"] for page in PAGES]
+
+
+# Links
+
+
+def broken_links(page: Path) -> list[str]:
+    """Targets in this repository that are not there, be it file or heading."""
+    prose = re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text()))
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    return [target for target in targets if "://" not in target and not leads(page, target)]
+
+
+def leads(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = page.parent / path if path else page
+    return file.exists() and (not anchor or anchor in anchors_of(file))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A title, of `code`\n```bash\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](other.md) [`b`](other.md#a-title-of-code) [c](https://x.y/z) [d](none.md) "
+        "[e](other.md#no-title) ![f](none.png) [g](#here)\n## Here\n```\n[h](none.md)\n```\n"
+    )
+    assert broken_links(page) == ["none.md", "other.md#no-title", "none.png"]
