@@ -35,16 +35,22 @@ def accuracy_table(results: dict[str, Any]) -> str:
 
 
 def load_table(results: dict[str, Any]) -> str:
-    head = (
-        f"| {results['gib']:.1f} GiB of experts, warm page cache, {results['cpu']} "
-        "| GiB/s | extra peak memory |"
-    )
-    names = {"moefp8": "`load_checkpoint`", "safetensors": "safetensors' `load_file`, then stack"}
+    where = results.get("gpu", results["cpu"]) + (", to the GPU" if "gpu" in results else "")
+    titles = {
+        "moefp8": "`load_checkpoint`",
+        "safetensors": "safetensors' `load_file`, then stack",
+        "BF16 scales": "`load_checkpoint`, BF16 scales",
+        "E8M0 scales": "`load_checkpoint`, E8M0 scales",
+        "1/8 of experts": "one rank of 8, a part of the experts",
+        "1/8 of I": "one rank of 8, a part of each expert",
+    }
     rows = [
-        f"| {title} | {results[name]['gib_per_s']:.1f} | {results[name]['extra_percent']:.1f} % |"
-        for name, title in names.items()
+        f"| {title} | {found['gib']:.2f} | {found['gib_per_s']:.1f} | {found['extra_percent']:.1f} % |"
+        for name, title in titles.items()
+        if (found := results.get(name))
     ]
-    return "\n".join([head, "|---|---|---|", *rows])
+    head = f"| experts, warm page cache, {where} | GiB read | GiB/s | extra host memory |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
 
 
 def cpu_table(results: dict[str, Any]) -> str:
@@ -295,6 +301,7 @@ TABLES = {
     "tuning": tuning_table,
     "accuracy": accuracy_table,
     "load": load_table,
+    "load_gpu": load_table,
     "cpu": cpu_table,
     "gemm": gemm_tables,
     "grouped": grouped_tables,
