@@ -45,9 +45,9 @@ def load_table(results: dict[str, Any]) -> str:
         "1/8 of I": "one rank of 8, a part of each expert",
     }
     rows = [
-        f"| {title} | {found['gib']:.2f} | {found['gib_per_s']:.1f} | {found['extra_percent']:.1f} % |"
+        f"| {title} | {x['gib']:.2f} | {x['gib_per_s']:.1f} | {x['extra_percent']:.1f} % |"
         for name, title in titles.items()
-        if (found := results.get(name))
+        if (x := results.get(name))
     ]
     head = f"| experts, warm page cache, {where} | GiB read | GiB/s | extra host memory |"
     return "\n".join([head, "|---|---|---|---|", *rows])
