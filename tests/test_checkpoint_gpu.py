@@ -88,7 +88,7 @@ def test_memory_of_the_gpu_is_that_of_the_model(big):
 
 
 def test_pinned_memory_is_bounded(big, monkeypatch):
-    """Two buffers of 16 MiB for each of four threads, however much is loaded."""
+    """Two buffers of 4 MiB for each of four threads, however much is loaded."""
     sizes, real = [], CudaQueue.buffer
 
     def counted(queue, num_bytes):
@@ -100,7 +100,7 @@ def test_pinned_memory_is_bounded(big, monkeypatch):
     monkeypatch.setattr(CudaQueue, "buffer", counted)
     load_checkpoint(Big("meta"), big[1], device="cuda")
     assert 2 <= len(sizes) <= 8
-    assert set(sizes) == {16 << 20}
+    assert set(sizes) == {4 << 20}
 
 
 def test_it_waits_for_what_was_written_before(big):
