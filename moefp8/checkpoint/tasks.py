@@ -15,7 +15,7 @@ from .header import TORCH_DTYPES, Entry
 from .plan import Copy
 
 DIRECT_BYTES = 4 << 20  # at most, of a task that needs nothing but its target
-STAGED_BYTES = 1 << 20  # of others: what is read stays in a cache until it is copied
+STAGED_BYTES = 512 << 10  # of others: what is read stays in a cache until it is copied
 _GAP_BYTES = 4096
 
 
