@@ -19,7 +19,13 @@ from model_cases import (
 )
 from safetensors.torch import load_file, save_file
 from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    FineGrainedFP8Config,
+    PreTrainedModel,
+)
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
@@ -292,6 +298,51 @@ def test_a_checkpoint_that_does_not_fit_is_refused(one_shard, change, needles):
         pretrained(one_shard)
     for needle in [*needles, str(one_shard / "model.safetensors")]:
         assert needle in str(caught.value)
+
+
+def test_an_fp8_checkpoint_whose_config_does_not_say_so_is_refused(one_shard):
+    """transformers would take codes for weights, and leave scales out."""
+    path = one_shard / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
+        pretrained(one_shard)
+    assert f"_proj.weight in {one_shard / 'model.safetensors'}: FP8" in str(caught.value)
+
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def test_decoder_layers_must_be_filled(one_shard):
+    """transformers would draw at random what is missing, all experts of a layer too."""
+    rewrite(one_shard, without(ROUTER))
+    with pytest.raises(CheckpointError, match=f"{ROUTER}: not in the checkpoint"):
+        pretrained(one_shard)
+
+
+def test_a_layer_more_than_the_checkpoint_has(one_shard):
+    rewrite(one_shard, without(), num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.gate_up_proj: not in"):
+        pretrained(one_shard)
+
+
+def test_other_tensors_may_be_new(one_shard):
+    """Such as a head for another task."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        one_shard, quantization_config=FP8Config()
+    )
+    assert states_differ(model.model, pretrained(one_shard).model) == []
+
+
+def test_a_tensor_called_scale_that_is_none(one_shard):
+    """Gemma 4's routers have one; of a name for scales it takes a weight beside it."""
+    rewrite(
+        one_shard,
+        lambda key, x: [(key, x), ("model.router.scale", x.clone())][: 1 + (key == ROUTER)],
+    )
+    quantizer = pretrained(one_shard).hf_quantizer
+    assert quantizer._scale_leaves == set()
 
 
 def test_other_blocks_are_refused(one_shard):
