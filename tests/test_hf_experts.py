@@ -286,3 +286,19 @@ def test_the_name_is_known_to_both_interfaces():
     assert moefp8.hf.experts_forward is not moefp8.hf.fp8_experts_forward
     with pytest.raises(KeyError, match="not a valid experts implementation"):
         run(fp8_experts((E, H, 256)), "moefp9", *inputs_for(fp8_experts((E, H, 256))))
+
+
+@pytest.mark.parametrize("frozen", ["weights", "tokens"])
+def test_no_gradient_passes_by_experts_without_a_word(frozen):
+    config = other_config("gpt_oss")
+    experts = first_experts(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    x, *choice = inputs_for(experts)
+    experts.requires_grad_(frozen != "weights")
+    x.requires_grad_(frozen != "tokens")
+    experts.config._experts_implementation = "moefp8"
+    with torch.no_grad():
+        expected = experts(x, *choice)
+    y = experts(x, *choice)
+    assert torch.equal(y, expected)
+    with pytest.raises(NotImplementedError, match="training is not supported yet"):
+        (y + x).sum().backward()
