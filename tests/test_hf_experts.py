@@ -246,6 +246,17 @@ def test_fp8_scales_of_gate_and_up_in_one_block_are_refused():
         run(experts, "moefp8", *inputs_for(experts))
 
 
+def test_fp8_scales_of_two_meanings_are_refused():
+    """I = 96: [E, 2, 2] may be one block each of gate and up, or those of 192 rows."""
+    experts = fp8_experts((E, H, 96))
+    inputs = inputs_for(experts)
+    run(experts, "moefp8", *inputs)  # SwiGLU takes them for those of gate and up
+    del experts.__dict__["_moefp8_experts"]
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.Identity()
+    with pytest.raises(ValueError, match="must not be 96"):
+        run(experts, "moefp8", *inputs)
+
+
 @torch.inference_mode()
 def test_a_whole_model_and_torch_compile():
     config = small_config("qwen3_moe")

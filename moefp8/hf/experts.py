@@ -135,6 +135,12 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
         raise ValueError(f"{where}: block_size must be (128, 128), got {block}")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(f"{where}: activation_scheme must be 'dynamic', got 'static'")
+    if halves == 1 and name == "gate_up_proj" and data.shape[1] // 2 % 128 > 64:
+        raise ValueError(
+            f"{where}: I of gated experts whose activation is not SwiGLU must not be "
+            f"{data.shape[1] // 2}: nothing tells scales of gate and up, one after the other, from "
+            "those of 2I rows, since there are as many"
+        )
     scale_inv = module.get_parameter(f"{name}_scale_inv").detach().float()
     wanted = [halves * num_blocks(data.shape[1] // halves), num_blocks(data.shape[2])]
     if list(scale_inv.shape[1:]) != wanted:
