@@ -320,6 +320,7 @@ def tensor(dtype="U8", shape=(4,), begin=0, end=4):
         {"k": tensor(begin=-4, end=0)},
         {"k": tensor(begin=1, end=5)},
         {"k": tensor(shape=(2**62, 4), end=2**64)},
+        {"k": tensor(shape=(0, 2**63), end=0), "l": tensor()},
         {"k": tensor(shape=(2,), end=2)},
         {"k": tensor(), "l": tensor()},
     ],

@@ -267,6 +267,34 @@ def test_counts_are_of_the_right_tensor_in_any_batch(tmp_path, monkeypatch):
         assert found[name] == {key: n for key, n in expected.items() if n}, name
 
 
+def test_scales_at_the_same_place_of_two_files(tmp_path):
+    """Where one ends in its file, the other begins in its own."""
+    tensors = {"a": torch.ones(4), "b": torch.full((4,), math.nan)}
+    path = write(tmp_path / "c", tensors, num_shards=2)
+    first, second = sorted(path.glob("*.safetensors"))
+    header = json.dumps({"b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    header += b" " * (first.stat().st_size - 8 - len(header))
+    second.write_bytes(
+        struct.pack("<Q", len(header)) + header + struct.pack("<4f", *[math.nan] * 4)
+    )
+    assert counted(path, {"not finite": SCALE_TESTS["not finite"]}) == {"not finite": {"b": 4}}
+
+
+def test_twins_that_cannot_be_read(tmp_path, monkeypatch):
+    tensors = deepseek_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    path = write(tmp_path / "c", tensors)
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(Tiny(tied=True), path)
+    assert f"in {path / 'model.safetensors'}: reading failed" in str(caught.value)
+    assert "the model is unchanged" in str(caught.value)
+
+
 def test_nan_codes_of_weights(tmp_path):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     tensors = {"all": codes, "none": codes[:127].clone()}

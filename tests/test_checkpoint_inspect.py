@@ -313,3 +313,37 @@ def test_the_command(tmp_path, capsys):
     assert found["anomalies"][0]["count"] == E + 1
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
     assert capsys.readouterr().err.startswith("moefp8 inspect: ")
+
+
+def test_a_tensor_called_scale_that_is_none(tmp_path):
+    """Routers of Gemma 4 have one; nothing is beside it whose scale it could be."""
+    tensors = deepseek_tensors()
+    tensors["model.layers.0.mlp.router.scale"] = torch.full((H,), -1.0)
+    found = inspect_checkpoint(write(tmp_path / "a", tensors))
+    assert found.anomalies == ()
+    assert sum(kind.count for kind in found.kinds if kind.scale_dtypes == ()) == 11
+    v4 = {key.replace("weight_scale_inv", "scale"): x for key, x in deepseek_tensors().items()}
+    v4[SCALE.replace("weight_scale_inv", "scale")].neg_()
+    anomaly = told(write(tmp_path / "b", v4), "scales: negative")
+    assert anomaly.count == 1
+
+
+def test_one_too_many_does_not_make_up_for_one_missing(tmp_path):
+    tensors = changed(lambda x: [x.pop(key) for key in [*x] if "layers.0." in key])
+    tensors |= fp8_pair(f"model.layers.1.mlp.experts.{E + 1}.up_proj", I, H)
+    del tensors["model.layers.1.mlp.experts.0.up_proj.weight"]
+    tensors["model.layers.2.norm.weight"] = torch.ones(H)
+    path = write(tmp_path / "c", tensors, {**CONFIG, "num_experts": E})
+    assert told(path, "layers are missing").count == 1
+    assert "experts.0.up_proj.weight" in told(path, "experts are missing").examples[0]
+
+
+def test_errors_come_first(tmp_path):
+    """Though notes of lists are found before errors of values."""
+    tensors = deepseek_tensors()
+    tensors[SCALE].view(-1)[0] = torch.nan
+    listed = {**CONFIG["quantization_config"], "modules_to_not_convert": ["lm_head", LINEAR]}
+    path = write(tmp_path / "c", tensors, {**CONFIG, "quantization_config": listed})
+    severities = [anomaly.severity for anomaly in inspect_checkpoint(path).anomalies]
+    assert severities[0] == "error"
+    assert set(severities[1:]) == {"note"}

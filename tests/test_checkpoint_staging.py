@@ -161,6 +161,34 @@ def test_long_gaps_are_left_out(tmp_path, monkeypatch, gap, num_tasks):
     assert made[0].begin == 64 + 3 * 4
 
 
+class Elsewhere:
+    """Memory of a device for which there is no queue, such as an XPU."""
+
+    device, dtype, itemsize = torch.device("xpu", 0), torch.uint8, 1
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.shape = self.memory.shape
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def copy_(self, source: torch.Tensor) -> None:
+        self.memory.copy_(source)
+
+
+def test_a_device_without_a_queue(tmp_path):
+    """Plain tasks are longer than what is staged for others."""
+    entry, stored = write_entry(tmp_path / "f", "U8", (DIRECT,))
+    (task,) = tasks_for(entry, torch.zeros(DIRECT, dtype=torch.uint8), {})
+    target = Elsewhere(DIRECT)
+    file = os.open(entry.file, os.O_RDONLY)
+    with Staging() as stage:
+        stage.run(Task(entry, task.begin, task.num_bytes, task.source, target), file)
+    os.close(file)
+    assert torch.equal(target.memory, stored)
+
+
 def test_an_error_leaves_no_copy_pending(tmp_path):
     entry, _ = write_entry(tmp_path / "f", "U8", (40,))
     here, queue = torch.zeros(40, dtype=torch.uint8), LateQueue()

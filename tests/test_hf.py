@@ -23,6 +23,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     FineGrainedFP8Config,
     PreTrainedModel,
     Qwen3_5MoeConfig,
@@ -333,6 +334,51 @@ def test_a_checkpoint_that_does_not_fit_is_refused(one_shard, change, needles):
         assert needle in str(caught.value)
 
 
+def test_an_fp8_checkpoint_whose_config_does_not_say_so_is_refused(one_shard):
+    """transformers would take codes for weights, and leave scales out."""
+    path = one_shard / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
+        pretrained(one_shard)
+    assert f"_proj.weight in {one_shard / 'model.safetensors'}: FP8" in str(caught.value)
+
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def test_decoder_layers_must_be_filled(one_shard):
+    """transformers would draw at random what is missing, all experts of a layer too."""
+    rewrite(one_shard, without(ROUTER))
+    with pytest.raises(CheckpointError, match=f"{ROUTER}: not in the checkpoint"):
+        pretrained(one_shard)
+
+
+def test_a_layer_more_than_the_checkpoint_has(one_shard):
+    rewrite(one_shard, without(), num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.gate_up_proj: not in"):
+        pretrained(one_shard)
+
+
+def test_other_tensors_may_be_new(one_shard):
+    """Such as a head for another task."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        one_shard, quantization_config=FP8Config()
+    )
+    assert states_differ(model.model, pretrained(one_shard).model) == []
+
+
+def test_a_tensor_called_scale_that_is_none(one_shard):
+    """Gemma 4's routers have one; of a name for scales it takes a weight beside it."""
+    rewrite(
+        one_shard,
+        lambda key, x: [(key, x), ("model.router.scale", x.clone())][: 1 + (key == ROUTER)],
+    )
+    quantizer = pretrained(one_shard).hf_quantizer
+    assert quantizer._scale_leaves == set()
+
+
 def test_other_blocks_are_refused(one_shard):
     stored = json.loads((one_shard / "config.json").read_text())["quantization_config"]
     rewrite(one_shard, without(), quantization_config=stored | {"weight_block_size": [64, 64]})
@@ -362,6 +408,13 @@ def test_tensor_parallelism_of_transformers_is_refused(qwen, tmp_path):
     )
     assert done.returncode != 0
     assert "cannot cut FP8 blocks; use moefp8.shard" in done.stderr, done.stderr
+
+
+def test_offloading_to_the_disk_is_refused(qwen, tmp_path):
+    names = "model.embed_tokens model.norm model.rotary_emb lm_head model.layers.0 model.layers.2"
+    places = {**dict.fromkeys(names.split(), "cpu"), "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match=r"model\.layers\.1\..*cannot be offloaded there"):
+        pretrained(qwen, device_map=places, offload_folder=tmp_path / "offload")
 
 
 def test_files_that_are_no_safetensors_are_refused(qwen):

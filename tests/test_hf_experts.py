@@ -246,6 +246,17 @@ def test_fp8_scales_of_gate_and_up_in_one_block_are_refused():
         run(experts, "moefp8", *inputs_for(experts))
 
 
+def test_fp8_scales_of_two_meanings_are_refused():
+    """I = 96: [E, 2, 2] may be one block each of gate and up, or those of 192 rows."""
+    experts = fp8_experts((E, H, 96))
+    inputs = inputs_for(experts)
+    run(experts, "moefp8", *inputs)  # SwiGLU takes them for those of gate and up
+    del experts.__dict__["_moefp8_experts"]
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.Identity()
+    with pytest.raises(ValueError, match="must not be 96"):
+        run(experts, "moefp8", *inputs)
+
+
 @torch.inference_mode()
 def test_a_whole_model_and_torch_compile():
     config = small_config("qwen3_moe")
@@ -286,3 +297,19 @@ def test_the_name_is_known_to_both_interfaces():
     assert moefp8.hf.experts_forward is not moefp8.hf.fp8_experts_forward
     with pytest.raises(KeyError, match="not a valid experts implementation"):
         run(fp8_experts((E, H, 256)), "moefp9", *inputs_for(fp8_experts((E, H, 256))))
+
+
+@pytest.mark.parametrize("frozen", ["weights", "tokens"])
+def test_no_gradient_passes_by_experts_without_a_word(frozen):
+    config = other_config("gpt_oss")
+    experts = first_experts(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    x, *choice = inputs_for(experts)
+    experts.requires_grad_(frozen != "weights")
+    x.requires_grad_(frozen != "tokens")
+    experts.config._experts_implementation = "moefp8"
+    with torch.no_grad():
+        expected = experts(x, *choice)
+    y = experts(x, *choice)
+    assert torch.equal(y, expected)
+    with pytest.raises(NotImplementedError, match="training is not supported yet"):
+        (y + x).sum().backward()

@@ -309,9 +309,11 @@ def test_broken_sources(tmp_path):
 
 def test_other_files(tmp_path):
     tensors = {LINEAR: bf16(4, 4)}
-    source = write_source(tmp_path / "s", tensors, {**PLAIN, "order": {"b": 1, "a": 2}})
-    (source / "tokenizer.json").rename(tmp_path / "blob")
-    (source / "tokenizer.json").symlink_to(tmp_path / "blob")  # as in a hub cache
+    path = tmp_path / "snapshots" / "revision"  # as in a hub cache
+    source = write_source(path, tensors, {**PLAIN, "order": {"b": 1, "a": 2}})
+    (tmp_path / "blobs").mkdir()
+    (source / "tokenizer.json").rename(tmp_path / "blobs" / "1f2e")
+    (source / "tokenizer.json").symlink_to("../../blobs/1f2e")
     quantize_checkpoint(source, tmp_path / "t")
     files = files_of(tmp_path / "t")
     assert set(files) == {
@@ -324,6 +326,37 @@ def test_other_files(tmp_path):
     config = json.loads(files["config.json"])
     config.pop("quantization_config")
     assert config == {**PLAIN, "order": {"b": 1, "a": 2}}
+
+
+def test_links_out_of_the_source_are_not_copied(tmp_path):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (tmp_path / "secret").write_text("x")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=rf"notes\.txt: a link out .*{tmp_path}/secret"):
+        quantize_checkpoint(source, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "secret"]
+
+
+def test_of_one_file_only_what_belongs_to_it_is_copied(tmp_path):
+    """Whatever else lies in that directory, or below."""
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (source / "photo.png").write_bytes(b"x")
+    quantize_checkpoint(source / "model.safetensors", tmp_path / "t")
+    names = {"config.json", "model.safetensors"}
+    names |= {"tokenizer.json", "chat_template.jinja", "modeling_own.py"}
+    assert {path.name for path in (tmp_path / "t").iterdir()} == names
+
+
+def test_a_target_that_no_rename_can_replace(tmp_path, monkeypatch):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t").symlink_to(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="must not be a link or a mount point"):
+        quantize_checkpoint(source, tmp_path / "t")
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="must not be a link or a mount point"):
+        quantize_checkpoint(source, tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "s", "t"]
 
 
 def test_shards_and_their_index(tmp_path):

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from killed_quantize import finished
 from quantize_cases import bf16, deepseek_v3, files_of, quantization_of, read, write_source
 
-from moefp8.checkpoint import CheckpointError, quantize_checkpoint, stream
+from moefp8.checkpoint import CheckpointError, choose, quantize_checkpoint, stream
 from moefp8.cli.main import main
 
 SMALL = {"max_shard_bytes": 200_000}
@@ -102,8 +104,8 @@ def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"skip": ["indexer"]}, "another skip than now"),
-        ({"max_shard_bytes": 300_000}, "another max_shard_bytes than now"),
+        ({"skip": ["indexer"]}, "another skip, plan than now"),
+        ({"max_shard_bytes": 300_000}, "another max_shard_bytes, plan than now"),
         ("shard", "another source than now"),
         ("config.json", "another source than now"),
         ("tokenizer.json", "another source than now"),
@@ -123,6 +125,17 @@ def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
     assert finished(target) == before
     shutil.rmtree(partial_of(target))
     quantize_checkpoint(source, target, **{**SMALL, **options})
+
+
+def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypatch):
+    """Its shards have the same names, and other tensors in them."""
+    target = tmp_path / "t"
+    before = interrupt(source, target, monkeypatch)
+    kept = re.compile(rf"{choose._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
+    monkeypatch.setattr(choose, "_KEPT", kept)
+    with pytest.raises(CheckpointError, match="another plan than now"):
+        quantize_checkpoint(source, target, **SMALL)
+    assert finished(target) == before
 
 
 def test_what_is_not_whole_is_written_again(source, tmp_path, monkeypatch):
@@ -171,6 +184,48 @@ def test_one_process_at_a_time(source, tmp_path, monkeypatch):
     assert num_open() == num_before
     holder.communicate(b"\n")
     assert quantize_checkpoint(source, target, **SMALL).num_resumed == len(before)
+
+
+def test_one_thread_at_a_time(source, tmp_path, monkeypatch):
+    """Locks of files are those of a process, and closing one of its descriptors unlocks."""
+    target, told, real = tmp_path / "t", [], stream.run_all
+
+    def second(*arguments):
+        monkeypatch.setattr(stream, "run_all", real)
+        thread = threading.Thread(target=lambda: told.append(refusal(source, target)))
+        thread.start()
+        thread.join()
+        real(*arguments)
+
+    monkeypatch.setattr(stream, "run_all", second)
+    quantize_checkpoint(source, target, **SMALL)
+    assert f"{target}: another thread writes it" in told[0]
+    quantize_checkpoint(source, tmp_path / "whole", **SMALL)
+    assert files_of(target) == files_of(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="exists"):
+        quantize_checkpoint(source, target, **SMALL)
+
+
+def refusal(source: Path, target: Path) -> str:
+    try:
+        quantize_checkpoint(source, target, **SMALL)
+    except CheckpointError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
+    """Injected: tests may run as root, who may enter everywhere."""
+    real = os.scandir
+
+    def denied(path):
+        if Path(path).name == "templates":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(CheckpointError, match=f"Permission denied: '{source / 'templates'}'"):
+        quantize_checkpoint(source, tmp_path / "t", **SMALL)
 
 
 def test_targets_that_are_there(source, tmp_path):

@@ -61,15 +61,17 @@ def contents_of(scan: Scan) -> Contents:
     weights: dict[str, Entry] = {}
     scales: dict[str, Entry] = {}
     doubles = []
+    named = frozenset(canonical(key) for key in scan.named)
     for key, entry in scan.source.entries.items():
         weight = weight_of_scale(key)
+        if weight and key.endswith(".scale") and canonical(weight) not in named:
+            weight = None  # a tensor of its own, such as Gemma 4's routers have
         names = weights if weight is None else scales
         name = canonical(key if weight is None else weight)
         if name in names:
             doubles.append((entry, names[name]))
         else:
             names[name] = entry
-    named = frozenset(canonical(key) for key in scan.named)
     kept = tuple(
         name
         for name in sorted(named)

@@ -122,7 +122,10 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 1 << 63  # as PyTorch counts
+        for size in value
+    )
 
 
 def _whole(

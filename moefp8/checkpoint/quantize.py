@@ -1,5 +1,6 @@
 """Turn a 16-bit checkpoint of any size into one with FP8 weights, from files to files."""
 
+import hashlib
 import os
 import shutil
 import time
@@ -26,6 +27,7 @@ from .workplace import Workplace, workplace
 
 # Weights in other formats, and their indices, would contradict the ones that are written.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
+_BESIDE = (".json", ".jinja", ".model", ".txt", ".py")
 _OTHER_FOLDERS = {"original", "__pycache__"}
 
 
@@ -62,7 +64,7 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: naming keys and files: a source that is broken, in FP8 already or holds NaN
-            or Inf; a target that is there, or that another process or another call is writing;
+            or Inf; a target that is there, or that another process or thread is writing;
             a disk that is full. Finished shards are kept.
         ValueError: a name in skip that matches nothing; a device or a size that cannot be meant.
     """
@@ -78,9 +80,9 @@ def quantize_checkpoint(
     choice = choose(opened, skip)
     try:
         others = dict(_other_files(opened))
-        job = _job(opened, others, skip, max_shard_bytes)
+        shards = list(in_shards(choice.moves, max_shard_bytes))
+        job = _job(opened, others, skip, max_shard_bytes, shards)
         with workplace(path, job) as work:
-            shards = list(in_shards(choice.moves, max_shard_bytes))
             reports, num_resumed = _write_shards(work, shards, opened, place, progress)
             _write_others(work, opened, others, choice, shards)
             work.publish()
@@ -98,14 +100,23 @@ def quantize_checkpoint(
 
 
 def _job(
-    source: Source, others: dict[str, Path], skip: tuple[str, ...], max_shard_bytes: int
+    source: Source,
+    others: dict[str, Path],
+    skip: tuple[str, ...],
+    max_shard_bytes: int,
+    shards: list[list[Move]],
 ) -> dict[str, Any]:
-    """All that decides what is written, but for what is in the files: their sizes and times."""
+    """All that decides what is written, but for what is in the files: their sizes and times.
+
+    plan: of what is in which shard; another version of this library may choose otherwise.
+    """
+    plan = [[(move.outputs(), str(move.entry), move.begin) for move in moves] for moves in shards]
     files = sorted({*source.shards, *others.values(), config_path(source.path)})
     return {
         "source": {str(path): stamp_of(path.stat()) for path in files if path.exists()},
         "skip": skip,
         "max_shard_bytes": max_shard_bytes,
+        "plan": hashlib.sha256(repr(plan).encode()).hexdigest(),
     }
 
 
@@ -156,13 +167,35 @@ def _write_others(
     write_json(work.content / "config.json", config)
 
 
+def _raise(error: OSError) -> None:
+    """For `os.walk`, which would leave out what it cannot read."""
+    raise error
+
+
 def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
-    """(name below the directory, file) of all that is neither weights, config nor hidden."""
+    """(name below the directory, file) of all that is neither weights, config nor hidden.
+
+    Of a source that is one file, only what lies beside it and belongs to models by its suffix.
+    """
     directory = config_path(source.path).parent
-    for folder, folders, names in os.walk(directory):
-        folders[:] = sorted(x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
+    is_whole = source.path.is_dir()
+    for folder, folders, names in os.walk(directory, onerror=_raise):
+        kept = (x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
+        folders[:] = sorted(kept) if is_whole else []
         for name in sorted(names):
             path = Path(folder, name)
             is_other = not name.startswith(".") and not name.endswith((*_WEIGHTS, ".index.json"))
+            if not is_whole and path.suffix not in _BESIDE:
+                continue
             if is_other and path != config_path(source.path) and path.is_file():
+                _check_inside(path, directory)
                 yield str(path.relative_to(directory)), path
+
+
+def _check_inside(path: Path, directory: Path) -> None:
+    """A link may lead elsewhere in the directory, or to the blobs of a hub's cache."""
+    real, root = path.resolve(), directory.resolve()
+    if not any(real.is_relative_to(x) for x in (root, root.parent.parent / "blobs")):
+        raise CheckpointError(
+            f"{path}: a link out of the checkpoint, to {real}, is not copied; remove it; {OUTCOME}"
+        )

@@ -57,14 +57,22 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
         for offset in range(0, first.num_bytes, DIRECT_BYTES):
             num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
             chunks = [
-                os.pread(files[entry.file], num_bytes, entry.begin + offset)
-                for entry in (first, second)
+                _pread(entry, files, num_bytes, entry.begin + offset) for entry in (first, second)
             ]
             if chunks[0] != chunks[1] or len(chunks[0]) != num_bytes:
                 raise CheckpointError(
                     f"{second}: differs from {first}, but the model ties the two; ignore one of "
                     "them, or untie the model; the model is unchanged"
                 )
+
+
+def _pread(entry: Entry, files: Files, num_bytes: int, begin: int) -> bytes:
+    try:
+        return os.pread(files[entry.file], num_bytes, begin)
+    except OSError as error:
+        raise CheckpointError(
+            f"{entry}: reading failed ({error}); the model is unchanged"
+        ) from error
 
 
 def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:

@@ -98,8 +98,8 @@ class Staging:
 
     def _read(self, task: Task, file: int) -> torch.Tensor:
         """The values of a task, in plain memory that the next one takes over."""
-        if not self._plain.numel():
-            self._plain = torch.empty(STAGED_BYTES, dtype=torch.uint8)
+        if self._plain.numel() < task.num_bytes:  # of a plain task, more than STAGED_BYTES
+            self._plain = torch.empty(max(STAGED_BYTES, task.num_bytes), dtype=torch.uint8)
         read_into(file, task.begin, self._plain[: task.num_bytes])
         return task.view(self._plain)
 

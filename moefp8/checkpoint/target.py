@@ -10,7 +10,12 @@ from .source import INDEX_NAME, SINGLE_NAME
 
 
 def check_free(path: Path) -> None:
-    """Raises CheckpointError unless path does not exist or is an empty directory."""
+    """Raises CheckpointError unless path does not exist or is an empty directory.
+
+    Nor must it be a link or a mount point, which a directory cannot be renamed to.
+    """
+    if path.is_symlink() or os.path.ismount(path):
+        raise CheckpointError(f"{path}: must not be a link or a mount point; name a path below it")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
 

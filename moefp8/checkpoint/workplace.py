@@ -9,6 +9,7 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,10 @@ from .jsonfile import read_object
 from .target import check_free, sync, write_json
 
 _TEMPORARY = ".tmp"
+_WAIT = "wait for it, or choose another target"
+
+_guard = threading.Lock()
+_held: set[tuple[int, Path]] = set()  # by process: a forked child holds nothing
 
 
 class Workplace:
@@ -71,23 +76,31 @@ def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
     """
     place = Workplace(target)
     place.path.mkdir(parents=True, exist_ok=True)
-    lock = _lock(place)
-    try:
+    with _locked(place):
         _begin(place, job)
         yield place
-    finally:
-        os.close(lock)
 
 
-def _lock(place: Workplace) -> int:
-    """A descriptor; closing it, also by death, is to unlock."""
+@contextmanager
+def _locked(place: Workplace) -> Iterator[None]:
+    """Against other processes by a file, which death unlocks too; against threads by `_held`."""
+    lock, me = place.path / "lock", (os.getpid(), place.path.resolve())
+    with _guard:
+        if me in _held:
+            raise CheckpointError(f"{place.target}: another thread writes it; {_WAIT}")
+        try:
+            descriptor = try_lock(lock)
+        except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
+            raise CheckpointError(
+                f"{place.target}: another process writes it, and holds {lock}; {_WAIT}"
+            ) from error
+        _held.add(me)
     try:
-        return try_lock(place.path / "lock")
-    except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
-        raise CheckpointError(
-            f"{place.target}: another process writes it, and holds {place.path / 'lock'}; wait for "
-            "it, or choose another target"
-        ) from error
+        yield
+    finally:
+        with _guard:
+            _held.remove(me)
+            os.close(descriptor)
 
 
 def _begin(place: Workplace, job: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 from ..kernels import E4M3, m_grouped_fp8_gemm_nt_contiguous, num_blocks
 from ..layers import GroupedExperts
 from ..layers.convert import swiglu_limits
+from ..layers.module import no_backward, save_for_no_backward
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 
@@ -35,6 +36,8 @@ def experts_forward(
 
     Weights that are not FP8 are quantized at the first call, and again when they have changed;
     the module keeps its own beside them, which takes 1.5 times the memory: `FP8Config` takes 0.5.
+    Not noticed are changes through `.data`, of weights that were made in inference mode, and in
+    place between calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
     SwiGLU runs as `GroupedExperts` does; biases, other activations, no gate, norms of what an
     expert gives run between two grouped GEMMs.
 
@@ -45,6 +48,9 @@ def experts_forward(
 
     Returns:
         [T, H] in the dtype of hidden_states.
+
+    Raises:
+        NotImplementedError: in `backward()`; training is not supported yet.
     """
     return _prepared(module)(hidden_states, top_k_index, top_k_weights)
 
@@ -69,7 +75,7 @@ FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
 def _prepared(module: nn.Module) -> _Experts:
     """The module's experts in FP8, made once; not registered, so that no state dict holds them."""
     cached = module.__dict__.get(_CACHE)
-    if torch.compiler.is_compiling():  # which cannot look at versions, and need not: it guards
+    if torch.compiler.is_compiling():  # which cannot look at versions; it guards what is kept
         return cached[1] if cached else _prepare(module)
     if cached is None or cached[0] != _state(module):
         return _prepare(module)
@@ -129,6 +135,12 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
         raise ValueError(f"{where}: block_size must be (128, 128), got {block}")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(f"{where}: activation_scheme must be 'dynamic', got 'static'")
+    if halves == 1 and name == "gate_up_proj" and data.shape[1] // 2 % 128 > 64:
+        raise ValueError(
+            f"{where}: I of gated experts whose activation is not SwiGLU must not be "
+            f"{data.shape[1] // 2}: nothing tells scales of gate and up, one after the other, from "
+            "those of 2I rows, since there are as many"
+        )
     scale_inv = module.get_parameter(f"{name}_scale_inv").detach().float()
     wanted = [halves * num_blocks(data.shape[1] // halves), num_blocks(data.shape[2])]
     if list(scale_inv.shape[1:]) != wanted:
@@ -153,6 +165,19 @@ def _swiglu_experts(
     return experts
 
 
+class _NoBackward(torch.autograd.Function):
+    """Else gradients would pass by the experts without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, experts: "_AnyExperts", *trained: torch.Tensor) -> torch.Tensor:
+        save_for_no_backward(ctx, type(experts.module).__name__, None, *trained)
+        return experts.run(*trained[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return no_backward(ctx, grads[0])
+
+
 class _AnyExperts:
     """Two grouped GEMMs, and between them whatever the module does there."""
 
@@ -161,6 +186,16 @@ class _AnyExperts:
         self.first, self.second = first, second
 
     def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        inputs = hidden_states, top_k_index, top_k_weights
+        trained = *inputs, *self.module.parameters()
+        if torch.is_grad_enabled() and any(x.requires_grad for x in trained):
+            y: torch.Tensor = _NoBackward.apply(self, *trained)
+            return y
+        return self.run(*inputs)
+
+    def run(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         module = self.module

@@ -14,11 +14,12 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint import CheckpointError
-from ..checkpoint.config import block_problem
+from ..checkpoint.config import FP8_QUANTIZATION, block_problem, layer_of
+from ..checkpoint.errors import raise_if_any
 from ..checkpoint.fp8 import fp8_modules_of
 from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
-from ..checkpoint.plan import Rename, plan_fp8, widens
+from ..checkpoint.plan import FP8, Rename, plan_fp8, widens
 from ..checkpoint.read import open_files
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
@@ -32,7 +33,8 @@ class FP8Quantizer(HfQuantizer):
     """Swaps linears and experts for moefp8's; transformers' own loader fills them.
 
     Checkpoints in FP8: before anything is read, their headers are held against the model. A
-    missing or extra expert, a weight without its scale, a wrong shape is a CheckpointError then.
+    missing or extra expert, a weight without its scale, a wrong shape is a CheckpointError then;
+    whatever else a decoder layer lacks is one when all is read.
     """
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -60,7 +62,9 @@ class FP8Quantizer(HfQuantizer):
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
         if not self.pre_quantized:
             if is_safetensors:
-                _widen(open_shards(files), model, _renaming(model, self))
+                source = open_shards(files)
+                _refuse_fp8(source)
+                _widen(source, model, _renaming(model, self))
             return
         if not is_safetensors:
             raise CheckpointError(
@@ -72,7 +76,8 @@ class FP8Quantizer(HfQuantizer):
             raise CheckpointError(f"{source.path}: {problem}")
         stored = source.config.get("quantization_config") or {}
         self.quantization_config = FP8Config.of_checkpoint(stored)
-        leaves = {key.rpartition(".")[2] for key in source.entries}
+        scales = (key for key in source.entries if weight_of_scale(key) in source.entries)
+        leaves = {key.rpartition(".")[2] for key in scales}
         self._scale_leaves = leaves & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
         rename = _renaming(model, self)
@@ -99,6 +104,7 @@ class FP8Quantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, FP8Linear | GroupedExperts):
                 _complete(name, module)
+        _check_layers(model)
         return model
 
 
@@ -122,6 +128,16 @@ def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
     return rename
 
 
+def _refuse_fp8(source: Source) -> None:
+    """Where no config says that a checkpoint is FP8, transformers takes codes for weights."""
+    found = next((entry for entry in source.entries.values() if entry.dtype == FP8), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{found}: FP8, but the model's config has no quantization_config, so its scales would "
+            f"be left out; write {FP8_QUANTIZATION} into config.json, or use moefp8.load_checkpoint"
+        )
+
+
 def _check(source: Source, model: nn.Module, rename: Rename) -> None:
     """Headers against the model, and the values of scales."""
     plan = plan_fp8(source, Inventory(model), rename)
@@ -140,6 +156,18 @@ def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
             owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
 
 
+def _check_layers(model: nn.Module) -> None:
+    """Of decoder layers, transformers initialises at random what it does not find."""
+    missing = [
+        name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if layer_of(name) is not None
+        and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
+    ]
+    problems = [f"{name}: not in the checkpoint" for name in missing]
+    raise_if_any(problems, "moefp8.hf: the checkpoint does not fill the model's decoder layers")
+
+
 def _complete(name: str, module: FixedDtypeModule) -> None:
     """Scales in FP32, no gradients; and nothing that transformers' loader left unfilled."""
     for leaf, parameter in list(module.named_parameters(recurse=False)):
@@ -148,7 +176,12 @@ def _complete(name: str, module: FixedDtypeModule) -> None:
                 f"{name}.{leaf}: a {type(parameter).__name__}, but transformers' tensor and expert "
                 "parallelism cannot cut FP8 blocks; use moefp8.shard and moefp8.load_checkpoint"
             )
-        if parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name}.{leaf}: left on the disk, and FP8 modules cannot be offloaded there; name "
+                "a device_map of GPUs and the CPU"
+            )
+        if not getattr(parameter, "_is_hf_initialized", False):
             raise CheckpointError(
                 f"{name}.{leaf}: was not loaded, though the checkpoint holds it: transformers "
                 "knows no conversion of its keys; use moefp8.load_checkpoint"
