@@ -26,6 +26,7 @@ from ..checkpoint.source import Source, open_shards
 from ..layers import FP8Linear, GroupedExperts, convert
 from ..layers.module import FixedDtypeModule
 from .config import METHOD, FP8Config
+from .merge import copying_once
 
 
 @register_quantizer(METHOD)
@@ -87,12 +88,16 @@ class FP8Quantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel
     ) -> list[Any]:
-        """transformers' conversions, after renamings of scales that have names of their own."""
+        """transformers' conversions, after renamings of scales that have names of their own.
+
+        Experts that are stored one by one are copied once.
+        """
         renamings = [
             WeightRenaming(rf"\.{leaf}(?!_inv)", ".weight_scale_inv")
             for leaf in sorted(self._scale_leaves)
         ]
-        return renamings + super().update_weight_conversions(weight_conversions, model)
+        conversions = super().update_weight_conversions(weight_conversions, model)
+        return renamings + [copying_once(conversion) for conversion in conversions]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
