@@ -4,7 +4,8 @@
 into our modules, and quantizes others as they are loaded; `experts_implementation="moefp8"` runs
 the experts that transformers keeps itself. Needs the extra `hf`.
 
-Reading order: `config`, `quantizer` (what is swapped, and what is checked before), `experts`.
+Reading order: `config`, `quantizer` (what is swapped, and what is checked before), `merge` (how
+experts reach their stacks), `experts`.
 """
 
 from importlib.util import find_spec as _find_spec

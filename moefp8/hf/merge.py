@@ -74,6 +74,9 @@ class _Fuse(Concatenate):
 @torch.no_grad()
 def _stacked(lists: Sequence[list[torch.Tensor] | torch.Tensor]) -> torch.Tensor:
     """[E, sum of rows, columns]: the e-th tensor of each list, one below the other."""
+    shapes = [{tuple(x.shape) for x in tensors} for tensors in lists]
+    if any(len(each) != 1 for each in shapes):
+        raise ValueError(f"all experts must have weights of one shape, got {shapes}")
     first, num_rows = lists[0][0], sum(tensors[0].shape[0] for tensors in lists)
     result = first.new_empty((len(lists[0]), num_rows, *first.shape[1:]))
     moves = []
@@ -82,8 +85,10 @@ def _stacked(lists: Sequence[list[torch.Tensor] | torch.Tensor]) -> torch.Tensor
         for x in tensors:
             moves.append((result[e, begin : begin + x.shape[0]], x))
             begin += x.shape[0]
-    num_threads = 1 if result.is_cuda else _NUM_THREADS
-    run_all(moves, _copy, num_threads, "moefp8-merge")
+    if result.is_cuda:
+        _copy(iter(moves))  # on the stream of the caller
+    else:
+        run_all(moves, _copy, _NUM_THREADS, "moefp8-merge")
     return result
 
 
