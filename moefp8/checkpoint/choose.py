@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..layers import DEFAULT_SKIP
-from ..layers.convert import matches
+from ..layers.selection import matches
 from .config import layer_of
 from .errors import raise_if_any
 from .header import TORCH_DTYPES, Entry

@@ -1,76 +1,293 @@
 """`convert`: swap the linears and experts of a model for FP8 ones, in place."""
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
-from functools import partial
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
-from ..kernels.experts import swiglu
+from .conversion import Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .parts import parts_of
+from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
+from .stacks import Probe, flags_problem, shapes_problem, stacks_of
 
-# Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
-# weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
-# checkpoints keep them too.
-DEFAULT_SKIP = (
-    *("lm_head", "gate", "router", "shared_expert_gate"),
-    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
-)
+Patterns = str | Iterable[str]
+FilterFn = Callable[[nn.Module, str], bool]
+Overrides = Mapping[str, bool | Mapping[str, Any]]
 
-# What transformers says of an experts module, where it is as `GroupedExperts` is.
-_EXPERTS_FLAGS = {
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_bias": False,
-    "has_gate": True,
-    "has_post_expert_norm": False,
-}
+_LOGGER = logging.getLogger("moefp8")
+_SETTINGS = {"layout", "swiglu_limit"}
+_TAKEN = "taken"
+
+
+@overload
+def convert(
+    model: nn.Module,
+    skip: Patterns = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: Literal[False] = False,
+) -> nn.Module: ...
+
+
+@overload
+def convert(
+    model: nn.Module,
+    skip: Patterns = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: Literal[True],
+) -> tuple[nn.Module, Conversion]: ...
 
 
 @torch.no_grad()
 def convert(
     model: nn.Module,
-    skip: str | Iterable[str] = DEFAULT_SKIP,
-    only: str | Iterable[str] | None = None,
-) -> nn.Module:
-    """Swap every `nn.Linear` and every experts module for `FP8Linear` and `GroupedExperts`.
+    skip: Patterns = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: bool = False,
+) -> nn.Module | tuple[nn.Module, Conversion]:
+    """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
 
     Weights are quantized one module at a time, so the peak is the model and one module. A model
-    on the meta device is swapped without weights, to be loaded into. Experts modules are those
-    with stacked `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I], as
-    transformers 5 has them, with SwiGLU or its clamped variant.
+    on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
+    transformers' `Conv1D`, experts stacked as `gate_up_proj` [E, 2I, H], gate rows first, and
+    `down_proj` [E, H, I], as transformers 5 has them, and DBRX's. An experts module is run on a few
+    random tokens before: it must compute SwiGLU, or its clamped variant, and nothing else.
 
-    Left alone are subclasses of `nn.Linear`, and linears of `nn.TransformerEncoderLayer`: code
-    that holds those reads their weights instead of calling them.
+    What stays by default: output heads, routers, gates to one number, what the model keeps in FP32,
+    and linears whose weights others read instead of calling them (`moefp8.layers.selection`). What
+    was swapped and what stays, and why, is logged ("moefp8", INFO); that nothing was swapped, or
+    experts of another make stay, is a warning.
 
     Args:
         model: changed in place.
-        skip: names to leave as they are, with all below them: a dotted name or part of one
-            ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*"). It takes the place of the
-            default, `moefp8.layers.DEFAULT_SKIP`: output heads, routers, gates and their like.
-        only: exact dotted names to swap, and no others; then `skip` is not looked at.
+        skip: names that stay besides, with all below them: a dotted name or part of one
+            ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*").
+        only: names, parts and patterns likewise: nothing else is swapped. The full name of a linear
+            or experts module is that module alone, whatever the defaults say of it.
+        filter_fn: `filter_fn(module, name)` for each linear and experts module, as in torchao: it
+            decides in place of the defaults.
+        overrides: pattern -> False (stays), True (becomes FP8, whatever the defaults say), or
+            settings of the `GroupedExperts`, such as {"layout": "masked"}; the first that matches.
+        return_conversion: also give the `Conversion`; `plan_conversion` gives it beforehand.
 
     Returns:
         `model`; or its replacement, if `model` itself is to be swapped.
 
     Raises:
         TypeError: a weight that is no bf16, fp16 or fp32.
-        ValueError: an experts module of another make, a part that `shard` left, a name in `only`
-            that is neither a linear nor experts, a name in `skip` that is nowhere in the model. In
-            all cases the model is unchanged.
+        ValueError: an experts module of another make, a part that `shard` left, a pattern that is
+            nowhere in the model. In all cases the model is unchanged.
     """
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    only = (only,) if isinstance(only, str) else only
-    chosen = _skipping(model, skip) if only is None else _named(model, tuple(only))
-    limits = {name: _check(name, module) for name, module in chosen.items()}
-    swapped: dict[int, nn.Module] = {}  # a module under two names stays one module
+    chosen = _choose(model, skip, only, filter_fn, overrides)
+    conversion = chosen.conversion
+    _LOGGER.info("convert: %s", conversion)
+    if (warning := conversion.warning()) and not chosen.nothing_left:
+        warnings.warn(f"convert: {warning}", stacklevel=3)
+    converted = _apply(model, chosen)
+    return (converted, conversion) if return_conversion else converted
+
+
+def plan_conversion(
+    model: nn.Module,
+    skip: Patterns = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+) -> Conversion:
+    """What `convert` would swap and leave; `model` is not changed. Arguments, errors: as there."""
+    return _choose(model, skip, only, filter_fn, overrides).conversion
+
+
+@dataclass
+class _Chosen:
+    """modules: to swap; settings: of those that are experts. nothing_left: all is FP8 already."""
+
+    modules: dict[str, nn.Module]
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    conversion: Conversion = field(default_factory=Conversion)
+    nothing_left: bool = False
+
+
+def _choose(
+    model: nn.Module,
+    skip: Patterns,
+    only: Patterns | None,
+    filter_fn: FilterFn | None,
+    overrides: Overrides | None,
+) -> _Chosen:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    skipped, wanted = _tuple(skip), None if only is None else _tuple(only)
+    overridden = dict(overrides or {})
+    for argument, patterns in (
+        ("skip", skipped),
+        ("only", wanted or ()),
+        ("overrides", overridden),
+    ):
+        _check_patterns(argument, patterns, modules)
+    candidates = {name: module for name, module in modules.items() if can_swap(module)}
+    is_exact = wanted is not None and all(name in candidates for name in wanted)
+    kept = {} if is_exact and filter_fn is None else reasons(modules)
+    whys = {
+        name: _override_why(name, overridden, skipped)
+        or _only_why(name, wanted, candidates)
+        or (_filter_why(name, module, filter_fn) if filter_fn else kept.get(name, ""))
+        for name, module in candidates.items()
+    }
+    told = {name: why for name, why in kept.items() if name not in candidates}
+    told |= {name: why for name, why in whys.items() if why and why != _TAKEN}
+    chosen = {name: module for name, module in candidates.items() if name not in told}
+    settings = _checked(chosen, overridden)
+    kinds = {name: _kind(module) for name, module in chosen.items()}
+    fp8 = any(isinstance(m, FP8Linear | GroupedExperts) for m in modules.values())
+    return _Chosen(chosen, settings, Conversion(kinds, told), fp8 and not chosen)
+
+
+def _tuple(patterns: Patterns) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _override_why(name: str, overrides: Overrides, skipped: tuple[str, ...]) -> str:
+    """Why name stays, _TAKEN if it does not, "" if neither overrides nor skip decide."""
+    setting = _override(name, overrides)
+    if setting is False or any(matches(name, part) for part in skipped):
+        return "skipped"
+    return "" if setting is None else _TAKEN
+
+
+def _only_why(name: str, wanted: tuple[str, ...] | None, candidates: Mapping[str, Any]) -> str:
+    """Likewise; a full name of a candidate is that one alone."""
+    if wanted is None or name in wanted:
+        return "" if wanted is None else _TAKEN
+    parts = (part for part in wanted if part not in candidates)
+    return "" if any(matches(name, part) for part in parts) else "not in only"
+
+
+def _filter_why(name: str, module: nn.Module, filter_fn: FilterFn) -> str:
+    return _TAKEN if filter_fn(module, name) else "left out by filter_fn"
+
+
+def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | None:
+    return next((value for part, value in overrides.items() if matches(name, part)), None)
+
+
+def _check_patterns(
+    argument: str, patterns: Iterable[str], modules: Mapping[str, nn.Module]
+) -> None:
+    known = (*DEFAULT_SKIP, *HEADS)
+    wrong = [
+        part
+        for part in patterns
+        if part not in known and not any(matches(name, part) for name in modules)
+    ]
+    if wrong:
+        raise ValueError(
+            f"convert: every name in {argument} must be in the model, got "
+            f"{', '.join(map(repr, wrong[:5]))}"
+        )
+    swappable = [name for name, m in modules.items() if can_swap(m) or _is_fp8(m)]
+    wrong = [
+        part
+        for part in (patterns if argument == "only" else ())
+        if not any(matches(name, part) for name in swappable)
+    ]
+    if wrong:
+        raise ValueError(
+            "convert: every name in only must be an nn.Linear or an experts module of the model, "
+            f"or have some below it, got {', '.join(wrong[:5])}"
+        )
+
+
+def _is_fp8(module: nn.Module) -> bool:
+    return isinstance(module, FP8Linear | GroupedExperts)
+
+
+def _kind(module: nn.Module) -> str:
+    if is_conv1d(module):
+        return "Conv1D"
+    return "linear" if is_linear(module) else "experts"
+
+
+def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str, dict[str, Any]]:
+    """Settings of all experts; raises unless everything can be swapped, with all that cannot."""
+    settings: dict[str, dict[str, Any]] = {}
+    refused: dict[tuple[str, str], list[tuple[str, nn.Module]]] = {}
+    probe = Probe()
     for name, module in chosen.items():
+        for parameter_name, parameter in module.named_parameters():
+            label = f"{name}.{parameter_name}".lstrip(".")
+            check_tensor("convert", label, parameter, FLOATS)
+        found, problem = _check(module, probe)
+        given = _override(name, overrides)
+        told = dict(given) if isinstance(given, Mapping) else {}
+        if unknown := told.keys() - _SETTINGS:
+            raise ValueError(
+                f"convert: overrides of {name} must be True, False or of {sorted(_SETTINGS)}, got "
+                f"{sorted(unknown)}"
+            )
+        if problem is None:
+            settings[name] = {**found, **told}
+        else:
+            key = pattern_of(name), f"({type(module).__name__}) {problem}"
+            refused.setdefault(key, []).append((name, module))
+    if refused:
+        raise ValueError("\n".join(_refusal(*key, group) for key, group in refused.items()))
+    return settings
+
+
+def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]:
+    """(settings, what forbids to swap module)."""
+    if parts_of(module):
+        return {}, "is one rank's part of a layer; convert before shard"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return {}, "must have no forward hooks, which would be lost"
+    stacks = stacks_of(module)
+    if stacks is None:
+        return {}, None
+    problem = flags_problem(module) or shapes_problem(module, stacks)
+    if problem is not None:
+        return {}, problem
+    limit, problem = probe(module)
+    return {"swiglu_limit": limit}, problem
+
+
+def _refusal(pattern: str, what: str, group: list[tuple[str, nn.Module]]) -> str:
+    """One sentence for the same module of all layers, and the ways out."""
+    name, module = group[0]
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    ways = [f"pass skip={pattern!r} to leave it as it is"]
+    if not is_linear(module):
+        ways.append(
+            "if GroupedExperts computes the same of other weights, put "
+            "GroupedExperts.from_weights(gate_up_proj, down_proj) in its place"
+        )
+    if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
+        ways.append('import moefp8.hf and pass experts_implementation="moefp8" to from_pretrained')
+    return f"convert: {name or 'the model'}{more} {what}; {'; or '.join(ways)}"
+
+
+def _apply(model: nn.Module, chosen: _Chosen) -> nn.Module:
+    """A module under two names stays one module; linears that share a weight share codes."""
+    swapped: dict[int, nn.Module] = {}
+    weights: dict[tuple[int, bool], FP8Linear] = {}
+    for name, module in chosen.modules.items():
         if id(module) not in swapped:
-            swapped[id(module)] = _swap(module, limits[name])
+            swapped[id(module)] = _swap(module, chosen.settings[name], weights)
         if not name:
             return swapped[id(module)]
         parent, _, child = name.rpartition(".")
@@ -78,119 +295,25 @@ def convert(
     return model
 
 
-def _skipping(model: nn.Module, skip: tuple[str, ...]) -> dict[str, nn.Module]:
-    """All that can be swapped, but for what `skip` names."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for part in skip:
-        if part not in DEFAULT_SKIP and not any(matches(name, part) for name in modules):
-            raise ValueError(f"convert: every name in skip must be in the model, got {part!r}")
-    return {
-        name: module
-        for name, module in modules.items()
-        if _can_swap(module)
-        and not any(matches(name, part) for part in skip)
-        and not isinstance(modules[name.rpartition(".")[0]], nn.TransformerEncoderLayer)
-    }
+def _swap(
+    module: nn.Module, settings: dict[str, Any], weights: dict[tuple[int, bool], FP8Linear]
+) -> nn.Module:
+    if (stacks := stacks_of(module)) is not None:
+        experts = GroupedExperts.from_weights(stacks.gate_up_proj, stacks.down_proj, **settings)
+        return experts.train(module.training)
+    layer = FP8Linear.from_linear(_as_linear(module))
+    first = weights.setdefault((id(module.get_parameter("weight")), is_conv1d(module)), layer)
+    layer.weight, layer.weight_scale_inv = first.weight, first.weight_scale_inv
+    return layer.train(module.training)
 
 
-def _named(model: nn.Module, only: tuple[str, ...]) -> dict[str, nn.Module]:
-    """What `only` names, but for what is FP8 already."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    done = {n for n, m in modules.items() if isinstance(m, FP8Linear | GroupedExperts)}
-    wrong = [n for n in only if n not in done and (n not in modules or not _can_swap(modules[n]))]
-    if wrong:
-        raise ValueError(
-            "convert: every name in only must be an nn.Linear or an experts module of the model, "
-            f"got {', '.join(wrong[:5])}"
-        )
-    return {name: modules[name] for name in only if name not in done}
-
-
-def matches(name: str, part: str) -> bool:
-    """Whether part is a dotted piece of name, or a pattern (fnmatch) of all of it."""
-    return f".{part}." in f".{name}." or fnmatchcase(name, part)
-
-
-def _can_swap(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or bool(_expert_weights(module))
-
-
-def _swap(module: nn.Module, swiglu_limit: float | None) -> nn.Module:
+def _as_linear(module: nn.Module) -> nn.Linear:
+    """`module`, or the linear that a `Conv1D` stands for."""
     if isinstance(module, nn.Linear):
-        return FP8Linear.from_linear(module)
-    experts = GroupedExperts.from_weights(*_expert_weights(module), swiglu_limit=swiglu_limit)
-    return experts.train(module.training)
-
-
-def _expert_weights(module: nn.Module) -> tuple[torch.Tensor, ...]:
-    """(gate_up_proj, down_proj) if `module` stacks experts in BF16 or such, else ()."""
-    weights = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
-    if isinstance(module, GroupedExperts):
-        return ()
-    stacked = tuple(w for w in weights if isinstance(w, torch.Tensor) and w.ndim == 3)
-    return stacked if len(stacked) == 2 else ()
-
-
-def _check(name: str, module: nn.Module) -> float | None:
-    """Raise unless `module` can be swapped; return the SwiGLU limit if it is experts."""
-    if parts_of(module):
-        raise ValueError(f"convert: {name} is one rank's part of a layer; convert before shard")
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise _refusal(name, module, "must have no forward hooks, which would be lost")
-    for parameter_name, parameter in module.named_parameters():
-        check_tensor("convert", f"{name}.{parameter_name}".lstrip("."), parameter, FLOATS)
-    return None if isinstance(module, nn.Linear) else _check_experts(name, module)
-
-
-def _refusal(name: str, module: nn.Module, what: str) -> ValueError:
-    return ValueError(
-        f"convert: {name} ({type(module).__name__}) {what}; to leave it as it is, pass "
-        f"skip=(*moefp8.layers.DEFAULT_SKIP, {name!r})"
-    )
-
-
-def _check_experts(name: str, module: nn.Module) -> float | None:
-    """The SwiGLU limit of an experts module; ValueError if it computes anything else."""
-    refuse = partial(_refusal, name, module)
-    for attribute, wanted in _EXPERTS_FLAGS.items():
-        if getattr(module, attribute, wanted) != wanted:
-            raise refuse(f"must have {attribute} = {wanted}, got {not wanted}")
-    extra = set(dict(module.named_parameters())) - {"gate_up_proj", "down_proj"}
-    if extra:
-        raise refuse(f"must have no parameters but gate_up_proj and down_proj, got {sorted(extra)}")
-    gate_up, down = (list(weight.shape) for weight in _expert_weights(module))
-    if gate_up != [down[0], 2 * down[2], down[1]]:
-        raise refuse(
-            f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
-        )
-    limits = swiglu_limits(module)
-    if not limits:
-        raise refuse(
-            "must compute silu(gate) * up or its clamped variant (its act_fn or _apply_gate is "
-            "asked for it)"
-        )
-    return limits[0]
-
-
-def swiglu_limits(module: nn.Module) -> list[float | None]:
-    """The limits with which SwiGLU is what `module` makes of gate and up; none if it is not."""
-    grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
-    gate, up = torch.meshgrid(grid, grid, indexing="ij")
-    came = _gated(module, gate, up)
-    limits = (None, getattr(module, "swiglu_limit", None), getattr(module, "limit", None))
-    return [
-        limit
-        for limit in limits
-        if came is not None
-        and torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
-    ]
-
-
-def _gated(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    """What the module makes of gate and up: asked, not guessed from a class name."""
-    apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
-    if callable(apply_gate):
-        concatenated = getattr(module, "is_concatenated", True)
-        pair = (gate, up) if concatenated else (torch.stack((gate, up), dim=-1).flatten(-2),)
-        return apply_gate(torch.cat(pair, dim=-1))
-    return act_fn(gate) * up if callable(act_fn) else None
+        return module
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    in_features, out_features = weight.shape
+    linear = nn.Linear(in_features, out_features, device="meta")
+    linear.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)
+    linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

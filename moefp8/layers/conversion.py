@@ -1,0 +1,60 @@
+"""What a conversion swaps, what it leaves, and why: for callers, for logs and for terminals."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+_MAX_PATTERNS = 12
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
+
+    Names are those of the model before; kept are all its other linears and experts, but for those
+    that are FP8 already.
+    """
+
+    swapped: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    def warning(self) -> str | None:
+        """What a user would not expect: nothing became FP8, or experts did not."""
+        experts = {why for why in self.kept.values() if "experts of another make" in why}
+        if not self.swapped:
+            told = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
+            return f"nothing becomes FP8: {told}"
+        if experts:
+            return f"experts stay in 16 bits: {'; '.join(sorted(experts))}"
+        return None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        kinds = Counter(self.swapped.values())
+        yield "FP8: " + (
+            ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items()) or "none"
+        )
+        for line in _counted(self.kept):
+            yield f"stays: {line}"
+
+
+def _plural(kind: str, count: int) -> str:
+    return kind if kind == "experts" or count == 1 else f"{kind}s"
+
+
+def _counted(kept: Mapping[str, str]) -> Iterator[str]:
+    """Modules of one pattern and reason on one line."""
+    groups = Counter((pattern_of(name), why) for name, why in kept.items())
+    for (pattern, why), count in groups.most_common(_MAX_PATTERNS):
+        yield f"{count} {pattern or 'the model itself'} ({why})"
+    if len(groups) > _MAX_PATTERNS:
+        yield f"and {len(groups) - _MAX_PATTERNS} patterns more"
+
+
+def pattern_of(name: str) -> str:
+    """One pattern for the same module of all layers: `model.layers.*.mlp.experts`."""
+    return _NUMBER.sub("*", name)

@@ -1,0 +1,254 @@
+"""Which linears and experts of a model become FP8 by default, and why others stay.
+
+Told by what the model says of itself and by its structure first, and by names where neither does.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from .experts import GroupedExperts
+from .linear import FP8Linear
+from .stacks import foreign_experts, stacks_of
+
+# Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
+# weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
+# checkpoints keep them too.
+DEFAULT_SKIP = (
+    *("lm_head", "gate", "router", "shared_expert_gate"),
+    *("gating", "w_gate", "moe_router", "router_gate"),
+    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
+)
+
+# Names of heads in models with layers, outside of these; within, an `output` is a projection.
+HEADS = ("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs")
+
+_READ_SAFELY = {"device", "shape", "size", "ndim", "is_meta", "numel", "requires_grad", "data_ptr"}
+_NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr"}
+
+Modules = Mapping[str, nn.Module]
+
+
+def matches(name: str, part: str) -> bool:
+    """Whether part is a dotted piece of name, or a pattern (fnmatch) of all of it."""
+    return f".{part}." in f".{name}." or fnmatchcase(name, part)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' `Conv1D`: a linear with weight [in, out], as GPT-2 has it."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def can_swap(module: nn.Module) -> bool:
+    return is_linear(module) or stacks_of(module) is not None
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
+
+
+def reasons(modules: Modules) -> dict[str, str]:
+    """Name -> why it stays, of each linear and experts module that does.
+
+    modules: of the whole model, by `named_modules(remove_duplicate=False)`.
+    """
+    found: dict[str, str] = {}
+    for rule in _RULES:
+        for name, why in rule(modules):
+            found.setdefault(name, why)
+    return found
+
+
+def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
+    has_layers = any(is_linear(m) and _in_layer(name, modules) for name, m in modules.items())
+    for name, module in modules.items():
+        if not can_swap(module):
+            continue
+        part = next((part for part in DEFAULT_SKIP if matches(name, part)), None)
+        if part is None and has_layers and is_linear(module) and not _in_layer(name, modules):
+            part = next((part for part in HEADS if part in name.split(".")), None)
+        if part is not None:
+            yield name, f"called {part}"
+
+
+def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What no FP8 module can stand for."""
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            if not isinstance(module, FP8Linear):
+                yield name, f"a subclass of nn.Linear ({kind})"
+        elif isinstance(modules.get(_parent(name)), nn.TransformerEncoderLayer):
+            if is_linear(module):
+                yield name, "its weight is read by nn.TransformerEncoderLayer"
+        elif stacks_of(module) is None and (shape := foreign_experts(name, module)):
+            yield name, f"experts of another make ({kind}, {list(shape)})"
+
+
+def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What models say of themselves, and what shares its weight with an embedding."""
+    embedded = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    heads: set[int] = set()
+    for module in modules.values():
+        get_head = getattr(module, "get_output_embeddings", None)
+        if callable(get_head):
+            heads.add(id(_asked(get_head)))
+    for name, module in modules.items():
+        if is_linear(module):
+            if id(module) in heads:
+                yield name, "the output embedding"
+            elif id(module.get_parameter("weight")) in embedded:
+                yield name, "tied to an embedding"
+
+
+def _asked(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except (NotImplementedError, AttributeError):  # a model without one
+        return None
+
+
+def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
+    """transformers' list of what its forward expects in FP32."""
+    for prefix, model in modules.items():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            for part in getattr(model, attribute, None) or ():
+                for name in _below(modules, prefix):
+                    inner = name.removeprefix(prefix).lstrip(".")
+                    if can_swap(modules[name]) and part in inner.split("."):
+                        yield name, f"{type(model).__name__} keeps {part} in FP32"
+
+
+def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
+    """Linears beside experts with as many outputs as there are experts, or with one."""
+    for name, module in modules.items():
+        if is_linear(module) and widths(module)[1] == 1:
+            yield name, "a gate or a score: it gives one number"
+    for container, module in modules.items():
+        num_experts = _num_experts(container, module)
+        if not container or not num_experts:
+            continue
+        for name in _below(modules, _parent(container)):
+            others = name.removeprefix(_parent(container)).lower()
+            if any(word in others for word in ("expert", "attn", "attention")):
+                continue
+            if is_linear(modules[name]) and widths(modules[name])[1] == num_experts:
+                yield name, f"a router: {num_experts} outputs for as many experts"
+
+
+def _num_experts(name: str, module: nn.Module) -> int:
+    """How many experts `module` holds, in stacks or one by one; 0 if it holds none."""
+    if isinstance(module, GroupedExperts):
+        return module.num_experts
+    if stacks := stacks_of(module):
+        return stacks.gate_up_proj.shape[0]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2]:
+        return len(module) if len(module) > 1 else 0
+    shape = foreign_experts(name, module)
+    return shape[0] if shape else 0
+
+
+def _readers(modules: Modules) -> Iterator[tuple[str, str]]:
+    """Linears whose weight, or its dtype, the forward of another module reads."""
+    for prefix, module in modules.items():
+        kind: Any = type(module)
+        for chain in _read_weights(kind):
+            name = f"{prefix}.{chain}" if prefix else chain
+            if name in modules and is_linear(modules[name]):
+                yield name, f"{type(module).__name__} reads its weight"
+
+
+@cache
+def _read_weights(kind: Any) -> frozenset[str]:
+    """`a.b` for each `self.a.b.weight` in the source of a module's methods."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "torch" or not issubclass(base, nn.Module):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):  # made at run time: nothing to read
+            continue
+        for method in ast.walk(tree):
+            if isinstance(method, ast.FunctionDef) and method.name not in _NOT_FORWARD:
+                found |= _weights_in(method)
+    return frozenset(found)
+
+
+def _weights_in(method: ast.FunctionDef) -> set[str]:
+    safe = {
+        id(node.value)
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and node.attr in _READ_SAFELY
+    }
+    chains = {
+        ast.unparse(node.value)
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in safe
+    }
+    return {chain.removeprefix("self.") for chain in chains if chain.startswith("self.")}
+
+
+def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
+    """The last linears of a model, if nothing in it takes as many numbers as they give."""
+    if sum(bool(module._parameters) for module in modules.values()) < 2:
+        return  # a linear alone is no head
+    taken = {width for module in modules.values() for width in _taken(module)}
+    linears = [name for name, module in modules.items() if is_linear(module)]
+    for name in reversed(linears):
+        if widths(modules[name])[1] in taken or _in_layer(name, modules):
+            return
+        yield name, "a head: nothing takes what it gives"
+
+
+def _taken(module: nn.Module) -> Iterator[int]:
+    """Widths that a module can take."""
+    if isinstance(module, FP8Linear):
+        yield module.in_features
+    elif isinstance(module, GroupedExperts):
+        yield module.hidden_size
+    elif is_linear(module):
+        yield widths(module)[0]
+    elif stacks := stacks_of(module):
+        yield stacks.down_proj.shape[1]
+    elif not isinstance(module, nn.Embedding):
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim > 0:
+            yield weight.shape[min(1, weight.ndim - 1)]
+
+
+def _in_layer(name: str, modules: Modules) -> bool:
+    """Whether name lies within an element of a list of modules, experts excepted."""
+    above = _parent(name)
+    while above:
+        home = _parent(above)
+        is_list = isinstance(modules.get(home), nn.ModuleList | nn.Sequential)
+        if is_list and "expert" not in home.rpartition(".")[2]:
+            return True
+        above = home
+    return False
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _below(modules: Modules, prefix: str) -> Iterable[str]:
+    return (name for name in modules if not prefix or name.startswith(f"{prefix}."))
+
+
+_RULES = (_other_makes, _output_embeddings, _in_fp32, _by_name, _routers, _readers, _heads)

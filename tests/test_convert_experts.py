@@ -1,0 +1,233 @@
+"""`convert` and experts of others: run before they are swapped, refused if not as ours."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moefp8 import GroupedExperts, convert
+from moefp8.testing import relative_error
+
+E, H, I = 4, 64, 40
+
+
+class Experts(nn.Module):
+    """Stacked experts with a SiLU, as a user may write them."""
+
+    def __init__(self, num_experts=E, hidden_size=H, intermediate_size=I):
+        super().__init__()
+        shape = num_experts, 2 * intermediate_size, hidden_size
+        self.gate_up_proj = nn.Parameter(torch.randn(shape) * 0.1)
+        shape = num_experts, hidden_size, intermediate_size
+        self.down_proj = nn.Parameter(torch.randn(shape) * 0.1)
+        self.act_fn = nn.SiLU()
+
+    def activate(self, gate, up):
+        return self.act_fn(gate) * up
+
+    def expert(self, x, expert):
+        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(self.activate(gate, up), self.down_proj[expert])
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        y = torch.zeros_like(hidden_states)
+        for choice in range(top_k_index.shape[1]):
+            for token, expert in enumerate(top_k_index[:, choice].tolist()):
+                part = self.expert(hidden_states[token], expert)
+                y[token] += top_k_weights[token, choice] * part
+        return y
+
+
+class UpFirst(Experts):
+    def activate(self, gate, up):
+        return self.act_fn(up) * gate
+
+
+class PlusOne(Experts):
+    def activate(self, gate, up):
+        return self.act_fn(gate) * (up + 1)
+
+
+class Scaled(Experts):
+    def forward(self, *inputs):
+        return 1.5 * super().forward(*inputs)
+
+
+class ScaledByBuffer(Experts):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor([1.0, 1.0, 1.1, 1.0]))
+
+    def expert(self, x, expert):
+        return self.factor[expert] * super().expert(x, expert)
+
+
+class Unweighted(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, torch.ones_like(top_k_weights))
+
+
+class OtherExpert(Experts):
+    def expert(self, x, expert):
+        return super().expert(x, (expert + 1) % E)
+
+
+class Clamped(Experts):
+    """A limit under a name that nobody knows."""
+
+    def activate(self, gate, up):
+        return super().activate(gate.clamp(max=7.0), up.clamp(-7.0, 7.0))
+
+
+class OtherForward(Experts):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+class TwoResults(Experts):
+    def forward(self, *inputs):
+        return super().forward(*inputs), inputs[1]
+
+
+FOREIGN = {
+    UpFirst: "its up rows come before its gate rows",
+    PlusOne: r"up to \d+ % off",
+    Scaled: "up to 50 % off",
+    ScaledByBuffer: r"up to \d+ % off",
+    Unweighted: r"up to \d+ % off",
+    OtherExpert: r"up to \d+ % off",
+    Clamped: r"up to \d+ % off",
+    OtherForward: r"must have forward.* raised TypeError",
+    TwoResults: "must give one tensor .*, got tuple",
+}
+
+
+class Model(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"proj": nn.Linear(H, H), "experts": make()}) for _ in range(3)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", FOREIGN, ids=lambda kind: kind.__name__)
+def test_experts_that_compute_otherwise_are_refused_with_the_way_out(kind, dtype):
+    model = Model(kind).to(dtype)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=FOREIGN[kind]) as caught:
+        convert(model)
+    message = str(caught.value)
+    assert message.count("convert: ") == 1, "all layers in one sentence"
+    assert "layers.0.experts and 2 more" in message
+    assert "skip='layers.*.experts'" in message
+    assert "GroupedExperts.from_weights" in message
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    convert(model, skip="layers.*.experts")
+    assert {type(layer["experts"]) for layer in model.layers} == {kind}
+
+
+@pytest.mark.parametrize("kind", [UpFirst, PlusOne, Scaled, Clamped])
+def test_so_are_they_on_the_meta_device(kind):
+    with torch.device("meta"):
+        model = Model(kind)
+    with pytest.raises(ValueError, match=FOREIGN[kind]):
+        convert(model)
+
+
+class NoActFn(Experts):
+    """Right, though nothing but its forward tells."""
+
+    def __init__(self):
+        super().__init__()
+        del self.act_fn
+
+    def activate(self, gate, up):
+        return gate * torch.sigmoid(gate) * up
+
+
+def test_experts_are_known_by_what_they_compute():
+    experts = NoActFn()
+    x, index = torch.randn(9, H), torch.randint(E, (9, 2))
+    weights = torch.rand(9, 2)
+    wanted = experts(x, index, weights).detach()
+    ours = convert(experts)
+    assert isinstance(ours, GroupedExperts)
+    assert relative_error(ours(x, index, weights), wanted) < 0.1
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0, 30.0])
+@pytest.mark.parametrize("name", ["limit", "swiglu_limit"])
+def test_the_limit_of_clamped_experts_is_kept(name, limit):
+    class Limited(Experts):
+        def activate(self, gate, up):
+            return super().activate(gate.clamp(max=limit), up.clamp(-limit, limit))
+
+    experts = Limited()
+    setattr(experts, name, limit)
+    assert convert(experts).swiglu_limit == limit
+
+
+def test_a_layer_that_differs_from_the_others_is_probed_by_itself():
+    model = Model(Experts)
+    model.layers[1]["experts"] = Scaled()
+    with pytest.raises(ValueError, match=r"convert: layers\.1\.experts \(Scaled\)"):
+        convert(model)
+    model = Model(Experts)
+    model.layers[2]["experts"].act_fn = nn.GELU()
+    with pytest.raises(ValueError, match=r"convert: layers\.2\.experts"):
+        convert(model)
+
+
+def test_a_probe_leaves_no_trace():
+    experts, other = Experts().train(), Scaled()
+    names = {name: id(x) for name, x in experts.named_parameters()}
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="off"):
+        convert(nn.ModuleList([experts, other]))
+    assert experts.training
+    assert {name: id(x) for name, x in experts.named_parameters()} == names
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class DbrxLike(nn.Module):
+    """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.mlp = E, nn.Module()
+        for name in ("w1", "v1", "w2"):
+            setattr(self.mlp, name, nn.Parameter(torch.randn(E * I, H) * 0.1))
+
+    def forward(self, x, index, weights):
+        w1, v1, w2 = (w.view(E, I, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        y = torch.zeros_like(x)
+        for token, chosen in enumerate(index.tolist()):
+            for choice, expert in enumerate(chosen):
+                inner = F.silu(w1[expert] @ x[token]) * (v1[expert] @ x[token])
+                y[token] += weights[token, choice] * (inner @ w2[expert])
+        return y
+
+
+def test_experts_as_dbrx_has_them():
+    experts, x, index = DbrxLike(), torch.randn(9, H), torch.randint(E, (9, 2))
+    weights = torch.rand(9, 2)
+    wanted = experts(x, index, weights).detach()
+    ours = convert(experts)
+    assert isinstance(ours, GroupedExperts)
+    assert relative_error(ours(x, index, weights), wanted) < 0.1
+
+
+def test_other_experts_stay_and_that_is_said():
+    class NoGate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.randn(E, I, H))
+            self.down_proj = nn.Parameter(torch.randn(E, H, I))
+
+    model = nn.ModuleDict({"proj": nn.Linear(H, H), "experts": NoGate()})
+    with pytest.warns(UserWarning, match=r"experts stay in 16 bits: .*NoGate"):
+        _, conversion = convert(model, return_conversion=True)
+    assert conversion.swapped == {"proj": "linear"}
+    assert "another make" in conversion.kept["experts"]
