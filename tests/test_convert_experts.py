@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moefp8 import GroupedExperts, convert
+from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
 
 E, H, I = 4, 64, 40
@@ -134,6 +135,23 @@ def test_so_are_they_on_the_meta_device(kind):
         model = Model(kind)
     with pytest.raises(ValueError, match=FOREIGN[kind]):
         convert(model)
+
+
+@pytest.mark.parametrize("wanted", [OtherExpert, Experts])
+def test_large_experts_are_run_with_their_own_weights(wanted):
+    large = wanted()
+    large.gate_up_proj = nn.Parameter(torch.randn(E, 2 * 2048, 1024).bfloat16() * 0.05)
+    large.down_proj = nn.Parameter(torch.randn(E, 1024, 2048).bfloat16() * 0.05)
+    if wanted is OtherExpert:
+        with pytest.raises(ValueError, match=r"up to \d+ % off"):
+            convert(large)
+        return
+    assert isinstance(convert(large), GroupedExperts)
+    for empty in (0.0, torch.nan):
+        large = Experts()
+        large.gate_up_proj = nn.Parameter(torch.full((E, 2 * 2048, 1024), empty).bfloat16())
+        large.down_proj = nn.Parameter(torch.full((E, 1024, 2048), empty).bfloat16())
+        assert plan_conversion(large).swapped, "they may be filled later"
 
 
 class NoActFn(Experts):

@@ -203,14 +203,21 @@ def _draw(
 
 
 def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Large weights have one matrix for all experts, so that they take little memory."""
+    """Of large weights their own, if they are of use, else one entry of random ones for all."""
     shape = list(parameter.shape)
-    is_large = parameter.numel() > _SMALL and len(shape) == 3
-    drawn = [1, *shape[1:]] if is_large else shape
-    values = _draw(torch.randn, drawn, random) / math.sqrt(shape[-1])
+    is_large = parameter.numel() > _SMALL
+    if is_large and not parameter.is_meta and _is_of_use(parameter[: len(_TOKEN_SIZES) + 1]):
+        return parameter
+    values = _draw(torch.randn, [1, *shape[1:]] if is_large else shape, random)
+    values /= math.sqrt(shape[-1])
     if not parameter.is_meta:
         values = values.to(parameter.device, parameter.dtype)
     return values.expand(shape)
+
+
+def _is_of_use(weights: torch.Tensor) -> bool:
+    """Whether products with them tell one forward from another."""
+    return bool(weights.isfinite().all()) and float(weights.float().std()) > 1e-3
 
 
 def _tokens(
