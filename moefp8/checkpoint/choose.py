@@ -1,4 +1,4 @@
-"""Which tensors of a 16-bit checkpoint become FP8; told by their names and shapes.
+"""Which tensors of a 16-bit checkpoint become FP8: as `convert` chooses, or by names and shapes.
 
 E experts, H hidden, I intermediate.
 """
@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..layers import DEFAULT_SKIP
+from ..layers import DEFAULT_SKIP, Conversion
 from ..layers.selection import matches
-from .config import layer_of
+from .choose_by_model import choose_by_model
+from .config import is_leftover, layer_of
 from .errors import raise_if_any
 from .header import TORCH_DTYPES, Entry
 from .moves import Move, pieces
 from .names import split_expert, weight_of_scale
+from .skeleton import Skeleton, skeleton_of
 from .source import Source
 
 _DTYPES = ("BF16", "F16", "F32")
@@ -28,17 +30,38 @@ _STACKS = {"gate_up_proj", "down_proj"}
 
 @dataclass(frozen=True)
 class Choice:
-    """moves: all of the source, in its order; kept_modules: linears and experts that stay."""
+    """moves: all of the source, in its order; kept_modules: linears and experts that stay.
+
+    conversion: what becomes FP8 and what stays, and why. basis: what told.
+    """
 
     moves: list[Move]
     kept_modules: list[str]
+    conversion: Conversion
+    basis: str
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Keys: of matrices, of stacks to be stored one by one, of stacks to be stored as they are."""
+
+    matrices: set[str]
+    apart: set[str]
+    whole: set[str]
+    conversion: Conversion
+    basis: str
+
+    def all(self) -> set[str]:
+        return self.matrices | self.apart | self.whole
 
 
 def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
-    """Every 2-D weight of a decoder layer, but for routers, gates, and what KEPT and skip name.
+    """What `convert` would swap in the model that transformers builds, as loaders can find it.
 
-    Experts stacked as `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] are taken apart into
-    DeepSeek's names, since gate and up have scale blocks of their own.
+    Of a family that transformers does not know, or without it: every 2-D weight of a decoder layer,
+    but for routers, gates, and what KEPT and skip name. Experts stacked as `gate_up_proj`
+    [E, 2I, H] and `down_proj` [E, H, I] are taken apart into DeepSeek's names, since gate and up
+    have scale blocks of their own; where a loader knows these as stacks alone, they stay stacks.
 
     Raises:
         CheckpointError: a source that is quantized already, holds experts of another make or
@@ -48,31 +71,81 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
     _check_skip(source, skip)
     headline = f"{source.path} cannot be quantized"
     raise_if_any(_quantized_already(source), headline)
+    skeleton = skeleton_of(source.config)
+    if isinstance(skeleton, str):
+        picked = _pick_by_names(source, skip, headline, skeleton)
+    else:
+        picked = _pick_by_model(source, skip, headline, skeleton)
+    moves = list(_moves(source, picked))
+    raise_if_any(_twice(moves), headline)
+    kept = dict.fromkeys([*_kept_modules(source, picked.all()), *_kept_in_model(skeleton, picked)])
+    return Choice(moves, list(kept), picked.conversion, picked.basis)
+
+
+def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str) -> _Picked:
     linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
-    problems = [
-        f"{source.entries[key]}: {problem}; {_to_keep(key)}"
-        for key in sorted(linears)
-        if (problem := _dtype_problem(source.entries[key]))
-    ]
+    problems = _dtype_problems(source, linears)
     stacks = _choose_stacks(source, skip, problems)
     problems += _split_modules(source, linears)
     if not linears and not stacks and not problems:
         problems.append(
-            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8"
+            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8; names "
+            f"told, for {why}"
         )
     raise_if_any(problems, headline)
-    moves = list(_moves(source, linears, stacks))
-    raise_if_any(_twice(moves), headline)
-    return Choice(moves, _kept_modules(source, linears | stacks))
+    kinds = {key.removesuffix(".weight"): "linear" for key in linears if not split_expert(key)}
+    kinds |= {found[0]: "experts" for key in linears if (found := split_expert(key))}
+    kinds |= {key.rpartition(".")[0]: "experts" for key in stacks}
+    kept = dict.fromkeys(_kept_modules(source, linears | stacks), "by name, or skipped")
+    return _Picked(linears, stacks, set(), Conversion(kinds, kept), f"names ({why})")
 
 
-def _moves(source: Source, linears: set[str], stacks: set[str]) -> Iterator[Move]:
+def _pick_by_model(
+    source: Source, skip: Sequence[str], headline: str, skeleton: Skeleton
+) -> _Picked:
+    def is_skipped(key: str) -> bool:
+        return any(_is_named(key, part) for part in skip)
+
+    chosen = choose_by_model(source, skeleton, skip, is_skipped)
+    left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
+    leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
+    matrices = chosen.matrices | leftover  # layers for multi-token prediction: models hold none
+    problems = _dtype_problems(source, matrices | chosen.apart | chosen.whole)
+    problems += _split_modules(source, matrices)
+    if not matrices and not chosen.apart and not chosen.whole and not problems:
+        told = Conversion({}, chosen.kept).warning() or ""
+        problems.append(
+            f"{told}; convert the model instead, or load it by "
+            "from_pretrained(..., quantization_config=FP8Config()), which may swap more"
+        )
+    raise_if_any(problems, headline)
+    swapped = chosen.swapped | {key.removesuffix(".weight"): "linear" for key in leftover}
+    basis = f"transformers' {type(skeleton.model).__name__}"
+    conversion = Conversion(swapped, chosen.kept, chosen.experts)
+    return _Picked(matrices, chosen.apart, chosen.whole, conversion, basis)
+
+
+def _kept_in_model(skeleton: Skeleton | str, picked: _Picked) -> list[str]:
+    """Linears and experts by the model's own names, by which its loaders may look for them."""
+    return [] if isinstance(skeleton, str) else list(picked.conversion.kept)
+
+
+def _dtype_problems(source: Source, keys: Iterable[str]) -> list[str]:
+    return [
+        f"{source.entries[key]}: {problem}; {_to_keep(key)}"
+        for key in sorted(keys)
+        if (problem := _dtype_problem(source.entries[key]))
+    ]
+
+
+def _moves(source: Source, picked: _Picked) -> Iterator[Move]:
+    matrices = picked.matrices | picked.whole
     for shard in source.shards.values():
         for entry in sorted(shard.entries, key=lambda entry: (entry.begin, entry.end)):
-            if entry.key in stacks:
+            if entry.key in picked.apart:
                 yield from pieces(entry)
             else:
-                is_fp8 = entry.key in linears
+                is_fp8 = entry.key in matrices
                 yield Move(entry, entry.begin, entry.num_bytes, entry.key, entry.shape, is_fp8)
 
 

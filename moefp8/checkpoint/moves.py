@@ -15,7 +15,10 @@ from .plan import FP8
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes [begin, begin + num_bytes) of entry's file, as the tensor key of this shape."""
+    """Bytes [begin, begin + num_bytes) of entry's file, as the tensor key of this shape.
+
+    One that becomes FP8 is a matrix, or a stack of matrices whose rows are multiples of 128.
+    """
 
     entry: Entry
     begin: int
@@ -28,9 +31,14 @@ class Move:
         """(key, dtype, shape) of what it becomes; scales have one number per 128x128 block."""
         if not self.is_fp8:
             return [(self.key, self.entry.dtype, self.shape)]
-        n, k = self.shape
-        scale = (scale_of_weight(self.key), "F32", (num_blocks(n), num_blocks(k)))
+        *stack, n, k = self.shape
+        scale = (scale_of_weight(self.key), "F32", (*stack, num_blocks(n), num_blocks(k)))
         return [(self.key, FP8, self.shape), scale]
+
+    def matrix(self) -> tuple[int, int]:
+        """(N, K), of a stack as one matrix above the other."""
+        *stack, n, k = self.shape
+        return math.prod(stack) * n, k
 
     def num_output_bytes(self) -> int:
         sizes = ((TORCH_DTYPES[dtype].itemsize, shape) for _, dtype, shape in self.outputs())

@@ -1,9 +1,11 @@
 """Turn a 16-bit checkpoint of any size into one with FP8 weights, from files to files."""
 
 import hashlib
+import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,8 @@ from .stream import write_shard
 from .target import shard_name, write_index, write_json
 from .workplace import Workplace, workplace
 
+_LOGGER = logging.getLogger("moefp8")
+
 # Weights in other formats, and their indices, would contradict the ones that are written.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".py")
@@ -40,14 +44,18 @@ def quantize_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     progress: bool | None = None,
 ) -> QuantizeReport:
-    """Quantize the linears and experts of source's decoder layers, as `convert` would.
+    """Quantize the linears and experts of a checkpoint that `convert` would swap in its model.
 
-    1. Choose, from names and shapes: every 2-D weight of a decoder layer becomes E4M3 with an FP32
-    `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the whole weight.
-    Embeddings, heads, routers, gates, norms and vision towers stay; stacks of experts are taken
-    apart. 2. Write one shard after the other, in bands of rows: memory does not grow with either.
-    3. Copy tokenizer, code and such, write the index, then config.json, whose
-    `modules_to_not_convert` lists the linears that stay; give the directory its name.
+    1. Choose: what `convert` would swap in the model that transformers builds of config.json, as
+    far as loaders find it again; of families that transformers does not know, or without it, every
+    2-D weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
+    with an FP32 `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the
+    whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone. What
+    becomes FP8 and what stays, and why, is logged ("moefp8", INFO) before the first byte is
+    written; that experts stay is a warning. 2. Write one shard after the other, in bands of rows:
+    memory does not grow with either. 3. Copy tokenizer, code and such, write the index, then
+    config.json, whose `modules_to_not_convert` lists the linears that stay; give the directory its
+    name.
 
     Until then all lies in `.TARGET.partial` beside target. A run that was ended, however that came,
     is taken up by the same call again, with the shards that were finished.
@@ -78,6 +86,9 @@ def quantize_checkpoint(
     path = Path(os.path.abspath(target))
     opened = open_source(source, "nothing was written")
     choice = choose(opened, skip)
+    _LOGGER.info("quantize_checkpoint: told by %s\n%s", choice.basis, choice.conversion)
+    if warning := choice.conversion.warning():
+        warnings.warn(f"quantize_checkpoint: {warning}", stacklevel=2)
     try:
         others = dict(_other_files(opened))
         shards = list(in_shards(choice.moves, max_shard_bytes))
@@ -91,6 +102,8 @@ def quantize_checkpoint(
     return QuantizeReport(
         weights=tuple(reports),
         kept=tuple(move.key for move in choice.moves if not move.is_fp8),
+        conversion=choice.conversion,
+        basis=choice.basis,
         source_bytes=sum(move.num_bytes for move in choice.moves),
         target_bytes=sum(move.num_output_bytes() for move in choice.moves),
         num_shards=len(shards),

@@ -11,6 +11,7 @@ from einops import rearrange, reduce
 
 from ..kernels import BLOCK, e4m3_to_float, round_up
 from ..kernels.blocks import E4M3_MAX
+from ..layers import Conversion
 from ..quant import BlockScaled
 
 _NUM_WORST = 10
@@ -40,11 +41,14 @@ class WeightReport:
 class QuantizeReport:
     """What one quantization did. weights: those that are FP8 now; kept: keys that stayed.
 
+    conversion: which modules these are of, and why the others stay; basis: what told.
     Bytes are those of tensors. num_resumed: shards that an earlier run had finished.
     """
 
     weights: tuple[WeightReport, ...]
     kept: tuple[str, ...]
+    conversion: Conversion
+    basis: str
     source_bytes: int
     target_bytes: int
     num_shards: int

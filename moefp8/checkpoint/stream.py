@@ -86,7 +86,7 @@ def _one_thread_an_operation() -> Iterator[None]:
 
 def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightReport:
     data, scale = (job.entries[key] for key, _, _ in move.outputs())
-    n, k = move.shape
+    n, k = move.matrix()
     dtype = TORCH_DTYPES[move.entry.dtype]
     scale_inv = torch.empty(num_blocks(n), num_blocks(k))
     sums = ErrorSums()

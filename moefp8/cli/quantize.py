@@ -1,13 +1,18 @@
 """Turn a BF16 checkpoint into one with FP8 weights, shard by shard; run again to go on.
 
-Every linear and expert of the decoder layers becomes E4M3, with an FP32 scale for each 128x128
+The linears and experts that `convert` would swap become E4M3, with an FP32 scale for each 128x128
 block. Embeddings, output heads, routers, gates, norms and vision towers stay, and so does what
---skip names. Memory does not grow with the checkpoint. TARGET appears when it is complete; until
-then its shards are in .TARGET.partial, and the same command goes on with them.
+--skip names. What becomes FP8 and what stays, and why, is printed first.
+Memory does not grow with the checkpoint. TARGET appears when it is complete; until then its shards
+are in .TARGET.partial, and the same command goes on with them.
 """
 
 import argparse
 import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkpoint import quantize_checkpoint
@@ -36,14 +41,29 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    done = quantize_checkpoint(
-        arguments.source,
-        arguments.target,
-        skip=arguments.skip,
-        device=arguments.device,
-        max_shard_bytes=arguments.max_shard_bytes,
-    )
+    with _logged_to_stdout():
+        done = quantize_checkpoint(
+            arguments.source,
+            arguments.target,
+            skip=arguments.skip,
+            device=arguments.device,
+            max_shard_bytes=arguments.max_shard_bytes,
+        )
     print(done)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(done.to_dict(), indent=1) + "\n")
     return 0
+
+
+@contextmanager
+def _logged_to_stdout() -> Iterator[None]:
+    """What is chosen, when it is chosen."""
+    logger, handler = logging.getLogger("moefp8"), logging.StreamHandler(sys.stdout)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)

@@ -2,11 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 _MAX_PATTERNS = 12
+
+SKIPPED, NOT_IN_ONLY, LEFT_OUT = "skipped", "not in only", "left out by filter_fn"
+ASKED_FOR = (SKIPPED, NOT_IN_ONLY, LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -14,21 +17,21 @@ class Conversion:
     """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
 
     Names are those of the model before; kept are all its other linears and experts, but for those
-    that are FP8 already.
+    that are FP8 already. experts: those of kept that are experts.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    experts: Collection[str] = ()
 
     def warning(self) -> str | None:
         """What a user would not expect: nothing became FP8, or experts did not."""
-        experts = {why for why in self.kept.values() if "experts of another make" in why}
         if not self.swapped:
             told = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
             return f"nothing becomes FP8: {told}"
-        if experts:
-            return f"experts stay in 16 bits: {'; '.join(sorted(experts))}"
-        return None
+        experts = {name: why for name, why in self.kept.items() if name in self.experts}
+        unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
+        return f"experts stay in 16 bits: {'; '.join(_counted(unasked))}" if unasked else None
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

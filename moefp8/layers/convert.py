@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
-from .conversion import Conversion, pattern_of
+from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .parts import parts_of
@@ -155,7 +155,8 @@ def _choose(
     settings = _checked(chosen, overridden)
     kinds = {name: _kind(module) for name, module in chosen.items()}
     fp8 = any(isinstance(m, FP8Linear | GroupedExperts) for m in modules.values())
-    return _Chosen(chosen, settings, Conversion(kinds, told), fp8 and not chosen)
+    experts = frozenset(name for name in told if _kind(modules[name]) == "experts")
+    return _Chosen(chosen, settings, Conversion(kinds, told, experts), fp8 and not chosen)
 
 
 def _tuple(patterns: Patterns) -> tuple[str, ...]:
@@ -166,7 +167,7 @@ def _override_why(name: str, overrides: Overrides, skipped: tuple[str, ...]) -> 
     """Why name stays, _TAKEN if it does not, "" if neither overrides nor skip decide."""
     setting = _override(name, overrides)
     if setting is False or any(matches(name, part) for part in skipped):
-        return "skipped"
+        return SKIPPED
     return "" if setting is None else _TAKEN
 
 
@@ -175,11 +176,11 @@ def _only_why(name: str, wanted: tuple[str, ...] | None, candidates: Mapping[str
     if wanted is None or name in wanted:
         return "" if wanted is None else _TAKEN
     parts = (part for part in wanted if part not in candidates)
-    return "" if any(matches(name, part) for part in parts) else "not in only"
+    return "" if any(matches(name, part) for part in parts) else NOT_IN_ONLY
 
 
 def _filter_why(name: str, module: nn.Module, filter_fn: FilterFn) -> str:
-    return _TAKEN if filter_fn(module, name) else "left out by filter_fn"
+    return _TAKEN if filter_fn(module, name) else LEFT_OUT
 
 
 def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | None:
@@ -220,7 +221,7 @@ def _is_fp8(module: nn.Module) -> bool:
 def _kind(module: nn.Module) -> str:
     if is_conv1d(module):
         return "Conv1D"
-    return "linear" if is_linear(module) else "experts"
+    return "linear" if isinstance(module, nn.Linear) else "experts"
 
 
 def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str, dict[str, Any]]:

@@ -122,6 +122,19 @@ def _asked(ask: Callable[[], Any]) -> Any:
         return None
 
 
+def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What models that also see or hear have beside their language model; checkpoints keep it."""
+    model = modules[""]
+    get_decoder = getattr(model, "get_decoder", None)
+    if getattr(getattr(model, "config", None), "text_config", None) is None or not get_decoder:
+        return
+    decoder = _asked(get_decoder)
+    text = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    for name, module in modules.items():
+        if text and can_swap(module) and id(module) not in text:
+            yield name, "not of the language model"
+
+
 def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
     """transformers' list of what its forward expects in FP32."""
     for prefix, model in modules.items():
@@ -251,4 +264,13 @@ def _below(modules: Modules, prefix: str) -> Iterable[str]:
     return (name for name in modules if not prefix or name.startswith(f"{prefix}."))
 
 
-_RULES = (_other_makes, _output_embeddings, _in_fp32, _by_name, _routers, _readers, _heads)
+_RULES = (
+    _other_makes,
+    _output_embeddings,
+    _beside_text,
+    _in_fp32,
+    _by_name,
+    _routers,
+    _readers,
+    _heads,
+)

@@ -1,0 +1,107 @@
+"""The model that transformers would build for a checkpoint, without weights, and its names.
+
+A key of the checkpoint is renamed to a name of the model; some keys are converted besides: experts
+that are stored one by one are stacked, fused projections are cut.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import weight_of_scale
+from .slots import Inventory
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """model: on the meta device; conversions: transformers' steps from keys to names."""
+
+    model: nn.Module
+    conversions: list[Any]
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        return Inventory(self.model)
+
+    @cached_property
+    def rename(self) -> Callable[[str], str]:
+        """Key -> name, by what only renames: a key that is converted keeps a name of its own."""
+        return renaming(self.model, self.conversions, self.inventory)
+
+    def stacks(self, key: str, name: str) -> bool:
+        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
+        renamed = self.rename(key)
+        for step in self.conversions:
+            target, pattern = step.rename_source_key(renamed)
+            operations = [type(x).__name__ for x in getattr(step, "operations", ())]
+            if pattern is not None and "MergeModulelist" in operations:
+                return self.rename(target) == name
+        return False
+
+
+def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:
+    """config: of config.json. A sentence instead, of why transformers cannot build it."""
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    model_type = config.get("model_type")
+    from transformers import CONFIG_MAPPING
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return f"transformers knows no model_type {str(model_type)[:50]!r}"
+    try:
+        made = CONFIG_MAPPING[model_type].from_dict(dict(config))
+        with torch.device("meta"):
+            model = _class_of(config, made)(made)
+    except Exception as error:  # whatever transformers makes of a config that others wrote
+        return (
+            f"transformers cannot build {model_type} ({type(error).__name__}: {str(error)[:200]})"
+        )
+    return Skeleton(model.to(torch.bfloat16), _conversions(model))
+
+
+def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:
+    """The architecture that config names, or the family's causal language model, or its model."""
+    import transformers
+
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        named = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(made) in auto._model_mapping:
+            from_config: Callable[[Any], nn.Module] = auto.from_config
+            return from_config
+    raise ValueError("no model of it")
+
+
+def _conversions(model: Any, quantizer: Any = None) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model, None, quantizer))
+
+
+def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
+    """Checkpoint key -> model name, as transformers renames it; experts stay one by one."""
+    from transformers.core_model_loading import WeightRenaming
+
+    steps = [step for step in conversions if isinstance(step, WeightRenaming)]
+    prefix = f"{model.base_model_prefix}."
+
+    def rename(key: str) -> str:
+        name = key
+        for step in steps:
+            name, _ = step.rename_source_key(name)
+        weight = weight_of_scale(name) or name  # not all scales have a place yet
+        if inventory.find(weight) is not None:
+            return name
+        if inventory.find(f"{prefix}{weight}") is not None:
+            return f"{prefix}{name}"
+        return name.removeprefix(prefix)
+
+    return rename
