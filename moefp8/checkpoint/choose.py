@@ -4,7 +4,7 @@ E experts, H hidden, I intermediate.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,14 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
             weights of another dtype, or nothing to quantize.
         ValueError: a name in skip that matches nothing.
     """
-    _check_skip(source, skip)
     headline = f"{source.path} cannot be quantized"
     raise_if_any(_quantized_already(source), headline)
     skeleton = skeleton_of(source.config)
     if isinstance(skeleton, str):
+        _check_skip(source, skip, lambda key: key)
         picked = _pick_by_names(source, skip, headline, skeleton)
     else:
+        _check_skip(source, skip, skeleton.rename)
         picked = _pick_by_model(source, skip, headline, skeleton)
     moves = list(_moves(source, picked))
     raise_if_any(_twice(moves), headline)
@@ -104,7 +105,7 @@ def _pick_by_model(
     source: Source, skip: Sequence[str], headline: str, skeleton: Skeleton
 ) -> _Picked:
     def is_skipped(key: str) -> bool:
-        return any(_is_named(key, part) for part in skip)
+        return any(_is_named(name, part) for part in skip for name in (key, skeleton.rename(key)))
 
     chosen = choose_by_model(source, skeleton, skip, is_skipped)
     left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
@@ -164,9 +165,10 @@ def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> 
     return chosen
 
 
-def _check_skip(source: Source, skip: Sequence[str]) -> None:
+def _check_skip(source: Source, skip: Sequence[str], rename: Callable[[str], str]) -> None:
+    names = {name for key in source.entries for name in (key, rename(key))} if skip else set()
     for pattern in skip:
-        if not any(_is_named(key, pattern) for key in source.entries):
+        if not any(_is_named(name, pattern) for name in names):
             raise ValueError(
                 f"skip: every pattern must match a key of {source.path}, got {pattern!r}; stacked "
                 "experts have one key for all"

@@ -36,8 +36,8 @@ Modules = Mapping[str, nn.Module]
 
 
 def matches(name: str, part: str) -> bool:
-    """Whether part is a dotted piece of name, or a pattern (fnmatch) of all of it."""
-    return f".{part}." in f".{name}." or fnmatchcase(name, part)
+    """Whether part names it or what it lies in: a dotted piece, or a pattern (fnmatch) of all."""
+    return f".{part}." in f".{name}." or fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -1,0 +1,142 @@
+"""quantize_checkpoint chooses what convert and FP8Config choose, and writes what loaders find."""
+
+import logging
+
+import pytest
+import torch
+from quantize_cases import bf16, quantization_of, read, write_source
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    GraniteMoeSWAConfig,
+    PretrainedConfig,
+)
+
+import moefp8.hf
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
+
+SIZES = {
+    **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
+}
+DBRX_EXPERTS = {"ffn_hidden_size": 384, "moe_num_experts": 4, "moe_top_k": 2}
+
+
+def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
+    """A family whose checkpoints hold stacks, and no other form of experts."""
+    sizes = {**SIZES, "intermediate_size": intermediate_size}
+    return GraniteMoeSWAConfig(**sizes, num_local_experts=4)
+
+
+def dbrx() -> PretrainedConfig:
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}
+    sizes = {"vocab_size": 256, "n_layers": 2, "d_model": 256, "n_heads": 4}
+    return DbrxConfig(**sizes, ffn_config=DBRX_EXPERTS, attn_config=attention)
+
+
+def saved(config: PretrainedConfig, path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    return model
+
+
+def fp8_of(path) -> torch.nn.Module:
+    config = moefp8.hf.FP8Config()
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+
+
+def assert_equal(got: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    got, wanted = got.state_dict(), wanted.state_dict()
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
+    """In DeepSeek's names, as they were written before, transformers would not find them."""
+    saved(stacks_only(), tmp_path / "s")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert "GraniteMoeSWAForCausalLM" in done.basis
+    stack = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
+    assert read(tmp_path / "t")[stack].dtype == torch.float8_e4m3fn
+    model = fp8_of(tmp_path / "t")
+    assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
+    assert_equal(model, fp8_of(tmp_path / "s"))
+    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+
+
+def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog):
+    saved(stacks_only(320), tmp_path / "s")
+    why = "2 model.layers.*.block_sparse_moe.experts (stacks of sizes that 128 does not divide"
+    with (
+        caplog.at_level(logging.INFO, logger="moefp8"),
+        pytest.warns(UserWarning, match="quantize_checkpoint: experts stay in 16 bits") as caught,
+    ):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert why in str(caught[0].message)
+    assert why in caplog.text
+    assert set(done.conversion.swapped.values()) == {"linear"}
+    model = fp8_of(tmp_path / "t")
+    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 8
+    kept = quantization_of(tmp_path / "t")["modules_to_not_convert"]
+    assert "model.layers.1.block_sparse_moe.experts" in kept
+
+
+def test_experts_that_checkpoints_store_otherwise_stay(tmp_path):
+    original = saved(dbrx(), tmp_path / "s")
+    with pytest.warns(UserWarning, match=r"experts stay in 16 bits: .*ffn\.experts"):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert set(done.conversion.swapped.values()) == {"linear"}
+    ids = torch.randint(0, 256, (1, 9))
+    with torch.no_grad():
+        got, wanted = fp8_of(tmp_path / "t")(ids).logits, original(ids).logits
+    assert (got - wanted).norm() / wanted.norm() < 0.2
+
+
+def test_what_is_stored_transposed_is_refused_with_the_way_out(tmp_path):
+    sizes = {"vocab_size": 256, "n_embd": 128, "n_layer": 2, "n_head": 2}
+    saved(GPT2Config(**sizes), tmp_path / "s")
+    with pytest.raises(CheckpointError, match=r"(?s)stored transposed.*FP8Config\(\)"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
+    """Models hold none, but servers do."""
+    config = DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128},
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        **{"qk_nope_head_dim": 32, "num_nextn_predict_layers": 1},
+    )
+    saved(config, tmp_path / "s")
+    tensors = read(tmp_path / "s")
+    extra = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.eh_proj.weight"
+    tensors |= {key: bf16(256, 256) for key in extra}
+    save_file(tensors, tmp_path / "s" / "model.safetensors", metadata={"format": "pt"})
+    quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    got = read(tmp_path / "t")
+    assert [got[key].dtype for key in extra] == [torch.float8_e4m3fn, torch.bfloat16]
+    assert_equal(fp8_of(tmp_path / "t"), fp8_of(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.*.experts", "block_sparse_moe", "*.q_proj"])
+def test_skip_takes_what_convert_takes(tmp_path, pattern):
+    model = saved(stacks_only(), tmp_path / "s")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=pattern)
+    assert done.conversion.swapped == moefp8.layers.plan_conversion(model, skip=pattern).swapped
+    assert done.conversion.swapped
+    assert "skipped" in done.conversion.kept.values()
+
+
+def test_a_family_that_transformers_does_not_know_is_told_by_names(tmp_path):
+    source = write_source(tmp_path / "s", {"model.layers.0.q_proj.weight": bf16(4, 4)})
+    done = quantize_checkpoint(source, tmp_path / "t")
+    assert done.basis == "names (transformers knows no model_type 'tiny')"
+    assert done.conversion.swapped == {"model.layers.0.q_proj": "linear"}
