@@ -18,6 +18,7 @@ from checkpoint_cases import (
     qwen_name,
     write,
 )
+from plain_experts import PlainExperts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -111,16 +112,9 @@ def test_config_of_the_model_where_none_was_loaded(tmp_path):
 
 
 def test_scales_follow_the_weights_of_a_model_converted_after_loading(tmp_path):
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16))
-            self.down_proj = nn.Parameter(torch.zeros(2, 128, 128, dtype=torch.bfloat16))
-            self.act_fn = nn.SiLU()
-
     model = nn.Module()
     model.mlp = nn.Module()
-    model.mlp.experts = Experts()
+    model.mlp.experts = PlainExperts(2, 128, 128).bfloat16()
     base = "block_sparse_moe.experts"
     tensors = {
         f"x.{base}.{e}.w{w}.weight": torch.randn(128, 128).bfloat16()

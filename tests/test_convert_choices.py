@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from plain_experts import PlainExperts
 from torch import nn
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, convert
@@ -176,13 +177,11 @@ def test_overrides_come_first():
 
 
 def test_overrides_set_up_experts():
-    from test_convert_experts import Experts
-
-    model = nn.ModuleList([Experts(), Experts()])
+    model = nn.ModuleList([PlainExperts(), PlainExperts()])
     convert(model, overrides={"1": {"layout": "masked"}})
     assert [experts.layout for experts in model] == ["auto", "masked"]
     with pytest.raises(ValueError, match=r"of \['layout', 'swiglu_limit'\], got \['tile'\]"):
-        convert(nn.ModuleList([Experts()]), overrides={"0": {"tile": 3}})
+        convert(nn.ModuleList([PlainExperts()]), overrides={"0": {"tile": 3}})
 
 
 @pytest.mark.parametrize("argument", ["skip", "only", "overrides"])

@@ -330,7 +330,9 @@ def test_a_part_has_no_reference():
 def test_convert_refuses_parts():
     model = nn.Sequential(nn.Linear(256, 256))
     moefp8.shard(model, {"0": "rows"}, 0, 2)
-    with pytest.raises(ValueError, match="0 is one rank's part of a layer; convert before shard"):
+    with pytest.raises(
+        ValueError, match=r"0 \(Linear\) is one rank's part of a layer; convert before shard"
+    ):
         moefp8.convert(model)
 
 

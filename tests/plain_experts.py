@@ -1,0 +1,32 @@
+"""Experts in plain PyTorch, for `convert` to look at."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class PlainExperts(nn.Module):
+    """Stacked experts with a SiLU, as a user may write them."""
+
+    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40):
+        super().__init__()
+        shape = num_experts, 2 * intermediate_size, hidden_size
+        self.gate_up_proj = nn.Parameter(torch.randn(shape) * 0.1)
+        shape = num_experts, hidden_size, intermediate_size
+        self.down_proj = nn.Parameter(torch.randn(shape) * 0.1)
+        self.act_fn = nn.SiLU()
+
+    def activate(self, gate, up):
+        return self.act_fn(gate) * up
+
+    def expert(self, x, expert):
+        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(self.activate(gate, up), self.down_proj[expert])
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        y = torch.zeros_like(hidden_states)
+        for choice in range(top_k_index.shape[1]):
+            for token, expert in enumerate(top_k_index[:, choice].tolist()):
+                part = self.expert(hidden_states[token], expert)
+                y[token] += top_k_weights[token, choice] * part
+        return y
