@@ -42,14 +42,47 @@ def register(
             a warning.
 
     The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
-    through them means.
+    through them means. What they write must not require a gradient, and its version is counted up,
+    so that a graph that has saved it raises in its backward.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, _isolated(cpu), "CPU")
-    LIBRARY.impl(name, _on_gpu(name, cpu, hopper, cuda, hopper_takes), "CUDA")
+    written = _written(name)
+    gpu = _on_gpu(name, cpu, hopper, cuda, hopper_takes)
+    LIBRARY.impl(name, _writing(name, written, _isolated(cpu)), "CPU")
+    LIBRARY.impl(name, _writing(name, written, gpu), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.moefp8, name).default
+
+
+def _written(name: str) -> dict[int, str]:
+    """Position -> name of the arguments that the op writes."""
+    arguments = getattr(torch.ops.moefp8, name).default._schema.arguments
+    return {
+        index: argument.name
+        for index, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+
+
+def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Callable[..., Any]:
+    """body, as PyTorch's own operations treat what they write in place."""
+    if not written:
+        return body
+
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        outputs = [args[index] for index in written if args[index] is not None]
+        if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+            raise ValueError(
+                f"{name}: {' and '.join(written.values())} must not require a gradient, for what "
+                "is written has none; give a detached tensor, or run it under torch.no_grad()"
+            )
+        result = body(*args)
+        torch.autograd.graph.increment_version(outputs)
+        return result
+
+    return run
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from threading import get_ident
 from typing import Any
 
@@ -160,9 +160,9 @@ class MoE(nn.Module):
 _FEW_TOKENS = 128
 
 
-@cache
-def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """Of a thread, since several may capture graphs at once."""
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device, thread: int, current: int) -> torch.cuda.Stream:
+    """Of a thread and stream: several threads may capture, and layers run on two streams."""
     return torch.cuda.Stream(device)
 
 
@@ -177,11 +177,14 @@ def _side_by_side(
         return first(), second()
     if x.shape[0] > _FEW_TOKENS or not torch.cuda.is_current_stream_capturing():
         return first(), second()
-    current, side = torch.cuda.current_stream(x.device), _side_stream(x.device, get_ident())
+    current = torch.cuda.current_stream(x.device)
+    side = _side_stream(x.device, get_ident(), current.cuda_stream)
+    # Allocated here, since memory of the side stream is free for its next work while this stream
+    # still reads it. PyTorch hands out few streams, so a side stream may be that of another layer.
+    beside = torch.empty_like(x)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        beside = second()
+        beside.copy_(second())
     result = first()
     current.wait_stream(side)
-    # Its memory goes back to the side stream, which next time waits for what has read it.
     return result, beside
