@@ -18,7 +18,7 @@ def layer(**options) -> MoE:
 @pytest.mark.parametrize("gate", [False, True])
 @torch.no_grad()
 def test_layers_on_forked_streams_keep_their_shared_experts_apart(num_tokens, gate):
-    """Those of the second layer are done long before the first routed ones, which wait for theirs."""
+    """Shared experts of the second layer are done long before routed ones of the first."""
     torch.manual_seed(0)
     layers = [layer(shared_expert_gate=gate).bfloat16() for _ in range(4)]
     x = torch.empty(num_tokens, H, dtype=torch.bfloat16, device="cuda")
