@@ -17,8 +17,22 @@ from .module import FixedDtypeModule
 TOP_K_NAMES = "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"
 
 
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x: [T, H] float, weight: fp32 [E, H] -> fp32 [T, E], whatever FP32 matmuls are set to.
+
+    `torch.set_float32_matmul_precision` reaches whatever multiplies matrices in FP32; neither FP64
+    nor products element by element, which are faster for one token. On an H200, FP64 takes as long
+    as FP32 from 1024 tokens on, and 6 to 9 us more below (H = 7168, E = 256).
+    """
+    if x.shape[0] == 1:
+        return (weight * x.float()).sum(dim=1)[None]
+    return F.linear(x.double(), weight.double()).float()
+
+
 class TopKRouter(FixedDtypeModule):
     """Score E experts for every token and choose k; weight and bias stay FP32.
+
+    Which experts are chosen does not follow `torch.set_float32_matmul_precision` or its kin.
 
     Args:
         hidden_size: H.
@@ -95,7 +109,7 @@ class TopKRouter(FixedDtypeModule):
             )
         check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
         with without_autocast(hidden_states.device):
-            logits = F.linear(hidden_states.float(), self.weight)
+            logits = _logits(hidden_states, self.weight)
         if self.scoring == "softmax":
             return softmax_topk(logits, self.top_k, self.renormalize)
         return sigmoid_group_topk(
