@@ -1,7 +1,7 @@
 """What `from_pretrained` is told: that moefp8 does the FP8 of a model."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import transformers
@@ -9,9 +9,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
-from ..layers import DEFAULT_SKIP
+from ..layers.convert import FilterFn, Overrides, Patterns
 
 METHOD = "moefp8"
+_STORED = "stored"
 
 
 @register_quantization_config(METHOD)
@@ -20,33 +21,68 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     Of an FP8 checkpoint, linears and experts whose weights have 128x128 block scales become
     `FP8Linear` and `GroupedExperts`; the presence of scales tells, not lists in its config.json.
-    Of any other, all linears and experts are quantized once it is loaded, but those that `skip`
-    names. `save_pretrained` writes the checkpoint's own `quantization_config` back.
+    Of any other, what `moefp8.convert` swaps is quantized once it is loaded. `save_pretrained`
+    writes the checkpoint's own `quantization_config` back, or one that lists what stayed.
 
     The class has the name of transformers' own, since transformers asks for a config of the name
     that config.json stands for, and takes from it what `get_loading_attributes` gives.
 
     Args:
-        skip: for checkpoints that are not FP8 yet, as in `moefp8.convert`.
-        stored_method, stored: the `quantization_config` of a checkpoint, key by key.
+        skip, only, filter_fn, overrides: for checkpoints that are not FP8 yet, as in `convert`.
+        modules_to_not_convert: transformers' name for skip; both may be given.
+        activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
+            expert_dtype: transformers' other keywords, which must be what moefp8 does: "dynamic",
+            (128, 128), False, None, "float" and "fp8".
+
+    Raises:
+        TypeError: a keyword that nobody knows.
+        ValueError: a value of transformers' keywords that moefp8 does not do.
     """
 
     def __init__(
         self,
-        skip: str | Iterable[str] = DEFAULT_SKIP,
-        stored_method: str = "fp8",
-        **stored: Any,
+        skip: Patterns = (),
+        *,
+        only: Patterns | None = None,
+        filter_fn: FilterFn | None = None,
+        overrides: Overrides | None = None,
+        modules_to_not_convert: Patterns | None = None,
+        activation_scheme: str = "dynamic",
+        weight_block_size: Sequence[int] = (128, 128),
+        dequantize: bool = False,
+        modules_to_convert: Iterable[str] | None = None,
+        scale_fmt: str = "float",
+        expert_dtype: str = "fp8",
     ) -> None:
         super().__init__()
+        _check("activation_scheme", activation_scheme, "dynamic")
+        _check("weight_block_size", tuple(weight_block_size or ()), (128, 128))
+        _check("dequantize", dequantize, False, "; use moefp8.dequantize(model) once it is loaded")
+        _check("modules_to_convert", modules_to_convert, None, "; embeddings stay in 16 bits")
+        _check("scale_fmt", scale_fmt, "float", "; scales are never rounded")
+        _check("expert_dtype", expert_dtype, "fp8")
         self.quant_method: Any = METHOD
-        self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
-        self.stored_method = stored_method
-        self.stored = {key: value for key, value in stored.items() if key != "quant_method"}
+        self.skip = (*_tuple(skip), *_tuple(modules_to_not_convert or ()))
+        self.only = None if only is None else _tuple(only)
+        self.filter_fn, self.overrides = filter_fn, overrides
+        self.stored: dict[str, Any] = {}  # the checkpoint's own
+        self.kept: list[str] = []  # what stayed of one that was not FP8
 
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
         """stored: the `quantization_config` of its config.json."""
-        return cls(stored_method=stored.get("quant_method", "fp8"), **stored)
+        config = cls()
+        config.stored = copy.deepcopy(stored)
+        return config
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """What transformers calls on a config that names moefp8; see `pretrained_config`."""
+        stored = config_dict.get(_STORED)
+        config = cls.of_checkpoint(stored if isinstance(stored, dict) else {})
+        return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a merge with the checkpoint's own config takes over: who does it."""
@@ -55,11 +91,26 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     def to_dict(self) -> dict[str, Any]:
         """For config.json: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
         if self.stored:
-            return {"quant_method": self.stored_method, **copy.deepcopy(self.stored)}
-        return copy.deepcopy(FP8_QUANTIZATION)
+            return {"quant_method": "fp8", **copy.deepcopy(self.stored)}
+        kept = {"modules_to_not_convert": list(self.kept)} if self.kept else {}
+        return {**copy.deepcopy(FP8_QUANTIZATION), **kept}
+
+    def __repr__(self) -> str:
+        names = ("skip", "only", "filter_fn", "overrides")
+        given = ((name, getattr(self, name)) for name in names)
+        return f"FP8Config({', '.join(f'{name}={value!r}' for name, value in given if value)})"
 
 
 FP8Config = FineGrainedFP8Config
+
+
+def _tuple(patterns: Patterns) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _check(name: str, value: Any, wanted: Any, way_out: str = "") -> None:
+    if value != wanted:
+        raise ValueError(f"FP8Config: {name} must be {wanted!r}, got {value!r}{way_out}")
 
 
 def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
@@ -78,6 +129,5 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
         )
     if problem := block_problem({"quantization_config": stored}):
         raise ValueError(f"pretrained_config: {path}: {problem}")
-    method = stored.get("quant_method", "fp8")
-    config.quantization_config = {**stored, "quant_method": METHOD, "stored_method": method}
+    config.quantization_config = {"quant_method": METHOD, _STORED: stored}
     return config

@@ -1,5 +1,6 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint import CheckpointError
-from ..checkpoint.config import FP8_QUANTIZATION, block_problem, layer_of
-from ..checkpoint.errors import raise_if_any
+from ..checkpoint.config import FP8_QUANTIZATION, block_problem
 from ..checkpoint.fp8 import fp8_modules_of
 from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
 from ..checkpoint.plan import FP8, Rename, plan_fp8, widens
 from ..checkpoint.read import open_files
+from ..checkpoint.skeleton import renaming
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
-from ..layers import FP8Linear, GroupedExperts, convert
+from ..layers import Conversion, FP8Linear, GroupedExperts, convert
 from ..layers.module import FixedDtypeModule
 from .config import METHOD, FP8Config
+from .filled import check_filled
 from .merge import copying_once
 
 
@@ -35,7 +37,9 @@ class FP8Quantizer(HfQuantizer):
 
     Checkpoints in FP8: before anything is read, their headers are held against the model. A
     missing or extra expert, a weight without its scale, a wrong shape is a CheckpointError then;
-    whatever else a decoder layer lacks is one when all is read.
+    whatever else the model lacks is one when all is read (`check_filled`).
+
+    conversion: what became FP8 of a checkpoint that was not, and what stayed.
     """
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -44,6 +48,7 @@ class FP8Quantizer(HfQuantizer):
         self.quantization_config: Any = quantization_config if is_ours else FP8Config()
         self.serialized_names = {"weight": ["weight", "weight_scale_inv"]}
         self._scale_leaves: set[str] = set()
+        self.conversion = Conversion()
 
     @property
     def is_trainable(self) -> bool:
@@ -60,12 +65,13 @@ class FP8Quantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         files = [Path(file) for file in checkpoint_files or ()]
+        _check_places(model, files)
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
         if not self.pre_quantized:
             if is_safetensors:
                 source = open_shards(files)
                 _refuse_fp8(source)
-                _widen(source, model, _renaming(model, self))
+                _widen(source, model, _rename_of(model, self))
             return
         if not is_safetensors:
             raise CheckpointError(
@@ -80,8 +86,8 @@ class FP8Quantizer(HfQuantizer):
         scales = (key for key in source.entries if weight_of_scale(key) in source.entries)
         leaves = {key.rpartition(".")[2] for key in scales}
         self._scale_leaves = leaves & {"weight_scale", "scale"}
-        convert(model, only=fp8_modules_of(source, model, rename=_renaming(model, self)))
-        rename = _renaming(model, self)
+        convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
+        rename = _rename_of(model, self)
         _check(source, model, rename)
         _widen(source, model, rename)
 
@@ -100,37 +106,69 @@ class FP8Quantizer(HfQuantizer):
         return renamings + [copying_once(conversion) for conversion in conversions]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if not self.pre_quantized:
-            convert(model, skip=self.quantization_config.skip)
-            # What saving reverts: those of the weights were recorded before there were scales.
-            conversions = self.update_weight_conversions(model._weight_conversions, model)
-            model._weight_conversions = conversions
+        check_filled(model)
+        if self.pre_quantized:
+            for name, module in model.named_modules():
+                if isinstance(module, FP8Linear | GroupedExperts):
+                    _complete(name, module)
             return model
-        for name, module in model.named_modules():
-            if isinstance(module, FP8Linear | GroupedExperts):
-                _complete(name, module)
-        _check_layers(model)
+        config = self.quantization_config
+        _, self.conversion = convert(
+            model,
+            skip=config.skip,
+            only=config.only,
+            filter_fn=config.filter_fn,
+            overrides=config.overrides,
+            return_conversion=True,
+        )
+        self.prepare_to_save(model, self.conversion)
         return model
 
+    def prepare_to_save(self, model: Any, conversion: Conversion) -> None:
+        """What saving reverts, and what config.json will list.
 
-def _renaming(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
-    """Checkpoint key -> model key, as transformers renames it; experts stay one by one."""
+        The model's own conversions were recorded before there were scales; stacks keep their names,
+        since what renames them leaves out their scales.
+        """
+        self.quantization_config.kept = sorted(conversion.kept)
+        known = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+        conversions = self.update_weight_conversions(known, model)
+        stacks = [
+            f"{name}.{leaf}"
+            for name, module in model.named_modules()
+            if isinstance(module, GroupedExperts)
+            for leaf in module.fp8_names
+        ]
+        model._weight_conversions = [x for x in conversions if not _renames(x, stacks)]
+
+
+def _renames(conversion: Any, names: list[str]) -> bool:
+    """Whether saving would give one of these names another, and no more."""
+    if not isinstance(conversion, WeightRenaming):
+        return False
+    reverse = conversion.reverse_transform()
+    last = {name.rpartition(".")[2] for name in names}
+    is_stack = any(str(x).rpartition(".")[2] in last for x in conversion.target_patterns)
+    return is_stack and any(reverse.rename_source_key(name)[1] is not None for name in names)
+
+
+def _rename_of(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
+    """Checkpoint key -> model key, as transformers renames it with this quantizer."""
     conversions = get_model_conversion_mapping(model, None, quantizer)
-    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-    inventory, prefix = Inventory(model), f"{model.base_model_prefix}."
+    return renaming(model, conversions, Inventory(model))
 
-    def rename(key: str) -> str:
-        name = key
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        weight = weight_of_scale(name) or name  # not all scales have a place yet
-        if inventory.find(weight) is not None:
-            return name
-        if inventory.find(f"{prefix}{weight}") is not None:
-            return f"{prefix}{name}"
-        return name.removeprefix(prefix)
 
-    return rename
+def _check_places(model: Any, files: list[Path]) -> None:
+    """An index may name files anywhere: those of a directory must lie in it."""
+    directory = str(getattr(model.config, "_name_or_path", "") or "")
+    if not os.path.isdir(directory):
+        return
+    home = Path(os.path.abspath(directory))
+    for file in files:
+        if not Path(os.path.abspath(file)).is_relative_to(home):
+            raise CheckpointError(
+                f"{file}: must lie in {home}, whose index names it; remove it from the index"
+            )
 
 
 def _refuse_fp8(source: Source) -> None:
@@ -159,18 +197,6 @@ def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
         if slot is not None and widens(entry, slot):
             owner = slot.owner
             owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
-
-
-def _check_layers(model: nn.Module) -> None:
-    """Of decoder layers, transformers initialises at random what it does not find."""
-    missing = [
-        name
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if layer_of(name) is not None
-        and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
-    ]
-    problems = [f"{name}: not in the checkpoint" for name in missing]
-    raise_if_any(problems, "moefp8.hf: the checkpoint does not fill the model's decoder layers")
 
 
 def _complete(name: str, module: FixedDtypeModule) -> None:

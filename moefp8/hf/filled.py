@@ -1,0 +1,45 @@
+"""Nothing is left at random: transformers draws what it does not find in a checkpoint."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.errors import raise_if_any
+
+
+def check_filled(model: Any) -> None:
+    """Raise CheckpointError if weights were drawn that only a checkpoint can give.
+
+    Of a model of the class that config.json names, these are all; of one for another task, which
+    has a head of its own, those of layers, embeddings and whatever else lies in the model below the
+    head. Poolers, and what the model itself says may be missing, are drawn as ever.
+    """
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    is_named = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+    inner = {id(x) for x in base.state_dict(keep_vars=True).values()} if base else set()
+    needed = {id(x) for x in _layers_and_embeddings(model)} | inner
+    allowed = [re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    missing = [
+        name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
+        and (id(tensor) in needed or (is_named and isinstance(tensor, nn.Parameter)))
+        and "pooler" not in name
+        and not any(pattern.search(name) for pattern in allowed)
+    ]
+    problems = [f"{name}: not in the checkpoint" for name in missing]
+    raise_if_any(problems, "moefp8.hf: the checkpoint does not fill the model")
+
+
+def _layers_and_embeddings(model: Any) -> Iterator[torch.Tensor]:
+    """Tensors of modules that are one of several of a class, and of the input embedding."""
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Module):
+        yield from embedding.parameters()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            for layer in module:
+                yield from layer.state_dict(keep_vars=True).values()
