@@ -1,5 +1,7 @@
 """`experts_implementation="moefp8"`: whatever experts module transformers has, against its own."""
 
+import copy
+
 import pytest
 import torch
 from model_cases import prompt
@@ -76,7 +78,7 @@ def test_every_kind_of_experts(family):
     assert_matches_reference(ours, expected, 0.12)
     assert {*experts.state_dict()} == before
     if family in FAMILIES:
-        quantized = experts.__dict__["_moefp8_experts"][1]
+        quantized = experts.__dict__["_moefp8_experts"].experts
         assert type(quantized) is GroupedExperts
         assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)
 
@@ -131,22 +133,51 @@ def test_an_interleaved_swiglu_runs_fast():
     experts.down_proj.data = plain.down_proj.data
     inputs = inputs_for(plain)
     assert torch.equal(run(experts, "moefp8", *inputs), run(plain, "moefp8", *inputs))
-    assert type(experts.__dict__["_moefp8_experts"][1]) is GroupedExperts
+    assert type(experts.__dict__["_moefp8_experts"].experts) is GroupedExperts
 
 
 def test_changed_weights_are_quantized_again():
     experts = decorated()
     inputs = inputs_for(experts)
     first = run(experts, "moefp8", *inputs)
-    kept = experts.__dict__["_moefp8_experts"][1]
+    kept = experts.__dict__["_moefp8_experts"].experts
     assert torch.equal(run(experts, "moefp8", *inputs), first)
-    assert experts.__dict__["_moefp8_experts"][1] is kept
+    assert experts.__dict__["_moefp8_experts"].experts is kept
     with torch.no_grad():
         experts.down_proj.mul_(2)
     assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
     experts.load_state_dict(decorated().state_dict())
     changed = run(experts, "moefp8", *inputs)
     assert float(row_errors(changed, first).min()) > 0.5
+
+
+def test_new_weights_in_the_place_of_old_ones_are_quantized():
+    """The allocator gives a freed block to the next parameter of its size, at the same address."""
+    experts = decorated()
+    inputs = inputs_for(experts)
+    first = run(experts, "moefp8", *inputs)
+    with torch.no_grad():
+        address = experts.down_proj.data_ptr()
+        changed = experts.down_proj * 2
+        values = torch.frombuffer(bytearray(changed.nbytes), dtype=changed.dtype)
+        del experts.down_proj, values
+        experts.down_proj = nn.Parameter(changed, requires_grad=False)
+        for _ in range(50):  # until it lies there
+            if experts.down_proj.data_ptr() == address:
+                break
+            experts.down_proj = nn.Parameter(experts.down_proj.clone(), requires_grad=False)
+    assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
+
+
+def test_a_copy_quantizes_its_own():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    first = run(experts, "moefp8", *inputs)
+    twin = copy.deepcopy(experts)
+    with torch.no_grad():
+        twin.down_proj.mul_(2)
+    assert_matches_reference(run(twin, "moefp8", *inputs), 2 * first.float(), 0.01)
+    assert torch.equal(run(experts, "moefp8", *inputs), first)
 
 
 def test_made_in_inference_mode_and_used_outside():
@@ -186,7 +217,7 @@ def test_fp8_modules_are_used_as_they_are():
     experts = fp8_experts((E, H, 256))
     inputs = inputs_for(experts)
     ours = run(experts, "moefp8", *inputs)
-    quantized = experts.__dict__["_moefp8_experts"][1]
+    quantized = experts.__dict__["_moefp8_experts"].experts
     assert quantized.gate_up_proj.data_ptr() == experts.gate_up_proj.data_ptr()
     assert quantized.down_proj_scale_inv.data_ptr() == experts.down_proj_scale_inv.data_ptr()
     assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)

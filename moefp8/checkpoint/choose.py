@@ -43,16 +43,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Picked:
-    """Keys: of matrices, of stacks to be stored one by one, of stacks to be stored as they are."""
+    """Keys: of matrices, of stacks to be stored one by one, of stacks that stay so -> new keys."""
 
     matrices: set[str]
     apart: set[str]
-    whole: set[str]
+    whole: dict[str, str]
     conversion: Conversion
     basis: str
 
     def all(self) -> set[str]:
-        return self.matrices | self.apart | self.whole
+        return {*self.matrices, *self.apart, *self.whole}
 
 
 def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
@@ -98,7 +98,7 @@ def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str)
     kinds |= {found[0]: "experts" for key in linears if (found := split_expert(key))}
     kinds |= {key.rpartition(".")[0]: "experts" for key in stacks}
     kept = dict.fromkeys(_kept_modules(source, linears | stacks), "by name, or skipped")
-    return _Picked(linears, stacks, set(), Conversion(kinds, kept), f"names ({why})")
+    return _Picked(linears, stacks, {}, Conversion(kinds, kept), f"names ({why})")
 
 
 def _pick_by_model(
@@ -111,7 +111,7 @@ def _pick_by_model(
     left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
     leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
     matrices = chosen.matrices | leftover  # layers for multi-token prediction: models hold none
-    problems = _dtype_problems(source, matrices | chosen.apart | chosen.whole)
+    problems = _dtype_problems(source, {*matrices, *chosen.apart, *chosen.whole})
     problems += _split_modules(source, matrices)
     if not matrices and not chosen.apart and not chosen.whole and not problems:
         told = Conversion({}, chosen.kept).warning() or ""
@@ -140,14 +140,14 @@ def _dtype_problems(source: Source, keys: Iterable[str]) -> list[str]:
 
 
 def _moves(source: Source, picked: _Picked) -> Iterator[Move]:
-    matrices = picked.matrices | picked.whole
     for shard in source.shards.values():
         for entry in sorted(shard.entries, key=lambda entry: (entry.begin, entry.end)):
             if entry.key in picked.apart:
                 yield from pieces(entry)
             else:
-                is_fp8 = entry.key in matrices
-                yield Move(entry, entry.begin, entry.num_bytes, entry.key, entry.shape, is_fp8)
+                key = picked.whole.get(entry.key, entry.key)
+                is_fp8 = entry.key in picked.matrices or entry.key in picked.whole
+                yield Move(entry, entry.begin, entry.num_bytes, key, entry.shape, is_fp8)
 
 
 def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> set[str]:

@@ -24,14 +24,16 @@ _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 @dataclass
 class ByModel:
-    """matrices: keys of [N, K] weights; apart, whole: of stacks [E, N, K], to be stored one by one
-    or as they are. swapped: what `convert` swaps; kept: module -> why it stays;
-    experts: those of kept that are experts. unknown: keys of no module.
+    """What becomes FP8, by key, and what stays.
+
+    matrices: of [N, K] weights; apart: of stacks [E, N, K] to be stored one by one; whole: of
+    stacks that stay so, and the model's names for them. swapped: what `convert` swaps; kept:
+    module -> why it stays; experts: those of kept that are experts. unknown: keys of no module.
     """
 
     matrices: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
-    whole: set[str] = field(default_factory=set)
+    whole: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     swapped: dict[str, str] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
@@ -94,9 +96,10 @@ def _take(
     if any(entry.shape != slot.shape for entry, slot in entries):
         entry, slot = next((e, s) for e, s in entries if e.shape != s.shape)
         return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
-    if any(not _scale_is_found(entry, slot, skeleton) for entry, slot in entries):
-        return "its scales would not be found"
     stacks = [(entry, slot) for entry, slot in entries if len(entry.shape) == 3]
+    found = [slot.name if stacks else entry.key for entry, slot in entries]
+    if not all(_are_found(name, skeleton) for name in found):
+        return "its weights or scales would not be found"
     if not stacks:
         chosen.matrices.update(entry.key for entry, _ in entries)
         return None
@@ -105,7 +108,7 @@ def _take(
         return None
     if any(_rows_of(entry, slot) % BLOCK for entry, slot in stacks):
         return f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
-    chosen.whole.update(entry.key for entry, _ in stacks)
+    chosen.whole.update((entry.key, slot.name) for entry, slot in stacks)
     return None
 
 
@@ -114,9 +117,11 @@ def _rows_of(entry: Entry, slot: Slot) -> int:
     return entry.shape[1] // 2 if slot.name.endswith("gate_up_proj") else entry.shape[1]
 
 
-def _scale_is_found(entry: Entry, slot: Slot, skeleton: Skeleton) -> bool:
-    name = skeleton.rename(entry.key)
-    return skeleton.rename(scale_of_weight(entry.key)) == scale_of_weight(name)
+def _are_found(key: str, skeleton: Skeleton) -> bool:
+    """Whether a loader finds a weight of this key and its scales: some renamings miss these."""
+    name = skeleton.rename(key)
+    is_known = skeleton.inventory.find(name) is not None
+    return is_known and skeleton.rename(scale_of_weight(key)) == scale_of_weight(name)
 
 
 def _can_be_apart(entry: Entry, slot: Slot, skeleton: Skeleton) -> bool:

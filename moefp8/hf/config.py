@@ -84,6 +84,12 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         config = cls.of_checkpoint(stored if isinstance(stored, dict) else {})
         return (config, kwargs) if return_unused_kwargs else config
 
+    def keep(self, names: list[str]) -> None:
+        """names: of linears and experts that are not FP8, for config.json."""
+        self.kept = names
+        if self.stored:
+            self.stored["modules_to_not_convert"] = names
+
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a merge with the checkpoint's own config takes over: who does it."""
         return {"quant_method": METHOD}

@@ -76,18 +76,41 @@ def _prepared(module: nn.Module) -> _Experts:
     """The module's experts in FP8, made once; not registered, so that no state dict holds them."""
     cached = module.__dict__.get(_CACHE)
     if torch.compiler.is_compiling():  # which cannot look at versions; it guards what is kept
-        return cached[1] if cached else _prepare(module)
-    if cached is None or cached[0] != _state(module):
+        return cached.experts if cached else _prepare(module)
+    if cached is None or not cached.is_of(module):
         return _prepare(module)
-    return cached[1]
+    experts: _Experts = cached.experts
+    return experts
 
 
-def _state(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Changes whenever a weight does; those made in inference mode do not tell of changes."""
-    return [
-        (name, x.data_ptr(), None if x.is_inference() else x._version, x.device, x.dtype)
-        for name, x in module.named_parameters(recurse=False)
-    ]
+class _Cache:
+    """FP8 experts, and the parameters that they were made of, as they were then.
+
+    The parameters themselves, since a new one may lie where an old one was. Those made in inference
+    mode do not tell of changes. A copy of the module makes its own.
+    """
+
+    def __init__(self, module: nn.Module, experts: _Experts) -> None:
+        self.experts = experts
+        self.made_of = [(x, *_state_of(x)) for _, x in module.named_parameters(recurse=False)]
+
+    def is_of(self, module: nn.Module) -> bool:
+        now = [x for _, x in module.named_parameters(recurse=False)]
+        return len(now) == len(self.made_of) and all(
+            x is then and _state_of(x) == tuple(state)
+            for x, (then, *state) in zip(now, self.made_of, strict=True)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Changes whenever a value does, or `x.data` becomes another."""
+    return None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype
 
 
 @torch.compiler.disable(reason="weights are quantized once, outside of graphs")
@@ -100,7 +123,7 @@ def _prepare(module: nn.Module) -> _Experts:
         experts: _Experts = _swiglu_experts(*_weights(module, halves=2), limits[0])
     else:
         experts = _AnyExperts(module, *_weights(module, halves=1))
-    module.__dict__[_CACHE] = (_state(module), experts)
+    module.__dict__[_CACHE] = _Cache(module, experts)
     return experts
 
 

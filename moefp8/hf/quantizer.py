@@ -26,6 +26,7 @@ from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert
 from ..layers.module import FixedDtypeModule
+from ..layers.saving import ADOPTERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
 from .merge import copying_once
@@ -48,6 +49,7 @@ class FP8Quantizer(HfQuantizer):
         self.quantization_config: Any = quantization_config if is_ours else FP8Config()
         self.serialized_names = {"weight": ["weight", "weight_scale_inv"]}
         self._scale_leaves: set[str] = set()
+        self._known: list[Any] | None = None  # conversions from before there were scales
         self.conversion = Conversion()
 
     @property
@@ -121,18 +123,19 @@ class FP8Quantizer(HfQuantizer):
             overrides=config.overrides,
             return_conversion=True,
         )
-        self.prepare_to_save(model, self.conversion)
         return model
 
     def prepare_to_save(self, model: Any, conversion: Conversion) -> None:
-        """What saving reverts, and what config.json will list.
+        """What saving reverts, and what config.json will list, once `convert` has swapped modules.
 
         The model's own conversions were recorded before there were scales; stacks keep their names,
         since what renames them leaves out their scales.
         """
-        self.quantization_config.kept = sorted(conversion.kept)
-        known = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-        conversions = self.update_weight_conversions(known, model)
+        self.quantization_config.keep(sorted(conversion.kept))
+        if self._known is None:
+            recorded = getattr(model, "_weight_conversions", None)
+            self._known = recorded or get_model_conversion_mapping(model)
+        conversions = self.update_weight_conversions(self._known, model)
         stacks = [
             f"{name}.{leaf}"
             for name, module in model.named_modules()
@@ -140,6 +143,25 @@ class FP8Quantizer(HfQuantizer):
             for leaf in module.fp8_names
         ]
         model._weight_conversions = [x for x in conversions if not _renames(x, stacks)]
+
+
+def _adopt(model: Any, conversion: Conversion) -> bool:
+    """What `convert` does with models of transformers: saved as if they had been loaded so."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, FP8Quantizer):
+        if getattr(model, "is_quantized", False):  # while it is loaded, or by another quantizer
+            return quantizer is None
+        quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
+        model.hf_quantizer = quantizer
+        model.is_quantized, model.quantization_method = True, METHOD
+    model.config.quantization_config = quantizer.quantization_config
+    quantizer.prepare_to_save(model, conversion)
+    return True
+
+
+ADOPTERS.append(_adopt)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:

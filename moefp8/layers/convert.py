@@ -14,6 +14,7 @@ from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .parts import parts_of
+from .saving import adopt
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
 from .stacks import Probe, flags_problem, shapes_problem, stacks_of
 
@@ -99,6 +100,7 @@ def convert(
     if (warning := conversion.warning()) and not chosen.nothing_left:
         warnings.warn(f"convert: {warning}", stacklevel=3)
     converted = _apply(model, chosen)
+    adopt(converted, conversion)
     return (converted, conversion) if return_conversion else converted
 
 
