@@ -2,6 +2,7 @@
 
 from .convert import DEFAULT_SKIP, convert
 from .dequantize import dequantize
+from .distributed import frozen_parameters, prepare_ddp
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .moe import MoE
@@ -18,5 +19,7 @@ __all__ = [
     "TopKRouter",
     "convert",
     "dequantize",
+    "frozen_parameters",
+    "prepare_ddp",
     "shard",
 ]
