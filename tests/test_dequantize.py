@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_a_model_of_transformers_saves_and_loads_as_a_plain_one(family, tmp_path
     ids = torch.randint(2, 500, (1, 12))
     with torch.inference_mode():
         exact = reference_model(model, quantize_activations=False)(ids).logits
-    moefp8.dequantize(model)
+    moefp8.dequantize(nn.Sequential(model))  # be it within another
     model.save_pretrained(tmp_path / "bf16")
     assert "quantization_config" not in (tmp_path / "bf16" / "config.json").read_text()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
@@ -269,8 +270,12 @@ def test_wrong_arguments_are_refused_before_anything_changes():
 
 def test_a_model_without_fp8_is_told():
     model = nn.Sequential(nn.Linear(4, 4))
+    model.config = SimpleNamespace(quantization_config="of another method")
     with pytest.warns(UserWarning, match="no FP8 modules; nothing was changed"):
         assert moefp8.dequantize(model) is model
+    assert model.config.quantization_config == "of another method"
+    converted = moefp8.convert(model)  # a method that knows of no quantizer
+    assert not hasattr(moefp8.dequantize(converted).config, "quantization_config")
 
 
 def test_it_undoes_convert():

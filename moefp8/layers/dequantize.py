@@ -46,6 +46,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
     names = _names_of_fp8(model)
     if not names:
         warnings.warn("dequantize: the model has no FP8 modules; nothing was changed", stacklevel=3)
+        return model
     ties = _ties(model, names)
     for aliases in names:
         twin = _swap(model.get_submodule(aliases[0]), dtype, ties)
@@ -111,6 +112,10 @@ def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None])
 
 def _forget_quantization(model: nn.Module) -> None:
     """A model of transformers must not save a `quantization_config` beside plain weights."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:
-        quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        quantizer = module.__dict__.get("hf_quantizer")
+        if quantizer is not None:
+            quantizer.remove_quantization_config(module)
+        config = module.__dict__.get("config")
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
