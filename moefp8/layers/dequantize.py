@@ -116,6 +116,6 @@ def _forget_quantization(model: nn.Module) -> None:
         quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None:
             quantizer.remove_quantization_config(module)
-        config = module.__dict__.get("config")
+        config: Any = module.__dict__.get("config")
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config
