@@ -1,14 +1,15 @@
-"""Write the README's tables, and draw its plots: `python -m benchmarks.report`.
+"""Write the tables of README and docs/benchmarks.md, draw plots: `python -m benchmarks.report`.
 
-Both are made of the JSON files in `benchmarks/results`.
+All are made of the JSON files in `benchmarks/results`.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floors, moe, roofline, speedups
+from benchmarks import floors, headlines, moe, roofline, speedups
 from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, geomean, ratio
 from benchmarks.grouped import (
     GOALS,
@@ -24,6 +25,7 @@ from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 
 
 def accuracy_table(results: dict[str, Any]) -> str:
@@ -81,7 +83,7 @@ def gemm_tables(results: dict[str, Any]) -> str:
             + ", ".join(f"{PEERS[name].title} {us:.1f}" for name, us in host.items())
             + ".",
             "",
-            f"![Roofline of the GEMM on one {results['gpu']}](benchmarks/results/gemm.png)",
+            f"![Roofline of the GEMM on one {results['gpu']}](../benchmarks/results/gemm.png)",
             "",
             f"<details><summary>All {len(rows)} times</summary>",
             "",
@@ -147,7 +149,7 @@ def grouped_tables(results: dict[str, Any]) -> str:
             "DeepGEMM's contiguous form takes padded groups, ours does not. Worst row against "
             f"FP64 sums of the same operands: {errors}.",
             "",
-            f"![Grouped GEMMs on one {results['gpu']}](benchmarks/results/grouped.png)",
+            f"![Grouped GEMMs on one {results['gpu']}](../benchmarks/results/grouped.png)",
             "",
             f"<details><summary>All {len(rows)} cases</summary>",
             "",
@@ -206,7 +208,7 @@ def moe_tables(results: dict[str, Any]) -> str:
             "TFLOP/s. Goals are against the mega-kernel. Error against an FP32 layer with the same "
             f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
             "",
-            f"![Layers of routed experts on one {results['gpu']}](benchmarks/results/moe.png)",
+            f"![Layers of routed experts on one {results['gpu']}](../benchmarks/results/moe.png)",
             "",
             f"<details><summary>All {len(rows)} cases</summary>",
             "",
@@ -295,7 +297,8 @@ def tuning_table(results: dict[str, Any]) -> str:
     return "\n".join([head, "|---|---|---|---|---|", *lines])
 
 
-TABLES = {
+TABLES: dict[str, Callable[..., str]] = {
+    "headlines": headlines.headlines,
     "interleaving": interleaving_table,
     "precompile": precompile_table,
     "tuning": tuning_table,
@@ -307,19 +310,22 @@ TABLES = {
     "grouped": grouped_tables,
     "moe": moe_tables,
 }
+SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
 PLOTS = {"gemm": roofline.draw, "grouped": speedups.draw, "moe": floors.draw}
 
 
 def with_tables(text: str, directory: Path = RESULTS) -> str:
     """`text` with what stands between `<!-- NAME -->` and `<!-- /NAME -->` made anew.
 
-    What has no NAME.json in `directory` was not measured, and stays as it is.
+    What was not measured, and so has no JSON file in `directory`, stays as it is.
     """
     for name, table in TABLES.items():
-        marks, file = (f"<!-- {name} -->", f"<!-- /{name} -->"), directory / f"{name}.json"
-        if not file.exists():
+        marks = f"<!-- {name} -->", f"<!-- /{name} -->"
+        files = [directory / f"{source}.json" for source in SOURCES.get(name, (name,))]
+        if marks[0] not in text or not all(file.exists() for file in files):
             continue
-        block = "\n".join((marks[0], table(json.loads(file.read_text())), marks[1]))
+        results = [json.loads(file.read_text()) for file in files]
+        block = "\n".join((marks[0], table(*results), marks[1]))
         before, rest = text.split(marks[0])
         text = before + block + rest.split(marks[1])[1]
     return text
@@ -333,8 +339,8 @@ def draw_plots(directory: Path = RESULTS) -> None:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
     try:
         draw_plots()
     except ImportError as error:

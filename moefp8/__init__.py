@@ -7,7 +7,17 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.testing` compares
 from . import checkpoint, kernels, quant, routing, testing
 from .ahead import precompile
 from .checkpoint import load_checkpoint, save_checkpoint
-from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert, shard
+from .layers import (
+    FP8Linear,
+    GroupedExperts,
+    MoE,
+    TopKRouter,
+    convert,
+    dequantize,
+    frozen_parameters,
+    prepare_ddp,
+    shard,
+)
 
 __version__ = "0.1.0"
 
@@ -18,9 +28,12 @@ __all__ = [
     "TopKRouter",
     "checkpoint",
     "convert",
+    "dequantize",
+    "frozen_parameters",
     "kernels",
     "load_checkpoint",
     "precompile",
+    "prepare_ddp",
     "quant",
     "routing",
     "save_checkpoint",

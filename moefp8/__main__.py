@@ -1,4 +1,4 @@
-"""`python -m moefp8`: the command line."""
+"""`python -m moefp8`: the command line, as the console script `moefp8`."""
 
 import sys
 

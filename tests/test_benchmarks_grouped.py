@@ -310,12 +310,6 @@ def test_the_report_writes_the_tables(results, tmp_path):
         assert not line.startswith("|") or line.count("|") == width
 
 
-def test_the_readme_has_a_place_for_every_table():
-    text = (REPOSITORY / "README.md").read_text()
-    for name in report.TABLES:
-        assert text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1
-
-
 def test_the_plot_is_a_picture(results, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "grouped.json").write_text(json.dumps(results))

@@ -17,7 +17,7 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, TopKRouter, ahead
 from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.cli import bench, info, inspect, precompile, quantize
-from moefp8.cli.main import main
+from moefp8.cli.main import main, script
 from moefp8.kernels import jit, tuned
 from moefp8.layers.moe import SharedExperts
 
@@ -42,7 +42,34 @@ def test_it_runs_as_a_module(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["precompile"], ["quantize", "x"]])
+@pytest.mark.parametrize("prog", ["moefp8", "python -m moefp8"])
+def test_without_a_command_it_tells_which_there_are(prog, capsys):
+    assert main([], prog) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"usage: {prog} ")
+    assert f"{prog} COMMAND --help" in told.err
+    for command in (info, inspect, precompile, quantize, bench):
+        assert command.__doc__.partition("\n")[0][:40] in told.err
+
+
+def test_both_ways_to_call_it_name_themselves_and_the_version(monkeypatch, capsys):
+    for call, prog in ((script, "moefp8"), (main, "python -m moefp8")):
+        for option, wanted in (("--version", f"moefp8 {moefp8.__version__}\n"), ("-h", prog)):
+            monkeypatch.setattr(sys, "argv", ["of no matter", option])
+            with pytest.raises(SystemExit) as ended:
+                call()
+            assert ended.value.code == 0
+            assert capsys.readouterr().out.removeprefix("usage: ").startswith(wanted)
+
+
+def test_the_version_of_the_module():
+    command = [sys.executable, "-m", "moefp8", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"moefp8 {moefp8.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [["nothing"], ["precompile"], ["quantize", "x"]])
 def test_wrong_usage_ends_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)

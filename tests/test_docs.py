@@ -106,6 +106,8 @@ def run_line(line: str) -> None:
         assert {*words[1:]} <= {*targets}, line
     elif words[:3] == ["python", "-m", "moefp8"]:
         run_command(words[3:], line)
+    elif words[:1] == ["moefp8"]:
+        run_command(words[1:], line)
     elif words:
         pytest.fail(f"{line}: this test knows no such command")
 
@@ -163,10 +165,30 @@ def test_pages_say_what_needs_a_gpu(page):
 
 def test_the_readme_shows_every_use_and_links_its_page():
     _, _, use = README.read_text().partition("\n## Use\n")
-    sections = use.partition("\n## ")[0].split("\n### ")[1:]
-    links = [re.findall(r"\]\((docs/\w+\.md)\)", section) for section in sections]
+    index, *sections = use.partition("\n## ")[0].split("\n### ")
     assert all(f"```{PYTHON}\n" in section for section in sections)
-    assert sorted(links) == [[f"docs/{page.name}"] for page in PAGES]
+    assert all(len(docs_in(section)) == 1 for section in sections)
+    assert sorted(docs_in(index)) == [f"docs/{page.name}" for page in PAGES]
+
+
+def docs_in(text: str) -> list[str]:
+    return re.findall(r"\]\((docs/\w+\.md)\)", text)
+
+
+def test_the_readme_is_short():
+    assert README.read_text().count("\n") <= 260
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_property_tests_have_no_deadline(page):
+    """hypothesis gives a call 200 ms; the first one may compile kernels."""
+    for block in blocks_of(page):
+        assert block.text.count("@given(") == block.text.count("deadline=None"), block.text
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_nothing_is_installed_from_an_index_that_lacks_it(page):
+    assert not re.search(r"pip install \S*moefp8", page.read_text())
 
 
 # Links

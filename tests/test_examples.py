@@ -3,8 +3,11 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import generate
+import torch
 from small_checkpoint import write_small_checkpoint
 
 from benchmarks import report
@@ -39,6 +42,20 @@ def test_generate_writes_loads_and_compares_both_families():
     )
 
 
+def test_tokens_per_second_are_those_of_a_warm_model():
+    class Slow:
+        num_calls = 0
+
+        def generate(self, ids, *, max_new_tokens, **options):
+            self.num_calls += 1
+            time.sleep(0.5 if self.num_calls == 1 else 0.001)
+            return torch.cat((ids, torch.zeros(1, max_new_tokens, dtype=ids.dtype)), dim=1)
+
+    new, rate = generate.generate(Slow(), torch.ones(1, 3, dtype=torch.int64), 5)
+    assert new == [0] * 5
+    assert rate > 5 / 0.4
+
+
 def test_generate_takes_a_checkpoint(tmp_path):
     write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", num_shards=1)
     output = run("examples/generate.py", "--checkpoint", str(tmp_path / "fp8"))
@@ -53,7 +70,13 @@ def test_moe_block():
     assert "output [2, 64, 512] torch.bfloat16" in run("examples/moe_block.py")
 
 
-def test_the_tables_of_the_readme_are_those_of_the_results():
-    text = (REPOSITORY / "README.md").read_text()
-    assert report.with_tables(text) == text
+def test_the_tables_of_pages_are_those_of_the_results():
+    for page in report.PAGES:
+        assert report.with_tables(page.read_text()) == page.read_text()
+
+
+def test_every_table_has_one_place():
+    text = "".join(page.read_text() for page in report.PAGES)
+    for name in report.TABLES:
+        assert text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1
     assert text.count("<!-- /") == len(report.TABLES)

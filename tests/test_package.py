@@ -129,10 +129,15 @@ def test_a_wheel_works_elsewhere(tmp_path):
     assert {"moefp8/py.typed", *sources} <= {*names}
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
     code = f"""
-import sys
+import importlib.metadata, sys
 sys.path.insert(0, {str(tmp_path / "site")!r})
 import torch, moefp8
 assert moefp8.__file__.startswith({str(tmp_path)!r}), moefp8.__file__
 print(moefp8.FP8Linear(8, 4)(torch.ones(2, 8)).shape)
+(wheel,) = importlib.metadata.distributions(name="moefp8", path=[{str(tmp_path / "site")!r}])
+assert wheel.version == moefp8.__version__, wheel.version
+(script,) = wheel.entry_points.select(group="console_scripts")
+sys.argv = [script.name, "--version"]
+script.load()()
 """
-    assert "torch.Size([2, 4])" in run_python(code, "-I")
+    assert run_python(code, "-I") == f"torch.Size([2, 4])\nmoefp8 {moefp8.__version__}\n"

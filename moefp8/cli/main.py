@@ -1,4 +1,4 @@
-"""`python -m moefp8 {info, inspect, precompile, quantize, bench}`.
+"""`moefp8 {info, inspect, precompile, quantize, bench}`, and the same of `python -m moefp8`.
 
 A command is a function of its arguments that returns the exit status; `add_to` declares those. What
 a user can get wrong ends in one sentence and status 1, not in a traceback.
@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
 from . import bench, info, inspect, precompile, quantize
@@ -21,16 +22,27 @@ _COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """argv: without the program's name; None: `sys.argv`."""
+def script() -> int:
+    """The console script `moefp8`."""
+    return main(prog="moefp8")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> int:
+    """argv: without the program's name; None: `sys.argv`. prog: how it was called."""
     parser = argparse.ArgumentParser(
-        prog="python -m moefp8", description="FP8 mixture-of-experts layers for PyTorch."
+        prog=prog,
+        description="FP8 mixture-of-experts layers for PyTorch.",
+        epilog=f"{prog} COMMAND --help tells of each.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"moefp8 {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, module in _COMMANDS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
         module.add_to(commands.add_parser(name, help=summary, description=module.__doc__))
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return _COMMANDS[arguments.command].run(arguments)
     except (CheckpointError, JitError, OSError, ValueError) as error:

@@ -153,8 +153,7 @@ def _adopt(model: Any, conversion: Conversion) -> bool:
     if not isinstance(quantizer, FP8Quantizer):
         if getattr(model, "is_quantized", False):  # while it is loaded, or by another quantizer
             return quantizer is None
-        quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
-        model.hf_quantizer = quantizer
+        model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
         model.is_quantized, model.quantization_method = True, METHOD
     model.config.quantization_config = quantizer.quantization_config
     quantizer.prepare_to_save(model, conversion)

@@ -7,18 +7,22 @@ import math
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ..kernels import num_blocks
 from ..kernels.checks import FLOATS, check_shape, check_tensor
 from ..kernels.experts import experts
-from ..quant import quantize_128x128
+from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import (
     FixedDtypeModule,
+    check_dtype,
     fp8_parameter,
     no_backward,
     save_for_no_backward,
     scale_parameter,
 )
+from .parts import map_ids, note_parts, parts_of, parts_of_plain, without_padding
+from .plain import PlainExperts
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 _WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
@@ -143,6 +147,44 @@ class GroupedExperts(FixedDtypeModule):
         for expert in range(0 if gate_up_proj.is_meta else num_experts):
             experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
         return experts
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]): data * scale_inv in FP32, as dtype.
+
+        One expert at a time, and without the zeros that `shard` put in front. Raises TypeError
+        unless dtype is bf16, fp16 or fp32.
+        """
+        check_dtype("GroupedExperts.dequantize", dtype)
+        gate_up, down = (
+            torch.empty(x.shape, dtype=dtype, device=x.device)
+            for x in (self.gate_up_proj, self.down_proj)
+        )
+        for expert in range(0 if down.is_meta else self.num_experts):
+            halves, scales, *of_down = (self._look_up(name)[expert] for name in _WEIGHTS)
+            q = BlockScaled(*(x.unflatten(0, (2, len(x) // 2)) for x in (halves, scales)))
+            gate_up[expert] = dequantize(q, dtype).flatten(0, 1)
+            down[expert] = dequantize(BlockScaled(*of_down), dtype)
+        parts = (parts_of(self).get(name, {}) for name in ("gate_up_proj", "down_proj"))
+        first, second = (without_padding(*x) for x in zip((gate_up, down), parts, strict=True))
+        return first, second
+
+    @torch.no_grad()
+    def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
+        """`PlainExperts` with the dequantized weights; this module is not changed.
+
+        They have dtype and ask for gradients. One rank's part gives one rank's part.
+        """
+        gate_up_proj, down_proj = self.dequantize(dtype)
+        sizes = down_proj.shape[0], down_proj.shape[1], down_proj.shape[2]
+        experts = PlainExperts(*sizes, swiglu_limit=self.swiglu_limit, device="meta")
+        experts.gate_up_proj = nn.Parameter(gate_up_proj)
+        experts.down_proj = nn.Parameter(down_proj)
+        note_parts(experts, parts_of_plain(self))
+        expert_offset: Any = getattr(self, "expert_offset", None)
+        if expert_offset is not None:
+            map_ids(experts, expert_offset)
+        return experts.train(self.training)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

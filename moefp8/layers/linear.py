@@ -9,14 +9,16 @@ from torch.nn import functional as F
 
 from ..kernels import num_blocks
 from ..kernels.linear import fp8_linear
-from ..quant import BlockScaled, quantize_128x128
+from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import (
     FixedDtypeModule,
+    check_dtype,
     fp8_parameter,
     no_backward,
     save_for_no_backward,
     scale_parameter,
 )
+from .parts import note_parts, parts_of, parts_of_plain, without_padding
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -116,6 +118,31 @@ class FP8Linear(FixedDtypeModule):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         return layer.train(linear.training)
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[out_features, in_features]: `weight * weight_scale_inv` in FP32, rounded to dtype.
+
+        Without the zeros that `shard` put in front. Raises TypeError unless dtype is bf16, fp16 or
+        fp32.
+        """
+        check_dtype("FP8Linear.dequantize", dtype)
+        q = BlockScaled(self.weight.detach(), self.weight_scale_inv.detach())
+        return without_padding(dequantize(q, dtype), parts_of(self).get("weight", {}))
+
+    @torch.no_grad()
+    def to_linear(self, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+        """An `nn.Linear` with the dequantized weight; this module is not changed.
+
+        Weight and bias have dtype and ask for gradients. One rank's part gives one rank's part.
+        """
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.dequantize(dtype))
+        if self.bias is not None:
+            bias = without_padding(self.bias.detach(), parts_of(self).get("bias", {}))
+            linear.bias = nn.Parameter(bias.to(dtype, copy=True))
+        note_parts(linear, parts_of_plain(self))
+        return linear.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.

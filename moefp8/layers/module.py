@@ -96,6 +96,12 @@ class FixedDtypeModule(nn.Module):
             self._parameters[name] = nn.Parameter(data.view(E4M3), requires_grad)
 
 
+def check_dtype(op: str, dtype: torch.dtype) -> None:
+    """Of weights that are not FP8."""
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: dtype must be bfloat16 or float16 or float32, got {dtype}")
+
+
 def fp8_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
     """An uninitialised e4m3 parameter that asks for no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=E4M3, device=device), requires_grad=False)

@@ -50,11 +50,17 @@ class SharedExperts(nn.Module):
             y.requires_grad for y in (x, *self.parameters())
         )
         if needs_grad or not self.is_one_op:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-            return self.down_proj(swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
+            gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
+            return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
         y = feed_forward(x.flatten(0, -2), *weights, self.swiglu_limit).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An `nn.Linear`, which `dequantize` leaves, takes no dtype but that of its weight."""
+    y: torch.Tensor = linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
+    return y
 
 
 def _is_plain(module: nn.Module) -> bool:

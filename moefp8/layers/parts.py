@@ -6,12 +6,15 @@ other ranks in front of `begin`, and the scales of all blocks that are touched a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..kernels import BLOCK, num_blocks
+from ..kernels.checks import check_choices
 
 _ATTRIBUTE = "_moefp8_parts"
 Index = tuple[int | slice, ...]
@@ -84,6 +87,24 @@ def note_parts(module: nn.Module, parts: Mapping[str, Parts]) -> None:
     setattr(module, _ATTRIBUTE, noted)
 
 
+def parts_of_plain(module: nn.Module) -> dict[str, Parts]:
+    """Of a module with the same parameters without FP8: no scales, and no padding."""
+    return {
+        name: {axis: replace(part, padding=0) for axis, part in parts.items()}
+        for name, parts in parts_of(module).items()
+        if not name.endswith("_scale_inv")
+    }
+
+
+def without_padding(tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """What of a tensor here is entries of the whole."""
+    for axis, part in parts.items():
+        halves = tensor.unflatten(axis, (part.num_halves, part.size // part.num_halves))
+        own = halves.narrow(axis + 1, part.padding, part.end - part.begin)
+        tensor = own.flatten(axis, axis + 1)
+    return tensor.contiguous()
+
+
 def local_shape(shape: Sequence[int], parts: Parts) -> tuple[int, ...]:
     return tuple(parts[axis].size if axis in parts else n for axis, n in enumerate(shape))
 
@@ -139,3 +160,27 @@ def _bounds(index: int | slice, size: int) -> tuple[int, int]:
         first, last, _ = index.indices(size)
         return first, last
     return index, index + 1
+
+
+def map_ids(module: Any, expert_offset: int) -> None:
+    """Let experts that hold a part of E, from expert_offset on, take the ids of the whole model."""
+    module.expert_offset = expert_offset
+    module._is_expert_parallel = True  # so that transformers expects ids of no expert
+    module.register_forward_pre_hook(to_own_ids, with_kwargs=True)
+
+
+def to_own_ids(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of the experts of the whole model -> of those here; others become E, with weight 0."""
+    given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
+    given |= kwargs
+    index, weights = given["top_k_index"], given["top_k_weights"]
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        total = parts_of(module)["down_proj"][0].total
+        check_choices(type(module).__name__, index, total)
+    own = index - module.expert_offset
+    is_here = (own >= 0) & (own < module.num_experts)
+    given["top_k_index"] = own.where(is_here, module.num_experts)
+    given["top_k_weights"] = weights.where(is_here, 0)
+    return (), given

@@ -21,9 +21,14 @@ def adopt(model: Any, conversion: Conversion) -> None:
     if not conversion.swapped or not callable(getattr(model, "save_pretrained", None)):
         return
     if any(adopter(model, conversion) for adopter in ADOPTERS):
-        model.__dict__.pop("save_pretrained", None)
+        release(model)
     else:
         model.save_pretrained = partial(_refuse, type(model).__name__)
+
+
+def release(model: nn.Module) -> None:
+    """Let a model save itself again: it is in other hands, or holds no FP8 any more."""
+    model.__dict__.pop("save_pretrained", None)
 
 
 def _refuse(kind: str, *args: Any, **kwargs: Any) -> NoReturn:

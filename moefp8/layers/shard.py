@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ..kernels import BLOCK
-from ..kernels.checks import check_choices
 from .experts import GroupedExperts
 from .linear import FP8Linear
-from .parts import Part, Parts, boxes, is_stacked, local_shape, note_parts, parts_of
+from .parts import Part, Parts, boxes, is_stacked, local_shape, map_ids, note_parts, parts_of
 
 Kind = Literal["rows", "columns", "experts", "intermediate"]
 
@@ -209,23 +208,5 @@ def _tell(module: Any, kind: Kind, part: Part) -> None:
             if hasattr(module, name):
                 setattr(module, name, part.padding + width)
     else:
-        module.num_experts, module.expert_offset = width, part.begin
-        module._is_expert_parallel = True  # so that transformers expects ids of no expert
-        module.register_forward_pre_hook(_to_own_ids, with_kwargs=True)
-
-
-def _to_own_ids(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of the experts of the whole model -> of those here; others become E, with weight 0."""
-    given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
-    given |= kwargs
-    index, weights = given["top_k_index"], given["top_k_weights"]
-    if index.device.type == "cpu" and not torch.compiler.is_compiling():
-        total = parts_of(module)["down_proj"][0].total
-        check_choices(type(module).__name__, index, total)
-    own = index - module.expert_offset
-    is_here = (own >= 0) & (own < module.num_experts)
-    given["top_k_index"] = own.where(is_here, module.num_experts)
-    given["top_k_weights"] = weights.where(is_here, 0)
-    return (), given
+        module.num_experts = width
+        map_ids(module, part.begin)
