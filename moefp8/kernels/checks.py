@@ -31,7 +31,7 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], rule:
 
 
 def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():  # of nothing, strides say nothing
         raise ValueError(
             f"{op}: the last dimension of {name} must be contiguous, got strides "
             f"{list(x.stride())} for shape {list(x.shape)}; call .contiguous()"
