@@ -6,7 +6,6 @@ Layout: 8 bytes little-endian header length, a JSON object, then the tensors wit
 
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .files import open_regular
 from .jsonfile import parse_object
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -81,9 +81,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 def read_shard(path: Path) -> Shard:
     """path: a safetensors file. Raises CheckpointError if its header cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            raise CheckpointError(f"{path}: must be a regular file")
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
             prefix = file.read(8)
             num_header = int.from_bytes(prefix, "little")

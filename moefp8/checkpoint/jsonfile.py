@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .files import read_small
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
@@ -19,12 +20,8 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at path."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    return parse_object(text, str(path))
+    """The JSON object in the file at path, which `read_small` must take."""
+    return parse_object(read_small(path), str(path))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def scan_source(path: str | os.PathLike[str]) -> Scan:
 def _scan(
     path: Path, weight_map: dict[str, Any], files: list[Path], problems: dict[Path, list[str]]
 ) -> Scan:
-    has_config = config_path(path).exists()
+    has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
     shards = [shard for file in files if (shard := _try(read_shard, file, problems)) is not None]
     for shard in shards:
@@ -106,7 +106,7 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
         return {}, [path]
     index, single = path / INDEX_NAME, path / SINGLE_NAME
-    if not index.exists():
+    if not os.path.lexists(index):
         if single.exists():
             return {}, [single]
         raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
