@@ -13,6 +13,7 @@ from moefp8.kernels import gemm_choice, tuned
 from moefp8.kernels.experts_prepare import Sizes
 from moefp8.kernels.gemm_config import GemmConfig, Kind, with_most_stages
 from moefp8.kernels.gemm_plan import set_num_sms
+from moefp8.kernels.jit import write_beside_kernels
 from moefp8.kernels.linear import launch_linear
 from moefp8.kernels.quantize import quantize_128x128
 from moefp8.kernels.tuned import Choices, Dense, Experts, Table
@@ -187,3 +188,16 @@ def test_what_is_compared_begins_with_the_heuristic_s_choice():
         for configs, gate_up in zip(both, (True, False), strict=True):
             assert len(set(configs)) == len(configs) >= 2
             assert all(c.grouped and c.gate_up == gate_up and c.stages >= 2 for c in configs)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 5000 + b"]" * 5000, b'[{"layer": "' + b"x" * 10**6 + b'"}]']
+)
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_that_cannot_be_parsed_is_told_in_short(data):
+    write_beside_kernels(tuned.file_name(0), data)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match="cannot be used") as told:
+        assert tuned.measured(0).found == {}
+    assert len(str(told[0].message)) < 1000
+    tuned.measured.cache_clear()

@@ -6,6 +6,8 @@ Severities: "error" where load_checkpoint would refuse, "note" where it loads as
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .errors import printable
+
 _NUM_EXAMPLES = 3
 
 
@@ -27,11 +29,11 @@ class Anomaly:
 
 
 def error(rule: str, kind: str, example: str) -> Anomaly:
-    return Anomaly("error", rule, kind, (example,))
+    return Anomaly("error", rule, kind, (printable(example),))
 
 
 def note(rule: str, kind: str, example: str) -> Anomaly:
-    return Anomaly("note", rule, kind, (example,))
+    return Anomaly("note", rule, kind, (printable(example),))
 
 
 def fold(anomalies: Iterable[Anomaly]) -> tuple[Anomaly, ...]:

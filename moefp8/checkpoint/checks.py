@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from .anomalies import Anomaly, error, note
 from .config import block_problem
 from .contents import Contents, grid_of, readings_of
+from .errors import quoted
 from .header import TORCH_DTYPES, Entry
 from .names import canonical, folded, scale_of_weight
 from .numbers import missing_experts, missing_layers
+from .patterns import Modules
 from .plan import FP8, SCALE_DTYPES
 
 _PACKED = ("U8", "I8")  # two FP4 numbers in a byte, or eight bits of another meaning
@@ -94,14 +96,26 @@ def _grids(contents: Contents) -> Iterator[Anomaly]:
 
 def _lists(contents: Contents) -> Iterator[Anomaly]:
     """config.json's lists of what is not quantized drift; loaders go by scales."""
-    patterns = _not_converted(contents)
-    if not patterns:
+    names = _not_converted(contents)
+    if not names:
         return
+    listed = Modules(names)
+    for pattern, problem in listed.bad.items():
+        rule = "a pattern of config.json's lists that is not looked for"
+        yield note(rule, "config.json", f"{quoted(pattern)}: {problem}")
+    try:
+        yield from _drift(contents, listed)
+    except TimeoutError as error:
+        rule = "config.json's lists of what is not quantized were given up"
+        yield note(rule, "config.json", quoted(str(error)))
+
+
+def _drift(contents: Contents, listed: Modules) -> Iterator[Anomaly]:
     for name, entry in contents.weights.items():
         if not name.endswith(".weight") or contents.is_left_out(entry) or len(entry.shape) != 2:
             continue
         module = entry.key.removesuffix(".weight")
-        is_listed = any(_matches(pattern, module) for pattern in patterns)
+        is_listed = module in listed
         if is_listed and name in contents.scales:
             rule = "config.json lists it as not quantized, but it has scales"
         elif not is_listed and entry.dtype != FP8 and "embed" not in module:
@@ -117,16 +131,6 @@ def _not_converted(contents: Contents) -> list[str]:
         return []
     lists = [quantization.get(name) for name in ("modules_to_not_convert", "ignore")]
     return [x for some in lists if isinstance(some, list) for x in some if isinstance(x, str)]
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """As names or parts of names between dots; compressed-tensors also has `re:...`."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], module) is not None
-        except re.error:
-            return False
-    return f".{pattern}." in f".{module}."
 
 
 def _of(contents: Contents, entry: Entry, rule: str, example: str) -> Anomaly:

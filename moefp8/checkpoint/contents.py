@@ -135,8 +135,8 @@ def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[
         return None
     *experts, rows, columns = shape
     halves = 2 if name.endswith(FUSED_GATE_UP) and rows % 2 == 0 else 1
-    num_rows = halves * math.ceil(rows / halves / block[0])
-    return (*experts, num_rows, math.ceil(columns / block[1]))
+    num_rows = halves * -(-rows // (halves * block[0]))
+    return (*experts, num_rows, -(-columns // block[1]))
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from .config import block_sizes, layer_of
 from .contents import Contents
+from .errors import printable
 from .layers import top_k_of
 from .numbers import expert_numbers, num_experts_of, told
 
+_MAX_NAME, _MAX_NAMES, _MAX_QUANTIZATION = 100, 10, 400
 _NAMINGS = (
     ("DeepSeek's", re.compile(r"\.mlp\.experts\.\d+\.(?:gate|up|down)_proj\.")),
     ("w1, w2, w3", re.compile(r"\.experts\.\d+\.w[123]\.")),
@@ -46,8 +48,8 @@ def family_of(contents: Contents) -> Family:
     layers = {n for name in contents.weights if (n := layer_of(name)) is not None}
     hidden_size, moe_size = _expert_sizes(contents)
     return Family(
-        model_type if isinstance(model_type, str) else None,
-        tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+        printable(model_type, _MAX_NAME) if isinstance(model_type, str) else None,
+        _names(architectures),
         tuple(_namings(contents)),
         told(config, ["num_hidden_layers"]) or (max(layers) + 1 if layers else None),
         num_experts_of(contents, expert_numbers(contents)),
@@ -82,4 +84,10 @@ def _quantization(config: dict[str, Any]) -> str:
     facts = [str(quantization.get("quant_method", "no quant_method"))]
     if "scale_fmt" in quantization:
         facts.append(f"scale_fmt {quantization['scale_fmt']}")
-    return ", ".join([*facts, f"blocks {' and '.join(blocks) or 'not told'}"])
+    text = ", ".join([*facts, f"blocks {' and '.join(blocks) or 'not told'}"])
+    return printable(text, _MAX_QUANTIZATION)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    named = value[:_MAX_NAMES] if isinstance(value, list) else []
+    return tuple(printable(str(name), _MAX_NAME) for name in named)

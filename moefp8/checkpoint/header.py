@@ -6,17 +6,19 @@ Layout: 8 bytes little-endian header length, a JSON object, then the tensors wit
 
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .errors import CheckpointError
-from .jsonfile import parse_object
+from .errors import CheckpointError, quoted
+from .files import open_regular
+from .jsonfile import check_key, parse_object
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMENSIONS = 64
+_MAX_DTYPE = 32
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -81,9 +83,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 def read_shard(path: Path) -> Shard:
     """path: a safetensors file. Raises CheckpointError if its header cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            raise CheckpointError(f"{path}: must be a regular file")
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
             prefix = file.read(8)
             num_header = int.from_bytes(prefix, "little")
@@ -102,14 +102,17 @@ def read_shard(path: Path) -> Shard:
 
 
 def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
+    check_key(key, f"{path}: corrupt header")
     where = f"{key} in {path}: corrupt header"
     if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: an entry holds dtype, shape and data_offsets, got {value}")
+        raise CheckpointError(
+            f"{where}: an entry holds dtype, shape and data_offsets, got {quoted(value)}"
+        )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or not _are_sizes(shape):
-        raise CheckpointError(f"{where}: bad dtype {dtype!r} or shape {shape!r}")
+    if not _is_name(dtype) or not _are_sizes(shape) or not _is_possible(shape):
+        raise CheckpointError(f"{where}: bad dtype {quoted(dtype)} or shape {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: bad data_offsets {offsets!r}")
+        raise CheckpointError(f"{where}: bad data_offsets {quoted(offsets)}")
     entry = Entry(key, dtype, tuple(shape), path, start + offsets[0], start + offsets[1])
     if dtype in TORCH_DTYPES:  # others have no known size; they fail later if anything needs them
         num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
@@ -119,6 +122,20 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
                 f"{entry.num_bytes}"
             )
     return entry
+
+
+def _is_name(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype.isidentifier() and len(dtype) <= _MAX_DTYPE
+
+
+def _is_possible(shape: list[int]) -> bool:
+    """Whether PyTorch could have a tensor of it, whose strides it counts as if no size were 0."""
+    num_elements = 1
+    for size in shape:
+        num_elements *= max(size, 1)
+        if num_elements >= 1 << 63:
+            return False
+    return len(shape) <= _MAX_DIMENSIONS
 
 
 def _are_sizes(value: Any) -> bool:

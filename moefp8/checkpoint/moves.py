@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..kernels import num_blocks
+from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry
 from .names import scale_of_weight
 from .plan import FP8
@@ -50,6 +51,8 @@ def pieces(entry: Entry) -> Iterator[Move]:
 
     Two for each expert where gate and up lie above each other, under DeepSeek's names.
     """
+    if not entry.num_bytes:  # it may claim any number of experts
+        raise CheckpointError(f"{entry}: an empty stack cannot be quantized; skip it")
     module, _, name = entry.key.rpartition(".")
     num_experts, num_rows, num_columns = entry.shape
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)

@@ -18,6 +18,7 @@ from moefp8.progress import Progress
 from .choose import Choice, choose
 from .config import FP8_QUANTIZATION, config_path
 from .errors import CheckpointError
+from .files import check_inside
 from .header import stamp_of
 from .moves import Move, in_shards
 from .report import QuantizeReport, WeightReport
@@ -201,14 +202,5 @@ def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
             if not is_whole and path.suffix not in _BESIDE:
                 continue
             if is_other and path != config_path(source.path) and path.is_file():
-                _check_inside(path, directory)
+                check_inside(path, directory)
                 yield str(path.relative_to(directory)), path
-
-
-def _check_inside(path: Path, directory: Path) -> None:
-    """A link may lead elsewhere in the directory, or to the blobs of a hub's cache."""
-    real, root = path.resolve(), directory.resolve()
-    if not any(real.is_relative_to(x) for x in (root, root.parent.parent / "blobs")):
-        raise CheckpointError(
-            f"{path}: a link out of the checkpoint, to {real}, is not copied; remove it; {OUTCOME}"
-        )

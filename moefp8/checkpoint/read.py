@@ -15,6 +15,7 @@ import torch
 from moefp8.progress import Progress
 
 from .errors import CheckpointError
+from .files import open_regular
 from .header import Entry, Shard, stamp_of
 from .plan import Copy
 from .pool import run_all
@@ -39,7 +40,7 @@ def open_files(
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
         try:
-            files[path] = os.open(path, os.O_RDONLY)
+            files[path] = open_regular(path)
             stack.callback(os.close, files[path])
             changed = stamp_of(os.fstat(files[path])) != shards[path].stamp
         except OSError as error:

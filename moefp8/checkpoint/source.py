@@ -8,12 +8,14 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from .config import config_path
-from .errors import CheckpointError, raise_if_any
+from .errors import CheckpointError, quoted, raise_if_any
 from .header import Entry, Shard, read_shard
-from .jsonfile import read_object
+from .jsonfile import check_key, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_MAX_FILES = 10_000  # DeepSeek-V3 has 163
+_MAX_NAME = 1000
 
 _T = TypeVar("_T")
 
@@ -77,7 +79,7 @@ def scan_source(path: str | os.PathLike[str]) -> Scan:
 def _scan(
     path: Path, weight_map: dict[str, Any], files: list[Path], problems: dict[Path, list[str]]
 ) -> Scan:
-    has_config = config_path(path).exists()
+    has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
     shards = [shard for file in files if (shard := _try(read_shard, file, problems)) is not None]
     for shard in shards:
@@ -106,7 +108,7 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
         return {}, [path]
     index, single = path / INDEX_NAME, path / SINGLE_NAME
-    if not index.exists():
+    if not os.path.lexists(index):
         if single.exists():
             return {}, [single]
         raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
@@ -123,7 +125,7 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
     for key, name in weight_map.items():
         if not isinstance(name, str) or name not in files:
             problems[index].append(
-                f"{key} in {index}: its file must lie in the directory, got {name!r}"
+                f"{key} in {index}: its file must lie in the directory, got {quoted(name)}"
             )
     return weight_map, list(dict.fromkeys(files.values()))
 
@@ -131,13 +133,20 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
 def _weight_map(index: Path) -> dict[str, Any]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map must map keys to files, got {weight_map!r}")
+        raise CheckpointError(
+            f"{index}: weight_map must map keys to files, got {quoted(weight_map)}"
+        )
+    for key in weight_map:
+        check_key(key, str(index))
+    num_files = len({name for name in weight_map.values() if isinstance(name, str)})
+    if num_files > _MAX_FILES:
+        raise CheckpointError(f"{index}: names {num_files:,} files, and may {_MAX_FILES:,}")
     return weight_map
 
 
 def _is_inside(name: str) -> bool:
     """Judged by spelling alone: hub caches hold symbolic links, which may point anywhere."""
-    if not name or "\0" in name:
+    if not name or len(name) > _MAX_NAME or not name.isprintable():
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
     return ".." not in parts and not PurePosixPath(name).root and not PureWindowsPath(name).anchor

@@ -14,10 +14,12 @@ from textwrap import wrap
 from ..checkpoint import Inspection, inspect_checkpoint
 from ..checkpoint.anomalies import Anomaly
 from ..checkpoint.contents import Kind
+from ..checkpoint.errors import printable
 from ..checkpoint.inspect import Amount
 
 _UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 _HEAD = ["", "count", "shape", "dtype", "scales", "grid", "bytes"]
+_MAX_LINE = 4000
 _MIN_NAME = 24  # narrower than that, a terminal wraps lines
 
 
@@ -32,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"is_loadable": found.is_loadable, **asdict(found)}, indent=1))
     else:
-        print("\n".join(lines_of(found, shutil.get_terminal_size((100, 24)).columns)))
+        for line in lines_of(found, shutil.get_terminal_size((100, 24)).columns):
+            print(printable(line, _MAX_LINE))
     return 0 if found.is_loadable else 1
 
 

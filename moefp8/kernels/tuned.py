@@ -103,16 +103,20 @@ def choices_of(device_index: int) -> Choices:
 
 # ---- The file ----
 
+_UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+_MAX_QUOTE = 200
+
 
 @cache
 def measured(device_index: int) -> Table:
     """What was measured on such a GPU, as the file said when it was first asked for."""
     try:
         return _stored(device_index)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _UNUSABLE as error:
         warnings.warn(
-            f"moefp8: {file_name(device_index)} in the cache folder cannot be used ({error!r}), so "
-            "the heuristic chooses; `python -m moefp8 bench --tune` writes it anew",
+            f"moefp8: {file_name(device_index)} in the cache folder cannot be used "
+            f"({ascii(error)[:_MAX_QUOTE]}), so the heuristic chooses; `python -m moefp8 bench "
+            "--tune` writes it anew",
             UserWarning,
             stacklevel=2,
         )
@@ -123,7 +127,7 @@ def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) 
     """Store it with what is there of other layers; the file's path. Raises OSError."""
     try:
         before = _stored(device_index).found
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except _UNUSABLE:
         before = {}
     data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
     path = write_beside_kernels(file_name(device_index), data)
