@@ -145,9 +145,10 @@ class FP8Quantizer(HfQuantizer):
         model._weight_conversions = [x for x in conversions if not _renames(x, stacks)]
 
 
-def _adopt(model: Any, conversion: Conversion) -> bool:
+def _adopt(module: nn.Module, conversion: Conversion) -> bool:
     """What `convert` does with models of transformers: saved as if they had been loaded so."""
-    if not isinstance(model, PreTrainedModel):
+    model: Any = module if isinstance(module, PreTrainedModel) else None
+    if model is None:
         return False
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, FP8Quantizer):
