@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from quantize_cases import files_of
+from quantize_cases import PLAIN, files_of
 
 from moefp8.checkpoint import quantize_checkpoint
+from moefp8.checkpoint.skeleton import skeleton_of
 
 OPTIONS = {"max_shard_bytes": 200_000, "progress": False}
 CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "mkdir", "open", "rmdir")
@@ -140,6 +141,7 @@ def race(source: Path, folder: Path, expected: dict[str, bytes]) -> None:
 if __name__ == "__main__":
     what = {"calls": at_every_call, "moments": at_random_moments, "race": race}[sys.argv[1]]
     source, folder = map(Path, sys.argv[2:])
+    skeleton_of(PLAIN)  # imports transformers: once, and not in every child
     reference = folder / "reference"
     assert wait(start(lambda: quantize(source, reference))) == 0
     what(source, folder, files_of(reference))

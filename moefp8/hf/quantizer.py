@@ -155,7 +155,6 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
         if getattr(model, "is_quantized", False):  # while it is loaded, or by another quantizer
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
-        model.is_quantized, model.quantization_method = True, METHOD
     model.config.quantization_config = quantizer.quantization_config
     quantizer.prepare_to_save(model, conversion)
     return True
