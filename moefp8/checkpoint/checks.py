@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from .anomalies import Anomaly, error, note
 from .config import block_problem
-from .contents import Contents, grid_of, readings_of
+from .contents import Contents, grid_of, is_ambiguous, readings_of
 from .errors import quoted
 from .header import TORCH_DTYPES, Entry
 from .names import canonical, folded, scale_of_weight
@@ -86,6 +86,10 @@ def _grids(contents: Contents) -> Iterator[Anomaly]:
             continue
         wanted = grid_of(name, weight.shape, block)
         if wanted == scale.shape:
+            if is_ambiguous(name, weight.shape, block):
+                rule = "scales that do not tell how gate and up were cut into blocks"
+                example = f"{scale}: {list(scale.shape)} for {list(weight.shape)} either way"
+                yield _of(contents, scale, rule, example)
             continue
         fits = next(readings_of(name, weight.shape, scale.shape), "no blocks at all")
         must = f"must be {list(wanted)}" if wanted else "a weight must have 2 or 3 dimensions"

@@ -139,6 +139,14 @@ def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[
     return (*experts, num_rows, -(-columns // block[1]))
 
 
+def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Whether gate and up in one tensor have as many scales as one tensor of their rows would,
+    although one block would hold rows of both."""
+    if not name.endswith(FUSED_GATE_UP) or len(shape) != 3 or shape[1] % (2 * block[0]) == 0:
+        return False
+    return grid_of(name, shape, block) == grid_of("", shape, block)
+
+
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:
     """What else than the blocks that were expected the scales of a weight can be, likeliest first.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .errors import CheckpointError
 
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # to open a file that is to be written
 _MAX_BYTES = 100_000_000  # of JSON; an index of 150,000 keys takes 20 MB
 
 

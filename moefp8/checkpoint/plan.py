@@ -181,6 +181,14 @@ class _Matcher:
             return (
                 f"shape must be {list(slot.shape)}, got {list(entry.shape)}{self._why(entry, slot)}"
             )
+        if slot.role is Role.SCALE and self.inventory.is_ambiguous(slot):
+            num_rows = self.inventory.slots[slot.name.removesuffix(SCALE_SUFFIX)].shape[1]
+            return (
+                f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
+                f"blocks one after the other or as {num_rows} rows, since there are as many; store "
+                "experts one by one, as quantize_checkpoint and save_checkpoint do "
+                "(experts.0.gate_proj.weight and such), or keep them in 16 bits"
+            )
         return None
 
     def _why(self, entry: Entry, slot: Slot) -> str:

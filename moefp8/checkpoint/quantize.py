@@ -143,8 +143,8 @@ def _write_shards(
 ) -> tuple[list[WeightReport], int]:
     """The reports of all weights, and how many shards were there already."""
     names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    found = {name: work.report(name) for name in names}
-    missing = [moves for name, moves in zip(names, shards, strict=True) if found[name] is None]
+    found = _finished(work, names, shards, progress)
+    missing = [moves for name, moves in zip(names, shards, strict=True) if name not in found]
     total = sum(move.num_bytes for moves in missing for move in moves)
     reports = []
     with Progress("quantizing", total, "GiB", 2**30, progress) as bar:
@@ -154,9 +154,35 @@ def _write_shards(
                 weights = write_shard(path, moves, source, device, bar.advance)
                 return {"weights": [asdict(weight) for weight in weights]}
 
-            report = found[name] or work.finish(name, write)
-            reports += [WeightReport.from_dict(x) for x in report["weights"]]
+            if name not in found:
+                found[name] = _reports_of(work.finish(name, write), moves) or []
+            reports += found[name]
     return reports, len(shards) - len(missing)
+
+
+def _finished(
+    work: Workplace, names: list[str], shards: list[list[Move]], progress: bool | None
+) -> dict[str, list[WeightReport]]:
+    """The reports of shards that an earlier run wrote, and that are still as they were."""
+    there = [
+        (name, moves) for name, moves in zip(names, shards, strict=True) if work.is_finished(name)
+    ]
+    total = sum(move.num_output_bytes() for _, moves in there for move in moves)
+    with Progress("verifying", total, "GiB", 2**30, progress if there else False) as bar:
+        found = {name: _reports_of(work.report(name, bar.advance), moves) for name, moves in there}
+    return {name: reports for name, reports in found.items() if reports is not None}
+
+
+def _reports_of(report: dict[str, Any] | None, moves: list[Move]) -> list[WeightReport] | None:
+    """None if that is no report on these moves."""
+    if report is None:
+        return None
+    try:
+        found = [WeightReport.from_dict(x) for x in report["weights"]]
+    except (KeyError, TypeError):
+        return None
+    of = [(move.key, move.shape) for move in moves if move.is_fp8]
+    return found if [(x.key, x.shape) for x in found] == of else None
 
 
 def _write_others(

@@ -32,9 +32,12 @@ class WeightReport:
     max_error: float
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> "WeightReport":
-        """What JSON made of `asdict`; there, a tuple is a list."""
-        return cls(**{**value, "shape": tuple(value["shape"])})
+    def from_dict(cls, value: Any) -> "WeightReport":
+        """What JSON made of `asdict`; there, a tuple is a list. Raises KeyError, TypeError."""
+        errors = value["error"], value["max_error"]
+        if not all(type(x) is float for x in errors):
+            raise TypeError(f"errors must be floats, got {errors}")
+        return cls(value["key"], tuple(value["shape"]), *errors)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def save_checkpoint(
         _write_all(partial, tensors, config, max_shard_bytes)
         partial.rename(path)
         sync(path.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: memory is shared
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,15 +84,24 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
 
 
 def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
-    """Every part once; a stacked tensor whole if the checkpoint had it whole."""
+    """Every part once; a stacked tensor whole if the checkpoint had it whole.
+
+    Unless its scales would not tell how gate and up are cut: then all of that module is apart.
+    """
     whole: set[ModelTensor] = set()
+    apart = {slot.module for slot in inventory.slots.values() if inventory.is_ambiguous(slot)}
     for slot in inventory.slots.values():
-        if slot.is_fused and slot.name in record.names:
+        was_whole = slot.name in record.names or _weight_of(slot) in record.names
+        if slot.is_fused and was_whole and slot.module not in apart:
             whole.add(slot.owner)
             yield slot
     for slot in inventory.parts.values():
         if slot.owner not in whole:
             yield slot
+
+
+def _weight_of(slot: Slot) -> str:
+    return slot.name.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else slot.name
 
 
 def _key(slot: Slot, record: Record) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .errors import CheckpointError
+from .files import NO_LINK
 from .header import TORCH_DTYPES, Entry
 
 OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how errors end
@@ -46,7 +47,7 @@ def lay_out(
 def create(path: Path, header: bytes) -> int:
     """A descriptor of the file, with its header written. Raises CheckpointError."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
         try:
             _write_all(file, memoryview(header), 0)
         except BaseException:

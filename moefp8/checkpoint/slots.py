@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..kernels import BLOCK, num_blocks
 from ..layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
+from .memory import memory_problems
 from .names import SCALE_SUFFIX, canonical, join, scale_of_weight
 
 
@@ -107,10 +109,21 @@ class Inventory:
         for prefix, module in modules:
             for name, tensor in _persistent(module):
                 self._add_slots(prefix, module, name, self.tensors[id(tensor)])
+        self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
 
     def find(self, name: str) -> Slot | None:
         """The slot of this name, or the only one of the same canonical name."""
         return self.slots.get(name) or self._aliases.get(canonical(name))
+
+    def is_ambiguous(self, slot: Slot) -> bool:
+        """Whether slot is an FP8 gate_up_proj [E, 2I, H] as a whole, or its scales, and the scales
+        of gate and up, cut into blocks one after the other, are as many as those of all 2I rows."""
+        weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
+        if weight is None or slot.role is Role.PLAIN or not slot.is_fused:
+            return False
+        rows = weight.shape[1]
+        is_cut_alike = 2 * num_blocks(rows // 2) == num_blocks(rows)
+        return weight.name.endswith("gate_up_proj") and is_cut_alike and rows % (2 * BLOCK) != 0
 
     @cached_property
     def _aliases(self) -> dict[str, Slot | None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .files import NO_LINK
 from .source import INDEX_NAME, SINGLE_NAME
 
 
@@ -35,7 +36,8 @@ def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> 
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    with open(path, "w", opener=lambda path, flags: os.open(path, flags | NO_LINK, 0o666)) as file:
+        file.write(json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:

@@ -6,21 +6,25 @@
 .TARGET.partial/checkpoint/    becomes TARGET by one rename
 """
 
+import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..kernels.jit.cache import try_lock
+from ..kernels.jit.cache import require_ours, try_lock
 from .errors import CheckpointError
+from .files import open_regular
 from .jsonfile import read_object
 from .target import check_free, sync, write_json
 
 _TEMPORARY = ".tmp"
+_CHUNK_BYTES = 4 << 20
 _WAIT = "wait for it, or choose another target"
 
 _guard = threading.Lock()
@@ -28,25 +32,40 @@ _held: set[tuple[int, Path]] = set()  # by process: a forked child holds nothing
 
 
 class Workplace:
-    """Beside target. What bears its own name there is whole; temporary files are of dead runs."""
+    """Beside target. What bears its own name there is whole; temporary files are of dead runs.
+
+    It is ours alone: whoever else could write there could have us publish what we did not make.
+    """
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.path = target.with_name(f".{target.name}.partial")
         self.content = self.path / "checkpoint"
 
-    def report(self, name: str) -> dict[str, Any] | None:
-        """What `finish` was given for the shard of this name; None if it is not finished."""
-        if (self.content / name).exists() and self._report_path(name).exists():
-            return read_object(self._report_path(name))
-        return None
+    def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
+        """What `finish` was given for the shard of this name; None if it is to be written.
+
+        All of the shard is read, and must be what was written. advance: told the bytes.
+        """
+        try:
+            record = read_object(self._report_path(name))
+            found = _seal(self.content / name, advance)
+        except (OSError, CheckpointError):
+            return None
+        report = record.get("report")
+        return report if record.get("shard") == found and isinstance(report, dict) else None
+
+    def is_finished(self, name: str) -> bool:
+        """Whether there is a report on it, right or not."""
+        return self._report_path(name).exists()
 
     def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Let write make the shard and report on it; whatever it raises, no part of it remains."""
         temporary = self.content / f"{name}{_TEMPORARY}"
         try:
             report = write(temporary)
-            _publish_json(self._report_path(name), report)
+            record = {"shard": _seal(temporary, lambda _: None), "report": report}
+            _publish_json(self._report_path(name), record)
             sync(self._report_path(name).parent)
             temporary.rename(self.content / name)
             sync(self.content)
@@ -75,7 +94,7 @@ def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
     Raises CheckpointError if another process works there, or one began another job.
     """
     place = Workplace(target)
-    place.path.mkdir(parents=True, exist_ok=True)
+    _make_private(place.path)
     with _locked(place):
         _begin(place, job)
         yield place
@@ -117,11 +136,41 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
         _publish_json(path, job)
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
+        _require_folder(folder)
     for found in place.content.iterdir():  # of a run that died
-        if found.is_dir():
+        if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
-        elif place.report(found.name) is None:
+        elif found.is_symlink() or not place.is_finished(found.name):
             found.unlink()
+
+
+def _make_private(path: Path) -> None:
+    """The check of the folder of compiled kernels: ours, and nobody else may write there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        require_ours(path, _require_folder(path))
+    except PermissionError as error:
+        raise CheckpointError(f"{error}; or remove {path}, or choose another target") from error
+
+
+def _require_folder(path: Path) -> os.stat_result:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{path}: must be a directory, and no link; remove it")
+    return status
+
+
+def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+    """By which a file is known again: its size and SHA-256. Raises OSError, CheckpointError."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            advance(len(chunk))
+    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:

@@ -136,10 +136,10 @@ def _make_private(folder: Path) -> None:
     except FileNotFoundError:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    _require_ours(folder, status)
+    require_ours(folder, status)
 
 
-def _require_ours(path: Path, status: os.stat_result) -> None:
+def require_ours(path: Path, status: os.stat_result) -> None:
     """Ours, or root's, who may change all of our files anyway and builds container images."""
     if os.name != "posix":
         return
@@ -160,7 +160,7 @@ def _read_ours(path: Path) -> bytes | None:
     try:
         with open(path, "rb", opener=_open_plainly) as file:
             status = os.fstat(file.fileno())
-            _require_ours(path, status)
+            require_ours(path, status)
             return file.read() if stat.S_ISREG(status.st_mode) else None
     except OSError:
         return None
