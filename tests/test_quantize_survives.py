@@ -85,11 +85,11 @@ def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
     """Run until so many shards are done; what was finished then."""
     real, left = stream.run_all, [after]
 
-    def stop(*arguments):
+    def stop(*arguments, **options):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        real(*arguments)
+        real(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(stream, "run_all", stop)
@@ -190,12 +190,12 @@ def test_one_thread_at_a_time(source, tmp_path, monkeypatch):
     """Locks of files are those of a process, and closing one of its descriptors unlocks."""
     target, told, real = tmp_path / "t", [], stream.run_all
 
-    def second(*arguments):
+    def second(*arguments, **options):
         monkeypatch.setattr(stream, "run_all", real)
         thread = threading.Thread(target=lambda: told.append(refusal(source, target)))
         thread.start()
         thread.join()
-        real(*arguments)
+        real(*arguments, **options)
 
     monkeypatch.setattr(stream, "run_all", second)
     quantize_checkpoint(source, target, **SMALL)
@@ -253,8 +253,8 @@ def test_a_source_that_changes_meanwhile(source, tmp_path, monkeypatch):
     shards = sorted(source.glob("*.safetensors"))
     real = stream.run_all
 
-    def touching(*arguments):
-        real(*arguments)
+    def touching(*arguments, **options):
+        real(*arguments, **options)
         for shard in shards:
             os.utime(shard, ns=(0, 0))
 
@@ -267,10 +267,10 @@ def test_a_source_that_changes_meanwhile(source, tmp_path, monkeypatch):
 def test_a_source_cut_short_meanwhile(source, tmp_path, monkeypatch):
     real = stream.run_all
 
-    def cutting(*arguments):
+    def cutting(*arguments, **options):
         for shard in source.glob("*.safetensors"):
             os.truncate(shard, 5000)
-        real(*arguments)
+        real(*arguments, **options)
 
     monkeypatch.setattr(stream, "run_all", cutting)
     with pytest.raises(CheckpointError, match=r"in .*: reading failed .*file ends.*; finished"):

@@ -66,22 +66,12 @@ def write_shard(
                 else:
                     _copy(job, move, advance)
 
-        with _one_thread_an_operation():
-            run_all(moves, work, min(_NUM_THREADS, num_processors()), "moefp8-quantize")
+        # Tensors are what is parallel; with operations that are too, 2 cores took twice as long.
+        num_threads = min(_NUM_THREADS, num_processors())
+        run_all(moves, work, num_threads, "moefp8-quantize", serial=True)
         _check_unchanged(sources, source)
         _finish(target, path)
     return [reports[move.key] for move in moves if move.is_fp8]
-
-
-@contextmanager
-def _one_thread_an_operation() -> Iterator[None]:
-    """Tensors are what is parallel; with operations that are too, 2 cores took twice as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightReport:

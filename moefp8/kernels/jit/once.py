@@ -46,6 +46,18 @@ class Once(Generic[K, V]):
         self._values.clear()
 
 
+def lock_of_threads_and_forks() -> threading.Lock:
+    """A lock that every fork takes too: none happens amid what is done with it held.
+
+    So a child never finds it locked. Who holds it must not fork.
+    """
+    lock = threading.Lock()
+    if hasattr(os, "register_at_fork"):
+        release = lock.release
+        os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
+    return lock
+
+
 class ForksWait:
     """`with` it, a thread does what no fork may happen amid: forks wait for its end.
 
