@@ -376,7 +376,9 @@ def test_the_command(source, tmp_path, capsys):
     assert {weight["key"] for weight in told["weights"]} == keys
     assert told["median_error"] == pytest.approx(0.0264, abs=2e-4)
     assert f"{told['median_error']:.5f}  is the median of {len(keys)} weights" in out
-    assert len(out.splitlines()) == 13
+    assert "FP8: 2 linears, 2 experts" in out
+    assert "stays: 1 lm_head (by name, or skipped)" in out
+    assert len(out.splitlines()) < 25
     kept = quantization_of(target)["modules_to_not_convert"]
     assert "model.layers.0.self_attn.indexer.wk" in kept
     assert "model.layers.0.mlp.shared_experts.gate_proj" in kept

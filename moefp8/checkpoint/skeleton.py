@@ -4,9 +4,11 @@ A key of the checkpoint is renamed to a name of the model; some keys are convert
 that are stored one by one are stacked, fused projections are cut.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,12 +51,12 @@ def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
     model_type = config.get("model_type")
-    from transformers import CONFIG_MAPPING
-
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    import_module("transformers")  # which puts another module there when it is done: a thread that
+    transformers: Any = sys.modules["transformers"]  # waited for it would have the one from before
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return f"transformers knows no model_type {str(model_type)[:50]!r}"
     try:
-        made = CONFIG_MAPPING[model_type].from_dict(dict(config))
+        made = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
         with torch.device("meta"):
             model = _class_of(config, made)(made)
     except Exception as error:  # whatever transformers makes of a config that others wrote
