@@ -2,9 +2,10 @@
 PYTHON ?= python3
 # Pinned for development; users bring any torch >= 2.8.
 TORCH  ?= torch==2.13.0
+OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
 
-.PHONY: help demo test test-gpu fuzz sanitize check format bench-load clean
+.PHONY: help demo test test-hf-oldest test-gpu fuzz sanitize check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -19,6 +20,13 @@ demo: .venv/ready  ## load an FP8 MoE checkpoint and generate with it
 
 test: .venv/ready  ## every test that needs no GPU
 	$(BIN)/python -m pytest -m 'not gpu'
+
+# The newest transformers is what `make test` runs with.
+test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that it supports
+	$(PYTHON) -m venv .venv-hf-oldest
+	.venv-hf-oldest/bin/pip install --quiet $(TORCH)
+	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) 'accelerate>=1.10'
+	.venv-hf-oldest/bin/python -m pytest -m 'not gpu' tests/test_hf*.py tests/test_models.py
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
@@ -46,4 +54,4 @@ bench-load: .venv/ready  ## checkpoint loading speed and memory
 	$(BIN)/python -m benchmarks.load
 
 clean:  ## remove what make made
-	rm -rf .venv build dist
+	rm -rf .venv .venv-hf-oldest build dist

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import naive
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import moefp8
 from moefp8.checkpoint import LoadReport, fp8_modules
 
+RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 MTP = "model.layers.3."  # of the small DeepSeek-V3, which has three layers
 
 

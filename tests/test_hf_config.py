@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_cases import prompt, states_differ, tensors_of
+from model_cases import RELEASE, prompt, states_differ, tensors_of
 from quantize_cases import quantization_of
 from small_checkpoint import small_config
 from transformers import (
@@ -36,8 +36,9 @@ CONFIGS = {
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **SIZES, num_experts=4, moe_intermediate_size=128, shared_expert_intermediate_size=256
     ),
-    "granitemoe": lambda: GraniteMoeConfig(**SIZES, num_local_experts=4),
 }
+if RELEASE >= (5, 17):  # before, its experts were a class of their own; convert says so
+    CONFIGS["granitemoe"] = lambda: GraniteMoeConfig(**SIZES, num_local_experts=4)
 
 
 def saved(config: PretrainedConfig, path) -> torch.nn.Module:

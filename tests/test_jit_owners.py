@@ -120,9 +120,9 @@ def test_root_may_own_what_we_run(monkeypatch, owner, mode, told):
     status = os.stat_result([mode, 1, 1, 1, owner, 1, 1, 0, 0, 0])
     if told:
         with pytest.raises(PermissionError, match=told):
-            cache._require_ours(Path("entry"), status)
+            cache.require_ours(Path("entry"), status)
     else:
-        cache._require_ours(Path("entry"), status)
+        cache.require_ours(Path("entry"), status)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

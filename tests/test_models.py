@@ -4,7 +4,15 @@ import json
 
 import pytest
 import torch
-from model_cases import MTP, dequantized_checkpoint, load, prompt, tensors_of, use_choices_of
+from model_cases import (
+    MTP,
+    RELEASE,
+    dequantized_checkpoint,
+    load,
+    prompt,
+    tensors_of,
+    use_choices_of,
+)
 from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -128,6 +136,7 @@ def test_convert_quantizes_a_bf16_model(family):
     assert float(row_errors(model(ids).logits, before).median()) < 0.15
 
 
+@pytest.mark.skipif(RELEASE < (5, 20), reason="its routers give logits alone")
 def test_our_routers_choose_as_transformers_do():
     config = small_config("deepseek_v3")
     theirs = DeepseekV3TopkRouter(config)

@@ -4,14 +4,13 @@
 into our modules, and quantizes others as they are loaded; `experts_implementation="moefp8"` runs
 the experts that transformers keeps itself. Needs the extra `hf`.
 
-Reading order: `config`, `quantizer` (what is swapped, and what is checked before), `merge` (how
-experts reach their stacks), `experts`.
+Reading order: `versions`, `config`, `quantizer` (what is swapped, and what is checked before),
+`merge` (how experts reach their stacks), `experts`.
 """
 
-from importlib.util import find_spec as _find_spec
+from .versions import check as _check
 
-if _find_spec("transformers") is None:
-    raise ImportError('moefp8.hf needs transformers: pip install "moefp8[hf]"')
+_check()
 
 from .config import FP8Config, pretrained_config
 from .experts import experts_forward, fp8_experts_forward

@@ -5,14 +5,21 @@ twice the memory. Here the first step hands its tensors on, and the second puts 
 E experts, I intermediate, H hidden.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    SplitModulelist,
+    WeightConverter,
+)
 
 from ..checkpoint.pool import run_all
 
+SCALE = "_scale_inv"  # of a weight's name and its scales'
 _NUM_THREADS = 4
 
 
@@ -21,18 +28,73 @@ def copying_once(conversion: Any) -> Any:
     if not isinstance(conversion, WeightConverter):
         return conversion
     steps: Any = tuple((type(step), getattr(step, "dim", None)) for step in conversion.operations)
-    operations = {
+    copying: dict[Any, list[Any]] = {
         ((MergeModulelist, 0), (Concatenate, 1)): [_HandOn(), _Fuse(dim=1)],
         ((MergeModulelist, 0),): [_Stack()],
-    }.get(steps)
+    }
+    operations = copying.get(steps)
     if operations is None:
         return conversion
-    sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
-    return conversion.copy(sources, targets, operations=operations)
+    return _copy_of(conversion, "", operations)
 
 
-class _HandOn(MergeModulelist):
-    """Nothing yet; what undoes it is what undoes a merge."""
+def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
+    """A conversion of weights, and the same of their scales if the model has such.
+
+    scales: names of the model's parameters that end with SCALE.
+    """
+    if not isinstance(conversion, WeightConverter):
+        return [conversion]
+    sources, target = conversion._original_source_patterns, conversion._original_target_patterns[0]
+    is_of_weights = all(source.endswith(".weight") for source in sources)
+    if is_of_weights and any(re.search(f"{target}{SCALE}$", name) for name in scales):
+        return [conversion, _copy_of(conversion, SCALE, list(conversion.operations))]
+    return [conversion]
+
+
+def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:
+    """suffix: of the keys and names that it converts."""
+    sources = [source + suffix for source in conversion._original_source_patterns]
+    targets = [target + suffix for target in conversion._original_target_patterns]
+    if hasattr(conversion, "copy"):
+        return conversion.copy(sources, targets, operations=operations)
+    made: Any = WeightConverter(sources, targets, operations=operations)  # older transformers
+    for name in ("scope_prefix", "base_model_prefix"):
+        setattr(made, name, getattr(conversion, name, None))
+    return made
+
+
+class _Unstack(SplitModulelist):
+    """[E, rows, columns] -> E tensors [rows, columns], though a side is 1.
+
+    In 5.10 to 5.17 transformers' own drops that side, and scales lose their rows.
+    """
+
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for source, held in input_dict.items():
+            stack = held[0] if isinstance(held, list) else held
+            names = self.get_target_patterns(input_dict, source, target_patterns, len(stack))
+            found.update(zip(names, stack.unbind(0), strict=True))
+        return found
+
+
+class _Merge(MergeModulelist):
+    """A merge that `_Unstack` undoes."""
+
+    @property
+    def reverse_op(self) -> _Unstack:
+        return _Unstack(self.dim)
+
+
+class _HandOn(_Merge):
+    """Nothing yet: the next step has more to do with these tensors."""
 
     def convert(  # type: ignore[override]
         self,
@@ -44,7 +106,7 @@ class _HandOn(MergeModulelist):
         return dict(input_dict)
 
 
-class _Stack(MergeModulelist):
+class _Stack(_Merge):
     """One list of E tensors [rows, columns] -> [E, rows, columns]."""
 
     def convert(  # type: ignore[override]

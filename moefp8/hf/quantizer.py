@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
-from .merge import copying_once
+from .merge import SCALE, copying_once, with_scales
 
 
 @register_quantizer(METHOD)
@@ -47,8 +47,8 @@ class FP8Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         is_ours = isinstance(quantization_config, FP8Config)  # else transformers', in our name
         self.quantization_config: Any = quantization_config if is_ours else FP8Config()
-        self.serialized_names = {"weight": ["weight", "weight_scale_inv"]}
         self._scale_leaves: set[str] = set()
+        self._scales: list[str] = []  # the scales of the model's parameters
         self._known: list[Any] | None = None  # conversions from before there were scales
         self.conversion = Conversion()
 
@@ -89,25 +89,34 @@ class FP8Quantizer(HfQuantizer):
         leaves = {key.rpartition(".")[2] for key in scales}
         self._scale_leaves = leaves & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
+        self._see(model)
         rename = _rename_of(model, self)
         _check(source, model, rename)
         _widen(source, model, rename)
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], model: PreTrainedModel
+        self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
         """transformers' conversions, after renamings of scales that have names of their own.
 
-        Experts that are stored one by one are copied once.
+        Scales are stacked as their weights are, and experts that are stored one by one are copied
+        once. model: older transformers does not say which; then the one that was seen last.
         """
+        if model is not None:
+            self._see(model)
         renamings = [
             WeightRenaming(rf"\.{leaf}(?!_inv)", ".weight_scale_inv")
             for leaf in sorted(self._scale_leaves)
         ]
-        conversions = super().update_weight_conversions(weight_conversions, model)
+        conversions = [x for each in weight_conversions for x in with_scales(each, self._scales)]
         return renamings + [copying_once(conversion) for conversion in conversions]
 
+    def _see(self, model: nn.Module) -> None:
+        self._scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if (getattr(model, "_tp_size", None) or 1) > 1:  # where parts are plain tensors
+            _refuse_parallel(f"{type(model).__name__}: in {model._tp_size} parts")
         check_filled(model)
         if self.pre_quantized:
             for name, module in model.named_modules():
@@ -220,14 +229,18 @@ def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
             owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
 
 
+def _refuse_parallel(what: str) -> NoReturn:
+    raise ValueError(
+        f"{what}, but transformers' tensor and expert parallelism cannot cut FP8 blocks; use "
+        "moefp8.shard and moefp8.load_checkpoint"
+    )
+
+
 def _complete(name: str, module: FixedDtypeModule) -> None:
     """Scales in FP32, no gradients; and nothing that transformers' loader left unfilled."""
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         if is_traceable_wrapper_subclass(parameter):
-            raise ValueError(
-                f"{name}.{leaf}: a {type(parameter).__name__}, but transformers' tensor and expert "
-                "parallelism cannot cut FP8 blocks; use moefp8.shard and moefp8.load_checkpoint"
-            )
+            _refuse_parallel(f"{name}.{leaf}: a {type(parameter).__name__}")
         if parameter.is_meta:
             raise ValueError(
                 f"{name}.{leaf}: left on the disk, and FP8 modules cannot be offloaded there; name "

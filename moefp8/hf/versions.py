@@ -1,0 +1,17 @@
+"""The versions of transformers that the plug-in runs with."""
+
+import re
+from importlib.util import find_spec
+
+OLDEST = (5, 10)  # as in pyproject.toml: from here on it asks a quantizer for its conversions
+
+
+def check() -> None:
+    """Raise ImportError where transformers is missing or older than OLDEST."""
+    needed, way_out = ".".join(map(str, OLDEST)), 'pip install --upgrade "moefp8[hf]"'
+    if find_spec("transformers") is None:
+        raise ImportError(f"moefp8.hf needs transformers >= {needed}: {way_out}")
+    from transformers import __version__ as found
+
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < OLDEST:
+        raise ImportError(f"moefp8.hf needs transformers >= {needed}, got {found}: {way_out}")
