@@ -168,3 +168,11 @@ def test_layer_in_a_graph_as_alone(monkeypatch):
             expected = layer(x)
             graph.replay()
             assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 0, 128), (2, 3, 128)])
+def test_tokens_may_have_any_shape(shape):
+    layer = SharedExperts(128, 128)
+    x = torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x.view(-1, 128)).view(shape))

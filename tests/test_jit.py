@@ -116,6 +116,29 @@ def test_without_nvrtc_the_error_says_what_to_install(tmp_path, monkeypatch):
         jit.compile_kernel(write_kernel(tmp_path))
 
 
+# Pretends that torch was built for another CUDA, for which there is a library of that name.
+OTHER_CUDA = """
+import sys, torch
+torch.version.cuda = MAJOR and f"{MAJOR}.8"
+sys.path.insert(0, HERE)
+from moefp8.kernels.jit.nvrtc import Nvrtc
+print(Nvrtc().path)
+"""
+
+
+@pytest.mark.parametrize("major", ["12", "13", ""])
+def test_nvrtc_is_of_the_cuda_of_torch(tmp_path, major):
+    real = Path(kernel._compiler().path)
+    for number, package in (("12", "cuda_nvrtc"), ("13", "cu13")):
+        (tmp_path / "nvidia" / package / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / package / "lib" / f"libnvrtc.so.{number}").symlink_to(real)
+    code = OTHER_CUDA.replace("MAJOR", repr(major)).replace("HERE", repr(str(tmp_path)))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    package = {"12": "cuda_nvrtc", "13": "cu13"}.get(major)
+    assert not package or f"/{package}/lib/libnvrtc.so.{major}" in ran.stdout
+    assert ran.stdout.strip()
+
+
 def test_the_version_tells_builds_apart():
     assert kernel._compiler().version.startswith("nvrtc CL-")
 
@@ -197,6 +220,19 @@ def test_the_place_of_the_source_does_not_matter(tmp_path, compiles):
         folder.mkdir()
         jit.compile_kernel(write_kernel(folder))
     assert len(compiles) == 1
+
+
+def test_whoever_compiles_publishes_the_same_bytes(tmp_path):
+    published = []
+    for folder in (cache.cache_folder(), cache.cache_folder()):
+        forget()
+        jit.compile_kernel(write_kernel(tmp_path))
+        (entry,) = folder.glob("*.cubin")
+        published.append(entry.read_bytes())
+        entry.unlink()
+    assert published[0] == published[1]
+    assert b"registers" in published[0]
+    assert b"ompile time" not in published[0]
 
 
 def test_another_compiler_compiles_anew(tmp_path, compiles, monkeypatch):

@@ -201,3 +201,31 @@ def test_a_file_that_cannot_be_parsed_is_told_in_short(data):
         assert tuned.measured(0).found == {}
     assert len(str(told[0].message)) < 1000
     tuned.measured.cache_clear()
+
+
+# What `precompile` asks: all choices, without asking for each number of tokens
+
+LAYERS = [(4, 2, 256, 128), (256, 8, 7168, 2048), (128, 8, 2048, 768), (8, 8, 64, 64), (1, 1, 9, 9)]
+
+
+@pytest.mark.parametrize("num_sms", [1, 78, 132])
+@pytest.mark.parametrize("layer", [*LAYERS, (64, 1, 4096, 16384), (3, 5, 8192, 8192)])
+@pytest.mark.parametrize("most", [1, 7, 33, 70, 6000])
+def test_all_choices_of_experts_are_listed(num_sms, layer, most):
+    experts = Experts(*layer)
+    measured = {1: None, 16: PAIR, 32: PAIR, 64: None, 2000: PAIR}
+    table = Table({experts: measured}) if num_sms == 132 else Table()
+    choices = Choices(num_sms, num_sms, table)
+    for masked in (True, False):
+        sizes = Sizes(most, layer[1], layer[0], *layer[2:], masked)
+        each = {choices.experts(sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
+        assert choices.all_experts(sizes) == each
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+@pytest.mark.parametrize(("h", "i"), [(9, 9), (7168, 2048), (16384, 53248)])
+@pytest.mark.parametrize("most", [1, 200, 20000])
+def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
+    choices = Choices(num_sms, num_sms)
+    each = {choices.gate_up(tokens, h, i) for tokens in range(1, most + 1)}
+    assert choices.all_gate_up(most, h, i) == each

@@ -10,13 +10,20 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..kernels.jit import JitError, cache_state, compiler_description, driver_version
+from ..kernels.jit import (
+    JitError,
+    cache_state,
+    compiler_description,
+    driver_version,
+    max_cache_bytes,
+)
 from ..kernels.registry import runs_our_kernels
 from ..kernels.tuned import file_name, measured
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _SETTINGS = (
-    *("MOEFP8_CACHE_DIR", "MOEFP8_COMPILER", "MOEFP8_INTERLEAVE", "MOEFP8_STRICT"),
+    *("MOEFP8_CACHE_DIR", "MOEFP8_CACHE_MAX_BYTES", "MOEFP8_COMPILER"),
+    *("MOEFP8_INTERLEAVE", "MOEFP8_STRICT"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
 )
 
@@ -92,7 +99,12 @@ def _compiler() -> tuple[str, bool]:
 
 def _cache() -> Iterator[str]:
     state = cache_state()
-    yield f"{state.folder}: {state.num_kernels} kernels, {state.num_bytes / 2**20:.1f} MiB"
+    try:
+        bound = f" of {max_cache_bytes() / 2**20:.1f} MiB" if max_cache_bytes() else ""
+    except JitError as error:
+        bound = f"; {error}"
+    size = f"{state.num_bytes / 2**20:.1f} MiB"
+    yield f"{state.folder}: {state.num_kernels} kernels, {size}{bound}"
     if state.problem:
         yield f"cannot be used, so every process compiles anew: {state.problem}"
 

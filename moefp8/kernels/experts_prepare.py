@@ -3,6 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,16 @@ def mean_load(sizes: Sizes) -> tuple[int, int]:
     num_choices = sizes.num_tokens * sizes.top_k
     active = min(sizes.num_experts, num_choices)
     return active, ceil_div(num_choices, active)
+
+
+def deciding_numbers(sizes: Sizes) -> Iterator[int]:
+    """From each of these numbers of tokens up to the next, `choose_configs` chooses the same.
+
+    All that such a layer can have are begun by one of them, which may be above its number.
+    """
+    num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+    for load in gemm_choice.deciding_loads(num_experts, h, i):
+        yield (load - 1) * num_experts // sizes.top_k + 1  # the first with that load or more
 
 
 def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:

@@ -205,6 +205,12 @@ def choose_grouped_config(
     return min(map(with_most_stages, candidates), key=estimate)
 
 
+def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
+    """From each of these up to the next, `choose_experts_configs` chooses the same; they rise."""
+    many = ceil_div(int(_MANY_PRODUCTS / 2), num_groups * h * i)
+    return sorted({*range(1, 2 * _SOME_TOKENS + 1), many})
+
+
 def choose_experts_configs(
     tokens: int, num_groups: int, h: int, i: int, num_sms: int
 ) -> tuple[GemmConfig, GemmConfig]:

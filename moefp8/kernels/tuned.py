@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm_choice, gemm_plan
-from .experts_prepare import Sizes, choose_configs
+from .experts_prepare import Sizes, choose_configs, deciding_numbers
 from .gemm_config import GemmConfig, is_possible, with_most_stages
 from .jit import read_beside_kernels, source_digest, write_beside_kernels
 
@@ -88,6 +88,19 @@ class Choices:
         layer = Experts(sizes.num_experts, sizes.top_k, sizes.hidden_size, sizes.intermediate_size)
         tuned = None if sizes.masked else self.table.look_up(layer, sizes.num_tokens)
         return tuned if isinstance(tuned, tuple) else choose_configs(sizes, self.num_sms)
+
+    def all_experts(self, sizes: Sizes) -> set[Pair]:
+        """What `experts` chooses for up to as many tokens as `sizes` says."""
+        layer = Experts(sizes.num_experts, sizes.top_k, sizes.hidden_size, sizes.intermediate_size)
+        measured = self.table.found.get(layer, ())
+        numbers = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
+        asked = (sizes._replace(num_tokens=n) for n in numbers if n <= sizes.num_tokens)
+        return {self.experts(x) for x in asked}
+
+    def all_gate_up(self, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
+        """What `gate_up` chooses for up to so many tokens."""
+        loads = gemm_choice.deciding_loads(1, h, i)
+        return {self.gate_up(n, h, i) for n in loads if n <= max_tokens}
 
     def gate_up(self, tokens: int, h: int, i: int) -> GemmConfig:
         """Of experts that every token takes."""

@@ -41,8 +41,7 @@ def linear_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> 
 def feed_forward_kernels(demand: Demand, h: int, i: int) -> Iterator[Kernel]:
     if h and i:
         yield from _quantize_kernels(demand, h)
-        numbers = range(1, demand.max_tokens + 1)
-        for config in {demand.choices.gate_up(tokens, h, i) for tokens in numbers}:
+        for config in demand.choices.all_gate_up(demand.max_tokens, h, i):
             yield kernel_of(config, None, Kind.OFFSETS)
         yield from _dense_kernels(demand, h, i, None)
 
@@ -60,8 +59,7 @@ def experts_kernels(
     if not (sizes.num_experts and h and sizes.intermediate_size):
         return
     kind = Kind.MASKED if masked else Kind.OFFSETS
-    numbers = range(1, sizes.num_tokens + 1)
-    for pair in {demand.choices.experts(sizes._replace(num_tokens=n)) for n in numbers}:
+    for pair in demand.choices.all_experts(sizes):
         for config in pair:
             yield kernel_of(config, None, kind)
     for dtype in demand.dtypes:

@@ -53,7 +53,7 @@ class SharedExperts(nn.Module):
             gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
             return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-        y = feed_forward(x.flatten(0, -2), *weights, self.swiglu_limit).view(x.shape)
+        y = feed_forward(x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 

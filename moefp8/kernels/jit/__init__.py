@@ -4,7 +4,14 @@ The compiler is NVRTC, which torch brings along; compiled kernels stay in the us
 The driver is called through ctypes. No compiler, driver or folder is touched before first use.
 """
 
-from .cache import CacheState, cache_folder, cache_state, read_beside_kernels, write_beside_kernels
+from .cache import (
+    CacheState,
+    cache_folder,
+    cache_state,
+    max_cache_bytes,
+    read_beside_kernels,
+    write_beside_kernels,
+)
 from .cubin import Cubin, JitError
 from .driver import driver_version
 from .kernel import (
@@ -35,6 +42,7 @@ __all__ = [
     "driver_version",
     "launch_all",
     "load",
+    "max_cache_bytes",
     "read_beside_kernels",
     "source_digest",
     "tensor_map",

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .cubin import Cubin
+from .cubin import Cubin, JitError
 from .once import ForksWait, Once
 
 try:
@@ -27,6 +27,7 @@ except ImportError:  # Windows
 
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
+_MAX_BYTES = 1 << 30  # far more than one version's kernels for many models, which are 60 KiB each
 
 _memory: Once[str, Cubin] = Once()
 # NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
@@ -73,15 +74,41 @@ def _build(build: Callable[[], Cubin]) -> Cubin:
 
 def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubin:
     global _disk_fails
+    max_bytes = max_cache_bytes()
     cubin = _build(build)
     try:
         _make_private(path.parent)  # it may have been removed meanwhile
         _publish(path, cubin.to_bytes(key))
         _disk_fails = False
+        _forget_unused(path, max_bytes)
     except OSError as error:
         _disk_fails = True
         _warn(f"{path.parent}: {error}")
     return cubin
+
+
+def max_cache_bytes() -> int:
+    """`MOEFP8_CACHE_MAX_BYTES`, of all kernels on disk; 0: as many as there are."""
+    told = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
+    if not (told.isascii() and told.isdigit()):
+        raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {told!r}")
+    return int(told)
+
+
+def _forget_unused(kept: Path, max_bytes: int) -> None:
+    """Whatever was used longest ago goes, until the others are within the bound. Never `kept`."""
+    if not max_bytes:
+        return
+    found = []
+    for path in kept.parent.glob("*.cubin"):
+        with suppress(OSError):  # another process was quicker
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    held = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if held > max_bytes and path != kept:
+            path.unlink(missing_ok=True)
+            held -= size
 
 
 class CacheState(NamedTuple):
@@ -152,7 +179,11 @@ def require_ours(path: Path, status: os.stat_result) -> None:
 def _read(path: Path, key: str) -> Cubin | None:
     """None if there is no entry, or one that we must not run."""
     data = _read_ours(path)
-    return None if data is None else Cubin.from_bytes(key, data)
+    if data is None:
+        return None
+    with suppress(OSError):  # on a read-only disk, or not ours
+        os.utime(path)  # last used
+    return Cubin.from_bytes(key, data)
 
 
 def _read_ours(path: Path) -> bytes | None:

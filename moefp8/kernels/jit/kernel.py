@@ -26,6 +26,7 @@ OPTIONS = (
 )
 DEVICE_FOLDER = Path(__file__).parent.parent / "device"
 _FORMAT = 1  # of a cache entry
+_COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 _COMPILERS: dict[str, Callable[[], Compiler]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
@@ -128,7 +129,9 @@ def _compile(kernel: Kernel, program: Program, compiler: Compiler, pattern: str)
             f"options: {' '.join(OPTIONS)}\n"
             f"compiler: {compiler.version}\n{error}"
         ) from None
-    return replace(cubin, image=interleaved(cubin.image, pattern)) if pattern else cubin
+    log = _COMPILE_TIME.sub("", cubin.log)  # the same kernel is the same bytes, each time
+    image = interleaved(cubin.image, pattern) if pattern else cubin.image
+    return replace(cubin, log=log, image=image)
 
 
 def _program(kernel: Kernel) -> Program:

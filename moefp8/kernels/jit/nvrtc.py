@@ -2,7 +2,9 @@
 
 import ctypes
 import re
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from .compiler import CompileError, Program
@@ -92,15 +94,29 @@ class Nvrtc:
 
 def _load() -> tuple[ctypes.CDLL, str]:
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
-
-        path = Path(str(load_nvidia_dynamic_lib("nvrtc").abs_path))
+        path = _of_torch() or _found()
         lib = ctypes.CDLL(str(path))
     except (ImportError, RuntimeError, OSError) as error:
         raise JitError(_NO_NVRTC.format(error)) from error
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
     _load_builtins(lib, path)
     return lib, str(path)
+
+
+def _of_torch() -> Path | None:
+    """Of the CUDA that torch was built for: a newer one's kernels may be none for its driver."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    major = (getattr(version, "cuda", None) or "").partition(".")[0]
+    packages = find_spec("nvidia")
+    folders = (packages and packages.submodule_search_locations) or ()
+    found = (x for folder in folders for x in Path(folder).glob(f"*/lib/libnvrtc.so.{major}"))
+    return next(found, None) if major else None
+
+
+def _found() -> Path:
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
+
+    return Path(str(load_nvidia_dynamic_lib("nvrtc").abs_path))
 
 
 def _load_builtins(lib: ctypes.CDLL, path: Path) -> None:
