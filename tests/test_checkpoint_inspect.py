@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -311,8 +313,31 @@ def test_the_command(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert not found["is_loadable"]
     assert found["anomalies"][0]["count"] == E + 1
+
+
+def test_there_is_no_such_directory(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
-    assert capsys.readouterr().err.startswith("moefp8 inspect: ")
+    error = capsys.readouterr().err
+    assert error == f"moefp8 inspect: {tmp_path}/nowhere: there is no such file or directory\n"
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "holds neither model.safetensors.index.json nor" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_fp8_is_told(tmp_path, capsys):
+    path = write(tmp_path / "c", {"a.weight": torch.ones(128, 128).bfloat16()}, {})
+    assert main(["inspect", str(path)]) == 0
+    assert "none, this is not an FP8 checkpoint; `moefp8 quantize`" in capsys.readouterr().out
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["is_fp8"]
+    assert main(["inspect", str(write(tmp_path / "d", deepseek_tensors()))]) == 0
+    assert "not an FP8 checkpoint" not in capsys.readouterr().out
+
+
+def test_whoever_reads_the_first_lines_alone_sees_no_error(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors())
+    command = f"{sys.executable} -m moefp8 inspect {path} | true"
+    ran = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert ran.stderr == ""
 
 
 def test_a_tensor_called_scale_that_is_none(tmp_path):

@@ -4,6 +4,11 @@ import copy
 import json
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,7 +28,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moefp8.checkpoint import CheckpointError, load_checkpoint, read_config, save_checkpoint
+from moefp8.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    quantize_checkpoint,
+    read_config,
+    save_checkpoint,
+)
 from moefp8.layers import FP8Linear, convert
 
 BLOCK = CONFIG["quantization_config"]
@@ -202,6 +213,78 @@ def test_refusals_leave_nothing_behind(tmp_path, monkeypatch, what):
     with pytest.raises(CheckpointError, match=match):
         save_checkpoint(model, target)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+TARGETS = {
+    "/": "must not be a link or a mount point",
+    "a\0b": "null byte",
+    "x" * 300: "File name too long",
+    "x" * 250: "File name too long",  # with what is added while it is written
+    "/proc/self/saved": "No such file",
+    "/sys/kernel/saved": "not permitted|Permission denied|Read-only",
+    "\ud800": "surrogates not allowed",
+    "file/saved": "exists|Not a directory",
+}
+
+
+@pytest.mark.parametrize("name", TARGETS, ids=ascii)
+def test_a_target_that_cannot_be_is_told(tmp_path, name):
+    (tmp_path / "file").touch()
+    weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(128, 128).bfloat16()}
+    source = write(tmp_path / "source", weight, {"model_type": "of_no_library"})
+    target = name if name.startswith("/") else f"{tmp_path}/{name}"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=TARGETS[name]):
+        save_checkpoint(nn.Linear(2, 2), target)
+    with pytest.raises(CheckpointError, match=TARGETS[name]):
+        quantize_checkpoint(source, target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+KILLED = """
+import os, signal, sys, torch
+from moefp8.checkpoint import save, save_checkpoint
+save.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+save_checkpoint(torch.nn.Linear(2, 2), sys.argv[1])
+"""
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path):
+    for _ in range(2):
+        ran = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "saved"])
+        assert ran.returncode == -signal.SIGKILL
+        assert [path.name for path in tmp_path.iterdir()] == [".saved.partial"]
+    save_checkpoint(model := nn.Linear(3, 3), tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert_same_tensors(read(tmp_path / "saved"), dict(model.state_dict()))
+
+
+def test_what_a_killed_quantize_left_is_not_lost_to_a_save(tmp_path):
+    (tmp_path / ".saved.partial").mkdir(mode=0o700)
+    (tmp_path / ".saved.partial" / "job.json").write_text('{"source": "elsewhere"}')
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"was begun with another .*remove the dir"):
+        save_checkpoint(nn.Linear(2, 2), tmp_path / "saved")
+    assert set(before) <= set(tmp_path.rglob("*"))
+
+
+def test_two_threads_do_not_save_to_one_place(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(*arguments, **options):
+        begun.set()
+        assert go_on.wait(60)
+        return save_file(*arguments, **options)
+
+    monkeypatch.setattr("moefp8.checkpoint.save.save_file", wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(save_checkpoint, nn.Linear(2, 2), tmp_path / "saved")
+        assert begun.wait(60)
+        with pytest.raises(CheckpointError, match="another thread writes it"):
+            save_checkpoint(nn.Linear(2, 2), tmp_path / "saved")
+        go_on.set()
+        first.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_an_empty_directory_is_filled(tmp_path):

@@ -52,6 +52,11 @@ class Inspection:
     anomalies: tuple[Anomaly, ...]
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether it holds weights in FP8; codes without scales are an error besides."""
+        return any(amount.name == FP8 for amount in self.dtypes)
+
+    @property
     def is_loadable(self) -> bool:
         """Whether nothing was found that load_checkpoint refuses in a model that fits."""
         return all(anomaly.severity != "error" for anomaly in self.anomalies)

@@ -25,7 +25,7 @@ from .report import QuantizeReport, WeightReport
 from .shard_file import OUTCOME
 from .source import Source, open_source
 from .stream import write_shard
-from .target import shard_name, write_index, write_json
+from .target import shard_name, target_of, write_index, write_json
 from .workplace import Workplace, workplace
 
 _LOGGER = logging.getLogger("moefp8")
@@ -84,7 +84,7 @@ def quantize_checkpoint(
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    path = Path(os.path.abspath(target))
+    path = target_of(target)
     opened = open_source(source, "nothing was written")
     choice = choose(opened, skip)
     _LOGGER.info("quantize_checkpoint: told by %s\n%s", choice.basis, choice.conversion)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from .header import DTYPE_NAMES
 from .names import SCALE_SUFFIX, scale_of_weight
 from .record import Record, recall
 from .slots import Inventory, ModelTensor, Role, Slot
-from .target import check_free, shard_name, sync, write_index, write_json
+from .target import shard_name, target_of, write_index, write_json
+from .workplace import workplace
 
 
 def save_checkpoint(
@@ -31,28 +31,35 @@ def save_checkpoint(
     model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
     model holds, are not written, and config.json then says so. A tied tensor is written once.
     More than max_shard_bytes are split into shards with an index.
-    Raises CheckpointError. The directory appears under its name when it is complete.
+
+    The directory appears under its name when it is complete; until then all lies in
+    `.NAME.partial` beside it. What a killed process left there goes with the next save to path.
+
+    Raises:
+        CheckpointError: naming tensors: one is on the meta device, or one rank's part; a path that
+            cannot be written, is there, or that another process or thread is writing.
+        ValueError: a size that cannot be meant.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    path = Path(os.path.abspath(path))
-    check_free(path)
+    target = target_of(path)
     _check_whole(model)
     inventory, record = Inventory(model), recall(model)
     tensors = _named_tensors(inventory, record)
     config = _config(model, inventory, record)
     if not any(is_leftover(config, key) for key in tensors):
         config = without_mtp(config)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        partial.mkdir(parents=True)
-        _write_all(partial, tensors, config, max_shard_bytes)
-        partial.rename(path)
-        sync(path.parent)
+        with workplace(target, {"written_by": "save_checkpoint"}) as work:
+            try:
+                _write_all(work.content, tensors, config, max_shard_bytes)
+                work.publish()
+            finally:
+                shutil.rmtree(work.path, ignore_errors=True)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: memory is shared
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{target}: cannot be written ({error})") from error
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -137,8 +144,6 @@ def _write_all(
         weight_map.update(dict.fromkeys(shard, name))
     write_index(directory, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     write_json(directory / "config.json", config)
-    for file in (*directory.iterdir(), directory):
-        sync(file)
 
 
 def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

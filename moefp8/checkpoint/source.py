@@ -111,6 +111,8 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
     if not os.path.lexists(index):
         if single.exists():
             return {}, [single]
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{path}: there is no such file or directory")
         raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
     if single.exists():
         problems[path].append(

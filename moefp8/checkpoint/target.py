@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,27 @@ from .files import NO_LINK
 from .source import INDEX_NAME, SINGLE_NAME
 
 
-def check_free(path: Path) -> None:
-    """Raises CheckpointError unless path does not exist or is an empty directory.
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Absolute.
 
-    Nor must it be a link or a mount point, which a directory cannot be renamed to.
+    Raises CheckpointError if it can be no name, or is a link or a mount point, which a directory
+    cannot be renamed to.
     """
-    if path.is_symlink() or os.path.ismount(path):
-        raise CheckpointError(f"{path}: must not be a link or a mount point; name a path below it")
+    try:
+        target = Path(os.path.abspath(path))
+        with suppress(FileNotFoundError, NotADirectoryError):
+            target.lstat()  # else a NUL would be found no sooner than something is made
+        if target.is_symlink() or os.path.ismount(target):
+            raise CheckpointError(
+                f"{path}: must not be a link or a mount point; name a path below it"
+            )
+    except (OSError, ValueError) as error:  # ValueError: a NUL, a lone surrogate
+        raise CheckpointError(f"{os.fspath(path)!r}: cannot be written ({error})") from error
+    return target
+
+
+def check_free(path: Path) -> None:
+    """Raises CheckpointError unless path does not exist or is an empty directory."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
 

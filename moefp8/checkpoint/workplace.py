@@ -133,7 +133,11 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
     if path.exists():
         _check_same(path, read_object(path), job)
     else:
-        _publish_json(path, job)
+        try:
+            _publish_json(path, job)
+        except OSError:
+            shutil.rmtree(place.path, ignore_errors=True)
+            raise
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
         _require_folder(folder)

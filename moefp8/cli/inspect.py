@@ -32,7 +32,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     found = inspect_checkpoint(arguments.checkpoint, weights=arguments.weights)
     if arguments.json:
-        print(json.dumps({"is_loadable": found.is_loadable, **asdict(found)}, indent=1))
+        verdict = {"is_loadable": found.is_loadable, "is_fp8": found.is_fp8}
+        print(json.dumps({**verdict, **asdict(found)}, indent=1))
     else:
         for line in lines_of(found, shutil.get_terminal_size((100, 24)).columns):
             print(printable(line, _MAX_LINE))
@@ -65,6 +66,8 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     }
     yield "sizes", ", ".join(f"{name} {n}" for name, n in sizes.items() if n is not None)
     yield "scales", family.quantization
+    if not found.is_fp8:
+        yield "FP8", "none, this is not an FP8 checkpoint; `moefp8 quantize` makes one of it"
     for amount in found.dtypes:
         yield "dtype", f"{amount.name}: {_amount(amount)}"
     total = Amount(

@@ -5,6 +5,7 @@ a user can get wrong ends in one sentence and status 1, not in a traceback.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
         parser.print_help(sys.stderr)
         return 2
     try:
-        return _COMMANDS[arguments.command].run(arguments)
+        status = _COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough; Python would flush, and fail, once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CheckpointError, JitError, OSError, ValueError) as error:
         print(f"moefp8 {arguments.command}: {error}", file=sys.stderr)
         return 1
