@@ -236,3 +236,15 @@ def test_quantized_weights_are_those_of_each_expert():
     for name in ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv"):
         ours_bytes = getattr(ours, name)[2].contiguous().view(torch.uint8)
         assert torch.equal(ours_bytes, getattr(one, name)[0].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("progress", "is_shown"), [(True, True), (False, False), (None, False)])
+def test_progress_is_shown_on_a_terminal_alone(capsys, progress, is_shown):
+    model = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+    convert(model, progress=progress)
+    shown = capsys.readouterr().err
+    assert ("quantizing 100 %" in shown, bool(shown)) == (is_shown, is_shown)
+    with torch.device("meta"):
+        nothing_to_quantize = nn.ModuleList([nn.Linear(256, 256)])
+    convert(nothing_to_quantize, progress=progress)
+    assert not capsys.readouterr().err

@@ -19,7 +19,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "quant": {"kernels", "quant"},
     "routing": {"kernels", "routing"},
-    "layers": {"kernels", "quant", "routing", "layers"},
+    "layers": {"kernels", "quant", "routing", "layers", "progress"},
     "testing": {"kernels", "quant", "routing", "layers", "testing"},
     "checkpoint": {"kernels", "quant", "layers", "checkpoint", "progress"},
     "progress": {"progress"},

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..kernels.checks import FLOATS, check_tensor
+from ..progress import Progress
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
@@ -36,6 +37,7 @@ def convert(
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
     return_conversion: Literal[False] = False,
+    progress: bool | None = None,
 ) -> nn.Module: ...
 
 
@@ -48,6 +50,7 @@ def convert(
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
     return_conversion: Literal[True],
+    progress: bool | None = None,
 ) -> tuple[nn.Module, Conversion]: ...
 
 
@@ -60,6 +63,7 @@ def convert(
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
     return_conversion: bool = False,
+    progress: bool | None = None,
 ) -> nn.Module | tuple[nn.Module, Conversion]:
     """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
 
@@ -85,6 +89,7 @@ def convert(
         overrides: pattern -> False (stays), True (becomes FP8, whatever the defaults say), or
             settings of the `GroupedExperts`, such as {"layout": "masked"}; the first that matches.
         return_conversion: also give the `Conversion`; `plan_conversion` gives it beforehand.
+        progress: show a bar on stderr; None means if it is a terminal.
 
     Returns:
         `model`; or its replacement, if `model` itself is to be swapped.
@@ -99,7 +104,7 @@ def convert(
     _LOGGER.info("convert: %s", conversion)
     if (warning := conversion.warning()) and not chosen.nothing_left:
         warnings.warn(f"convert: {warning}", stacklevel=3)
-    converted = _apply(model, chosen)
+    converted = _apply(model, chosen, progress)
     adopt(converted, conversion)
     return (converted, conversion) if return_conversion else converted
 
@@ -284,18 +289,26 @@ def _refusal(pattern: str, what: str, group: list[tuple[str, nn.Module]]) -> str
     return f"convert: {name or 'the model'}{more} {what}; {'; or '.join(ways)}"
 
 
-def _apply(model: nn.Module, chosen: _Chosen) -> nn.Module:
+def _apply(model: nn.Module, chosen: _Chosen, progress: bool | None) -> nn.Module:
     """A module under two names stays one module; linears that share a weight share codes."""
     swapped: dict[int, nn.Module] = {}
     weights: dict[tuple[int, bool], FP8Linear] = {}
-    for name, module in chosen.modules.items():
-        if id(module) not in swapped:
-            swapped[id(module)] = _swap(module, chosen.settings[name], weights)
-        if not name:
-            return swapped[id(module)]
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, swapped[id(module)])
+    total = sum(map(_num_bytes, {id(m): m for m in chosen.modules.values()}.values()))
+    with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
+        for name, module in chosen.modules.items():
+            if id(module) not in swapped:
+                swapped[id(module)] = _swap(module, chosen.settings[name], weights)
+                bar.advance(_num_bytes(module))
+            if not name:
+                return swapped[id(module)]
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, swapped[id(module)])
     return model
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of what is to be quantized: nothing on the meta device."""
+    return sum(x.nbytes for x in module.parameters(recurse=False) if not x.is_meta)
 
 
 def _swap(
