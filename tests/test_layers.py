@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_cases import E, H, I, K, assert_matches_up_to_codes, hidden, make_moe
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
 from moefp8.testing import (
@@ -222,3 +224,40 @@ def test_experts_name_bad_input(case):
 def test_modules_name_bad_arguments(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+# Codes are no weights
+
+
+class AddsInFp32(nn.Module):
+    """As PEFT does to a parameter: an adapter's product is added."""
+
+    def forward(self, codes):
+        return (codes.float() + 1).to(codes.dtype)
+
+
+@pytest.mark.parametrize("name", ["weight", "gate_up_proj", "down_proj"])
+def test_what_is_added_to_codes_is_refused(name):
+    if name == "weight":
+        layer, operands = FP8Linear(256, 256), (torch.ones(2, 256),)
+    else:
+        ids = torch.zeros(2, 1, dtype=torch.int64)
+        layer, operands = GroupedExperts(2, 256, 128), (torch.ones(2, 256), ids, torch.ones(2, 1))
+    parametrize.register_parametrization(layer, name, AddsInFp32())
+    with pytest.raises(ValueError, match=f"{name} is parametrized.*moefp8.dequantize"):
+        layer(*operands)
+    parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+    assert layer(*operands).isfinite().all()
+
+
+@pytest.mark.parametrize("multiply", [F.linear, lambda x, weight: x @ weight.T, torch.mul])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_are_not_multiplied_as_weights(multiply, dtype):
+    layer = FP8Linear(256, 256, bias=False)
+    with pytest.raises(RuntimeError, match=r"dtype|Promotion|not implemented"):
+        multiply(torch.ones(256, 256, dtype=dtype), layer.weight)
+
+
+def test_codes_do_not_load_strictly_into_another_linear():
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight_scale_inv"):
+        nn.Linear(256, 256).load_state_dict(FP8Linear(256, 256).state_dict())

@@ -24,7 +24,15 @@ class FixedDtypeModule(nn.Module):
     def _look_up(self, name: str) -> Any:
         """`getattr(self, name)`, in a third of the time: `nn.Module` looks among these last."""
         parameters = self._parameters
-        return parameters[name] if name in parameters else getattr(self, name)
+        if name in parameters:
+            return parameters[name]
+        if name in getattr(self, "parametrizations", ()):
+            raise ValueError(
+                f"{type(self).__name__}: {name} is parametrized (by torch.nn.utils.parametrize, or "
+                "PEFT's target_parameters), which would change FP8 codes and not what they stand "
+                "for; dequantize the module first: moefp8.dequantize(model)"
+            )
+        return getattr(self, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply `fn` (what `.to`, `.half`, `.cuda` pass) for its device, not for its dtype."""
