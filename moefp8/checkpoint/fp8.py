@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from ..layers.experts import GroupedExperts
+from ..layers.stacks import stacks_of
 from .config import is_leftover
 from .errors import CheckpointError
 from .names import split_expert, weight_of_scale
@@ -45,10 +47,20 @@ def fp8_modules_of(
     modules: dict[str, None] = {}
     for key, name in weights.items():
         slot = inventory.find(name)
-        if slot is None:
+        module = _experts_to_be(model, name) if slot is None else slot.module
+        if module is None:
             raise CheckpointError(f"{source.entries[key]}: FP8, but the model has no such weight")
-        modules[slot.module] = None
+        modules[module] = None
     return list(modules)
+
+
+def _experts_to_be(model: nn.Module, weight: str) -> str | None:
+    """Experts with weights of other names and shapes, which `convert` makes of this name."""
+    name, _, leaf = weight.rpartition(".")
+    module = dict(model.named_modules()).get(name)
+    if module is None or leaf not in GroupedExperts.fp8_names:
+        return None
+    return name if stacks_of(module) is not None else None
 
 
 def scaled_weights(

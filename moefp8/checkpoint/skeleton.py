@@ -94,6 +94,7 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
 
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
+    is_whole = hasattr(model, model.base_model_prefix)  # else it lies below prefix in others
 
     def rename(key: str) -> str:
         name = key
@@ -104,6 +105,6 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
             return name
         if inventory.find(f"{prefix}{weight}") is not None:
             return f"{prefix}{name}"
-        return name.removeprefix(prefix)
+        return name if is_whole else name.removeprefix(prefix)
 
     return rename

@@ -192,18 +192,22 @@ class GroupedExperts(FixedDtypeModule):
         """Run every token through its experts.
 
         Args:
-            hidden_states: [T, H] bf16, fp16 or fp32. NaN and Inf stay in their own token's row.
+            hidden_states: [T, H] bf16, fp16 or fp32, or [..., H] with T rows in all. NaN and Inf stay in their own token's row.
             top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
                 counts with weight 0. Checked on the CPU; on a GPU other ids count as E too.
             top_k_weights: [T, k] bf16, fp16 or fp32.
 
         Returns:
-            [T, H] in the dtype of `hidden_states`, rounded to BF16 on the way.
+            The shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
         Raises:
             TypeError, ValueError: naming the argument, the rule and what came.
             NotImplementedError: in `backward()`; training is not supported yet.
         """
+        if hidden_states.ndim != 2 and hidden_states.ndim:
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+            y: torch.Tensor = self.forward(rows, top_k_index, top_k_weights)
+            return y.view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
         tensors = (*tokens, *map(self._look_up, _WEIGHTS))
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
