@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import moefp8
-from benchmarks.family_judge import Original, Wrong, judge, logits_of, original
+from benchmarks.family_judge import MOST_OF_BF16, Original, Wrong, judge, logits_of, original
 from benchmarks.tiny_models import tiny_model
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
@@ -20,6 +20,10 @@ from moefp8.hf import FP8Config
 
 WORKS, PARTLY, REFUSED, WRONG, CRASH = "works", "partly", "refused", "wrong", "crash"
 NOT_THERE = "not there"  # transformers cannot do it in BF16 either
+COLUMNS = (
+    *("convert", "FP8Config", "quantize, load", "save, load", "transformers' load"),
+    "experts_implementation",
+)
 _SKIP = re.compile(r"skip=('[^']*'|\[[^\]]*\])")
 _OURS = re.compile(r"moefp8|^convert:|experts_implementation=|FP8|cannot be quantized")
 
@@ -36,32 +40,33 @@ class Cell:
 
 def row_of(name: str, folder: Path) -> dict[str, Any]:
     """column -> Cell, as dictionaries. Raises `NotBuilt`."""
-    model = tiny_model(name)
-    inputs = inputs_of(model)
-    first = original(model, inputs)
-    cells = {"convert": _tried(lambda skip: _converted(name, skip, first, inputs))}
-    saved = folder / "bf16"
+    made, saved = tiny_model(name), folder / "bf16"
+    inputs = inputs_of(made)
+    logits_of(made, inputs)
     try:
-        model.save_pretrained(saved)
-        again = type(model).from_pretrained(saved, dtype=torch.bfloat16)
-        if difference := _difference(again, model):
+        made.save_pretrained(saved)
+        base = _load_plainly(made, saved)
+        if difference := _lost(made, base):
             raise Wrong(difference)
     except Exception as error:
+        first = original(made, inputs)
         lost = Cell(NOT_THERE, f"transformers does not load what it saved: {_first_line(error)}")
-        columns = ("FP8Config", "quantize, load", "save, load", "theirs", "experts_implementation")
-        return {column: asdict(cell) for column, cell in {**cells, **dict.fromkeys(columns, lost)}.items()}
-    kept: dict[str, nn.Module] = {}
-    cells["FP8Config"] = _tried(lambda skip: _loaded(saved, skip, first, inputs, kept))
-    ours = kept.get("FP8Config")
-    cells["quantize, load"] = _tried(
-        lambda skip: _quantized(saved, folder, skip, first, inputs, kept)
-    )
-    lost = Cell(REFUSED, "nothing was loaded that could be saved")
-    cells["save, load"] = lost if ours is None else _tried(lambda _: _saved(ours, folder, inputs))
+        cells = dict.fromkeys(COLUMNS, lost)
+        cells["convert"] = _tried(lambda skip: _converted(tiny_model(name), skip, first, inputs))
+        return {column: asdict(cell) for column, cell in cells.items()}
+    first = original(base, inputs)
+    way = _Ways(first, inputs, saved, folder)
+    cells = {
+        "convert": _tried(lambda skip: _converted(_load_plainly(made, saved), skip, first, inputs)),
+        "FP8Config": _tried(way.loaded),
+        "quantize, load": _tried(way.quantized),
+        "experts_implementation": _tried(way.implemented),
+    }
+    nothing = Cell(NOT_THERE, "nothing was loaded that could be saved")
+    cells["save, load"] = _tried(way.saved) if way.ours else nothing
     is_saved = cells["save, load"].outcome == WORKS
-    cells["theirs"] = _tried(lambda _: _by_transformers(ours, folder)) if is_saved else lost
-    cells["experts_implementation"] = _tried(lambda _: _implemented(saved, first, inputs))
-    return {column: asdict(cell) for column, cell in cells.items()}
+    cells["transformers' load"] = _tried(way.by_transformers) if is_saved else nothing
+    return {column: asdict(cells[column]) for column in COLUMNS}
 
 
 def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,94 +81,92 @@ def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---- Columns ----
 
 
-def _converted(name: str, skip: Any, first: Original, inputs: dict[str, Any]) -> Cell:
-    ours, conversion = moefp8.convert(tiny_model(name), skip=skip, return_conversion=True)
+def _converted(model: nn.Module, skip: Any, first: Original, inputs: dict[str, Any]) -> Cell:
+    ours, conversion = moefp8.convert(model, skip=skip, return_conversion=True)
     return _judged(ours, conversion, first, inputs)
 
 
-def _loaded(
-    saved: Path, skip: Any, first: Original, inputs: dict[str, Any], kept: dict[str, nn.Module]
-) -> Cell:
-    ours = _load(first.model, saved, FP8Config(skip=skip))
-    kept["FP8Config"] = ours
-    return _judged(ours, ours.hf_quantizer.conversion, first, inputs)
+class _Ways:
+    """By files. ours: what the first of them loaded, with what a refusal told to skip."""
+
+    def __init__(self, first: Original, inputs: dict[str, Any], saved: Path, folder: Path) -> None:
+        self.first, self.inputs, self.source, self.folder = first, inputs, saved, folder
+        self.ours: Any = None
+
+    def loaded(self, skip: Any) -> Cell:
+        self.ours = _load(self.first.model, self.source, FP8Config(skip=skip))
+        return _judged(self.ours, self.ours.hf_quantizer.conversion, self.first, self.inputs)
+
+    def quantized(self, skip: Any) -> Cell:
+        target = self.folder / f"fp8-{len(list(self.folder.iterdir()))}"
+        conversion = quantize_checkpoint(self.source, target, skip=skip, progress=False).conversion
+        _inspect(target)
+        again = _load(self.first.model, target, FP8Config())
+        cell = _judged(again, conversion, self.first, self.inputs)
+        other = self.ours.hf_quantizer.conversion if self.ours else None
+        if other is not None and set(conversion.swapped) == set(other.swapped):
+            if difference := _difference(again, self.ours):
+                raise Wrong(f"not what FP8Config makes: {difference}")
+        elif other is not None and not conversion.warning():
+            raise Wrong("swaps others than FP8Config does, without a warning")
+        return cell
+
+    def saved(self, _: Any) -> Cell:
+        self.ours.save_pretrained(self.folder / "saved")
+        _inspect(self.folder / "saved")
+        again = _load(self.first.model, self.folder / "saved", FP8Config())
+        if difference := _difference(again, self.ours):
+            raise Wrong(difference)
+        if not torch.equal(logits_of(again, self.inputs), logits_of(self.ours, self.inputs)):
+            raise Wrong("the same tensors give other logits")
+        return Cell(WORKS)
+
+    def by_transformers(self, _: Any) -> Cell:
+        """Its own quantizer on what we saved: on a CPU it dequantizes."""
+        theirs = _load_plainly(self.first.model, self.folder / "saved")
+        found = dict(theirs.named_parameters())
+        stacks = {n for n, m in self.ours.named_modules() if isinstance(m, GroupedExperts)}
+        others, unread = [], []
+        for name, x in moefp8.dequantize(self.ours).named_parameters():
+            is_stack = name.rpartition(".")[0] in stacks
+            if name not in found or found[name].shape != x.shape:
+                unread.append((is_stack, name))
+            elif not torch.allclose(found[name].float(), x.float(), rtol=0.01, atol=1e-6):
+                others.append((is_stack, name))
+        if wrong := [name for is_stack, name in others + unread if not is_stack]:
+            raise Wrong(f"{wrong[0]} is another")
+        if unread:
+            return Cell(PARTLY, "it has no FP8 experts of this family")
+        why = "on a CPU, where it dequantizes, it leaves out the scales of stacked experts"
+        return Cell(PARTLY, why) if others else Cell(WORKS)
+
+    def implemented(self, _: Any) -> Cell:
+        try:
+            ours = _load_plainly(self.first.model, self.source, experts_implementation="moefp8")
+        except (TypeError, ValueError) as error:
+            return Cell(NOT_THERE, _first_line(error))
+        used = {n: m for n, m in ours.named_modules() if hasattr(m, "has_gate")}
+        logits = logits_of(ours, self.inputs)
+        if not any("_moefp8_experts" in vars(module) for module in used.values()):
+            return Cell(NOT_THERE, "its experts ask for no implementation")
+        worst = 0.0
+        for name, module in used.items():
+            if name not in self.first.calls:
+                continue
+            args, kwargs = self.first.calls[name]
+            with torch.no_grad():
+                wanted = self.first.model.get_submodule(name)(*args, **kwargs)
+                got = module(*args, **kwargs)
+            worst = max(worst, float((got - wanted).norm() / wanted.norm()))
+        if not worst < MOST_OF_BF16 or not logits.isfinite().all():
+            raise Wrong(f"experts are {worst:.2f} off")
+        return Cell(WORKS, errors={"modules": worst})
 
 
-def _quantized(
-    saved: Path,
-    folder: Path,
-    skip: Any,
-    first: Original,
-    inputs: dict[str, Any],
-    kept: dict[str, nn.Module],
-) -> Cell:
-    target = folder / f"fp8-{len(list(folder.iterdir()))}"
-    conversion = quantize_checkpoint(saved, target, skip=skip, progress=False).conversion
-    if errors := [x for x in inspect_checkpoint(target).anomalies if x.severity == "error"]:
-        raise Wrong(f"inspect: {errors[0]}")
-    ours = _load(first.model, target, FP8Config())
-    cell = _judged(ours, conversion, first, inputs)
-    other: Any = kept.get("FP8Config")
-    same = other is not None and _names_of(conversion) == _names_of(other.hf_quantizer.conversion)
-    if not skip and same and (difference := _difference(ours, other)):
-        raise Wrong(f"not what FP8Config makes: {difference}")
-    if not skip and other is not None and not same and not conversion.warning():
-        raise Wrong("swaps others than FP8Config, without a warning")
-    return cell
-
-
-def _saved(ours: nn.Module, folder: Path, inputs: dict[str, Any]) -> Cell:
-    ours.save_pretrained(folder / "saved")
-    errors = [x for x in inspect_checkpoint(folder / "saved").anomalies if x.severity == "error"]
+def _inspect(path: Path) -> None:
+    errors = [x for x in inspect_checkpoint(path).anomalies if x.severity == "error"]
     if errors:
         raise Wrong(f"inspect: {errors[0]}")
-    again = _load(ours, folder / "saved", FP8Config())
-    if difference := _difference(again, ours):
-        raise Wrong(difference)
-    if not torch.equal(logits_of(again, inputs), logits_of(ours, inputs)):
-        raise Wrong("the same tensors give other logits")
-    return Cell(WORKS)
-
-
-def _by_transformers(ours: nn.Module, folder: Path) -> Cell:
-    """Its own quantizer on what we saved: on a CPU it dequantizes."""
-    theirs = type(ours).from_pretrained(folder / "saved", dtype=torch.bfloat16)
-    plain = moefp8.dequantize(ours)
-    names = dict(theirs.named_parameters())
-    experts = []
-    for name, x in plain.named_parameters():
-        if name not in names or names[name].shape != x.shape:
-            raise Wrong(f"{name} is missing, or of another shape")
-        if not torch.allclose(names[name].float(), x.float(), rtol=0.01, atol=1e-6):
-            experts.append(name)
-    stacks = ("gate_up_proj", "down_proj", "w1", "v1", "w2", "up_proj")
-    if any(not name.endswith(stacks) for name in experts):
-        raise Wrong(f"{experts[0]} is another")
-    why = "on a CPU it leaves out the scales of stacked experts when it dequantizes"
-    return Cell(PARTLY, why) if experts else Cell(WORKS)
-
-
-def _implemented(saved: Path, first: Original, inputs: dict[str, Any]) -> Cell:
-    try:
-        ours = type(first.model).from_pretrained(
-            saved, dtype=torch.bfloat16, experts_implementation="moefp8"
-        )
-    except (TypeError, ValueError) as error:
-        return Cell(NOT_THERE, _first_line(error))
-    used = {n: m for n, m in ours.named_modules() if getattr(m, "has_gate", None) is not None}
-    logits = logits_of(ours, inputs)
-    if not any("_moefp8_experts" in vars(module) for module in used.values()):
-        return Cell(NOT_THERE, "its experts ask for no implementation")
-    worst = 0.0
-    for name, module in used.items():
-        if name in first.calls:
-            args, kwargs = first.calls[name]
-            with torch.no_grad():
-                got, wanted = module(*args, **kwargs), first.model.get_submodule(name)(*args, **kwargs)
-            worst = max(worst, float((got - wanted).norm() / wanted.norm()))
-    if not worst < 0.15 or not logits.isfinite().all():
-        raise Wrong(f"experts are {worst:.2f} off")
-    return Cell(WORKS, errors={"modules": worst})
 
 
 # ---- What they share ----
@@ -176,16 +179,26 @@ def _load(model: nn.Module, path: Path, config: FP8Config) -> nn.Module:
     return loaded.eval()
 
 
+def _load_plainly(model: nn.Module, path: Path, **options: Any) -> nn.Module:
+    loaded: nn.Module = type(model).from_pretrained(path, dtype=torch.bfloat16, **options)
+    return loaded.eval()
+
+
+def _lost(made: nn.Module, loaded: nn.Module) -> str:
+    """What transformers itself does not bring back, up to what it keeps in FP32."""
+    found = loaded.state_dict()
+    for name, x in made.state_dict().items():
+        if name not in found or not torch.equal(found[name], x.to(found[name].dtype)):
+            return f"{name} is another"
+    return ""
+
+
 def _judged(ours: nn.Module, conversion: Any, first: Original, inputs: dict[str, Any]) -> Cell:
     errors = judge(ours, first, inputs)
-    has = {kind: any(isinstance(m, kind) for m in ours.modules()) for kind in (FP8Linear, GroupedExperts)}
-    if has[FP8Linear] and has[GroupedExperts]:
-        return Cell(WORKS, errors=errors)
-    return Cell(PARTLY, conversion.warning() or "it has no experts", errors=errors)
-
-
-def _names_of(conversion: Any) -> set[str]:
-    return set(conversion.swapped)
+    if not any(isinstance(m, FP8Linear | GroupedExperts) for m in ours.modules()):
+        raise Wrong("nothing is FP8")
+    warning = conversion.warning()
+    return Cell(PARTLY if warning else WORKS, warning or "", errors=errors)
 
 
 def _difference(first: nn.Module, second: nn.Module) -> str:

@@ -39,8 +39,8 @@ SIZES: dict[str, Any] = {
     **{"num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "moe_num_experts": 8},
     **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "top_k_experts": 2, "moe_topk": 2},
     **{"moe_top_k": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "num_expert_group": 1},
-    **{"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
-    **{"v_head_dim": 48, "first_k_dense_replace": 1, "zero_expert_num": 2},
+    **{"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
+    **{"v_head_dim": 96, "first_k_dense_replace": 1, "zero_expert_num": 2},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
     **{"encoder_ffn_dim": 384, "decoder_ffn_dim": 384, "encoder_attention_heads": 4},
@@ -53,20 +53,30 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4}
 
 
+QWEN4 = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 64},
+    **{"indexer_compress_ratio": 4, "ple_embed_dim": 64},
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 384, "moe_num_experts": 8, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     },
     "dots1": {"n_shared_experts": 1},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [128, 128]}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [128, 128], "head_dim": 128}},
     "gemma4": {"text_config": {"enable_moe_block": True, "num_global_key_value_heads": 2}},
     "gemma4_text": {"enable_moe_block": True, "num_global_key_value_heads": 2},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "glm4v_moe_text": {"head_dim": 128},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "inkling2": {"vision_config": {"text_hidden_size": 256}},
     "longcat_flash": {"head_dim": 32},
+    "muse_spark": {"audio_config": {"out_hidden_size": 256}},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": 256}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
     "step3p7": {"text_config": {"sliding_window": 8}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "zaya": {"num_experts_per_tok": 1},

@@ -85,7 +85,7 @@ def _take(
     is_skipped: Callable[[str], bool],
 ) -> str | None:
     """Add the keys of a module, all of them; or say why it stays."""
-    if not entries:
+    if _weights_in(module, skeleton) - {id(slot.owner) for _, slot in entries}:
         return "its weights are stored in another form, which is converted when they are loaded"
     skipped = [is_skipped(entry.key) for entry, _ in entries]
     if all(skipped):
@@ -110,6 +110,13 @@ def _take(
         return f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
     chosen.whole.update((entry.key, slot.name) for entry, slot in stacks)
     return None
+
+
+def _weights_in(module: str, skeleton: Skeleton) -> set[int]:
+    """All that must be stored in FP8 if one of them is."""
+    slots = skeleton.inventory.slots.values()
+    found = {id(x.owner) for x in slots if x.module == module and not x.name.endswith("bias")}
+    return found or {0}  # weights that lie elsewhere
 
 
 def _rows_of(entry: Entry, slot: Slot) -> int:

@@ -13,6 +13,7 @@ from .contents import Contents
 from .names import folded, split_expert
 
 EXPERTS_NAMES = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
+_ZERO_EXPERTS = ("zero_expert_num",)  # that give what they get; a stack may hold rows for them
 _NUM_EXAMPLES = 3
 _FUSED = ".experts.down_proj"
 
@@ -46,6 +47,7 @@ def num_experts_of(contents: Contents, numbers: Numbers) -> int | None:
 def missing_experts(contents: Contents) -> Iterator[Anomaly]:
     numbers = expert_numbers(contents)
     num_experts = num_experts_of(contents, numbers) or 0
+    most = num_experts + (told(contents.config, _ZERO_EXPERTS) or 0)
     path = contents.scan.source.path
     leaves = {leaf for module in numbers.values() for leaf in module}
     for module, found in numbers.items():
@@ -55,17 +57,17 @@ def missing_experts(contents: Contents) -> Iterator[Anomaly]:
             examples = tuple(f"{module}.{i}.{leaf}: missing from {path}" for i in absent)
             if num_missing := num_experts - sum(n < num_experts for n in present):
                 yield Anomaly("error", "experts are missing", kind, examples, num_missing)
-            for number in sorted(n for n in present if n >= num_experts):
+            for number in sorted(n for n in present if n >= most):
                 text = f"{module}.{number}.{leaf} in {path}: config.json tells of {num_experts}"
                 yield error("more experts than config.json tells of", kind, text)
-    yield from _misfits(contents, num_experts, numbers)
+    yield from _misfits(contents, {num_experts, most}, numbers)
 
 
-def _misfits(contents: Contents, num_experts: int, numbers: Numbers) -> Iterator[Anomaly]:
+def _misfits(contents: Contents, allowed: set[int], numbers: Numbers) -> Iterator[Anomaly]:
     """Fused experts of another number; routers that have no experts at all."""
     for name, entry in contents.weights.items():
-        if _is_fused(name, entry.shape) and entry.shape[0] != num_experts:
-            text = f"{entry}: {entry.shape[0]} experts, config.json tells of {num_experts}"
+        if _is_fused(name, entry.shape) and entry.shape[0] not in allowed:
+            text = f"{entry}: {entry.shape[0]} experts, config.json tells of {min(allowed)}"
             yield error("experts are missing, or too many", folded(name), text)
         module = name.removesuffix("gate.weight") + "experts"
         is_router = name.endswith(".mlp.gate.weight") and not is_leftover(contents.config, name)

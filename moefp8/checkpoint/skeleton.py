@@ -18,6 +18,8 @@ from torch import nn
 from .names import weight_of_scale
 from .slots import Inventory
 
+_FLOATS = "Infinity", "-Infinity", "NaN"
+
 
 @dataclass(frozen=True)
 class Skeleton:
@@ -56,7 +58,7 @@ def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return f"transformers knows no model_type {str(model_type)[:50]!r}"
     try:
-        made = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
+        made = transformers.CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(config)))
         with torch.device("meta"):
             model = _class_of(config, made)(made)
     except Exception as error:  # whatever transformers makes of a config that others wrote
@@ -64,6 +66,15 @@ def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:
             f"transformers cannot build {model_type} ({type(error).__name__}: {str(error)[:200]})"
         )
     return Skeleton(model.to(torch.bfloat16), _conversions(model))
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in _FLOATS:
+            return float(value["__float__"])
+        return {name: _with_floats(x) for name, x in value.items()}
+    return [_with_floats(x) for x in value] if isinstance(value, list) else value
 
 
 def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:

@@ -1,6 +1,7 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -137,21 +138,20 @@ class FP8Quantizer(HfQuantizer):
     def prepare_to_save(self, model: Any, conversion: Conversion) -> None:
         """What saving reverts, and what config.json will list, once `convert` has swapped modules.
 
-        The model's own conversions were recorded before there were scales; stacks keep their names,
-        since what renames them leaves out their scales.
+        The model's own conversions were recorded before there were scales. What renames stacks
+        leaves out their scales, and what cuts a fused weight would cut blocks: these keep the
+        model's names.
         """
         self.quantization_config.keep(sorted(conversion.kept))
         if self._known is None:
             recorded = getattr(model, "_weight_conversions", None)
             self._known = recorded or get_model_conversion_mapping(model)
         conversions = self.update_weight_conversions(self._known, model)
-        stacks = [
-            f"{name}.{leaf}"
-            for name, module in model.named_modules()
-            if isinstance(module, GroupedExperts)
-            for leaf in module.fp8_names
+        model._weight_conversions = [
+            x
+            for x in conversions
+            if not (_renames(x, _weights_of(model, GroupedExperts)) or _cuts(x, _weights_of(model)))
         ]
-        model._weight_conversions = [x for x in conversions if not _renames(x, stacks)]
 
 
 def _adopt(module: nn.Module, conversion: Conversion) -> bool:
@@ -170,6 +170,27 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
 
 
 ADOPTERS.append(_adopt)
+
+
+def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModule) -> list[str]:
+    """Names of FP8 weights in modules of that kind."""
+    return [
+        f"{name}.{leaf}"
+        for name, module in model.named_modules()
+        if isinstance(module, kind)
+        for leaf in module.fp8_names
+    ]
+
+
+def _cuts(conversion: Any, names: list[str]) -> bool:
+    """Whether one of these names, or its scales, is fused of keys other than experts one by one."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    if any(isinstance(step, MergeModulelist) for step in conversion.operations):
+        return False
+    named = [*names, *(f"{name}{SCALE}" for name in names)]
+    targets = conversion._original_target_patterns
+    return any(re.search(f"{target}$", name) for target in targets for name in named)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:

@@ -192,7 +192,8 @@ class GroupedExperts(FixedDtypeModule):
         """Run every token through its experts.
 
         Args:
-            hidden_states: [T, H] bf16, fp16 or fp32, or [..., H] with T rows in all. NaN and Inf stay in their own token's row.
+            hidden_states: [T, H] bf16, fp16 or fp32, or [..., H] with T rows in all. NaN and Inf
+                stay in their own token's row.
             top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
                 counts with weight 0. Checked on the CPU; on a GPU other ids count as E too.
             top_k_weights: [T, k] bf16, fp16 or fp32.
