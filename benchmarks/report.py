@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floors, headlines, moe, roofline, speedups
+from benchmarks.families import table as families
 from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, geomean, ratio
 from benchmarks.grouped import (
     GOALS,
@@ -25,7 +26,7 @@ from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "README.md", *((ROOT / "docs") / name for name in ("benchmarks.md", "families.md")))
 
 
 def accuracy_table(results: dict[str, Any]) -> str:
@@ -309,6 +310,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "gemm": gemm_tables,
     "grouped": grouped_tables,
     "moe": moe_tables,
+    "families": families.table,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
 PLOTS = {"gemm": roofline.draw, "grouped": speedups.draw, "moe": floors.draw}

@@ -154,6 +154,16 @@ def test_experts_take_no_tokens(layout):
     assert (y.shape, y.dtype) == ((0, H), torch.bfloat16)
 
 
+@pytest.mark.parametrize("shape", [(3, 4, H), (1, 12, H), (2, 2, 3, H), (12, H)])
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_experts_take_tokens_of_any_shape(shape, layout):
+    """DBRX gives a batch of sequences, and choices for each row of it."""
+    experts, x = GroupedExperts(E, H, I, layout=layout), hidden(12)
+    choices = torch.randint(E, (12, 2)), torch.rand(12, 2)
+    expected = experts(x, *choices)
+    assert torch.equal(experts(x.view(shape), *choices), expected.view(shape))
+
+
 ONES = torch.ones(4, 2)
 INDEX = torch.zeros(4, 2, dtype=torch.int64)
 BAD_EXPERTS = {
@@ -162,8 +172,12 @@ BAD_EXPERTS = {
         r"hidden_states must be \[T, H\] = \[4, 256\], got \[4, 200\]",
     ),
     "rank": (
-        (hidden(4)[None], INDEX, ONES),
-        r"hidden_states must have 2 dimensions, got shape \[1, 4, 256\]",
+        (hidden(4)[0][None, None].expand(1, 5, -1), INDEX, ONES),
+        r"top_k_index must be \[T, k\] = \[5, 2\], got \[4, 2\]",
+    ),
+    "a number": (
+        (torch.tensor(1.0), INDEX, ONES),
+        r"hidden_states must have 2 dimensions, got shape \[\]",
     ),
     "dtype": ((hidden(4).double(), INDEX, ONES), "hidden_states must be .*, got float64"),
     "index dtype": (

@@ -47,7 +47,7 @@ def num_experts_of(contents: Contents, numbers: Numbers) -> int | None:
 def missing_experts(contents: Contents) -> Iterator[Anomaly]:
     numbers = expert_numbers(contents)
     num_experts = num_experts_of(contents, numbers) or 0
-    most = num_experts + (told(contents.config, _ZERO_EXPERTS) or 0)
+    most = _num_kinds(contents) * num_experts + (told(contents.config, _ZERO_EXPERTS) or 0)
     path = contents.scan.source.path
     leaves = {leaf for module in numbers.values() for leaf in module}
     for module, found in numbers.items():
@@ -63,16 +63,25 @@ def missing_experts(contents: Contents) -> Iterator[Anomaly]:
     yield from _misfits(contents, {num_experts, most}, numbers)
 
 
+def _num_kinds(contents: Contents) -> int:
+    """Of experts that are numbered on: ERNIE 4.5 VL has as many again for images, of another I."""
+    sizes = text_config(contents.config).get("moe_intermediate_size")
+    return len(sizes) if isinstance(sizes, list) and sizes else 1
+
+
 def _misfits(contents: Contents, allowed: set[int], numbers: Numbers) -> Iterator[Anomaly]:
     """Fused experts of another number; routers that have no experts at all."""
+    named = (name for name in (*numbers, *contents.named) if ".mlp." in name)
+    experts = (name for name in named if ".experts." in f"{name}.")
+    with_experts = {name.partition(".mlp.")[0] + ".mlp" for name in experts}
     for name, entry in contents.weights.items():
         if _is_fused(name, entry.shape) and entry.shape[0] not in allowed:
             text = f"{entry}: {entry.shape[0]} experts, config.json tells of {min(allowed)}"
             yield error("experts are missing, or too many", folded(name), text)
-        module = name.removesuffix("gate.weight") + "experts"
+        block = name.removesuffix(".gate.weight")
         is_router = name.endswith(".mlp.gate.weight") and not is_leftover(contents.config, name)
-        if is_router and module not in numbers and f"{module}.down_proj" not in contents.named:
-            yield error("a router without experts", folded(name), f"{entry}: no {module}.*")
+        if is_router and block not in with_experts:
+            yield error("a router without experts", folded(name), f"{entry}: no {block}.experts.*")
 
 
 def missing_layers(contents: Contents) -> Iterator[Anomaly]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.circumstances import circumstances
+from benchmarks.families import RESULTS
 
-RESULTS = Path(__file__).parent / "results" / "families.json"
 PATIENCE_S = 240
 _ONE = "--one"
 
@@ -32,7 +32,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(_here(arguments.names[0])))
         return
-    from benchmarks.tiny_models import families
+    from benchmarks.families.models import families
 
     names = arguments.names or families()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -64,7 +64,8 @@ def row_in_a_process(name: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"not_built": f"not done in {PATIENCE_S} s"}
     if ran.returncode:
-        return {"not_built": f"the process ended with {ran.returncode}: {ran.stderr[-300:]}"}
+        last = (ran.stderr.splitlines() or [""])[-1]
+        return {"not_built": f"the process ended with {ran.returncode}: {last}"}
     row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return row
 
@@ -72,8 +73,8 @@ def row_in_a_process(name: str) -> dict[str, Any]:
 def _here(name: str) -> dict[str, Any]:
     import transformers
 
-    from benchmarks.family_cells import row_of
-    from benchmarks.tiny_models import NotBuilt
+    from benchmarks.families.cells import row_of
+    from benchmarks.families.models import NotBuilt
 
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
