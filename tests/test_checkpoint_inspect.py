@@ -372,3 +372,39 @@ def test_errors_come_first(tmp_path):
     severities = [anomaly.severity for anomaly in inspect_checkpoint(path).anomalies]
     assert severities[0] == "error"
     assert set(severities[1:]) == {"note"}
+
+
+@pytest.mark.parametrize(
+    ("told_besides", "is_told"),
+    [
+        ({}, True),
+        ({"zero_expert_num": 1}, False),  # LongCat: a stack has rows for experts that do nothing
+        ({"zero_expert_num": 0}, True),
+        ({"moe_intermediate_size": [I, I // 2]}, False),  # ERNIE 4.5 VL: as many again for images
+        ({"moe_intermediate_size": I}, True),
+    ],
+)
+def test_experts_that_config_json_tells_by_other_names(tmp_path, told_besides, is_told):
+    tensors = deepseek_tensors()
+    for projection, shape in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
+        for layer in (0, 1):
+            pair = fp8_pair(f"model.layers.{layer}.mlp.experts.{E}.{projection}_proj", *shape)
+            tensors |= pair
+    config = {**CONFIG, "n_routed_experts": E, **told_besides}
+    path = write(tmp_path / "c", tensors, config)
+    rules = {anomaly.rule for anomaly in inspect_checkpoint(path).anomalies}
+    assert ("more experts than config.json tells of" in rules) == is_told
+
+
+def test_experts_below_another_name_are_of_their_router(tmp_path):
+    """ERNIE 4.5 VL has mlp.text_moe.experts beside mlp.gate."""
+    weight = torch.ones(E, 2 * I, H).bfloat16()
+    tensors = {
+        "model.layers.0.mlp.gate.weight": torch.ones(E, H),
+        "model.layers.0.mlp.text_moe.experts.gate_up_proj": weight,
+        "model.layers.1.mlp.gate.weight": torch.ones(E, H),
+        "model.layers.1.mlp.shared_experts.up_proj.weight": weight[0].clone(),
+    }
+    path = write(tmp_path / "c", tensors, {"num_experts": E, "num_hidden_layers": 2})
+    assert told(path, "a router without experts").kind == "model.layers.*.mlp.gate.weight"
+    assert told(path, "a router without experts").count == 1

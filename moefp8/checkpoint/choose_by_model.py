@@ -85,7 +85,7 @@ def _take(
     is_skipped: Callable[[str], bool],
 ) -> str | None:
     """Add the keys of a module, all of them; or say why it stays."""
-    if _weights_in(module, skeleton) - {id(slot.owner) for _, slot in entries}:
+    if not entries or _weights_of(module, skeleton) - {id(slot.owner) for _, slot in entries}:
         return "its weights are stored in another form, which is converted when they are loaded"
     skipped = [is_skipped(entry.key) for entry, _ in entries]
     if all(skipped):
@@ -112,11 +112,10 @@ def _take(
     return None
 
 
-def _weights_in(module: str, skeleton: Skeleton) -> set[int]:
+def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
     """All that must be stored in FP8 if one of them is."""
     slots = skeleton.inventory.slots.values()
-    found = {id(x.owner) for x in slots if x.module == module and not x.name.endswith("bias")}
-    return found or {0}  # weights that lie elsewhere
+    return {id(x.owner) for x in slots if x.module == module and not x.name.endswith("bias")}
 
 
 def _rows_of(entry: Entry, slot: Slot) -> int:
