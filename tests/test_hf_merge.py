@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
-from moefp8.hf.merge import copying_once
+from moefp8.hf.merge import copying_once, is_target
 
 GATE, UP, DOWN = (f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down"))
 
@@ -70,3 +70,9 @@ def test_experts_of_different_sizes_are_an_error():
     tensors[UP] = [*tensors[GATE][:4], torch.zeros(5, 4)]
     with pytest.raises(ValueError, match="of one shape"):
         merged(copying_once(gate_up()), tensors)
+
+
+def test_groups_of_a_target_stand_for_anything():
+    assert is_target(r"\.mlp\.\1\.gate_up_proj", "layers.0.mlp.experts.gate_up_proj")
+    assert not is_target(r"\.mlp\.\1\.gate_up_proj", "layers.0.mlp.experts.gate_up_proj.weight")
+    assert not is_target(r"mlp.down_proj", "mlp.up_proj")

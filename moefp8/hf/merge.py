@@ -47,9 +47,14 @@ def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
         return [conversion]
     sources, target = conversion._original_source_patterns, conversion._original_target_patterns[0]
     is_of_weights = all(source.endswith(".weight") for source in sources)
-    if is_of_weights and any(re.search(f"{target}{SCALE}$", name) for name in scales):
+    if is_of_weights and any(is_target(f"{target}{SCALE}", name) for name in scales):
         return [conversion, _copy_of(conversion, SCALE, list(conversion.operations))]
     return [conversion]
+
+
+def is_target(pattern: str, name: str) -> bool:
+    """Whether a conversion's target pattern, in which groups stand for anything, ends name."""
+    return re.search(re.sub(r"\\\d", ".*", pattern) + "$", name) is not None
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:

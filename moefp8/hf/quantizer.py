@@ -1,7 +1,6 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
 import os
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +29,7 @@ from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
-from .merge import SCALE, copying_once, with_scales
+from .merge import SCALE, copying_once, is_target, with_scales
 
 
 @register_quantizer(METHOD)
@@ -190,7 +189,7 @@ def _cuts(conversion: Any, names: list[str]) -> bool:
         return False
     named = [*names, *(f"{name}{SCALE}" for name in names)]
     targets = conversion._original_target_patterns
-    return any(re.search(f"{target}$", name) for target in targets for name in named)
+    return any(is_target(target, name) for target in targets for name in named)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:

@@ -182,7 +182,7 @@ def _read(path: Path, key: str) -> Cubin | None:
     if data is None:
         return None
     with suppress(OSError):  # on a read-only disk, or not ours
-        os.utime(path)  # last used
+        os.utime(path, follow_symlinks=False)  # last used
     return Cubin.from_bytes(key, data)
 
 
