@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
@@ -221,6 +222,20 @@ def test_without_the_plug_in_saving_is_refused(qwen, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "import moefp8.hf before moefp8.convert(model)" in done.stdout
     assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.0", "model.layers.1.mlp.experts"])
+def test_a_model_of_which_a_part_was_converted_is_not_saved_as_weights(qwen, tmp_path, part):
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
+    parent, _, name = part.rpartition(".")
+    setattr(model.get_submodule(parent), name, convert(model.get_submodule(part)))
+    with pytest.raises(ValueError, match="convert the model as a whole"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
+    assert model.state_dict().keys()  # anybody else may ask
+    moefp8.dequantize(model)
+    model.save_pretrained(tmp_path / "plain")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
 
 
 def test_converted_twice(qwen, tmp_path):

@@ -26,7 +26,7 @@ from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert
 from ..layers.module import FixedDtypeModule
-from ..layers.saving import ADOPTERS
+from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
 from .merge import SCALE, copying_once, is_target, with_scales
@@ -168,7 +168,12 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
     return True
 
 
+def _knows(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "hf_quantizer", None), FP8Quantizer)
+
+
 ADOPTERS.append(_adopt)
+KNOWERS.append(_knows)
 
 
 def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModule) -> list[str]:

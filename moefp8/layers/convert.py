@@ -316,10 +316,12 @@ def _swap(
 ) -> nn.Module:
     if (stacks := stacks_of(module)) is not None:
         experts = GroupedExperts.from_weights(stacks.gate_up_proj, stacks.down_proj, **settings)
+        experts.is_converted = True
         return experts.train(module.training)
     layer = FP8Linear.from_linear(_as_linear(module))
     first = weights.setdefault((id(module.get_parameter("weight")), is_conv1d(module)), layer)
     layer.weight, layer.weight_scale_inv = first.weight, first.weight_scale_inv
+    layer.is_converted = True
     return layer.train(module.training)
 
 

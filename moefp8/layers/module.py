@@ -10,6 +10,7 @@ from torch import nn
 from ..kernels import E4M3
 from ..kernels.checks import FLOATS, check_shape, check_tensor
 from ..kernels.registry import register
+from .saving import check_saver
 
 
 class FixedDtypeModule(nn.Module):
@@ -20,6 +21,7 @@ class FixedDtypeModule(nn.Module):
 
     fp8_names: ClassVar[tuple[str, ...]] = ()
     fp32_names: ClassVar[tuple[str, ...]] = ()
+    is_converted = False  # whether `convert` put it in another module's place
 
     def _look_up(self, name: str) -> Any:
         """`getattr(self, name)`, in a third of the time: `nn.Module` looks among these last."""
@@ -45,6 +47,11 @@ class FixedDtypeModule(nn.Module):
             return fn(x) if probe.dtype == x.dtype else x.to(probe.device)
 
         return super()._apply(keeping_dtype, recurse)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_converted:
+            check_saver()
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
