@@ -113,9 +113,8 @@ def a_norm_is_another(model):
 
 
 def a_router_is_fp8(model):
-    layer = model.model.layers[0].mlp
     router = nn.Linear(256, 8, bias=False)
-    layer.gate.proj = FP8Linear.from_linear(router)
+    model.model.layers[1].mlp.gate.proj = FP8Linear.from_linear(router)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class FixedDtypeModule(nn.Module):
         parameters = self._parameters
         if name in parameters:
             return parameters[name]
-        if name in getattr(self, "parametrizations", ()):
+        if name in self.fp8_names and name in getattr(self, "parametrizations", ()):
             raise ValueError(
                 f"{type(self).__name__}: {name} is parametrized (by torch.nn.utils.parametrize, or "
                 "PEFT's target_parameters), which would change FP8 codes and not what they stand "
