@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from model_cases import RELEASE
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
@@ -79,6 +80,8 @@ def test_what_is_missing_is_told(case, tmp_path):
 
 @pytest.mark.parametrize("kind", [DbrxForCausalLM, GPT2LMHeadModel, BertForMaskedLM])
 def test_what_is_whole_loads(kind, tmp_path):
+    if kind is DbrxForCausalLM and RELEASE < (5, 20):
+        pytest.skip("its DBRX takes hidden sizes for intermediate ones: convert refuses it")
     config = {DbrxForCausalLM: DBRX, GPT2LMHeadModel: GPT2, BertForMaskedLM: BERT}[kind]
     saved(kind, config, tmp_path)
     kind.from_pretrained(tmp_path, quantization_config=FP8Config())
