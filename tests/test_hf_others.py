@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from moefp8 import FP8Linear
+from moefp8.checkpoint import quantize_checkpoint
 from moefp8.hf import FP8Config
 
 H = {"hidden_size": 128, "vocab_size": 256}
@@ -53,6 +54,10 @@ def test_they_load_in_fp8_run_and_come_back(family, tmp_path):
     with torch.no_grad():
         wanted, got = model(**ids).logits.float(), ours(**ids).logits.float()
     assert 1e-4 < (got - wanted).norm() / wanted.norm() < 0.12
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "quantized")
+    same = kind.from_pretrained(tmp_path / "quantized", quantization_config=FP8Config())
+    with torch.no_grad():
+        assert torch.equal(same(**ids).logits.float(), got)
     ours.save_pretrained(tmp_path / "fp8")
     again = kind.from_pretrained(tmp_path / "fp8", quantization_config=FP8Config())
     with torch.no_grad():

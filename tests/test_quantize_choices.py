@@ -23,7 +23,6 @@ SIZES = {
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
 }
-DBRX_EXPERTS = {"ffn_hidden_size": 384, "moe_num_experts": 4, "moe_top_k": 2}
 
 
 def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
@@ -32,16 +31,17 @@ def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
     return GraniteMoeSWAConfig(**sizes, num_local_experts=4)
 
 
-def dbrx() -> PretrainedConfig:
+def dbrx(d_model: int = 256, ffn_hidden_size: int = 384) -> PretrainedConfig:
     attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}
-    sizes = {"vocab_size": 256, "n_layers": 2, "d_model": 256, "n_heads": 4}
-    return DbrxConfig(**sizes, ffn_config=DBRX_EXPERTS, attn_config=attention)
+    sizes = {"vocab_size": 256, "n_layers": 2, "d_model": d_model, "n_heads": 4}
+    experts = {"ffn_hidden_size": ffn_hidden_size, "moe_num_experts": 4, "moe_top_k": 2}
+    return DbrxConfig(**sizes, ffn_config=experts, attn_config=attention)
 
 
-def saved(config: PretrainedConfig, path) -> torch.nn.Module:
+def saved(config: PretrainedConfig, path, **options) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path)
+    model.save_pretrained(path, **options)
     return model
 
 
@@ -88,23 +88,51 @@ def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog
     assert "model.layers.1.block_sparse_moe.experts" in kept
 
 
-def test_experts_that_checkpoints_store_otherwise_stay(tmp_path):
-    original = saved(dbrx(), tmp_path / "s")
-    with pytest.warns(UserWarning, match=r"experts stay in 16 bits: .*ffn\.experts"):
+def test_dbrx_gets_the_stacks_that_convert_makes(tmp_path):
+    """Gate, up and the transposed down, in files of their own here."""
+    saved(dbrx(), tmp_path / "s", max_shard_size="300KB")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert set(done.conversion.swapped.values()) == {"linear", "experts"}
+    home = "transformer.blocks.1.ffn.experts"
+    stored = read(tmp_path / "t")
+    assert stored[f"{home}.gate_up_proj"].shape == (4, 768, 256)
+    assert stored[f"{home}.down_proj_scale_inv"].shape == (4, 2, 3)
+    assert not any(f"{home}.mlp" in key for key in stored)
+    model = fp8_of(tmp_path / "t")
+    assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
+    assert_equal(model, fp8_of(tmp_path / "s"))
+    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+
+
+@pytest.mark.parametrize("sizes", [{"ffn_hidden_size": 320}, {"d_model": 192}])
+def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
+    saved(dbrx(**sizes), tmp_path / "s")
+    with pytest.warns(UserWarning, match=r"experts stay in 16 bits: .*ffn\.experts .*128 does not"):
         done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert set(done.conversion.swapped.values()) == {"linear"}
     ids = torch.randint(0, 256, (1, 9))
     with torch.no_grad():
-        got, wanted = fp8_of(tmp_path / "t")(ids).logits, original(ids).logits
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "s")
+        got, wanted = fp8_of(tmp_path / "t")(ids).logits, model(ids).logits
     assert (got - wanted).norm() / wanted.norm() < 0.2
 
 
-def test_what_is_stored_transposed_is_refused_with_the_way_out(tmp_path):
-    sizes = {"vocab_size": 256, "n_embd": 128, "n_layer": 2, "n_head": 2}
+def test_dbrx_is_skipped_whole_or_not_at_all(tmp_path):
+    saved(dbrx(), tmp_path / "s")
+    with pytest.raises(CheckpointError, match=r"must be skipped whole, or not at all; .*mlp\.v1"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="*.v1")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="ffn.experts")
+    assert set(done.conversion.swapped.values()) == {"linear"}
+
+
+def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
+    """Of more rows than are quantized at once, and a last block that is not full."""
+    sizes = {"vocab_size": 256, "n_embd": 512, "n_inner": 2000, "n_layer": 1, "n_head": 2}
     saved(GPT2Config(**sizes), tmp_path / "s")
-    with pytest.raises(CheckpointError, match=r"(?s)stored transposed.*FP8Config\(\)"):
-        quantize_checkpoint(tmp_path / "s", tmp_path / "t")
-    assert not (tmp_path / "t").exists()
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert set(done.conversion.swapped.values()) == {"Conv1D"}
+    assert read(tmp_path / "t")["transformer.h.0.mlp.c_fc.weight"].shape == (2000, 512)
+    assert_equal(fp8_of(tmp_path / "t"), fp8_of(tmp_path / "s"))
 
 
 def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):

@@ -4,7 +4,7 @@ E experts, H hidden, I intermediate.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from .choose_by_model import choose_by_model
 from .config import is_leftover, layer_of
 from .errors import raise_if_any
 from .header import TORCH_DTYPES, Entry
-from .moves import Move, pieces
+from .moves import Move, apart, whole
 from .names import split_expert, weight_of_scale
 from .skeleton import Skeleton, skeleton_of
 from .source import Source
@@ -43,16 +43,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Picked:
-    """Keys: of matrices, of stacks to be stored one by one, of stacks that stay so -> new keys."""
+    """moves: key -> what becomes of it in FP8; none of a key that goes into another's."""
 
-    matrices: set[str]
-    apart: set[str]
-    whole: dict[str, str]
+    moves: dict[str, list[Move]]
     conversion: Conversion
     basis: str
-
-    def all(self) -> set[str]:
-        return {*self.matrices, *self.apart, *self.whole}
 
 
 def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
@@ -61,7 +56,8 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
     Of a family that transformers does not know, or without it: every 2-D weight of a decoder layer,
     but for routers, gates, and what KEPT and skip name. Experts stacked as `gate_up_proj`
     [E, 2I, H] and `down_proj` [E, H, I] are taken apart into DeepSeek's names, since gate and up
-    have scale blocks of their own; where a loader knows these as stacks alone, they stay stacks.
+    have scale blocks of their own; where a loader knows these as stacks alone, they stay stacks, or
+    become such.
 
     Raises:
         CheckpointError: a source that is quantized already, holds experts of another make or
@@ -77,9 +73,11 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
     else:
         _check_skip(source, skip, skeleton.rename)
         picked = _pick_by_model(source, skip, headline, skeleton)
-    moves = list(_moves(source, picked))
+    moves = list(_moves(source, picked.moves))
     raise_if_any(_twice(moves), headline)
-    kept = dict.fromkeys([*_kept_modules(source, picked.all()), *_kept_in_model(skeleton, picked)])
+    kept = dict.fromkeys(
+        [*_kept_modules(source, picked.moves.keys()), *_kept_in_model(skeleton, picked)]
+    )
     return Choice(moves, list(kept), picked.conversion, picked.basis)
 
 
@@ -98,7 +96,9 @@ def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str)
     kinds |= {found[0]: "experts" for key in linears if (found := split_expert(key))}
     kinds |= {key.rpartition(".")[0]: "experts" for key in stacks}
     kept = dict.fromkeys(_kept_modules(source, linears | stacks), "by name, or skipped")
-    return _Picked(linears, stacks, {}, Conversion(kinds, kept), f"names ({why})")
+    moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in linears}
+    moves |= {key: list(apart(source.entries[key])) for key in stacks}
+    return _Picked(moves, Conversion(kinds, kept), f"names ({why})")
 
 
 def _pick_by_model(
@@ -110,10 +110,11 @@ def _pick_by_model(
     chosen = choose_by_model(source, skeleton, skip, is_skipped)
     left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
     leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
-    matrices = chosen.matrices | leftover  # layers for multi-token prediction: models hold none
-    problems = _dtype_problems(source, {*matrices, *chosen.apart, *chosen.whole})
-    problems += _split_modules(source, matrices)
-    if not matrices and not chosen.apart and not chosen.whole and not problems:
+    moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
+    moves |= chosen.moves  # leftover are layers for multi-token prediction: models hold none
+    problems = _dtype_problems(source, moves)
+    problems += _split_modules(source, moves.keys())
+    if not moves and not problems:
         told = Conversion({}, chosen.kept).warning() or ""
         problems.append(
             f"{told}; convert the model instead, or load it by "
@@ -123,7 +124,7 @@ def _pick_by_model(
     swapped = chosen.swapped | {key.removesuffix(".weight"): "linear" for key in leftover}
     basis = f"transformers' {type(skeleton.model).__name__}"
     conversion = Conversion(swapped, chosen.kept, chosen.experts)
-    return _Picked(matrices, chosen.apart, chosen.whole, conversion, basis)
+    return _Picked(moves, conversion, basis)
 
 
 def _kept_in_model(skeleton: Skeleton | str, picked: _Picked) -> list[str]:
@@ -139,15 +140,10 @@ def _dtype_problems(source: Source, keys: Iterable[str]) -> list[str]:
     ]
 
 
-def _moves(source: Source, picked: _Picked) -> Iterator[Move]:
+def _moves(source: Source, fp8: Mapping[str, list[Move]]) -> Iterator[Move]:
     for shard in source.shards.values():
         for entry in sorted(shard.entries, key=lambda entry: (entry.begin, entry.end)):
-            if entry.key in picked.apart:
-                yield from pieces(entry)
-            else:
-                key = picked.whole.get(entry.key, entry.key)
-                is_fp8 = entry.key in picked.matrices or entry.key in picked.whole
-                yield Move(entry, entry.begin, entry.num_bytes, key, entry.shape, is_fp8)
+            yield from fp8.get(entry.key, [whole(entry, entry.key, is_fp8=False)])
 
 
 def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> set[str]:
@@ -241,7 +237,7 @@ def _dtype_problem(entry: Entry) -> str | None:
     return f"dtype must be one of {', '.join(_DTYPES)}, got {entry.dtype}"
 
 
-def _split_modules(source: Source, linears: set[str]) -> list[str]:
+def _split_modules(source: Source, linears: Collection[str]) -> list[str]:
     """Layers compute all experts of a module in FP8, or none."""
     fates: dict[str, set[bool]] = {}
     for key, entry in source.entries.items():
@@ -266,7 +262,7 @@ def _twice(moves: list[Move]) -> list[str]:
     return problems
 
 
-def _kept_modules(source: Source, quantized: set[str]) -> list[str]:
+def _kept_modules(source: Source, quantized: Collection[str]) -> list[str]:
     """For modules_to_not_convert, by which loaders tell what is no FP8 module.
 
     Experts stand there as one module. A head that is tied has no key, and yet it is a linear.

@@ -12,28 +12,30 @@ from ..kernels import BLOCK
 from ..layers import Conversion, plan_conversion
 from ..layers.conversion import SKIPPED
 from ..layers.selection import matches
+from ..layers.stacks import STACKS, stacks_of
 from .errors import CheckpointError
 from .header import Entry
+from .moves import Move, apart, fused, transposed, transposed_stack, whole
 from .names import scale_of_weight
 from .skeleton import Skeleton
 from .slots import Slot
 from .source import Source
 
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_LOST = "its weights or scales would not be found"
+_UNEVEN = f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
 
 @dataclass
 class ByModel:
-    """What becomes FP8, by key, and what stays.
+    """What becomes FP8, and what stays.
 
-    matrices: of [N, K] weights; apart: of stacks [E, N, K] to be stored one by one; whole: of
-    stacks that stay so, and the model's names for them. swapped: what `convert` swaps; kept:
-    module -> why it stays; experts: those of kept that are experts. unknown: keys of no module.
+    moves: key -> what becomes of it; none of a key that goes into another's. swapped: what
+    `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
+    unknown: keys of no module.
     """
 
-    matrices: set[str] = field(default_factory=set)
-    apart: set[str] = field(default_factory=set)
-    whole: dict[str, str] = field(default_factory=dict)
+    moves: dict[str, list[Move]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     swapped: dict[str, str] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
@@ -53,12 +55,12 @@ def choose_by_model(
     chosen = ByModel(kept=dict(conversion.kept), experts=set(conversion.experts))
     found = _entries_of(source, skeleton, conversion, chosen)
     for module, kind in conversion.swapped.items():
-        why = "stored transposed" if kind == "Conv1D" else None
-        why = why or _take(chosen, module, found[module], skeleton, is_skipped)
-        if why is None:
+        came = _moves_of(module, kind, found[module], skeleton, is_skipped)
+        if isinstance(came, dict):
+            chosen.moves |= came
             chosen.swapped[module] = kind
             continue
-        chosen.kept[module] = why
+        chosen.kept[module] = came
         chosen.experts |= {module} if kind == "experts" else set()
     return chosen
 
@@ -72,19 +74,21 @@ def _entries_of(
         slot = skeleton.inventory.find(skeleton.rename(key))
         if slot is None:
             chosen.unknown.add(key)
-        elif slot.module in conversion.swapped and not slot.name.endswith("bias"):
-            found[slot.module].append((entry, slot))
+        elif not slot.name.endswith("bias"):
+            homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
+            for module in homes & conversion.swapped.keys():
+                found[module].append((entry, slot))
     return found
 
 
-def _take(
-    chosen: ByModel,
+def _moves_of(
     module: str,
+    kind: str,
     entries: list[tuple[Entry, Slot]],
     skeleton: Skeleton,
     is_skipped: Callable[[str], bool],
-) -> str | None:
-    """Add the keys of a module, all of them; or say why it stays."""
+) -> dict[str, list[Move]] | str:
+    """Key -> what becomes of it, of all weights of a module; or why it stays."""
     if not entries or _weights_of(module, skeleton) - {id(slot.owner) for _, slot in entries}:
         return "its weights are stored in another form, which is converted when they are loaded"
     skipped = [is_skipped(entry.key) for entry, _ in entries]
@@ -96,26 +100,46 @@ def _take(
     if any(entry.shape != slot.shape for entry, slot in entries):
         entry, slot = next((e, s) for e, s in entries if e.shape != s.shape)
         return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
-    stacks = [(entry, slot) for entry, slot in entries if len(entry.shape) == 3]
-    found = [slot.name if stacks else entry.key for entry, slot in entries]
-    if not all(_are_found(name, skeleton) for name in found):
-        return "its weights or scales would not be found"
-    if not stacks:
-        chosen.matrices.update(entry.key for entry, _ in entries)
-        return None
-    if all(_can_be_apart(entry, slot, skeleton) for entry, slot in stacks):
-        chosen.apart.update(entry.key for entry, _ in stacks)
-        return None
-    if any(_rows_of(entry, slot) % BLOCK for entry, slot in stacks):
-        return f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
-    chosen.whole.update((entry.key, slot.name) for entry, slot in stacks)
-    return None
+    stacks = stacks_of(skeleton.model.get_submodule(module))
+    if stacks is not None and stacks.names != STACKS:
+        named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in entries}
+        num_experts = len(stacks.down_proj)
+        return _fused(module, [named[name] for name in stacks.names], num_experts, skeleton)
+    in_stacks = [(entry, slot) for entry, slot in entries if len(entry.shape) == 3]
+    names = [slot.name if in_stacks else entry.key for entry, slot in entries]
+    if not all(_are_found(name, skeleton) for name in names):
+        return _LOST
+    if kind == "Conv1D":
+        return {entry.key: [transposed(entry)] for entry, _ in entries}
+    if not in_stacks:
+        return {entry.key: [whole(entry, entry.key, is_fp8=True)] for entry, _ in entries}
+    if all(_can_be_apart(entry, slot, skeleton) for entry, slot in in_stacks):
+        return {entry.key: list(apart(entry)) for entry, _ in in_stacks}
+    if any(_rows_of(entry, slot) % BLOCK for entry, slot in in_stacks):
+        return _UNEVEN
+    return {entry.key: [whole(entry, slot.name, is_fp8=True)] for entry, slot in in_stacks}
+
+
+def _fused(
+    module: str, weights: list[Entry], num_experts: int, skeleton: Skeleton
+) -> dict[str, list[Move]] | str:
+    """Of DBRX's weights, the stacks that `convert` makes of them."""
+    gate, up, down = weights
+    if gate.shape[0] // num_experts % BLOCK or down.shape[1] % BLOCK:
+        return _UNEVEN
+    first = fused(gate, up, f"{module}.gate_up_proj", num_experts)
+    second = transposed_stack(down, f"{module}.down_proj", num_experts)
+    keys = [key for move in (first, second) for key, _, _ in move.outputs()]
+    if any(skeleton.rename(key) != key for key in keys):
+        return _LOST
+    return {gate.key: [first], up.key: [], down.key: [second]}
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
     """All that must be stored in FP8 if one of them is."""
     slots = skeleton.inventory.slots.values()
-    return {id(x.owner) for x in slots if x.module == module and not x.name.endswith("bias")}
+    named = (x for x in slots if x.name.startswith(f"{module}.") and not x.name.endswith("bias"))
+    return {id(x.owner) for x in named}
 
 
 def _rows_of(entry: Entry, slot: Slot) -> int:

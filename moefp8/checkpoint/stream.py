@@ -14,9 +14,9 @@ import torch
 from ..kernels import BLOCK, E4M3, num_blocks
 from ..kernels.jit.kernel import num_processors
 from ..quant import quantize_128x128
-from .choose import Move
 from .errors import CheckpointError
-from .header import TORCH_DTYPES, Entry, stamp_of
+from .header import Entry, stamp_of
+from .moves import Move, Piece
 from .pool import run_all
 from .read import Files, open_files
 from .report import ErrorSums, WeightReport
@@ -54,7 +54,9 @@ def write_shard(
     header, entries = lay_out(path, (output for move in moves for output in move.outputs()))
     reports: dict[str, WeightReport] = {}
     with ExitStack() as stack:
-        sources = open_files(stack, [move.entry for move in moves], source.shards, OUTCOME)
+        sources = open_files(
+            stack, [x.entry for move in moves for x in move.pieces], source.shards, OUTCOME
+        )
         target = create(path, header)
         stack.callback(os.close, target)
         job = _Job(sources, target, entries, device)
@@ -77,19 +79,18 @@ def write_shard(
 def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightReport:
     data, scale = (job.entries[key] for key, _, _ in move.outputs())
     n, k = move.matrix()
-    dtype = TORCH_DTYPES[move.entry.dtype]
     scale_inv = torch.empty(num_blocks(n), num_blocks(k))
     sums = ErrorSums()
-    for first, rows in _bands(n, k):
-        band = torch.empty(rows, k, dtype=dtype)
-        _read(job, move, first * k * dtype.itemsize, band)
-        block_rows = scale_inv[first // BLOCK :][: num_blocks(rows)]
-        with _telling(move.entry, "quantizing"):
+    first = 0
+    for piece, band in _bands(job, move, k):
+        block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
+        with _telling(piece.entry, "quantizing"):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
             if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
-                raise CheckpointError(f"{move.entry}: holds NaN or Inf in {move.key}")
+                raise CheckpointError(f"{piece.entry}: holds NaN or Inf in {move.key}")
         write(job.target, data, first * k, quantized)
         advance(band.nbytes)
+        first += len(band)
     write(job.target, scale, 0, scale_inv)
     return sums.report(move.key, move.shape)
 
@@ -109,24 +110,37 @@ def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums)
     return data
 
 
-def _bands(n: int, k: int) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows), each but the last a multiple of 128; none of an empty weight."""
+def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """[rows, K], each but the last of a multiple of 128 rows; none of an empty weight.
+
+    What is stored transposed is read whole, and then cut.
+    """
     step = max(_BAND_ELEMENTS // max(k, 1) // BLOCK, 1) * BLOCK
-    for first in range(0, n if k else 0, step):
-        yield first, min(step, n - first)
+    for piece in move.pieces:
+        num_rows = piece.num_rows(k)
+        if piece.is_transposed:
+            stored = torch.empty(k, num_rows, dtype=piece.dtype)
+            _read(job, piece, 0, stored)
+            yield from ((piece, band) for band in stored.t().split(step) if band.numel())
+            continue
+        for first in range(0, num_rows, step):
+            band = torch.empty(min(step, num_rows - first), k, dtype=piece.dtype)
+            _read(job, piece, first * k * piece.dtype.itemsize, band)
+            yield piece, band
 
 
 def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
-    for offset in range(0, move.num_bytes, _CHUNK_BYTES):
-        chunk = torch.empty(min(_CHUNK_BYTES, move.num_bytes - offset), dtype=torch.uint8)
-        _read(job, move, offset, chunk)
+    (piece,) = move.pieces
+    for offset in range(0, piece.num_bytes, _CHUNK_BYTES):
+        chunk = torch.empty(min(_CHUNK_BYTES, piece.num_bytes - offset), dtype=torch.uint8)
+        _read(job, piece, offset, chunk)
         write(job.target, job.entries[move.key], offset, chunk)
         advance(chunk.nbytes)
 
 
-def _read(job: _Job, move: Move, offset: int, tensor: torch.Tensor) -> None:
-    with _telling(move.entry, "reading"):
-        read_into(job.sources[move.entry.file], move.begin + offset, tensor)
+def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
+    with _telling(piece.entry, "reading"):
+        read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)
 
 
 @contextmanager

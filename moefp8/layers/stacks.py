@@ -17,6 +17,8 @@ from torch import nn
 from ..kernels.experts import swiglu
 from .experts import GroupedExperts
 
+STACKS = ("gate_up_proj", "down_proj")
+
 # What transformers says of an experts module, where it is as `GroupedExperts` is.
 _FLAGS = {
     "is_transposed": False,
@@ -43,10 +45,9 @@ def stacks_of(module: nn.Module) -> Stacks | None:
     """The stacks of an experts module of a known make, else None; their shapes are not checked."""
     if isinstance(module, GroupedExperts):
         return None
-    names = ("gate_up_proj", "down_proj")
-    weights: list[Any] = [getattr(module, name, None) for name in names]
+    weights: list[Any] = [getattr(module, name, None) for name in STACKS]
     if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
-        return Stacks(weights[0], weights[1], names)
+        return Stacks(weights[0], weights[1], STACKS)
     return _dbrx_stacks(module)
 
 
