@@ -1,9 +1,11 @@
 """quantize_checkpoint chooses what convert and FP8Config choose, and writes what loaders find."""
 
 import logging
+import re
 
 import pytest
 import torch
+from model_cases import RELEASE
 from quantize_cases import bf16, quantization_of, read, write_source
 from safetensors.torch import save_file
 from transformers import (
@@ -16,6 +18,7 @@ from transformers import (
 )
 
 import moefp8.hf
+from benchmarks.families.models import tiny_model
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 
@@ -123,6 +126,47 @@ def test_dbrx_is_skipped_whole_or_not_at_all(tmp_path):
         quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="*.v1")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="ffn.experts")
     assert set(done.conversion.swapped.values()) == {"linear"}
+
+
+@pytest.mark.skipif(RELEASE < (5, 20), reason="older transformers build no tiny model of these")
+@pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "step3p7"])
+def test_what_transformers_fuses_when_it_loads_is_stored_fused(family, tmp_path):
+    """One by one, for texts and for images; a stack of gate and one of up. In many files here."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "s", max_shard_size="400KB")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", max_shard_bytes=500_000)
+    plan = moefp8.layers.plan_conversion(model)
+    assert done.conversion.swapped == plan.swapped
+    assert "experts" in plan.swapped.values()
+    config = moefp8.hf.FP8Config()
+    wanted, got = (
+        type(model).from_pretrained(tmp_path / name, quantization_config=config) for name in "st"
+    )
+    assert_equal(got, wanted)
+    wanted.save_pretrained(tmp_path / "saved")
+    saved, written = (
+        {key for key in read(tmp_path / name) if "experts" in key} for name in ("saved", "t")
+    )
+    assert written == saved
+    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+
+
+@pytest.mark.skipif(RELEASE < (5, 20), reason="older transformers build no tiny model of these")
+def test_what_is_fused_is_told_by_its_keys(tmp_path):
+    """Where it is not finite, where a part is skipped, and where an expert is missing."""
+    tiny_model("ernie4_5_vl_moe").save_pretrained(tmp_path / "s")
+    path, key = tmp_path / "s" / "model.safetensors", "model.layers.1.mlp.experts.9.up_proj.weight"
+    with pytest.raises(CheckpointError, match=r"mlp\.text_moe\.experts: must be skipped whole"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="experts.3.up_proj")
+    tensors = read(tmp_path / "s")
+    tensors[key][-1, -1] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{re.escape(key)} in .*holds NaN or Inf"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    del tensors[key]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="experts stay in 16 bits: .*stored in another form"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "u")
 
 
 def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):

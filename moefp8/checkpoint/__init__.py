@@ -3,9 +3,9 @@
 Reading order: `source` and `header` (what the files hold), `slots` and `names` (where it goes in
 a model), `plan` (match the two), `read` (move the bytes), `values` (look at them); `load` and
 `save` call them. `inspect` needs no model: `contents` pairs weights and scales, `checks` and
-`numbers` find `anomalies`, `family` tells whose it is. From files to files: `moves` and `choose`
-(what becomes FP8), `shard_file` and `stream` (write it), `report`, `workplace` (outlive a kill);
-`quantize` calls them.
+`numbers` find `anomalies`, `family` tells whose it is. From files to files: `choose`, by `skeleton`
+and `fillings` (which `moves` become FP8), `shard_file` and `stream` (write it), `report`,
+`workplace` (outlive a kill); `quantize` calls them.
 """
 
 from .config import read_config

@@ -14,11 +14,10 @@ from ..layers.conversion import SKIPPED
 from ..layers.selection import matches
 from ..layers.stacks import STACKS, stacks_of
 from .errors import CheckpointError
+from .fillings import Filling, converted_fillings
 from .header import Entry
-from .moves import Move, apart, fused, transposed, transposed_stack, whole
-from .names import scale_of_weight
+from .moves import Move, Piece, apart, fused, transposed, transposed_stack, whole
 from .skeleton import Skeleton
-from .slots import Slot
 from .source import Source
 
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -53,9 +52,9 @@ def choose_by_model(
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path} cannot be quantized: {error}") from error
     chosen = ByModel(kept=dict(conversion.kept), experts=set(conversion.experts))
-    found = _entries_of(source, skeleton, conversion, chosen)
+    fillings = _fillings(source, skeleton, conversion, chosen)
     for module, kind in conversion.swapped.items():
-        came = _moves_of(module, kind, found[module], skeleton, is_skipped)
+        came = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
         if isinstance(came, dict):
             chosen.moves |= came
             chosen.swapped[module] = kind
@@ -65,11 +64,11 @@ def choose_by_model(
     return chosen
 
 
-def _entries_of(
+def _fillings(
     source: Source, skeleton: Skeleton, conversion: Conversion, chosen: ByModel
-) -> dict[str, list[tuple[Entry, Slot]]]:
+) -> dict[str, list[Filling]]:
     """Module to swap -> what fills its weights."""
-    found: dict[str, list[tuple[Entry, Slot]]] = defaultdict(list)
+    found: dict[str, list[Filling]] = defaultdict(list)
     for key, entry in source.entries.items():
         slot = skeleton.inventory.find(skeleton.rename(key))
         if slot is None:
@@ -77,62 +76,78 @@ def _entries_of(
         elif not slot.name.endswith("bias"):
             homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
             for module in homes & conversion.swapped.keys():
-                found[module].append((entry, slot))
+                found[module].append(Filling(slot, (Piece(entry, entry.begin, entry.num_bytes),)))
+    for filling in converted_fillings(source, chosen.unknown, skeleton, conversion.swapped):
+        found[filling.slot.module].append(filling)
     return found
 
 
 def _moves_of(
     module: str,
     kind: str,
-    entries: list[tuple[Entry, Slot]],
+    fillings: list[Filling],
     skeleton: Skeleton,
     is_skipped: Callable[[str], bool],
 ) -> dict[str, list[Move]] | str:
     """Key -> what becomes of it, of all weights of a module; or why it stays."""
-    if not entries or _weights_of(module, skeleton) - {id(slot.owner) for _, slot in entries}:
+    entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
+    if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
         return "its weights are stored in another form, which is converted when they are loaded"
-    skipped = [is_skipped(entry.key) for entry, _ in entries]
-    if all(skipped):
+    skipped = [key for key in entries if is_skipped(key)]
+    if len(skipped) == len(entries):
         return SKIPPED
-    if any(skipped):
-        key = entries[skipped.index(True)][0].key
-        raise CheckpointError(f"{module}: must be skipped whole, or not at all; {key} is skipped")
-    if any(entry.shape != slot.shape for entry, slot in entries):
-        entry, slot = next((e, s) for e, s in entries if e.shape != s.shape)
-        return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
+    if skipped:
+        raise CheckpointError(
+            f"{module}: must be skipped whole, or not at all; {skipped[0]} is skipped"
+        )
+    direct = [(x.entries()[0], x.slot) for x in fillings if not x.is_converted]
+    for entry, slot in direct:
+        if entry.shape != slot.shape:
+            return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
     stacks = stacks_of(skeleton.model.get_submodule(module))
     if stacks is not None and stacks.names != STACKS:
-        named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in entries}
+        named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in direct}
         num_experts = len(stacks.down_proj)
-        return _fused(module, [named[name] for name in stacks.names], num_experts, skeleton)
-    in_stacks = [(entry, slot) for entry, slot in entries if len(entry.shape) == 3]
-    names = [slot.name if in_stacks else entry.key for entry, slot in entries]
-    if not all(_are_found(name, skeleton) for name in names):
+        return _dbrx(module, [named[name] for name in stacks.names], num_experts, skeleton)
+    if len(direct) == len(fillings) and all(len(entry.shape) == 2 for entry, _ in direct):
+        if not all(skeleton.is_found(key, skeleton.rename(key)) for key in entries):
+            return _LOST
+        is_turned = kind == "Conv1D"
+        return {
+            key: [transposed(entry) if is_turned else whole(entry, key, is_fp8=True)]
+            for key, entry in entries.items()
+        }
+    spelled = skeleton.spelled([x.slot.name for x in fillings], entries)
+    if spelled is None:
         return _LOST
-    if kind == "Conv1D":
-        return {entry.key: [transposed(entry)] for entry, _ in entries}
-    if not in_stacks:
-        return {entry.key: [whole(entry, entry.key, is_fp8=True)] for entry, _ in entries}
-    if all(_can_be_apart(entry, slot, skeleton) for entry, slot in in_stacks):
-        return {entry.key: list(apart(entry)) for entry, _ in in_stacks}
-    if any(_rows_of(entry, slot) % BLOCK for entry, slot in in_stacks):
+    if all(_can_be_apart(x, skeleton) for x in fillings):
+        return {key: list(apart(entry)) for key, entry in entries.items()}
+    if not all(map(_is_even, fillings)):
         return _UNEVEN
-    return {entry.key: [whole(entry, slot.name, is_fp8=True)] for entry, slot in in_stacks}
+    moves: dict[str, list[Move]] = {key: [] for key in entries}
+    for x in fillings:
+        move = Move(x.pieces, spelled[x.slot.name], x.slot.shape, is_fp8=True)
+        moves[move.entry.key].append(move)
+    return moves
 
 
-def _fused(
+def _dbrx(
     module: str, weights: list[Entry], num_experts: int, skeleton: Skeleton
 ) -> dict[str, list[Move]] | str:
-    """Of DBRX's weights, the stacks that `convert` makes of them."""
+    """The stacks that `convert` makes of DBRX's weights."""
     gate, up, down = weights
     if gate.shape[0] // num_experts % BLOCK or down.shape[1] % BLOCK:
         return _UNEVEN
-    first = fused(gate, up, f"{module}.gate_up_proj", num_experts)
-    second = transposed_stack(down, f"{module}.down_proj", num_experts)
-    keys = [key for move in (first, second) for key, _, _ in move.outputs()]
-    if any(skeleton.rename(key) != key for key in keys):
+    names = [f"{module}.{name}" for name in STACKS]
+    spelled = skeleton.spelled(names, [entry.key for entry in weights])
+    if spelled is None:
         return _LOST
-    return {gate.key: [first], up.key: [], down.key: [second]}
+    gate_up_name, down_name = (spelled[name] for name in names)
+    return {
+        gate.key: [fused(gate, up, gate_up_name, num_experts)],
+        up.key: [],
+        down.key: [transposed_stack(down, down_name, num_experts)],
+    }
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
@@ -142,22 +157,19 @@ def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
     return {id(x.owner) for x in named}
 
 
-def _rows_of(entry: Entry, slot: Slot) -> int:
-    """Rows of what is cut into blocks by itself: gate and up are, in one stack."""
-    return entry.shape[1] // 2 if slot.name.endswith("gate_up_proj") else entry.shape[1]
+def _is_even(filling: Filling) -> bool:
+    """Whether what is cut into blocks by itself ends with a block: gate and up do, in one stack."""
+    *stack, num_rows, num_columns = filling.slot.shape
+    parts = 2 if filling.slot.name.endswith("gate_up_proj") else 1
+    rows = [num_rows // parts] if stack else []
+    rows += [piece.num_rows(num_columns) for piece in filling.pieces[:-1]]
+    return not any(n % BLOCK for n in rows)
 
 
-def _are_found(key: str, skeleton: Skeleton) -> bool:
-    """Whether a loader finds a weight of this key and its scales: some renamings miss these."""
-    name = skeleton.rename(key)
-    is_known = skeleton.inventory.find(name) is not None
-    return is_known and skeleton.rename(scale_of_weight(key)) == scale_of_weight(name)
-
-
-def _can_be_apart(entry: Entry, slot: Slot, skeleton: Skeleton) -> bool:
+def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     """Whether transformers stacks `X.0.gate_proj.weight` and such to what `X.gate_up_proj` is."""
-    home, _, leaf = entry.key.rpartition(".")
-    pieces = _ONE_BY_ONE.get(leaf)
-    return pieces is not None and all(
-        skeleton.stacks(f"{home}.0.{piece}.weight", slot.name) for piece in pieces
+    home, _, leaf = filling.entries()[0].key.rpartition(".")
+    pieces = () if filling.is_converted else _ONE_BY_ONE.get(leaf, ())
+    return bool(pieces) and all(
+        skeleton.stacks(f"{home}.0.{piece}.weight", filling.slot.name) for piece in pieces
     )

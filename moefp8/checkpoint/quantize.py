@@ -51,13 +51,13 @@ def quantize_checkpoint(
     far as loaders find it again; of families that transformers does not know, or without it, every
     2-D weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
     with an FP32 `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the
-    whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone; `Conv1D`s and
-    DBRX's experts are stored as `convert` would have them. What
-    becomes FP8 and what stays, and why, is logged ("moefp8", INFO) before the first byte is
-    written; that experts stay is a warning. 2. Write one shard after the other, in bands of rows:
-    memory does not grow with either, but with a matrix that is stored transposed. 3. Copy tokenizer, code and such, write the index, then
-    config.json, whose `modules_to_not_convert` lists the linears that stay; give the directory its
-    name.
+    whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone; what
+    is stored in another form, as a `Conv1D` and experts of DBRX are, becomes what `convert` makes
+    of it. What becomes FP8 and what stays, and why, is logged ("moefp8", INFO) before the first
+    byte is written; that experts stay is a warning. 2. Write one shard after the other, in bands of
+    rows: memory does not grow with either, but for a matrix that is stored transposed. 3. Copy
+    tokenizer, code and such, write the index, then config.json, whose `modules_to_not_convert`
+    lists the linears that stay; give the directory its name.
 
     Until then all lies in `.TARGET.partial` beside target. A run that was ended, however that came,
     is taken up by the same call again, with the shards that were finished.

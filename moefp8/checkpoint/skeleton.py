@@ -5,17 +5,18 @@ that are stored one by one are stacked, fused projections are cut.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
 
-from .names import weight_of_scale
+from .names import scale_of_weight, weight_of_scale
 from .slots import Inventory
 
 _FLOATS = "Infinity", "-Infinity", "NaN"
@@ -37,15 +38,45 @@ class Skeleton:
         """Key -> name, by what only renames: a key that is converted keeps a name of its own."""
         return renaming(self.model, self.conversions, self.inventory)
 
-    def stacks(self, key: str, name: str) -> bool:
-        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
+    def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
+        """(the first name that it becomes, the step, its pattern) of a key that is converted."""
         renamed = self.rename(key)
         for step in self.conversions:
-            target, pattern = step.rename_source_key(renamed)
-            operations = [type(x).__name__ for x in getattr(step, "operations", ())]
-            if pattern is not None and "MergeModulelist" in operations:
-                return self.rename(target) == name
-        return False
+            if hasattr(step, "operations"):
+                target, pattern = step.rename_source_key(renamed)
+                if pattern is not None:
+                    return self.rename(target), step, pattern
+        return None
+
+    def spelled(self, names: Collection[str], keys: Iterable[str]) -> dict[str, str] | None:
+        """The model's names of weights, as the checkpoint of these keys would spell them.
+
+        That is with its own prefix, where loaders find weights and scales so, or as they are; None
+        if they find neither: some renamings miss scales.
+        """
+        for prefix, theirs in dict.fromkeys([*map(self._prefixes, keys), ("", "")]):
+            made = {name: prefix + name.removeprefix(theirs) for name in names}
+            if all(self.is_found(spelled, name) for name, spelled in made.items()):
+                return made
+        return None
+
+    def is_found(self, key: str, name: str) -> bool:
+        """Whether a loader takes a weight of this key, and its scales, for those of name."""
+        scale = scale_of_weight(key)
+        return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
+
+    def _prefixes(self, key: str) -> tuple[str, str]:
+        """What key begins with in the checkpoint and in the model; the rest is the same."""
+        name = self.rename(key)
+        pairs = zip(reversed(key), reversed(name), strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return key[: len(key) - num_same], name[: len(name) - num_same]
+
+    def stacks(self, key: str, name: str) -> bool:
+        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
+        target, step, _ = self.conversion_of(key) or ("", None, "")
+        operations = [type(x).__name__ for x in getattr(step, "operations", ())]
+        return target == name and "MergeModulelist" in operations
 
 
 def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:

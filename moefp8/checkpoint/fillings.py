@@ -1,0 +1,104 @@
+"""Which rows of a checkpoint fill a weight of the model, where transformers converts several to it.
+
+Those of its conversions that move whole rows are asked where: they get numbers of rows in place of
+rows.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .header import TORCH_DTYPES, Entry
+from .moves import Piece
+from .skeleton import Skeleton
+from .slots import Slot
+from .source import Source
+
+_ENTRY = 1 << 40  # more than an entry has rows
+_MOVE_ROWS = {  # the others change values, or the order of columns, which numbers of rows hide
+    "Chunk",
+    "Concatenate",
+    "ErnieFuseAndSplitTextVisionExperts",
+    "MergeModulelist",
+    "SplitModulelist",
+}
+
+
+@dataclass(frozen=True)
+class Filling:
+    """pieces: of what fills slot, one above the other; is_converted: not simply all of an entry."""
+
+    slot: Slot
+    pieces: tuple[Piece, ...]
+    is_converted: bool = False
+
+    def entries(self) -> list[Entry]:
+        return list({piece.entry.key: piece.entry for piece in self.pieces}.values())
+
+
+def converted_fillings(
+    source: Source, keys: Collection[str], skeleton: Skeleton, modules: Collection[str]
+) -> Iterator[Filling]:
+    """Of the weights of modules that are made of rows of these keys.
+
+    Not of those that share an entry with others, as a query does that is cut out of a fused one;
+    nor of what is transposed.
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
+    for key in sorted(keys, key=dot_natural_key):  # as transformers collects them
+        if found := skeleton.conversion_of(key):
+            name, step, pattern = found
+            groups[name].append((source.entries[key], step, pattern))
+    for name, group in groups.items():
+        first = skeleton.inventory.find(name)
+        if first is None or first.module not in modules:
+            continue
+        entries = [entry for entry, _, _ in group]
+        if any(not x.num_bytes or x.shape[-1] != first.shape[-1] for x in entries):
+            continue
+        for target, rows in _converted(name, group, skeleton).items():
+            slot = skeleton.inventory.find(target)
+            if slot is not None and slot.module in modules:
+                yield from _filling(slot, rows, entries)
+
+
+def _converted(
+    name: str, group: list[tuple[Entry, Any, str]], skeleton: Skeleton
+) -> dict[str, torch.Tensor]:
+    """What transformers would make of group, of which name is the first: numbers of rows."""
+    step = deepcopy(group[0][1])
+    if not {type(operation).__name__ for operation in step.operations} <= _MOVE_ROWS:
+        return {}
+    for number, (entry, _, pattern) in enumerate(group):
+        shape = torch.Size((*entry.shape[:-1], 1))
+        rows = torch.arange(shape.numel()).reshape(shape) + number * _ENTRY
+        step.add_tensor(name, entry.key, pattern, rows)
+    try:
+        made = step.convert(name, model=skeleton.model, config=skeleton.model.config)
+    except Exception:  # whatever it raises of experts that are missing, or of another shape
+        return {}
+    return {target: x for target, x in made.items() if isinstance(x, torch.Tensor)}
+
+
+def _filling(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> Iterator[Filling]:
+    """None if rows are not all of their entries, each once."""
+    *leading, num_columns = slot.shape
+    flat = rows.flatten()
+    if list(rows.shape) != [*leading, 1] or len(flat.unique()) != len(flat):
+        return  # a transposed weight, or a part that is there twice
+    begins = [0, *((flat.diff() != 1).nonzero().flatten() + 1).tolist()]
+    pieces = []
+    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
+        number, row = divmod(int(flat[begin]), _ENTRY)
+        entry = group[number]
+        row_bytes = num_columns * TORCH_DTYPES[entry.dtype].itemsize
+        pieces.append(Piece(entry, entry.begin + row * row_bytes, (end - begin) * row_bytes))
+    filling = Filling(slot, tuple(pieces), is_converted=True)
+    if sum(x.num_bytes for x in pieces) == sum(x.num_bytes for x in filling.entries()):
+        yield filling
