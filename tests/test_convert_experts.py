@@ -193,7 +193,7 @@ class DbrxLike(nn.Module):
             setattr(self.mlp, name, nn.Parameter(torch.randn(E * I, H) * 0.1))
 
     def forward(self, x, index, weights):
-        w1, v1, w2 = (w.view(E, I, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        w1, v1, w2 = (w.view(-1, I, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
         y = torch.zeros_like(x)
         for token, chosen in enumerate(index.tolist()):
             for choice, expert in enumerate(chosen):
@@ -209,6 +209,16 @@ def test_experts_as_dbrx_has_them():
     ours = convert(experts)
     assert isinstance(ours, GroupedExperts)
     assert relative_error(ours(x, index, weights), wanted) < 0.1
+
+
+def test_to_choose_copies_no_experts():
+    """Here a row stands for all: their copy would be larger than any memory."""
+    experts = DbrxLike()
+    experts.num_experts = 2**31
+    for name, weight in list(experts.mlp.named_parameters()):
+        row = weight.detach()[:1].expand(experts.num_experts * I, H)
+        setattr(experts.mlp, name, nn.Parameter(row, requires_grad=False))
+    assert plan_conversion(nn.Sequential(experts)).swapped == {"0": "experts"}
 
 
 def test_other_experts_stay_and_that_is_said():

@@ -107,7 +107,7 @@ def _moves_of(
     stacks = stacks_of(skeleton.model.get_submodule(module))
     if stacks is not None and stacks.names != STACKS:
         named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in direct}
-        num_experts = len(stacks.down_proj)
+        num_experts = len(stacks.down)
         return _dbrx(module, [named[name] for name in stacks.names], num_experts, skeleton)
     if len(direct) == len(fillings) and all(len(entry.shape) == 2 for entry, _ in direct):
         if not all(skeleton.is_found(key, skeleton.rename(key)) for key in entries):

@@ -315,7 +315,7 @@ def _swap(
     module: nn.Module, settings: dict[str, Any], weights: dict[tuple[int, bool], FP8Linear]
 ) -> nn.Module:
     if (stacks := stacks_of(module)) is not None:
-        experts = GroupedExperts.from_weights(stacks.gate_up_proj, stacks.down_proj, **settings)
+        experts = GroupedExperts.from_weights(*stacks.fused(), **settings)
         experts.is_converted = True
         return experts.train(module.training)
     layer = FP8Linear.from_linear(_as_linear(module))

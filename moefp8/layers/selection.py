@@ -168,7 +168,7 @@ def _num_experts(name: str, module: nn.Module) -> int:
     if isinstance(module, GroupedExperts):
         return module.num_experts
     if stacks := stacks_of(module):
-        return stacks.gate_up_proj.shape[0]
+        return len(stacks.down)
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2]:
         return len(module) if len(module) > 1 else 0
     shape = foreign_experts(name, module)
@@ -237,7 +237,7 @@ def _taken(module: nn.Module) -> Iterator[int]:
     elif is_linear(module):
         yield widths(module)[0]
     elif stacks := stacks_of(module):
-        yield stacks.down_proj.shape[1]
+        yield stacks.down.shape[1]
     elif not isinstance(module, nn.Embedding):
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim > 0:

@@ -34,11 +34,19 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 @dataclass(frozen=True)
 class Stacks:
-    """gate_up_proj [E, 2I, H], gate rows first; down_proj [E, H, I]; names: of the parameters."""
+    """What an experts module holds, without a copy. names: of the parameters.
 
-    gate_up_proj: torch.Tensor
-    down_proj: torch.Tensor
+    gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
+    """
+
+    gate_up: tuple[torch.Tensor, ...]
+    down: torch.Tensor
     names: tuple[str, ...]
+
+    def fused(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a copy where gate and up lie apart."""
+        is_fused = len(self.gate_up) == 1
+        return self.gate_up[0] if is_fused else torch.cat(self.gate_up, dim=1), self.down
 
 
 def stacks_of(module: nn.Module) -> Stacks | None:
@@ -47,7 +55,7 @@ def stacks_of(module: nn.Module) -> Stacks | None:
         return None
     weights: list[Any] = [getattr(module, name, None) for name in STACKS]
     if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
-        return Stacks(weights[0], weights[1], STACKS)
+        return Stacks((weights[0],), weights[1], STACKS)
     return _dbrx_stacks(module)
 
 
@@ -63,8 +71,7 @@ def _dbrx_stacks(module: nn.Module) -> Stacks | None:
     if num_experts < 1 or weights[0].shape[0] % num_experts:
         return None
     gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in weights)
-    gate_up = torch.cat((gate, up), dim=1)
-    return Stacks(gate_up, down.transpose(1, 2), tuple(f"mlp.{name}" for name in names))
+    return Stacks((gate, up), down.transpose(1, 2), tuple(f"mlp.{name}" for name in names))
 
 
 def flags_problem(module: nn.Module) -> str | None:
@@ -79,7 +86,8 @@ def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
     extra = set(dict(module.named_parameters())) - set(stacks.names)
     if extra:
         return f"must have no parameters but {' and '.join(stacks.names)}, got {sorted(extra)}"
-    gate_up, down = list(stacks.gate_up_proj.shape), list(stacks.down_proj.shape)
+    gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
+    gate_up[1] *= len(stacks.gate_up)
     if gate_up != [down[0], 2 * down[2], down[1]]:
         return (
             f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
@@ -225,8 +233,8 @@ def _tokens(
     stacks: Stacks, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A few tokens of two experts each: x [T, H], index [T, k], weights [T, k]."""
-    num_experts, hidden_size, _ = stacks.down_proj.shape
-    like, sizes = stacks.down_proj, torch.tensor(_TOKEN_SIZES, device="cpu")[:, None]
+    num_experts, hidden_size, _ = stacks.down.shape
+    like, sizes = stacks.down, torch.tensor(_TOKEN_SIZES, device="cpu")[:, None]
     x = _draw(torch.randn, (len(sizes), hidden_size), random) * sizes
     first = torch.arange(len(sizes), device="cpu")
     index = torch.stack((first, first + 1), dim=1)[:, : min(2, num_experts)] % num_experts
@@ -245,9 +253,9 @@ def _reference(
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, chosen in enumerate(index.tolist()):
         for choice, expert in enumerate(chosen):
-            gate_up = stacks.gate_up_proj[expert].float() @ x[token].float()
-            gate, up = gate_up.chunk(2)
-            y = stacks.down_proj[expert].float() @ activation(gate, up).float()
+            gate_up = [weight[expert].float() @ x[token].float() for weight in stacks.gate_up]
+            gate, up = torch.cat(gate_up).chunk(2)
+            y = stacks.down[expert].float() @ activation(gate, up).float()
             result[token] += weights[token, choice].float() * y
     return result
 
