@@ -64,7 +64,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": {"per_layer_config": {}}},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [128, 128], "head_dim": 128}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [256, 128], "head_dim": 128}},
     "gemma4": {"text_config": {"enable_moe_block": True, "num_global_key_value_heads": 2}},
     "gemma4_text": {"enable_moe_block": True, "num_global_key_value_heads": 2},
     "glm4v_moe": {"text_config": {"head_dim": 128}},

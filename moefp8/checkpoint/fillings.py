@@ -55,17 +55,15 @@ def converted_fillings(
         if found := skeleton.conversion_of(key):
             name, step, pattern = found
             groups[name].append((source.entries[key], step, pattern))
+    slots = {x.name: x for x in skeleton.inventory.slots.values() if x.module in modules}
+    all_columns = {slot.shape[-1] for slot in slots.values()}
     for name, group in groups.items():
-        first = skeleton.inventory.find(name)
-        if first is None or first.module not in modules:
-            continue
         entries = [entry for entry, _, _ in group]
-        if any(not x.num_bytes or x.shape[-1] != first.shape[-1] for x in entries):
-            continue
-        for target, rows in _converted(name, group, skeleton).items():
-            slot = skeleton.inventory.find(target)
-            if slot is not None and slot.module in modules:
-                yield from _filling(slot, rows, entries)
+        is_known = all(x.num_bytes and x.shape[-1] in all_columns for x in entries)
+        made = _converted(name, group, skeleton) if name in slots and is_known else {}
+        for target, rows in made.items():
+            if target in slots:
+                yield from _filling(slots[target], rows, entries)
 
 
 def _converted(
@@ -97,6 +95,8 @@ def _filling(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> Iterator[Fil
     for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
         number, row = divmod(int(flat[begin]), _ENTRY)
         entry = group[number]
+        if entry.shape[-1] != num_columns:
+            return
         row_bytes = num_columns * TORCH_DTYPES[entry.dtype].itemsize
         pieces.append(Piece(entry, entry.begin + row * row_bytes, (end - begin) * row_bytes))
     filling = Filling(slot, tuple(pieces), is_converted=True)
