@@ -48,10 +48,8 @@ def converted_fillings(
     Not of those that share an entry with others, as a query does that is cut out of a fused one;
     nor of what is transposed.
     """
-    from transformers.core_model_loading import dot_natural_key
-
     groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
-    for key in sorted(keys, key=dot_natural_key):  # as transformers collects them
+    for key in skeleton.in_order(keys):
         if found := skeleton.conversion_of(key):
             name, step, pattern = found
             groups[name].append((source.entries[key], step, pattern))

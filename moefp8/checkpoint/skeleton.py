@@ -38,6 +38,12 @@ class Skeleton:
         """Key -> name, by what only renames: a key that is converted keeps a name of its own."""
         return renaming(self.model, self.conversions, self.inventory)
 
+    def in_order(self, keys: Iterable[str]) -> list[str]:
+        """As transformers collects them for a conversion: numbers by value."""
+        from transformers.core_model_loading import dot_natural_key
+
+        return sorted(keys, key=dot_natural_key)
+
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
         """(the first name that it becomes, the step, its pattern) of a key that is converted."""
         renamed = self.rename(key)
