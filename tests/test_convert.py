@@ -126,12 +126,29 @@ def test_encoder_layers_are_left_alone():
         assert model(torch.randn(2, 3, 16)).isfinite().all()
 
 
-def test_hooks_are_not_lost_silently():
+@pytest.mark.parametrize("name", ["proj", "experts"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda module: module.register_forward_pre_hook(lambda module, x: None),
+        lambda module: module.register_full_backward_hook(lambda module, x, y: None),
+        lambda module: setattr(module, "forward", lambda *x: 2 * type(module).forward(module, *x)),
+    ],
+)
+def test_hooks_and_patches_are_not_lost_silently(name, wrap):
     model = Block()
-    model.proj.register_forward_pre_hook(lambda module, x: None)
-    with pytest.raises(ValueError, match=r"convert: proj \(Linear\) must have no forward hooks"):
+    wrap(model.get_submodule(name))
+    with pytest.raises(ValueError, match=rf"convert: {name} .* no hooks and no forward of its own"):
         convert(model)
     assert type(model.experts) is Experts
+    convert(model, skip=name)
+
+
+def test_what_else_a_linear_holds_is_not_lost_silently():
+    model = Block()
+    model.proj.register_buffer("smooth", torch.ones(3))
+    with pytest.raises(ValueError, match=r"proj .* no tensors but weight and bias, got .*smooth"):
+        convert(model)
 
 
 def test_default_dtypes_do_not_matter():

@@ -14,6 +14,7 @@ from ..progress import Progress
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
+from .module import is_wrapped
 from .parts import parts_of
 from .saving import adopt
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
@@ -262,11 +263,16 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
     """(settings, what forbids to swap module)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return {}, "must have no forward hooks, which would be lost"
+    if is_wrapped(module):
+        return {}, (
+            "must have no hooks and no forward of its own (as accelerate's and patches'), which "
+            "would be lost"
+        )
     stacks = stacks_of(module)
     if stacks is None:
-        return {}, None
+        names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        extra = sorted(names - {"weight", "bias"})
+        return {}, f"must have no tensors but weight and bias, got {extra}" if extra else None
     problem = flags_problem(module) or shapes_problem(module, stacks)
     if problem is not None:
         return {}, problem

@@ -8,7 +8,7 @@ from torch import nn
 
 from .experts import GroupedExperts
 from .linear import FP8Linear
-from .module import check_dtype
+from .module import check_dtype, is_wrapped
 from .parts import to_own_ids
 from .saving import release
 
@@ -36,7 +36,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
 
     Raises:
         TypeError: `model` is no module (of tensors: `moefp8.quant.dequantize`), or another dtype.
-        ValueError: forward hooks on an FP8 module, which would be lost; the model is unchanged.
+        ValueError: hooks on an FP8 module, which would be lost; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -71,12 +71,11 @@ def _names_of_fp8(model: nn.Module) -> list[list[str]]:
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:
-    own = [hook for hook in module._forward_pre_hooks.values() if hook is not to_own_ids]
-    if own or module._forward_hooks or "forward" in module.__dict__:
+    if is_wrapped(module, besides=to_own_ids):
         raise ValueError(
-            f"dequantize: {name or 'the model'} ({type(module).__name__}) must have no forward "
-            "hooks and no forward of its own (as accelerate's), which would be lost; remove them "
-            "first, and add them again"
+            f"dequantize: {name or 'the model'} ({type(module).__name__}) must have no hooks and "
+            "no forward of its own (as accelerate's), which would be lost; remove them first, and "
+            "add them again"
         )
 
 

@@ -111,6 +111,18 @@ class FixedDtypeModule(nn.Module):
             self._parameters[name] = nn.Parameter(data.view(E4M3), requires_grad)
 
 
+def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
+    """Whether a call does more than the forward of its class, which a swap would lose.
+
+    That is hooks, but for the pre-hook besides, or a forward of its own, as accelerate gives it.
+    """
+    return (
+        "forward" in module.__dict__
+        or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+        or any(hook is not besides for hook in module._forward_pre_hooks.values())
+    )
+
+
 def check_dtype(op: str, dtype: torch.dtype) -> None:
     """Of weights that are not FP8."""
     if dtype not in FLOATS:

@@ -14,6 +14,7 @@ from ..kernels.experts import swiglu
 from ..kernels.feed_forward import feed_forward
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
+from .module import is_wrapped
 from .router import TopKRouter
 
 
@@ -67,9 +68,7 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether to call it is to multiply by its weight, and no more."""
     if type(module) is not FP8Linear or module.bias is not None:
         return False
-    if "forward" in module.__dict__:  # wrapped
-        return False
-    return not (module._forward_hooks or module._forward_pre_hooks)
+    return not is_wrapped(module)
 
 
 class MoE(nn.Module):
