@@ -5,7 +5,7 @@ into our modules, and quantizes others as they are loaded; `experts_implementati
 the experts that transformers keeps itself. Needs the extra `hf`.
 
 Reading order: `versions`, `config`, `quantizer` (what is swapped, and what is checked before),
-`merge` (how experts reach their stacks), `experts`.
+`placement` (several devices), `merge` (how experts reach their stacks), `experts`.
 """
 
 from .versions import check as _check

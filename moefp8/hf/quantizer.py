@@ -25,11 +25,13 @@ from ..checkpoint.skeleton import renaming
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert
+from ..layers.convert import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
 from .merge import SCALE, copying_once, is_target, with_scales
+from .placement import unhooked
 
 
 @register_quantizer(METHOD)
@@ -124,14 +126,15 @@ class FP8Quantizer(HfQuantizer):
                     _complete(name, module)
             return model
         config = self.quantization_config
-        _, self.conversion = convert(
-            model,
-            skip=config.skip,
-            only=config.only,
-            filter_fn=config.filter_fn,
-            overrides=config.overrides,
-            return_conversion=True,
-        )
+        with unhooked(model):
+            _, self.conversion = convert(
+                model,
+                skip=config.skip,
+                only=config.only,
+                filter_fn=config.filter_fn,
+                overrides=config.overrides,
+                return_conversion=True,
+            )
         return model
 
     def prepare_to_save(self, model: Any, conversion: Conversion) -> None:
@@ -267,10 +270,7 @@ def _complete(name: str, module: FixedDtypeModule) -> None:
         if is_traceable_wrapper_subclass(parameter):
             _refuse_parallel(f"{name}.{leaf}: a {type(parameter).__name__}")
         if parameter.is_meta:
-            raise ValueError(
-                f"{name}.{leaf}: left on the disk, and FP8 modules cannot be offloaded there; name "
-                "a device_map of GPUs and the CPU"
-            )
+            raise ValueError(f"{name}.{leaf}: {OFFLOADED}")
         if not getattr(parameter, "_is_hf_initialized", False):
             raise CheckpointError(
                 f"{name}.{leaf}: was not loaded, though the checkpoint holds it: transformers "

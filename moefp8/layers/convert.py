@@ -27,6 +27,15 @@ Overrides = Mapping[str, bool | Mapping[str, Any]]
 _LOGGER = logging.getLogger("moefp8")
 _SETTINGS = {"layout", "swiglu_limit"}
 _TAKEN = "taken"
+_WRAPPED = (
+    "must have no hooks and no forward of its own (as patches are, and accelerate's where a "
+    "device_map names several devices: pass quantization_config=FP8Config() to from_pretrained "
+    "instead), which would be lost"
+)
+OFFLOADED = (
+    "must not be offloaded to the CPU or the disk, where FP8 modules cannot be; name a device_map "
+    "of GPUs alone, or of the CPU alone"
+)
 
 
 @overload
@@ -264,10 +273,7 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
     if is_wrapped(module):
-        return {}, (
-            "must have no hooks and no forward of its own (as accelerate's and patches'), which "
-            "would be lost"
-        )
+        return {}, OFFLOADED if any(x.is_meta for x in module.parameters()) else _WRAPPED
     stacks = stacks_of(module)
     if stacks is None:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}

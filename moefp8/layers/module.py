@@ -116,8 +116,9 @@ def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> 
 
     That is hooks, but for the pre-hook besides, or a forward of its own, as accelerate gives it.
     """
+    forward = module.__dict__.get("forward", type(module).forward)
     return (
-        "forward" in module.__dict__
+        getattr(forward, "__func__", forward) is not type(module).forward
         or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
         or any(hook is not besides for hook in module._forward_pre_hooks.values())
     )
