@@ -37,6 +37,84 @@ class ScaledByBuffer(Experts):
         return self.factor[expert] * super().expert(x, expert)
 
 
+class ScaledByHiddenBuffer(ScaledByBuffer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", self.factor, persistent=False)
+
+
+class Scaled4Percent(Experts):
+    def forward(self, *inputs):
+        return 1.04 * super().forward(*inputs)
+
+
+class LastIsOther(Experts):
+    def __init__(self):
+        super().__init__(num_experts=16)
+
+    def expert(self, x, expert):
+        return super().expert(x, expert) * (3 if expert == 15 else 1)
+
+
+class Capacity(Experts):
+    """Of an expert's tokens, those after the fourth are dropped."""
+
+    def forward(self, x, index, weights):
+        rank = F.one_hot(index, E).sum(1).cumsum(0)
+        return super().forward(x, index, weights * (rank.gather(1, index) <= 4))
+
+
+class ManyTokens(Experts):
+    def forward(self, hidden_states, *others):
+        return super().forward(hidden_states, *others) * (2 if len(hidden_states) > 30 else 1)
+
+
+class ByChoices(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        scale = 2 / top_k_index.shape[1]
+        return super().forward(hidden_states, top_k_index, top_k_weights * scale)
+
+
+class ClampedScores(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights.clamp(min=0.1))
+
+
+class Positive(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights.abs())
+
+
+class Identity(Experts):
+    """The id E is an expert that gives back what it gets."""
+
+    def expert(self, x, expert):
+        return x if expert == E else super().expert(x, expert)
+
+
+class Counts(Experts):
+    num_calls = 0
+
+    def forward(self, *inputs):
+        self.num_calls += 1
+        return super().forward(*inputs)
+
+
+class CountsInBuffer(Experts):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(E), persistent=False)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        self.counts += top_k_index.flatten().bincount(minlength=E)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class OtherCall(Experts):
+    def __call__(self, *inputs):
+        return 3 * super().__call__(*inputs)
+
+
 class Unweighted(Experts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         return super().forward(hidden_states, top_k_index, torch.ones_like(top_k_weights))
@@ -67,8 +145,20 @@ class TwoResults(Experts):
 FOREIGN = {
     UpFirst: "its up rows come before its gate rows",
     PlusOne: r"up to \d+ % off",
-    Scaled: "up to 50 % off",
-    ScaledByBuffer: r"up to \d+ % off",
+    Scaled: r"up to 5\d % off",
+    ScaledByBuffer: r"no buffers that are saved, got \['factor'\]",
+    ScaledByHiddenBuffer: r"up to \d+ % off",
+    Scaled4Percent: r"up to [45] % off",
+    LastIsOther: r"up to \d+ % off",
+    Capacity: r"on 64 random tokens of 1 choices, .* up to 100 % off",
+    ManyTokens: r"on 64 random tokens",
+    ByChoices: r"up to \d+ % off",
+    ClampedScores: r"up to \d+ % off",
+    Positive: r"up to \d+ % off",
+    Identity: "must count the id E with weight 0",
+    Counts: "changes nothing in it, but that changes num_calls",
+    CountsInBuffer: "changes nothing in it, but that changes counts",
+    OtherCall: "must have no hooks and no forward of its own",
     Unweighted: r"up to \d+ % off",
     OtherExpert: r"up to \d+ % off",
     Clamped: r"up to \d+ % off",
@@ -172,12 +262,53 @@ def test_a_layer_that_differs_from_the_others_is_probed_by_itself():
         convert(model)
 
 
+class ByAttribute(Experts):
+    scale: object = (1.0,)
+
+    def activate(self, gate, up):
+        scale = self.scale
+        return super().activate(gate, up) * (scale() if callable(scale) else scale[0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(1.5,), [1.5], {0: 1.5}, torch.tensor([1.5]), lambda: 1.5],
+    ids=lambda other: type(other).__name__,
+)
+def test_what_an_attribute_holds_may_make_a_layer_differ(other):
+    model = Model(ByAttribute)
+    model.layers[0]["experts"].scale = lambda: 1.0
+    model.layers[1]["experts"].scale = other
+    with pytest.raises(ValueError, match=r"convert: layers\.1\.experts"):
+        convert(model)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_limit_that_is_seldom_reached_is_kept_if_it_is_used(is_used):
+    class Limited(Experts):
+        swiglu_limit = 150.0
+
+        def activate(self, gate, up):
+            if is_used:
+                gate, up = gate.clamp(max=150.0), up.clamp(-150.0, 150.0)
+            return super().activate(gate, up)
+
+    assert convert(Limited()).swiglu_limit == (150.0 if is_used else None)
+
+
+def test_autocast_around_a_conversion_changes_nothing():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert isinstance(convert(Experts()), GroupedExperts)
+
+
 def test_a_probe_leaves_no_trace():
-    experts, other = Experts().train(), Scaled()
+    experts, other, third = Experts().train(), CountsInBuffer(), Counts()
     names = {name: id(x) for name, x in experts.named_parameters()}
     state = torch.random.get_rng_state()
-    with pytest.raises(ValueError, match="off"):
-        convert(nn.ModuleList([experts, other]))
+    with pytest.raises(ValueError, match="changes counts"):
+        convert(nn.ModuleList([experts, other, third]))
+    assert not other.counts.any()
+    assert "num_calls" not in vars(third)
     assert experts.training
     assert {name: id(x) for name, x in experts.named_parameters()} == names
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -16,9 +16,10 @@ from .experts import GroupedExperts
 from .linear import FP8Linear
 from .module import is_wrapped
 from .parts import parts_of
+from .probe import Probe
 from .saving import adopt
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
-from .stacks import Probe, flags_problem, shapes_problem, stacks_of
+from .stacks import flags_problem, shapes_problem, stacks_of
 
 Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
@@ -272,7 +273,7 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
     """(settings, what forbids to swap module)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
-    if is_wrapped(module):
+    if any(map(is_wrapped, module.modules())):
         return {}, OFFLOADED if any(x.is_meta for x in module.parameters()) else _WRAPPED
     stacks = stacks_of(module)
     if stacks is None:

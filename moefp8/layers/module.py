@@ -114,11 +114,13 @@ class FixedDtypeModule(nn.Module):
 def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
     """Whether a call does more than the forward of its class, which a swap would lose.
 
-    That is hooks, but for the pre-hook besides, or a forward of its own, as accelerate gives it.
+    That is hooks, but for the pre-hook besides, or a forward of its own, as accelerate gives it, or
+    a `__call__`.
     """
     forward = module.__dict__.get("forward", type(module).forward)
     return (
         getattr(forward, "__func__", forward) is not type(module).forward
+        or type(module).__call__ is not nn.Module.__call__
         or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
         or any(hook is not besides for hook in module._forward_pre_hooks.values())
     )

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .experts import GroupedExperts
 from .linear import FP8Linear
@@ -27,7 +28,10 @@ DEFAULT_SKIP = (
 )
 
 # Names of heads in models with layers, outside of these; within, an `output` is a projection.
-HEADS = ("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs")
+HEADS = (
+    *("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs"),
+    *("readout", "proj_out"),
+)
 
 _READ_SAFELY = {"device", "shape", "size", "ndim", "is_meta", "numel", "requires_grad", "data_ptr"}
 _NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr"}
@@ -47,6 +51,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
+    """One that can be swapped: its weight is a parameter, and there already."""
+    weight = module._parameters.get("weight") if _is_plain_kind(module) else None
+    return weight is not None and not is_lazy(weight)
+
+
+def _is_plain_kind(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
@@ -75,11 +85,13 @@ def reasons(modules: Modules) -> dict[str, str]:
 
 def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
     has_layers = any(is_linear(m) and _in_layer(name, modules) for name, m in modules.items())
+    taken = {width for module in modules.values() for width in _taken(module)}
     for name, module in modules.items():
         if not can_swap(module):
             continue
         part = next((part for part in DEFAULT_SKIP if matches(name, part)), None)
-        if part is None and has_layers and is_linear(module) and not _in_layer(name, modules):
+        is_outside = is_linear(module) and not _in_layer(name, modules)
+        if part is None and is_outside and (has_layers or widths(module)[1] not in taken):
             part = next((part for part in HEADS if part in name.split(".")), None)
         if part is not None:
             yield name, f"called {part}"
@@ -88,13 +100,15 @@ def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
 def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
     """What no FP8 module can stand for."""
     for name, module in modules.items():
-        kind = type(module).__name__
+        kind, parent = type(module).__name__, modules.get(_parent(name))
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             if not isinstance(module, FP8Linear):
                 yield name, f"a subclass of nn.Linear ({kind})"
-        elif isinstance(modules.get(_parent(name)), nn.TransformerEncoderLayer):
+        elif _is_plain_kind(module) and not is_linear(module):
+            yield name, "its weight is no parameter, or not there yet"
+        elif isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
             if is_linear(module):
-                yield name, "its weight is read by nn.TransformerEncoderLayer"
+                yield name, f"its weight is read by nn.{type(parent).__name__}"
         elif stacks_of(module) is None and (shape := foreign_experts(name, module)):
             yield name, f"experts of another make ({kind}, {list(shape)})"
 
@@ -142,7 +156,7 @@ def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
             for part in getattr(model, attribute, None) or ():
                 for name in _below(modules, prefix):
                     inner = name.removeprefix(prefix).lstrip(".")
-                    if can_swap(modules[name]) and part in inner.split("."):
+                    if can_swap(modules[name]) and f".{part}." in f".{inner}.weight.":
                         yield name, f"{type(model).__name__} keeps {part} in FP32"
 
 
@@ -239,8 +253,8 @@ def _taken(module: nn.Module) -> Iterator[int]:
     elif stacks := stacks_of(module):
         yield stacks.down.shape[1]
     elif not isinstance(module, nn.Embedding):
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.ndim > 0:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and not is_lazy(weight) and weight.ndim > 0:
             yield weight.shape[min(1, weight.ndim - 1)]
 
 

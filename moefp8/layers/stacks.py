@@ -1,14 +1,10 @@
-"""Experts modules whose weights lie in stacks, and what they compute of them.
+"""Experts modules whose weights lie in stacks, and what they say of themselves.
 
-E experts, H hidden, I intermediate, T tokens.
+E experts, H hidden, I intermediate.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -27,9 +23,6 @@ _FLAGS = {
     "has_gate": True,
     "has_post_expert_norm": False,
 }
-_TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
-_SMALL = 1 << 24  # elements of weights up to which each expert gets random ones of its own
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @dataclass(frozen=True)
@@ -83,9 +76,12 @@ def flags_problem(module: nn.Module) -> str | None:
 
 
 def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
-    extra = set(dict(module.named_parameters())) - set(stacks.names)
+    extra = set(module.state_dict()) - set(stacks.names)
     if extra:
-        return f"must have no parameters but {' and '.join(stacks.names)}, got {sorted(extra)}"
+        return (
+            f"must have no parameters but {' and '.join(stacks.names)}, and no buffers that are "
+            f"saved, got {sorted(extra)}"
+        )
     gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
     gate_up[1] *= len(stacks.gate_up)
     if gate_up != [down[0], 2 * down[2], down[1]]:
@@ -95,169 +91,10 @@ def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
     return None
 
 
-class Probe:
-    """Runs experts modules on random tokens, once for each make, beside what FP8 would replace."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[float | None, str | None]] = {}
-
-    def __call__(self, module: nn.Module) -> tuple[float | None, str | None]:
-        """(the SwiGLU limit of module, None), or (None, how it differs from SwiGLU experts)."""
-        key = _make_of(module)
-        if key is None or key not in self._seen:
-            self._seen[key] = _probe(module)
-        return self._seen[key]
-
-
-def _make_of(module: nn.Module) -> Any:
-    """Equal for modules that differ in their weights alone; None if that cannot be told."""
-    if any(True for _ in module.buffers()):
-        return None
-    made = []
-    for child in module.modules():
-        plain = {
-            name: value
-            for name, value in vars(child).items()
-            if isinstance(value, int | float | str | bool | None) and name != "training"
-        }
-        others = {
-            name: getattr(value, "__qualname__", type(value).__qualname__)
-            for name, value in vars(child).items()
-            if callable(value)
-        }
-        made.append((type(child), *sorted(plain.items()), *sorted(others.items())))
-    weights = ((n, w.shape, w.dtype, w.device) for n, w in module.named_parameters())
-    return (*made, *weights)
-
-
-@torch.no_grad()
-def _probe(module: nn.Module) -> tuple[float | None, str | None]:
-    random = torch.Generator().manual_seed(0)
-    with _random_weights(module, random) as stacks:
-        inputs = _tokens(stacks, random)
-        try:
-            came = _forward_of(module)(*inputs)
-        except Exception as error:  # whatever a forward of others raises
-            return None, (
-                "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
-                f"but that raised {type(error).__name__}: {str(error)[:200]}"
-            )
-        if not isinstance(came, torch.Tensor) or came.numel() != inputs[0].numel():
-            return None, f"must give one tensor [T, H], got {type(came).__name__}"
-        return _compare(module, stacks, inputs, came.reshape(inputs[0].shape).float())
-
-
-def _compare(
-    module: nn.Module, stacks: Stacks, inputs: tuple[torch.Tensor, ...], came: torch.Tensor
-) -> tuple[float | None, str | None]:
-    """What `Probe` gives, from what the forward of module gave for inputs."""
-    tolerance = _TOLERANCE[inputs[0].dtype]
-    limits = (None, getattr(module, "swiglu_limit", None), getattr(module, "limit", None))
-    for limit in limits:
-        if limit is not None and not isinstance(limit, int | float):
-            continue
-        if _worst_row(came, _reference(partial(swiglu, limit=limit), stacks, *inputs)) < tolerance:
-            return limit, None
-    off = _worst_row(came, _reference(swiglu, stacks, *inputs))
-    swapped = _worst_row(came, _reference(lambda gate, up: swiglu(up, gate), stacks, *inputs))
-    told = "; its up rows come before its gate rows" if swapped < tolerance else ""
-    return None, (
-        "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
-        f"summed: on random tokens, rows of its forward are up to {100 * off:.0f} % off that{told}"
-    )
-
-
-def _worst_row(came: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(((came - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(torch.inf).max())
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Of a module of transformers, the loop over experts under what its config chooses."""
-    forward = type(module).forward
-    chosen_by_config = hasattr(getattr(module, "config", None), "_experts_implementation")
-    forward = unwrap(forward) if chosen_by_config and hasattr(module, "_apply_gate") else forward
-    return lambda *inputs: forward(module, *inputs)
-
-
-@contextmanager
-def _random_weights(module: nn.Module, random: torch.Generator) -> Iterator[Stacks]:
-    """The module with random weights in place of its own; FP32 on the CPU if it is on meta."""
-    homes = [
-        (child._parameters, name, parameter)
-        for child in module.modules()
-        for name, parameter in child._parameters.items()
-        if parameter is not None
-    ]
-    training = [(child, child.training) for child in module.modules()]
-    try:
-        for home, name, parameter in homes:
-            home[name] = _random_like(parameter, random)  # type: ignore[assignment]
-        for child, _ in training:
-            child.training = False
-        stacks = stacks_of(module)
-        if stacks is None:
-            raise TypeError(f"{type(module).__name__} holds no stacks of experts")
-        yield stacks
-    finally:
-        for home, name, parameter in homes:
-            home[name] = parameter
-        for child, was in training:
-            child.training = was
-
-
-def _draw(
-    draw: Callable[..., torch.Tensor], shape: Sequence[int], random: torch.Generator
-) -> torch.Tensor:
-    return draw(shape, generator=random, dtype=torch.float32, device="cpu")
-
-
-def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Of large weights their own, if they are of use, else one entry of random ones for all."""
-    shape = list(parameter.shape)
-    is_large = parameter.numel() > _SMALL
-    if is_large and not parameter.is_meta and _is_of_use(parameter[: len(_TOKEN_SIZES) + 1]):
-        return parameter
-    values = _draw(torch.randn, [1, *shape[1:]] if is_large else shape, random)
-    values /= math.sqrt(shape[-1])
-    if not parameter.is_meta:
-        values = values.to(parameter.device, parameter.dtype)
-    return values.expand(shape)
-
-
-def _is_of_use(weights: torch.Tensor) -> bool:
-    """Whether products with them tell one forward from another."""
-    return bool(weights.isfinite().all()) and float(weights.float().std()) > 1e-3
-
-
-def _tokens(
-    stacks: Stacks, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A few tokens of two experts each: x [T, H], index [T, k], weights [T, k]."""
-    num_experts, hidden_size, _ = stacks.down.shape
-    like, sizes = stacks.down, torch.tensor(_TOKEN_SIZES, device="cpu")[:, None]
-    x = _draw(torch.randn, (len(sizes), hidden_size), random) * sizes
-    first = torch.arange(len(sizes), device="cpu")
-    index = torch.stack((first, first + 1), dim=1)[:, : min(2, num_experts)] % num_experts
-    weights = _draw(torch.rand, index.shape, random) + 0.25
-    return x.to(like.device, like.dtype), index.to(like.device), weights.to(like.device, like.dtype)
-
-
-def _reference(
-    activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    stacks: Stacks,
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    """fp32 [T, H], in plain loops."""
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for token, chosen in enumerate(index.tolist()):
-        for choice, expert in enumerate(chosen):
-            gate_up = [weight[expert].float() @ x[token].float() for weight in stacks.gate_up]
-            gate, up = torch.cat(gate_up).chunk(2)
-            y = stacks.down[expert].float() @ activation(gate, up).float()
-            result[token] += weights[token, choice].float() * y
-    return result
+def stated_limits(module: nn.Module) -> list[float]:
+    """Where a module may say at what it clamps gate and up."""
+    stated = (getattr(module, name, None) for name in ("swiglu_limit", "limit"))
+    return [x for x in stated if isinstance(x, int | float) and not isinstance(x, bool)]
 
 
 def swiglu_limits(module: nn.Module) -> list[float | None]:
@@ -268,10 +105,9 @@ def swiglu_limits(module: nn.Module) -> list[float | None]:
     grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     came = _gated(module, gate, up)
-    limits = (None, getattr(module, "swiglu_limit", None), getattr(module, "limit", None))
     return [
         limit
-        for limit in limits
+        for limit in (None, *stated_limits(module))
         if came is not None
         and torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
     ]
