@@ -1,11 +1,13 @@
 """What `convert` leaves by default and why, what its arguments change, and what it tells."""
 
 import logging
+import re
 
 import pytest
 import torch
 from plain_experts import PlainExperts
 from torch import nn
+from torch.nn import functional as F
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, convert
 from moefp8.layers import plan_conversion
@@ -233,3 +235,144 @@ def test_conv1d_of_transformers_is_swapped():
     ours = convert(conv)
     assert (ours.in_features, ours.out_features) == (H, 48)
     assert (ours(x) - wanted).norm() / wanted.norm() < 0.06
+
+
+class Around(nn.Module):
+    """Experts one by one in a list of any name, and what chooses among them beside or around it."""
+
+    def __init__(self, num_outputs=4, is_around=False, name="ffns"):
+        super().__init__()
+        experts = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)) for _ in range(4))
+        self.moe = nn.ModuleDict({name: experts})
+        (self if is_around else self.moe).add_module("selector", nn.Linear(H, num_outputs))
+        self.after = nn.Linear(H, H)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Around(), Around(5), Around(is_around=True, name="experts"), Around(name="moe_layers")],
+)
+def test_routers_of_lists_of_any_name(layer):
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    kept = plan_conversion(model).kept
+    assert [name.rpartition(".")[2] for name in kept] == ["selector"]
+    assert re.search(r"a router: [45] outputs for 4 experts", "".join(kept.values()))
+
+
+class Readers(nn.Module):
+    """Methods that read the weights of modules, by way of other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.alias, self.called, self.shape = (nn.Linear(H, H) for _ in range(3))
+        self.pair, self.other = nn.Linear(H, H), nn.Linear(H, H)
+        self.several = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+        self.one = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+        self.experts = PlainExperts(2, H, 40)
+        self.free = PlainExperts(2, H, 40)
+
+    def forward(this, x):
+        linear = this.alias
+        x = F.linear(x, linear.weight.to(x.dtype)) + this.called(x)[:, : this.shape.weight.shape[0]]
+        for each in this.several:
+            x = F.linear(x, each.weight)
+        x = x @ torch.cat([y.weight for y in (this.pair, this.other)])
+        return F.linear(x, this.one[0].weight) @ this.experts.gate_up_proj[0]
+
+
+def test_weights_that_are_read_by_other_names():
+    conversion = plan_conversion(nn.ModuleDict({"layers": nn.ModuleList([Readers()])}))
+    swapped = {name.removeprefix("layers.0.") for name in conversion.swapped}
+    assert swapped == {"called", "shape", "free"}
+    assert set(conversion.kept.values()) == {"Readers reads its weight"}
+
+
+def test_dotted_names_of_what_stays_in_fp32():
+    class Mixed(nn.Module):
+        _keep_in_fp32_modules_strict = ("mix.sel", "proj.weight", "up.bias")
+
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.ModuleDict({"sel": nn.Linear(H, H), "up": nn.Linear(H, H)})
+            self.proj, self.after = nn.Linear(H, H), nn.Linear(H, H)
+
+    conversion = plan_conversion(nn.ModuleDict({"layers": nn.ModuleList([Mixed()])}))
+    assert conversion.kept.keys() == {"layers.0.mix.sel", "layers.0.proj"}
+
+
+def test_a_head_without_layers_is_known_by_its_name_and_width():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.first, self.second = nn.Linear(H, 10), nn.Linear(H, H), nn.Linear(H, H)
+
+    assert plan_conversion(Small()).kept == {"head": "called head"}
+
+
+def test_a_projection_that_attention_of_torch_reads_stays():
+    attention = nn.MultiheadAttention(H, 2)
+    attention.out_proj = nn.Linear(H, H)
+    kept = plan_conversion(nn.ModuleList([attention, nn.Linear(H, H)])).kept
+    assert kept == {"0.out_proj": "its weight is read by nn.MultiheadAttention"}
+
+
+@pytest.mark.parametrize("make", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_no_parameter_stays(make):
+    model = nn.Sequential(make(nn.Linear(H, H)), nn.Linear(H, H), nn.LazyLinear(H))
+    kept = plan_conversion(model).kept
+    assert kept["0"] == "its weight is no parameter, or not there yet"
+    assert kept["2"] == "a subclass of nn.Linear (LazyLinear)"
+
+
+def test_settings_are_of_experts_alone():
+    layer = nn.ModuleDict({"gate": nn.Linear(H, 4), "up": nn.Linear(H, H)})
+    layer["experts"] = PlainExperts(4, H, 40)
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    overrides = {"layers.0": {"layout": "masked"}}
+    assert plan_conversion(model, overrides=overrides).kept.keys() == {"layers.0.gate"}
+    with pytest.raises(ValueError, match=r"'\*\.up' are settings of experts, but no experts of"):
+        plan_conversion(model, overrides={"*.up": {"layout": "masked"}})
+    with pytest.raises(ValueError, match="layout must be 'auto'"):
+        plan_conversion(model, overrides={"layers.0": {"layout": "any"}})
+    with pytest.raises(ValueError, match="every name in overrides must be in the model"):
+        plan_conversion(model, overrides={"lm_head": True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        ({"skip": nn.Linear}, "skip must be a name, or names"),
+        ({"skip": ""}, "skip must be a name, or names"),
+        ({"only": [3]}, "only must be a name, or names"),
+        ({"overrides": {"layers": 1}}, "overrides must be names .* got 'layers': 1"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, needle):
+    with pytest.raises(TypeError, match=needle):
+        convert(Model(), **arguments)
+
+
+@pytest.mark.parametrize("model", [None, {}, nn.Linear, torch.jit.script(nn.Linear(8, 8))])
+def test_what_is_no_plain_module_is_refused(model):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module that is not scripted"):
+        convert(model)
+
+
+def test_no_skip_is_none():
+    assert plan_conversion(Model(), skip=None) == plan_conversion(Model())
+
+
+def test_weights_that_are_not_finite_are_told():
+    model = Model()
+    with torch.no_grad():
+        model.layers[1].up.weight[3, 3] = torch.nan
+    with pytest.warns(UserWarning, match=r"weights of layers\.1\.up hold NaN or Inf"):
+        convert(model)
+
+
+def test_experts_that_share_weights_share_codes():
+    first, second = PlainExperts(4, H, 40), PlainExperts(4, H, 40)
+    second.down_proj, second.gate_up_proj = first.down_proj, first.gate_up_proj
+    model = convert(nn.ModuleList([first, second]))
+    assert model[0].down_proj is model[1].down_proj

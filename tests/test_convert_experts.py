@@ -283,6 +283,12 @@ def test_what_an_attribute_holds_may_make_a_layer_differ(other):
         convert(model)
 
 
+def test_a_limit_of_infinity_is_none():
+    experts = Experts()
+    experts.limit = float("inf")
+    assert convert(experts).swiglu_limit is None
+
+
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_limit_that_is_seldom_reached_is_kept_if_it_is_used(is_used):
     class Limited(Experts):

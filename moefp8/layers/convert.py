@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -14,7 +14,7 @@ from ..progress import Progress
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .experts import GroupedExperts
 from .linear import FP8Linear
-from .module import is_wrapped
+from .module import FixedDtypeModule, is_wrapped
 from .parts import parts_of
 from .probe import Probe
 from .saving import adopt
@@ -106,9 +106,10 @@ def convert(
         `model`; or its replacement, if `model` itself is to be swapped.
 
     Raises:
-        TypeError: a weight that is no bf16, fp16 or fp32.
-        ValueError: an experts module of another make, a part that `shard` left, a pattern that is
-            nowhere in the model. In all cases the model is unchanged.
+        TypeError: a weight that is no bf16, fp16 or fp32; arguments of another kind.
+        ValueError: an experts module of another make, a part that `shard` left, hooks and patches
+            that would be lost, a pattern that is nowhere in the model. In all cases the model is
+            unchanged.
     """
     chosen = _choose(model, skip, only, filter_fn, overrides)
     conversion = chosen.conversion
@@ -149,9 +150,14 @@ def _choose(
     filter_fn: FilterFn | None,
     overrides: Overrides | None,
 ) -> _Chosen:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"convert: model must be an nn.Module that is not scripted, got {type(model).__name__}"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
-    skipped, wanted = _tuple(skip), None if only is None else _tuple(only)
+    skipped, wanted = _tuple("skip", skip), None if only is None else _tuple("only", only)
     overridden = dict(overrides or {})
+    _check_overrides(overridden)
     for argument, patterns in (
         ("skip", skipped),
         ("only", wanted or ()),
@@ -172,13 +178,47 @@ def _choose(
     chosen = {name: module for name, module in candidates.items() if name not in told}
     settings = _checked(chosen, overridden)
     kinds = {name: _kind(module) for name, module in chosen.items()}
+    _check_settings(overridden, [name for name, kind in kinds.items() if kind == "experts"])
     fp8 = any(isinstance(m, FP8Linear | GroupedExperts) for m in modules.values())
     experts = frozenset(name for name in told if _kind(modules[name]) == "experts")
     return _Chosen(chosen, settings, Conversion(kinds, told, experts), fp8 and not chosen)
 
 
-def _tuple(patterns: Patterns) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _tuple(argument: str, patterns: Patterns | None) -> tuple[str, ...]:
+    """None means none."""
+    found = (patterns,) if isinstance(patterns, str) else patterns or ()
+    found = tuple(found) if isinstance(found, Iterable) else (found,)
+    if not all(isinstance(part, str) and part for part in found):
+        raise TypeError(
+            f"convert: {argument} must be a name, or names, of modules, got {patterns!r}"
+        )
+    return found
+
+
+def _check_overrides(overrides: Mapping[Any, Any]) -> None:
+    for part, setting in overrides.items():
+        if not isinstance(part, str) or not isinstance(setting, bool | Mapping):
+            raise TypeError(
+                "convert: overrides must be names of modules -> True, False or settings, got "
+                f"{part!r}: {setting!r}"
+            )
+        if isinstance(setting, bool):
+            continue
+        if unknown := setting.keys() - _SETTINGS:
+            raise ValueError(
+                f"convert: overrides of {part!r} must be of {sorted(_SETTINGS)}, got "
+                f"{sorted(unknown)}"
+            )
+        GroupedExperts(1, 1, 1, device="meta", **setting)  # which refuses what cannot be meant
+
+
+def _check_settings(overrides: Overrides, experts: Collection[str]) -> None:
+    for part, setting in overrides.items():
+        if isinstance(setting, Mapping) and not any(matches(name, part) for name in experts):
+            raise ValueError(
+                f"convert: overrides of {part!r} are settings of experts, but no experts of that "
+                "name become FP8"
+            )
 
 
 def _override_why(name: str, overrides: Overrides, skipped: tuple[str, ...]) -> str:
@@ -186,7 +226,7 @@ def _override_why(name: str, overrides: Overrides, skipped: tuple[str, ...]) -> 
     setting = _override(name, overrides)
     if setting is False or any(matches(name, part) for part in skipped):
         return SKIPPED
-    return "" if setting is None else _TAKEN
+    return _TAKEN if setting is True else ""
 
 
 def _only_why(name: str, wanted: tuple[str, ...] | None, candidates: Mapping[str, Any]) -> str:
@@ -208,7 +248,7 @@ def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | Non
 def _check_patterns(
     argument: str, patterns: Iterable[str], modules: Mapping[str, nn.Module]
 ) -> None:
-    known = (*DEFAULT_SKIP, *HEADS)
+    known = () if argument == "overrides" else (*DEFAULT_SKIP, *HEADS)
     wrong = [
         part
         for part in patterns
@@ -253,14 +293,8 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
             check_tensor("convert", label, parameter, FLOATS)
         found, problem = _check(module, probe)
         given = _override(name, overrides)
-        told = dict(given) if isinstance(given, Mapping) else {}
-        if unknown := told.keys() - _SETTINGS:
-            raise ValueError(
-                f"convert: overrides of {name} must be True, False or of {sorted(_SETTINGS)}, got "
-                f"{sorted(unknown)}"
-            )
         if problem is None:
-            settings[name] = {**found, **told}
+            settings[name] = {**found, **(given if isinstance(given, Mapping) else {})}
         else:
             key = pattern_of(name), f"({type(module).__name__}) {problem}"
             refused.setdefault(key, []).append((name, module))
@@ -303,20 +337,37 @@ def _refusal(pattern: str, what: str, group: list[tuple[str, nn.Module]]) -> str
 
 
 def _apply(model: nn.Module, chosen: _Chosen, progress: bool | None) -> nn.Module:
-    """A module under two names stays one module; linears that share a weight share codes."""
-    swapped: dict[int, nn.Module] = {}
-    weights: dict[tuple[int, bool], FP8Linear] = {}
+    """A module under two names stays one module; modules that share weights share codes."""
+    swapped: dict[int, FixedDtypeModule] = {}
+    twins: dict[tuple[Any, ...], FixedDtypeModule] = {}
+    not_finite: list[str] = []
     total = sum(map(_num_bytes, {id(m): m for m in chosen.modules.values()}.values()))
     with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
         for name, module in chosen.modules.items():
             if id(module) not in swapped:
-                swapped[id(module)] = _swap(module, chosen.settings[name], weights)
+                made = _swap(module, chosen.settings[name], twins)
+                swapped[id(module)] = made
+                not_finite += [] if _is_finite(made) else [name]
                 bar.advance(_num_bytes(module))
-            if not name:
-                return swapped[id(module)]
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, swapped[id(module)])
+            if name:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, swapped[id(module)])
+            else:
+                model = swapped[id(module)]
+    if not_finite:
+        more = f" and {len(not_finite) - 5} more" if len(not_finite) > 5 else ""
+        warnings.warn(
+            f"convert: weights of {', '.join(not_finite[:5])}{more} hold NaN or Inf, so whole "
+            "blocks of 128x128 became NaN",
+            stacklevel=4,
+        )
     return model
+
+
+def _is_finite(module: FixedDtypeModule) -> bool:
+    """Whether its scales are, on the device where they lie."""
+    scales = (module.get_parameter(name) for name in module.fp32_names)
+    return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
 
 
 def _num_bytes(module: nn.Module) -> int:
@@ -325,17 +376,21 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _swap(
-    module: nn.Module, settings: dict[str, Any], weights: dict[tuple[int, bool], FP8Linear]
-) -> nn.Module:
-    if (stacks := stacks_of(module)) is not None:
-        experts = GroupedExperts.from_weights(*stacks.fused(), **settings)
-        experts.is_converted = True
-        return experts.train(module.training)
-    layer = FP8Linear.from_linear(_as_linear(module))
-    first = weights.setdefault((id(module.get_parameter("weight")), is_conv1d(module)), layer)
-    layer.weight, layer.weight_scale_inv = first.weight, first.weight_scale_inv
-    layer.is_converted = True
-    return layer.train(module.training)
+    module: nn.Module, settings: dict[str, Any], twins: dict[tuple[Any, ...], FixedDtypeModule]
+) -> FixedDtypeModule:
+    """twins: kind and weights -> what was made of them first."""
+    stacks = stacks_of(module)
+    made: FixedDtypeModule
+    if stacks is not None:
+        made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
+    else:
+        made, names = FP8Linear.from_linear(_as_linear(module)), ("weight",)
+    weights = (id(module.get_parameter(name)) for name in names)
+    first = twins.setdefault((_kind(module), *weights), made)
+    for name in (*made.fp8_names, *made.fp32_names):
+        made._parameters[name] = first._parameters[name]
+    made.is_converted = True
+    return made.train(module.training)
 
 
 def _as_linear(module: nn.Module) -> nn.Linear:

@@ -5,6 +5,7 @@ Told by what the model says of itself and by its structure first, and by names w
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .experts import GroupedExperts
 from .linear import FP8Linear
-from .stacks import foreign_experts, stacks_of
+from .stacks import STACKS, foreign_experts, stacks_of
 
 # Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
 # weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
@@ -34,7 +35,10 @@ HEADS = (
 )
 
 _READ_SAFELY = {"device", "shape", "size", "ndim", "is_meta", "numel", "requires_grad", "data_ptr"}
+_WEIGHTS = {"weight", *STACKS}
 _NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr"}
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Modules = Mapping[str, nn.Module]
 
@@ -161,20 +165,31 @@ def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
-    """Linears beside experts with as many outputs as there are experts, or with one."""
-    for name, module in modules.items():
-        if is_linear(module) and widths(module)[1] == 1:
+    """Linears with as many outputs as there are experts beside them, or one more; or with one."""
+    outputs = {name: widths(module)[1] for name, module in modules.items() if is_linear(module)}
+    for name, width in outputs.items():
+        if width == 1:
             yield name, "a gate or a score: it gives one number"
+    neighbours: dict[str, list[str]] = {}
+    for name in outputs:
+        neighbours.setdefault(_parent(name), []).append(name)
     for container, module in modules.items():
-        num_experts = _num_experts(container, module)
-        if not container or not num_experts:
+        num_experts = _num_experts(container, module) if container else 0
+        if not num_experts:
             continue
-        for name in _below(modules, _parent(container)):
-            others = name.removeprefix(_parent(container)).lower()
-            if any(word in others for word in ("expert", "attn", "attention")):
-                continue
-            if is_linear(modules[name]) and widths(modules[name])[1] == num_experts:
-                yield name, f"a router: {num_experts} outputs for as many experts"
+        home = _parent(container)
+        is_list = isinstance(module, _LISTS) and "expert" not in container.rpartition(".")[2]
+        around = neighbours.get(_parent(home), []) if home else []
+        beside = neighbours.get(home, []) if is_list else [*_below(outputs, home), *around]
+        for name in beside:
+            inner = name.removeprefix(_parent(home) if name in around else home)
+            if outputs[name] in (num_experts, num_experts + 1) and not _is_other(inner):
+                yield name, f"a router: {outputs[name]} outputs for {num_experts} experts"
+
+
+def _is_other(name: str) -> bool:
+    """Whether it lies in experts, or in attention, where widths may be as many by chance."""
+    return any(word in name.lower() for word in ("expert", "attn", "attention"))
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
@@ -183,20 +198,29 @@ def _num_experts(name: str, module: nn.Module) -> int:
         return module.num_experts
     if stacks := stacks_of(module):
         return len(stacks.down)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2]:
+    if isinstance(module, _LISTS):
         return len(module) if len(module) > 1 else 0
     shape = foreign_experts(name, module)
     return shape[0] if shape else 0
 
 
 def _readers(modules: Modules) -> Iterator[tuple[str, str]]:
-    """Linears whose weight, or its dtype, the forward of another module reads."""
+    """Linears and experts whose weights, or their dtype, the forward of another module reads."""
     for prefix, module in modules.items():
         kind: Any = type(module)
         for chain in _read_weights(kind):
-            name = f"{prefix}.{chain}" if prefix else chain
-            if name in modules and is_linear(modules[name]):
+            for name in _named(f"{prefix}.{chain}" if prefix else chain, modules):
                 yield name, f"{type(module).__name__} reads its weight"
+
+
+def _named(chain: str, modules: Modules) -> Iterator[str]:
+    """chain: a name, in which * stands for one element of a list."""
+    if "*" not in chain:
+        names = [chain] if chain in modules else []
+    else:
+        pattern = re.compile(re.escape(chain).replace(r"\*", "[^.]+"))
+        names = [name for name in modules if pattern.fullmatch(name)]
+    return (name for name in names if can_swap(modules[name]))
 
 
 @cache
@@ -222,12 +246,45 @@ def _weights_in(method: ast.FunctionDef) -> set[str]:
         for node in ast.walk(method)
         if isinstance(node, ast.Attribute) and node.attr in _READ_SAFELY
     }
-    chains = {
-        ast.unparse(node.value)
+    known = _local_names(method)
+    chains = (
+        _chains(node.value, known)
         for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in safe
-    }
-    return {chain.removeprefix("self.") for chain in chains if chain.startswith("self.")}
+        if isinstance(node, ast.Attribute) and node.attr in _WEIGHTS and id(node) not in safe
+    )
+    return {chain for found in chains for chain in found if chain}
+
+
+def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
+    """Names in a method -> the modules that they may stand for, as `_chains` tells them."""
+    arguments = [*method.args.posonlyargs, *method.args.args]
+    known = {argument.arg: {""} for argument in arguments[:1]}  # self
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign):
+            targets, found = node.targets, _chains(node.value, known)
+        elif isinstance(node, ast.For | ast.comprehension):
+            targets, found = [node.target], _elements(node.iter, known)
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and found:
+                known.setdefault(target.id, set()).update(found)
+    return known
+
+
+def _chains(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
+    """`a.b` of `self.a.b`, `a.*` of `self.a[0]`, "" of self; nothing of what is no module of it."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, set())
+    if isinstance(node, ast.Attribute):
+        return {f"{chain}.{node.attr}".lstrip(".") for chain in _chains(node.value, known)}
+    return _elements(node.value, known) if isinstance(node, ast.Subscript) else set()
+
+
+def _elements(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
+    if isinstance(node, ast.Tuple | ast.List):
+        return {chain for element in node.elts for chain in _chains(element, known)}
+    return {f"{chain}.*" for chain in _chains(node, known) if chain}
 
 
 def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
@@ -274,7 +331,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _below(modules: Modules, prefix: str) -> Iterable[str]:
+def _below(modules: Iterable[str], prefix: str) -> Iterable[str]:
     return (name for name in modules if not prefix or name.startswith(f"{prefix}."))
 
 

@@ -3,6 +3,7 @@
 E experts, H hidden, I intermediate.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +94,8 @@ def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
 
 def stated_limits(module: nn.Module) -> list[float]:
     """Where a module may say at what it clamps gate and up."""
-    stated = (getattr(module, name, None) for name in ("swiglu_limit", "limit"))
-    return [x for x in stated if isinstance(x, int | float) and not isinstance(x, bool)]
+    stated: list[Any] = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
+    return [x for x in stated if type(x) in (int, float) and math.isfinite(x)]
 
 
 def swiglu_limits(module: nn.Module) -> list[float | None]:
