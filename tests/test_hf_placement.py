@@ -4,9 +4,9 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from gpu_cases import NEEDS_TWO_GPUS, on_gpu
-from model_cases import prompt
+from model_cases import RELEASE, prompt
 from small_checkpoint import write_small_checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DbrxConfig
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
@@ -37,6 +37,23 @@ def test_hooks_go_to_what_takes_the_place(placed, bf16):
     assert any(isinstance(now[name], FP8Linear) for name in hooks)
     assert any(isinstance(now[name], GroupedExperts) for name in hooks)
     plain = AutoModelForCausalLM.from_pretrained(bf16, quantization_config=FP8Config())
+    ids = prompt()
+    with torch.no_grad():
+        assert torch.equal(placed(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.skipif(RELEASE < (5, 17), reason="older DBRX computes something else")
+def test_so_they_do_where_experts_hold_modules(tmp_path):
+    """Those of DBRX lie in a module of their own."""
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}
+    experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
+    sizes = {"vocab_size": 512, "n_layers": 1, "d_model": 128, "n_heads": 4}
+    config = DbrxConfig(**sizes, ffn_config=experts, attn_config=attention)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    placed = AutoModelForCausalLM.from_pretrained(tmp_path)
+    dispatch_model(placed, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    FP8Quantizer(FP8Config(), pre_quantized=False).postprocess_model(placed)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP8Config())
     ids = prompt()
     with torch.no_grad():
         assert torch.equal(placed(ids).logits, plain(ids).logits)

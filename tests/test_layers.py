@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
+from moefp8.layers.moe import SharedExperts
 from moefp8.testing import (
     assert_matches_reference,
     reference_model,
@@ -275,3 +276,20 @@ def test_codes_are_not_multiplied_as_weights(multiply, dtype):
 def test_codes_do_not_load_strictly_into_another_linear():
     with pytest.raises(RuntimeError, match=r"Unexpected key.*weight_scale_inv"):
         nn.Linear(256, 256).load_state_dict(FP8Linear(256, 256).state_dict())
+
+
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_tangents_are_not_lost_silently(is_outer):
+    x = torch.randn(3, 64)
+    layers = {
+        "FP8Linear": FP8Linear(64, 40),
+        "SharedExperts": SharedExperts(64, 40),
+        "GroupedExperts": GroupedExperts(2, 64, 40),
+    }
+    ids, scores = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    for name, layer in layers.items():
+        others = (ids, scores) if name == "GroupedExperts" else ()
+        with pytest.raises(NotImplementedError, match=f"{name}: forward-mode AD"):
+            torch.func.jvp(lambda x, f=layer, y=others: f(x, *y), (x,), (x,))
+        if is_outer:  # a tangent of something else
+            torch.func.jvp(lambda z, f=layer, y=others: f(x, *y).sum() + z, (x,), (x,))

@@ -24,13 +24,17 @@ def unhooked(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        now = dict(model.named_modules())
         for name, hook in hooks.items():
-            add_hook_to_module(model.get_submodule(name), hook)
+            if name in now:  # what experts of DBRX held is no module any more
+                add_hook_to_module(now[name], hook)
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        hook = module.__dict__.get("_hf_hook")
-        is_here = not any(x.is_meta for x in module.parameters())
-        if hook is not None and is_here and can_swap(module):
-            yield name, hook
+    """Name -> hook, of linears, experts and what lies in these."""
+    for home, module in model.named_modules():
+        if can_swap(module) and not any(x.is_meta for x in module.parameters()):
+            for name, child in module.named_modules(prefix=home):
+                hook = vars(child).get("_hf_hook")
+                if hook is not None:
+                    yield name, hook

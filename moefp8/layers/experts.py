@@ -18,6 +18,7 @@ from .module import (
     check_dtype,
     fp8_parameter,
     no_backward,
+    records,
     save_for_no_backward,
     scale_parameter,
 )
@@ -211,8 +212,7 @@ class GroupedExperts(FixedDtypeModule):
             return y.view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
         tensors = (*tokens, *map(self._look_up, _WEIGHTS))
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        run = _ExpertsFunction.apply if needs_grad else experts
+        run = _ExpertsFunction.apply if records("GroupedExperts", *tensors) else experts
         y = run(*tensors, self.swiglu_limit, self.layout == "masked")
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 

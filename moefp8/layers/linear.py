@@ -15,6 +15,7 @@ from .module import (
     check_dtype,
     fp8_parameter,
     no_backward,
+    records,
     save_for_no_backward,
     scale_parameter,
 )
@@ -162,10 +163,8 @@ class FP8Linear(FixedDtypeModule):
         names = "weight", "weight_scale_inv", "bias"
         operands = (rows, *map(self._look_up, names))
         # An autograd function costs the host as much as a launch does.
-        recorded = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in operands
-        )
-        y = _LinearFunction.apply(*operands) if recorded else fp8_linear(*operands)
+        run = _LinearFunction.apply if records("FP8Linear", *operands) else fp8_linear
+        y = run(*operands)
         if self.rows_before:
             y = y[:, self.rows_before :]
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from ..kernels import E4M3
 from ..kernels.checks import FLOATS, check_shape, check_tensor
@@ -140,6 +141,23 @@ def fp8_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
 def scale_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
     """An uninitialised fp32 parameter that asks for no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device), requires_grad=False)
+
+
+def records(layer: str, *tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed of tensors.
+
+    Raises NotImplementedError where one has a tangent of forward-mode AD: ops would drop it.
+    """
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        raise NotImplementedError(
+            f"{layer}: forward-mode AD (torch.func.jvp, jacfwd) is not supported: FP8 has no "
+            "derivative; detach what goes in"
+        )
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _has_tangent(x: torch.Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _raise_no_backward(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..kernels.experts import swiglu
 from ..kernels.feed_forward import feed_forward
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
-from .module import is_wrapped
+from .module import is_wrapped, records
 from .router import TopKRouter
 
 
@@ -47,10 +47,7 @@ class SharedExperts(nn.Module):
         and what gate and up give is rounded to BF16.
         """
         projections = (self.gate_proj, self.up_proj, self.down_proj)
-        needs_grad = torch.is_grad_enabled() and any(
-            y.requires_grad for y in (x, *self.parameters())
-        )
-        if needs_grad or not self.is_one_op:
+        if records("SharedExperts", x, *self.parameters()) or not self.is_one_op:
             gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
             return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
