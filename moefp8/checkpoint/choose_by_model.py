@@ -21,6 +21,7 @@ from .skeleton import Skeleton
 from .source import Source
 
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
 _UNEVEN = f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
@@ -92,7 +93,9 @@ def _moves_of(
     """Key -> what becomes of it, of all weights of a module; or why it stays."""
     entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
     if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
-        return "its weights are stored in another form, which is converted when they are loaded"
+        return _OTHER_FORM
+    if kind == "Conv1D" and any(x.is_converted for x in fillings):
+        return _OTHER_FORM
     skipped = [key for key in entries if is_skipped(key)]
     if len(skipped) == len(entries):
         return SKIPPED
