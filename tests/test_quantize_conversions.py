@@ -1,6 +1,7 @@
 """quantize_checkpoint where transformers converts keys: what it takes, and what stays as it is."""
 
 import pytest
+import torch
 from model_cases import RELEASE
 from quantize_cases import read
 from safetensors.torch import save_file
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
 import moefp8.hf
+from benchmarks.families.models import tiny_model
 from moefp8.checkpoint import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -39,3 +41,29 @@ def test_a_conv1d_that_is_converted_stays(tmp_path, monkeypatch):
     config = moefp8.hf.FP8Config(skip="attn.c_proj")
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "s", quantization_config=config)
     assert_equal(fp8_of(tmp_path / "t"), wanted)
+
+
+@pytest.mark.parametrize(
+    "key", ["encoder.layer.0.attention.qkv_proj.input_amax", "encoder.layer.²³.scalar"]
+)
+def test_a_scalar_that_looks_like_a_part_is_kept(tmp_path, key):
+    tiny_model("gte").save_pretrained(tmp_path / "s")
+    plain = quantize_checkpoint(tmp_path / "s", tmp_path / "u")
+    change(tmp_path / "s", lambda tensors: tensors.update({key: torch.tensor(1.0)}))
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert done.conversion == plain.conversion
+    assert read(tmp_path / "t")[key] == 1
+
+
+def test_experts_that_transformers_cannot_order_stay(tmp_path):
+    tiny_model("ernie4_5_vl_moe").save_pretrained(tmp_path / "s")
+
+    def renumber(tensors):
+        for name in ("gate", "up", "down"):
+            key = f"model.layers.1.mlp.experts.{{}}.{name}_proj.weight"
+            tensors[key.format("²")] = tensors.pop(key.format("2"))
+
+    change(tmp_path / "s", renumber)
+    with pytest.warns(UserWarning, match="experts stay in 16 bits: 1 .*stored in another form"):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert "model.language_model.layers.2.mlp.text_moe.experts" in done.conversion.swapped

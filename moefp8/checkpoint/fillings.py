@@ -48,20 +48,33 @@ def converted_fillings(
     Not of those that share an entry with others, as a query does that is cut out of a fused one;
     nor of what is transposed.
     """
-    groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
-    for key in skeleton.in_order(keys):
-        if found := skeleton.conversion_of(key):
-            name, step, pattern = found
-            groups[name].append((source.entries[key], step, pattern))
-    slots = {x.name: x for x in skeleton.inventory.slots.values() if x.module in modules}
+    groups = _groups(source, keys, skeleton)
+    found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
+    slots = {x.name: x for x in found if len(x.shape) >= 2}
     all_columns = {slot.shape[-1] for slot in slots.values()}
     for name, group in groups.items():
         entries = [entry for entry, _, _ in group]
-        is_known = all(x.num_bytes and x.shape[-1] in all_columns for x in entries)
+        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in entries)
         made = _converted(name, group, skeleton) if name in slots and is_known else {}
         for target, rows in made.items():
             if target in slots:
                 yield from _filling(slots[target], rows, entries)
+
+
+def _groups(
+    source: Source, keys: Collection[str], skeleton: Skeleton
+) -> dict[str, list[tuple[Entry, Any, str]]]:
+    """The first name that they become -> entries in order, each with its step and pattern.
+
+    None where transformers has no order for their keys.
+    """
+    groups: dict[str, dict[str, tuple[Entry, Any, str]]] = defaultdict(dict)
+    for key in keys:
+        if found := skeleton.conversion_of(key):
+            name, step, pattern = found
+            groups[name][key] = source.entries[key], step, pattern
+    ordered = {name: skeleton.in_order(group) for name, group in groups.items()}
+    return {name: [groups[name][key] for key in keys] for name, keys in ordered.items() if keys}
 
 
 def _converted(

@@ -39,10 +39,16 @@ class Skeleton:
         return renaming(self.model, self.conversions, self.inventory)
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
-        """As transformers collects them for a conversion: numbers by value."""
+        """As transformers collects them for a conversion: numbers by value.
+
+        None of them if it cannot: it takes a "²" for a number, and fails to read it.
+        """
         from transformers.core_model_loading import dot_natural_key
 
-        return sorted(keys, key=dot_natural_key)
+        try:
+            return sorted(keys, key=dot_natural_key)
+        except ValueError:
+            return []
 
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
         """(the first name that it becomes, the step, its pattern) of a key that is converted."""
