@@ -1,5 +1,7 @@
 """quantize_checkpoint where transformers converts keys: what it takes, and what stays as it is."""
 
+import re
+
 import pytest
 import torch
 from model_cases import RELEASE
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
 import moefp8.hf
-from benchmarks.families.models import tiny_model
+from benchmarks.families.models import OVERRIDES, tiny_model
 from moefp8.checkpoint import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -67,3 +69,36 @@ def test_experts_that_transformers_cannot_order_stay(tmp_path):
     with pytest.warns(UserWarning, match="experts stay in 16 bits: 1 .*stored in another form"):
         done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert "model.language_model.layers.2.mlp.text_moe.experts" in done.conversion.swapped
+
+
+def ernie(path, monkeypatch, **text) -> type:
+    """A tiny one, whose experts for texts and for images are stored as if they were of one kind."""
+    changed = OVERRIDES["ernie4_5_vl_moe"]["text_config"] | text
+    monkeypatch.setitem(OVERRIDES, "ernie4_5_vl_moe", {"text_config": changed})
+    model = tiny_model("ernie4_5_vl_moe")
+    model.save_pretrained(path)
+    return type(model)
+
+
+EXPERTS = "model.language_model.layers.1.mlp.{}_moe.experts"
+WITH_TEXT = "converted together with model.language_model.layers.*.mlp.text_moe.experts, which"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "skip", "why"),
+    [
+        ([192, 128], (), "128 does not divide"),
+        ([256, 128], "model.layers.*.mlp.experts.[0-7].*", "skipped"),
+    ],
+)
+def test_what_one_conversion_fills_stays_together(tmp_path, monkeypatch, sizes, skip, why):
+    kind = ernie(tmp_path / "s", monkeypatch, moe_intermediate_size=sizes)
+    with pytest.warns(UserWarning, match=f"experts stay in 16 bits: .*{re.escape(WITH_TEXT)}"):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
+    assert why in done.conversion.kept[EXPERTS.format("text")]
+    assert WITH_TEXT in done.conversion.kept[EXPERTS.format("vision")]
+    assert set(done.conversion.swapped.values()) == {"linear"}
+    config = moefp8.hf.FP8Config(skip=["text_moe.experts", "vision_moe.experts"])
+    wanted = kind.from_pretrained(tmp_path / "s", quantization_config=config)
+    got = kind.from_pretrained(tmp_path / "t", quantization_config=moefp8.hf.FP8Config())
+    assert_equal(got, wanted)

@@ -85,7 +85,7 @@ def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str)
     linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
     problems = _dtype_problems(source, linears)
     stacks = _choose_stacks(source, skip, problems)
-    problems += _split_modules(source, linears)
+    problems += _split_modules(source.entries.values(), linears)
     if not linears and not stacks and not problems:
         problems.append(
             "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8; names "
@@ -108,12 +108,12 @@ def _pick_by_model(
         return any(_is_named(name, part) for part in skip for name in (key, skeleton.rename(key)))
 
     chosen = choose_by_model(source, skeleton, skip, is_skipped)
-    left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
+    left = [source.entries[key] for key in chosen.unknown if is_leftover(source.config, key)]
     leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
     moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
     moves |= chosen.moves  # leftover are layers for multi-token prediction: models hold none
     problems = _dtype_problems(source, moves)
-    problems += _split_modules(source, moves.keys())
+    problems += _split_modules(left, moves.keys())
     if not moves and not problems:
         told = Conversion({}, chosen.kept).warning() or ""
         problems.append(
@@ -237,13 +237,13 @@ def _dtype_problem(entry: Entry) -> str | None:
     return f"dtype must be one of {', '.join(_DTYPES)}, got {entry.dtype}"
 
 
-def _split_modules(source: Source, linears: Collection[str]) -> list[str]:
+def _split_modules(entries: Iterable[Entry], linears: Collection[str]) -> list[str]:
     """Layers compute all experts of a module in FP8, or none."""
     fates: dict[str, set[bool]] = {}
-    for key, entry in source.entries.items():
-        expert = split_expert(key)
+    for entry in entries:
+        expert = split_expert(entry.key)
         if expert and _is_linear(entry):
-            fates.setdefault(expert[0], set()).add(key in linears)
+            fates.setdefault(expert[0], set()).add(entry.key in linears)
     return [
         f"{module}: its experts must be skipped all, or none"
         for module, fate in fates.items()

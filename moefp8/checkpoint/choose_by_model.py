@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..kernels import BLOCK
 from ..layers import Conversion, plan_conversion
-from ..layers.conversion import SKIPPED
+from ..layers.conversion import SKIPPED, pattern_of
 from ..layers.selection import matches
 from ..layers.stacks import STACKS, stacks_of
 from .errors import CheckpointError
@@ -54,8 +54,14 @@ def choose_by_model(
         raise CheckpointError(f"{source.path} cannot be quantized: {error}") from error
     chosen = ByModel(kept=dict(conversion.kept), experts=set(conversion.experts))
     fillings = _fillings(source, skeleton, conversion, chosen)
+    made = {
+        module: _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        for module, kind in conversion.swapped.items()
+    }
+    while parted := _parted(made, fillings):
+        made |= parted
     for module, kind in conversion.swapped.items():
-        came = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        came = made[module]
         if isinstance(came, dict):
             chosen.moves |= came
             chosen.swapped[module] = kind
@@ -78,8 +84,25 @@ def _fillings(
             homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
             for module in homes & conversion.swapped.keys():
                 found[module].append(Filling(slot, (Piece(entry, entry.begin, entry.num_bytes),)))
-    for filling in converted_fillings(source, chosen.unknown, skeleton, conversion.swapped):
+    modules = {*conversion.swapped, *conversion.kept}
+    for filling in converted_fillings(source, chosen.unknown, skeleton, modules):
         found[filling.slot.module].append(filling)
+    return found
+
+
+def _parted(
+    made: dict[str, dict[str, list[Move]] | str], fillings: dict[str, list[Filling]]
+) -> dict[str, str]:
+    """Why modules stay that would become FP8 without one that the same conversion fills.
+
+    What is left of its keys would be converted to something else.
+    """
+    swapped = {module for module, came in made.items() if isinstance(came, dict)}
+    found = {}
+    for module in swapped:
+        together = {home for x in fillings[module] for home in x.together}
+        if others := sorted(together - swapped):
+            found[module] = f"converted together with {pattern_of(others[0])}, which stays"
     return found
 
 
