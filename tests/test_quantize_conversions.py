@@ -13,7 +13,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 
 import moefp8.hf
 from benchmarks.families.models import OVERRIDES, tiny_model
-from moefp8.checkpoint import quantize_checkpoint
+from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(
     RELEASE < (5, 20), reason="older transformers build no tiny model of these"
@@ -102,3 +102,30 @@ def test_what_one_conversion_fills_stays_together(tmp_path, monkeypatch, sizes, 
     wanted = kind.from_pretrained(tmp_path / "s", quantization_config=config)
     got = kind.from_pretrained(tmp_path / "t", quantization_config=moefp8.hf.FP8Config())
     assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("skip", ["mlp.text_moe.experts", "text_moe", EXPERTS.format("text")])
+def test_skip_takes_the_names_of_modules(tmp_path, monkeypatch, skip):
+    """Which no key has, and which reports and errors print."""
+    ernie(tmp_path / "s", monkeypatch)
+    with pytest.warns(UserWarning, match=f"experts stay in 16 bits: .*{re.escape(WITH_TEXT)}"):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
+    kept = done.conversion.kept
+    assert kept[EXPERTS.format("text")] == "skipped"
+    assert WITH_TEXT in kept[EXPERTS.format("vision")]
+    with pytest.raises(ValueError, match=r"a key of .*, or a module of its model, got 'test_moe'"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "u", skip="test_moe")
+
+
+def test_what_a_refusal_tells_to_skip_can_be_skipped(tmp_path, monkeypatch):
+    ernie(tmp_path / "s", monkeypatch, hidden_act="gelu")
+    skip: list[str] = []
+    while len(skip) < 2:
+        with pytest.raises(CheckpointError) as refused:  # long errors are cut: it may tell of one
+            quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
+        skip += re.findall(r"pass skip='([\w.*]+)'", str(refused.value))
+    assert sorted(skip) == [
+        f"model.language_model.layers.*.mlp.{kind}_moe.experts" for kind in ("text", "vision")
+    ]
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
+    assert set(done.conversion.swapped.values()) == {"linear"}

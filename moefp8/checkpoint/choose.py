@@ -71,7 +71,7 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
         _check_skip(source, skip, lambda key: key)
         picked = _pick_by_names(source, skip, headline, skeleton)
     else:
-        _check_skip(source, skip, skeleton.rename)
+        _check_skip(source, skip, skeleton.rename, skeleton.modules)
         picked = _pick_by_model(source, skip, headline, skeleton)
     moves = list(_moves(source, picked.moves))
     raise_if_any(_twice(moves), headline)
@@ -161,13 +161,19 @@ def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> 
     return chosen
 
 
-def _check_skip(source: Source, skip: Sequence[str], rename: Callable[[str], str]) -> None:
+def _check_skip(
+    source: Source,
+    skip: Sequence[str],
+    rename: Callable[[str], str],
+    modules: Collection[str] = (),
+) -> None:
     names = {name for key in source.entries for name in (key, rename(key))} if skip else set()
+    or_module = ", or a module of its model" if modules else ""
     for pattern in skip:
-        if not any(_is_named(name, pattern) for name in names):
+        if not any(_is_named(name, pattern) for name in names.union(modules)):
             raise ValueError(
-                f"skip: every pattern must match a key of {source.path}, got {pattern!r}; stacked "
-                "experts have one key for all"
+                f"skip: every pattern must match a key of {source.path}{or_module}, got "
+                f"{pattern!r}; stacked experts have one key for all"
             )
 
 

@@ -46,8 +46,7 @@ def choose_by_model(
     source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
 ) -> ByModel:
     """skip: patterns; is_skipped: whether they keep a key. Raises CheckpointError."""
-    names = [name for name, _ in skeleton.model.named_modules()]
-    parts = [part for part in skip if any(matches(name, part) for name in names)]
+    parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
         conversion = plan_conversion(skeleton.model, skip=parts)
     except (TypeError, ValueError) as error:

@@ -30,6 +30,11 @@ class Skeleton:
     conversions: list[Any]
 
     @cached_property
+    def modules(self) -> list[str]:
+        """Names of all that is in the model."""
+        return [name for name, _ in self.model.named_modules() if name]
+
+    @cached_property
     def inventory(self) -> Inventory:
         return Inventory(self.model)
 
