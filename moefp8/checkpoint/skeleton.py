@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers import GroupedExperts
+from ..layers.stacks import STACKS, stacks_of
 from .names import scale_of_weight, weight_of_scale
 from .slots import Inventory
 
@@ -147,6 +149,15 @@ def _conversions(model: Any, quantizer: Any = None) -> list[Any]:
     return list(get_model_conversion_mapping(model, None, quantizer))
 
 
+def _homes_of_stacks(model: nn.Module) -> set[str]:
+    """Experts modules that hold stacks, or will when they are converted, as DBRX's do."""
+    return {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, GroupedExperts) or stacks_of(module) is not None
+    }
+
+
 def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
     """Checkpoint key -> model name, as transformers renames it; experts stay one by one."""
     from transformers.core_model_loading import WeightRenaming
@@ -154,15 +165,20 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)  # else it lies below prefix in others
+    homes = _homes_of_stacks(model)
+
+    def is_there(weight: str) -> bool:
+        home, _, leaf = weight.rpartition(".")
+        return inventory.find(weight) is not None or (leaf in STACKS and home in homes)
 
     def rename(key: str) -> str:
         name = key
         for step in steps:
             name, _ = step.rename_source_key(name)
         weight = weight_of_scale(name) or name  # not all scales have a place yet
-        if inventory.find(weight) is not None:
+        if is_there(weight):
             return name
-        if inventory.find(f"{prefix}{weight}") is not None:
+        if is_there(f"{prefix}{weight}"):
             return f"{prefix}{name}"
         return name if is_whole else name.removeprefix(prefix)
 
