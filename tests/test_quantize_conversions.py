@@ -13,7 +13,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 
 import moefp8.hf
 from benchmarks.families.models import OVERRIDES, tiny_model
-from moefp8.checkpoint import CheckpointError, quantize_checkpoint
+from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(
     RELEASE < (5, 20), reason="older transformers build no tiny model of these"
@@ -129,3 +129,22 @@ def test_what_a_refusal_tells_to_skip_can_be_skipped(tmp_path, monkeypatch):
     ]
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
     assert set(done.conversion.swapped.values()) == {"linear"}
+
+
+def test_what_is_fused_is_called_as_the_rest_is(tmp_path, monkeypatch):
+    """Of keys without the prefix that transformers adds when it loads."""
+
+    def cut(tensors):
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    kind = ernie(tmp_path / "s", monkeypatch)
+    change(tmp_path / "s", cut)
+    quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert not any(key.startswith("model.") for key in read(tmp_path / "t"))
+    config = moefp8.hf.FP8Config()
+    wanted, got = (
+        kind.from_pretrained(tmp_path / name, quantization_config=config) for name in "st"
+    )
+    assert_equal(got, wanted)
+    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]

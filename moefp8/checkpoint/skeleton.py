@@ -73,9 +73,12 @@ class Skeleton:
         That is with its own prefix, where loaders find weights and scales so, or as they are; None
         if they find neither: some renamings miss scales.
         """
-        for prefix, theirs in dict.fromkeys([*map(self._prefixes, keys), ("", "")]):
-            made = {name: prefix + name.removeprefix(theirs) for name in names}
-            if all(self.is_found(spelled, name) for name, spelled in made.items()):
+        found = list(map(self._prefixes, keys))
+        base = f"{self.model.base_model_prefix}."  # rename adds it to no key that is converted
+        found += [(prefix, base + theirs) for prefix, theirs in found]
+        for prefix, theirs in dict.fromkeys([*found, ("", "")]):
+            made = {x: prefix + x.removeprefix(theirs) for x in names if x.startswith(theirs)}
+            if all(name in made and self.is_found(made[name], name) for name in names):
                 return made
         return None
 
