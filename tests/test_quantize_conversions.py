@@ -148,3 +148,30 @@ def test_what_is_fused_is_called_as_the_rest_is(tmp_path, monkeypatch):
     )
     assert_equal(got, wanted)
     assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+
+
+TWICE = {
+    "dbrx": ("transformer.blocks.1.ffn.experts.mlp.v1", "transformer."),
+    "gpt2": ("transformer.h.1.attn.c_attn.weight", "transformer."),
+    "qwen3_moe": ("model.layers.1.self_attn.q_proj.weight", "model."),
+}
+
+
+@pytest.mark.parametrize("family", TWICE)
+@pytest.mark.filterwarnings("ignore:quantize_checkpoint. experts stay")
+def test_what_is_stored_twice_stays(tmp_path, monkeypatch, family):
+    """Of the two, transformers takes the first."""
+    monkeypatch.setitem(OVERRIDES, "gpt2", {"n_head": 4})
+    key, prefix = TWICE[family]
+    other = key.removeprefix(prefix)
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "s")
+    change(tmp_path / "s", lambda tensors: tensors.update({other: tensors[key] + 1}))
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    module = key.removesuffix(".mlp.v1").removesuffix(".weight")
+    first, second = sorted((key, other))
+    assert done.conversion.kept[module] == f"stored twice, as {first} and {second}"
+    config = moefp8.hf.FP8Config(skip=module)
+    wanted = type(model).from_pretrained(tmp_path / "s", quantization_config=config)
+    got = type(model).from_pretrained(tmp_path / "t", quantization_config=config)
+    assert_equal(got, wanted)

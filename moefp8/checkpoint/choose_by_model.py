@@ -121,6 +121,8 @@ def _moves_of(
     skipped = [key for key in entries if is_skipped(key)]
     if len(skipped) == len(entries):
         return SKIPPED
+    if twice := _stored_twice(fillings):
+        return twice
     if skipped:
         raise CheckpointError(
             f"{module}: must be skipped whole, or not at all; {skipped[0]} is skipped"
@@ -173,6 +175,17 @@ def _dbrx(
         up.key: [],
         down.key: [transposed_stack(down, down_name, num_experts)],
     }
+
+
+def _stored_twice(fillings: list[Filling]) -> str | None:
+    """Which of two keys a loader takes for one weight is its own affair."""
+    first: dict[str, Filling] = {}
+    for filling in fillings:
+        other = first.setdefault(filling.slot.name, filling)
+        if other is not filling:
+            keys = sorted(x.entries()[0].key for x in (other, filling))
+            return f"stored twice, as {keys[0]} and {keys[1]}"
+    return None
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
