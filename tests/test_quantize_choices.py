@@ -77,7 +77,9 @@ def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
 
 def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog):
     saved(stacks_only(320), tmp_path / "s")
-    why = "2 model.layers.*.block_sparse_moe.experts (stacks of sizes that 128 does not divide"
+    why = (
+        "2 model.layers.*.block_sparse_moe.experts (made of parts of sizes that 128 does not divide"
+    )
     with (
         caplog.at_level(logging.INFO, logger="moefp8"),
         pytest.warns(UserWarning, match="quantize_checkpoint: experts stay in 16 bits") as caught,

@@ -175,3 +175,26 @@ def test_what_is_stored_twice_stays(tmp_path, monkeypatch, family):
     wanted = type(model).from_pretrained(tmp_path / "s", quantization_config=config)
     got = type(model).from_pretrained(tmp_path / "t", quantization_config=config)
     assert_equal(got, wanted)
+
+
+def test_a_weight_of_another_dtype_is_kept_by_its_module(tmp_path):
+    """Of which a part alone cannot be skipped."""
+    tiny_model("dbrx").save_pretrained(tmp_path / "s")
+    module = "transformer.blocks.1.ffn.experts"
+    key = f"{module}.mlp.v1"
+    change(tmp_path / "s", lambda tensors: tensors.update({key: tensors[key].double()}))
+    with pytest.raises(CheckpointError, match=f"got F64; skip '{re.escape(module)}' to keep it"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=module)
+    assert done.conversion.kept[module] == "skipped"
+
+
+def test_a_linear_of_two_parts_that_are_no_whole_blocks_stays(tmp_path, monkeypatch):
+    """Its scales would be of blocks that hold rows of both."""
+    changed = {"text_config": {"shared_intermediate_size": 192}}
+    monkeypatch.setitem(OVERRIDES, "minimax_m3_vl", changed)
+    tiny_model("minimax_m3_vl").save_pretrained(tmp_path / "s")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip="mlp.experts")
+    name = "shared_experts.gate_up_proj"
+    why = {why for module, why in done.conversion.kept.items() if module.endswith(name)}
+    assert why == {"made of parts of sizes that 128 does not divide, which loaders cut otherwise"}

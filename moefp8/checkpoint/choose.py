@@ -83,7 +83,7 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
 
 def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str) -> _Picked:
     linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
-    problems = _dtype_problems(source, linears)
+    problems = _dtype_problems(source, linears, {})
     stacks = _choose_stacks(source, skip, problems)
     problems += _split_modules(source.entries.values(), linears)
     if not linears and not stacks and not problems:
@@ -112,7 +112,7 @@ def _pick_by_model(
     leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
     moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
     moves |= chosen.moves  # leftover are layers for multi-token prediction: models hold none
-    problems = _dtype_problems(source, moves)
+    problems = _dtype_problems(source, moves, chosen.homes)
     problems += _split_modules(left, moves.keys())
     if not moves and not problems:
         told = Conversion({}, chosen.kept).warning() or ""
@@ -132,9 +132,10 @@ def _kept_in_model(skeleton: Skeleton | str, picked: _Picked) -> list[str]:
     return [] if isinstance(skeleton, str) else list(picked.conversion.kept)
 
 
-def _dtype_problems(source: Source, keys: Iterable[str]) -> list[str]:
+def _dtype_problems(source: Source, keys: Iterable[str], homes: Mapping[str, str]) -> list[str]:
+    """homes: key -> the module to skip, of which a part cannot be."""
     return [
-        f"{source.entries[key]}: {problem}; {_to_keep(key)}"
+        f"{source.entries[key]}: {problem}; {_to_keep(homes.get(key, key))}"
         for key in sorted(keys)
         if (problem := _dtype_problem(source.entries[key]))
     ]

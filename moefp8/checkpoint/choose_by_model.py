@@ -23,7 +23,7 @@ from .source import Source
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
-_UNEVEN = f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
+_UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
 
 @dataclass
@@ -32,13 +32,14 @@ class ByModel:
 
     moves: key -> what becomes of it; none of a key that goes into another's. swapped: what
     `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
-    unknown: keys of no module.
+    homes: key of moves -> the module that it is of; unknown: keys of no module.
     """
 
     moves: dict[str, list[Move]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     swapped: dict[str, str] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    homes: dict[str, str] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -63,6 +64,7 @@ def choose_by_model(
         came = made[module]
         if isinstance(came, dict):
             chosen.moves |= came
+            chosen.homes |= dict.fromkeys(came, module)
             chosen.swapped[module] = kind
             continue
         chosen.kept[module] = came
