@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from model_cases import RELEASE
 from quantize_cases import read
 from safetensors.torch import save_file
@@ -198,3 +199,23 @@ def test_a_linear_of_two_parts_that_are_no_whole_blocks_stays(tmp_path, monkeypa
     name = "shared_experts.gate_up_proj"
     why = {why for module, why in done.conversion.kept.items() if module.endswith(name)}
     assert why == {"made of parts of sizes that 128 does not divide, which loaders cut otherwise"}
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Dots3NoteVisionModel"), reason="too old for Dots 3")
+def test_layers_may_have_numbers_of_experts_of_their_own(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
+    sizes |= {"adapter_in_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 12, 16]}
+    config = transformers.Dots3NoteVisionConfig(**sizes)
+    model = transformers.Dots3NoteVisionModel._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "s")
+    quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+
+    def cut(tensors):
+        for key in ("blocks.2.mlp.experts.down_proj", "blocks.2.mlp.experts.down_proj_scale_inv"):
+            tensors[key] = tensors[key][:15]
+
+    change(tmp_path / "t", cut)
+    errors = [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+    assert "15 experts, config.json tells of 12 or 16 or 64" in errors[0].examples[0]
