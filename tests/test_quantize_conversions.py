@@ -105,6 +105,16 @@ def test_what_one_conversion_fills_stays_together(tmp_path, monkeypatch, sizes, 
     assert_equal(got, wanted)
 
 
+def test_what_one_conversion_fills_stays_together_where_an_expert_is_missing(tmp_path, monkeypatch):
+    """Of the last, which is one for images: those for texts are complete."""
+    ernie(tmp_path / "s", monkeypatch)
+    key = "model.layers.1.mlp.experts.15.down_proj.weight"
+    change(tmp_path / "s", lambda tensors: tensors.pop(key))
+    with pytest.warns(UserWarning, match="converted together with .*vision_moe.experts, which"):
+        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert {EXPERTS.format(kind) for kind in ("text", "vision")} <= done.conversion.kept.keys()
+
+
 @pytest.mark.parametrize("skip", ["mlp.text_moe.experts", "text_moe", EXPERTS.format("text")])
 def test_skip_takes_the_names_of_modules(tmp_path, monkeypatch, skip):
     """Which no key has, and which reports and errors print."""

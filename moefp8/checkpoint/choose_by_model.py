@@ -180,7 +180,7 @@ def _dbrx(
 
 
 def _stored_twice(fillings: list[Filling]) -> str | None:
-    """Which of two keys a loader takes for one weight is its own affair."""
+    """Why a module stays if two keys fill one of its weights: loaders differ in which they take."""
     first: dict[str, Filling] = {}
     for filling in fillings:
         other = first.setdefault(filling.slot.name, filling)
