@@ -9,6 +9,7 @@ from model_cases import RELEASE
 from quantize_cases import bf16, quantization_of, read, write_source
 from safetensors.torch import save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     DbrxConfig,
     DeepseekV3Config,
@@ -76,7 +77,9 @@ def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
 
 def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog):
     saved(stacks_only(320), tmp_path / "s")
-    why = "2 model.layers.*.block_sparse_moe.experts (stacks of sizes that 128 does not divide"
+    why = (
+        "2 model.layers.*.block_sparse_moe.experts (made of parts of sizes that 128 does not divide"
+    )
     with (
         caplog.at_level(logging.INFO, logger="moefp8"),
         pytest.warns(UserWarning, match="quantize_checkpoint: experts stay in 16 bits") as caught,
@@ -118,6 +121,19 @@ def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "s")
         got, wanted = fp8_of(tmp_path / "t")(ids).logits, model(ids).logits
     assert (got - wanted).norm() / wanted.norm() < 0.2
+
+
+def test_a_base_of_dbrx_loads_as_the_whole_model(tmp_path):
+    """Whose experts have no slot of that name before they are converted."""
+    config = moefp8.hf.FP8Config()
+    torch.manual_seed(0)
+    AutoModel.from_config(dbrx(), dtype=torch.bfloat16).save_pretrained(tmp_path / "s")
+    quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    base = AutoModel.from_pretrained(tmp_path / "s", quantization_config=config)
+    base.save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "t", tmp_path / "saved"):
+        assert "blocks.0.ffn.experts.gate_up_proj_scale_inv" in read(path)
+        assert_equal(fp8_of(path).transformer, base)
 
 
 def test_dbrx_is_skipped_whole_or_not_at_all(tmp_path):

@@ -71,7 +71,7 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
         _check_skip(source, skip, lambda key: key)
         picked = _pick_by_names(source, skip, headline, skeleton)
     else:
-        _check_skip(source, skip, skeleton.rename)
+        _check_skip(source, skip, skeleton.rename, skeleton.modules)
         picked = _pick_by_model(source, skip, headline, skeleton)
     moves = list(_moves(source, picked.moves))
     raise_if_any(_twice(moves), headline)
@@ -83,9 +83,9 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
 
 def _pick_by_names(source: Source, skip: Sequence[str], headline: str, why: str) -> _Picked:
     linears = {e.key for e in source.entries.values() if _is_linear(e) and not _stays(e.key, skip)}
-    problems = _dtype_problems(source, linears)
+    problems = _dtype_problems(source, linears, {})
     stacks = _choose_stacks(source, skip, problems)
-    problems += _split_modules(source, linears)
+    problems += _split_modules(source.entries.values(), linears)
     if not linears and not stacks and not problems:
         problems.append(
             "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8; names "
@@ -108,12 +108,12 @@ def _pick_by_model(
         return any(_is_named(name, part) for part in skip for name in (key, skeleton.rename(key)))
 
     chosen = choose_by_model(source, skeleton, skip, is_skipped)
-    left = (source.entries[key] for key in chosen.unknown if is_leftover(source.config, key))
+    left = [source.entries[key] for key in chosen.unknown if is_leftover(source.config, key)]
     leftover = {e.key for e in left if _is_linear(e) and not _stays(e.key, skip)}
     moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
     moves |= chosen.moves  # leftover are layers for multi-token prediction: models hold none
-    problems = _dtype_problems(source, moves)
-    problems += _split_modules(source, moves.keys())
+    problems = _dtype_problems(source, moves, chosen.homes)
+    problems += _split_modules(left, moves.keys())
     if not moves and not problems:
         told = Conversion({}, chosen.kept).warning() or ""
         problems.append(
@@ -132,9 +132,10 @@ def _kept_in_model(skeleton: Skeleton | str, picked: _Picked) -> list[str]:
     return [] if isinstance(skeleton, str) else list(picked.conversion.kept)
 
 
-def _dtype_problems(source: Source, keys: Iterable[str]) -> list[str]:
+def _dtype_problems(source: Source, keys: Iterable[str], homes: Mapping[str, str]) -> list[str]:
+    """homes: key -> the module to skip, of which a part cannot be."""
     return [
-        f"{source.entries[key]}: {problem}; {_to_keep(key)}"
+        f"{source.entries[key]}: {problem}; {_to_keep(homes.get(key, key))}"
         for key in sorted(keys)
         if (problem := _dtype_problem(source.entries[key]))
     ]
@@ -161,13 +162,19 @@ def _choose_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> 
     return chosen
 
 
-def _check_skip(source: Source, skip: Sequence[str], rename: Callable[[str], str]) -> None:
+def _check_skip(
+    source: Source,
+    skip: Sequence[str],
+    rename: Callable[[str], str],
+    modules: Collection[str] = (),
+) -> None:
     names = {name for key in source.entries for name in (key, rename(key))} if skip else set()
+    or_module = ", or a module of its model" if modules else ""
     for pattern in skip:
-        if not any(_is_named(name, pattern) for name in names):
+        if not any(_is_named(name, pattern) for name in names.union(modules)):
             raise ValueError(
-                f"skip: every pattern must match a key of {source.path}, got {pattern!r}; stacked "
-                "experts have one key for all"
+                f"skip: every pattern must match a key of {source.path}{or_module}, got "
+                f"{pattern!r}; stacked experts have one key for all"
             )
 
 
@@ -237,13 +244,13 @@ def _dtype_problem(entry: Entry) -> str | None:
     return f"dtype must be one of {', '.join(_DTYPES)}, got {entry.dtype}"
 
 
-def _split_modules(source: Source, linears: Collection[str]) -> list[str]:
+def _split_modules(entries: Iterable[Entry], linears: Collection[str]) -> list[str]:
     """Layers compute all experts of a module in FP8, or none."""
     fates: dict[str, set[bool]] = {}
-    for key, entry in source.entries.items():
-        expert = split_expert(key)
+    for entry in entries:
+        expert = split_expert(entry.key)
         if expert and _is_linear(entry):
-            fates.setdefault(expert[0], set()).add(key in linears)
+            fates.setdefault(expert[0], set()).add(entry.key in linears)
     return [
         f"{module}: its experts must be skipped all, or none"
         for module, fate in fates.items()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..kernels import BLOCK
 from ..layers import Conversion, plan_conversion
-from ..layers.conversion import SKIPPED
+from ..layers.conversion import SKIPPED, pattern_of
 from ..layers.selection import matches
 from ..layers.stacks import STACKS, stacks_of
 from .errors import CheckpointError
@@ -21,8 +21,9 @@ from .skeleton import Skeleton
 from .source import Source
 
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
-_UNEVEN = f"stacks of sizes that {BLOCK} does not divide, which loaders cut otherwise"
+_UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
 
 @dataclass
@@ -31,13 +32,14 @@ class ByModel:
 
     moves: key -> what becomes of it; none of a key that goes into another's. swapped: what
     `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
-    unknown: keys of no module.
+    homes: key of moves -> the module that it is of; unknown: keys of no module.
     """
 
     moves: dict[str, list[Move]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     swapped: dict[str, str] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    homes: dict[str, str] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -45,18 +47,24 @@ def choose_by_model(
     source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
 ) -> ByModel:
     """skip: patterns; is_skipped: whether they keep a key. Raises CheckpointError."""
-    names = [name for name, _ in skeleton.model.named_modules()]
-    parts = [part for part in skip if any(matches(name, part) for name in names)]
+    parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
         conversion = plan_conversion(skeleton.model, skip=parts)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path} cannot be quantized: {error}") from error
     chosen = ByModel(kept=dict(conversion.kept), experts=set(conversion.experts))
     fillings = _fillings(source, skeleton, conversion, chosen)
+    made = {
+        module: _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        for module, kind in conversion.swapped.items()
+    }
+    while parted := _parted(made, fillings):
+        made |= parted
     for module, kind in conversion.swapped.items():
-        came = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        came = made[module]
         if isinstance(came, dict):
             chosen.moves |= came
+            chosen.homes |= dict.fromkeys(came, module)
             chosen.swapped[module] = kind
             continue
         chosen.kept[module] = came
@@ -77,8 +85,25 @@ def _fillings(
             homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
             for module in homes & conversion.swapped.keys():
                 found[module].append(Filling(slot, (Piece(entry, entry.begin, entry.num_bytes),)))
-    for filling in converted_fillings(source, chosen.unknown, skeleton, conversion.swapped):
+    modules = {*conversion.swapped, *conversion.kept}
+    for filling in converted_fillings(source, chosen.unknown, skeleton, modules):
         found[filling.slot.module].append(filling)
+    return found
+
+
+def _parted(
+    made: dict[str, dict[str, list[Move]] | str], fillings: dict[str, list[Filling]]
+) -> dict[str, str]:
+    """Why modules stay that would become FP8 without one that the same conversion fills.
+
+    What is left of its keys would be converted to something else.
+    """
+    swapped = {module for module, came in made.items() if isinstance(came, dict)}
+    found = {}
+    for module in swapped:
+        together = {home for x in fillings[module] for home in x.together}
+        if others := sorted(together - swapped):
+            found[module] = f"converted together with {pattern_of(others[0])}, which stays"
     return found
 
 
@@ -92,10 +117,14 @@ def _moves_of(
     """Key -> what becomes of it, of all weights of a module; or why it stays."""
     entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
     if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
-        return "its weights are stored in another form, which is converted when they are loaded"
+        return _OTHER_FORM
+    if kind == "Conv1D" and any(x.is_converted for x in fillings):
+        return _OTHER_FORM
     skipped = [key for key in entries if is_skipped(key)]
     if len(skipped) == len(entries):
         return SKIPPED
+    if twice := _stored_twice(fillings):
+        return twice
     if skipped:
         raise CheckpointError(
             f"{module}: must be skipped whole, or not at all; {skipped[0]} is skipped"
@@ -148,6 +177,17 @@ def _dbrx(
         up.key: [],
         down.key: [transposed_stack(down, down_name, num_experts)],
     }
+
+
+def _stored_twice(fillings: list[Filling]) -> str | None:
+    """Why a module stays if two keys fill one of its weights: loaders differ in which they take."""
+    first: dict[str, Filling] = {}
+    for filling in fillings:
+        other = first.setdefault(filling.slot.name, filling)
+        if other is not filling:
+            keys = sorted(x.entries()[0].key for x in (other, filling))
+            return f"stored twice, as {keys[0]} and {keys[1]}"
+    return None
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:

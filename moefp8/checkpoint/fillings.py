@@ -30,11 +30,15 @@ _MOVE_ROWS = {  # the others change values, or the order of columns, which numbe
 
 @dataclass(frozen=True)
 class Filling:
-    """pieces: of what fills slot, one above the other; is_converted: not simply all of an entry."""
+    """pieces: of what fills slot, one above the other; is_converted: not simply all of an entry.
+
+    together: the modules that the same conversion fills, this one too.
+    """
 
     slot: Slot
     pieces: tuple[Piece, ...]
     is_converted: bool = False
+    together: frozenset[str] = frozenset()
 
     def entries(self) -> list[Entry]:
         return list({piece.entry.key: piece.entry for piece in self.pieces}.values())
@@ -48,20 +52,34 @@ def converted_fillings(
     Not of those that share an entry with others, as a query does that is cut out of a fused one;
     nor of what is transposed.
     """
-    groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
-    for key in skeleton.in_order(keys):
-        if found := skeleton.conversion_of(key):
-            name, step, pattern = found
-            groups[name].append((source.entries[key], step, pattern))
-    slots = {x.name: x for x in skeleton.inventory.slots.values() if x.module in modules}
+    groups = _groups(source, keys, skeleton)
+    found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
+    slots = {x.name: x for x in found if len(x.shape) >= 2}
     all_columns = {slot.shape[-1] for slot in slots.values()}
     for name, group in groups.items():
         entries = [entry for entry, _, _ in group]
-        is_known = all(x.num_bytes and x.shape[-1] in all_columns for x in entries)
-        made = _converted(name, group, skeleton) if name in slots and is_known else {}
+        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in entries)
+        made = _converted(name, group, skeleton) if is_known else {}
+        together = frozenset(target.rpartition(".")[0] for target in made)
         for target, rows in made.items():
             if target in slots:
-                yield from _filling(slots[target], rows, entries)
+                yield from _filling(slots[target], rows, entries, together)
+
+
+def _groups(
+    source: Source, keys: Collection[str], skeleton: Skeleton
+) -> dict[str, list[tuple[Entry, Any, str]]]:
+    """The first name that they become -> entries in order, each with its step and pattern.
+
+    None where transformers has no order for their keys.
+    """
+    groups: dict[str, dict[str, tuple[Entry, Any, str]]] = defaultdict(dict)
+    for key in keys:
+        if found := skeleton.conversion_of(key):
+            name, step, pattern = found
+            groups[name][key] = source.entries[key], step, pattern
+    ordered = {name: skeleton.in_order(group) for name, group in groups.items()}
+    return {name: [groups[name][key] for key in keys] for name, keys in ordered.items() if keys}
 
 
 def _converted(
@@ -79,10 +97,12 @@ def _converted(
         made = step.convert(name, model=skeleton.model, config=skeleton.model.config)
     except Exception:  # whatever it raises of experts that are missing, or of another shape
         return {}
-    return {target: x for target, x in made.items() if isinstance(x, torch.Tensor)}
+    return made if all(isinstance(x, torch.Tensor) for x in made.values()) else {}
 
 
-def _filling(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> Iterator[Filling]:
+def _filling(
+    slot: Slot, rows: torch.Tensor, group: list[Entry], together: frozenset[str]
+) -> Iterator[Filling]:
     """None if rows are not all of their entries, each once."""
     *leading, num_columns = slot.shape
     flat = rows.flatten()
@@ -97,6 +117,6 @@ def _filling(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> Iterator[Fil
             return
         row_bytes = num_columns * TORCH_DTYPES[entry.dtype].itemsize
         pieces.append(Piece(entry, entry.begin + row * row_bytes, (end - begin) * row_bytes))
-    filling = Filling(slot, tuple(pieces), is_converted=True)
+    filling = Filling(slot, tuple(pieces), is_converted=True, together=together)
     if sum(x.num_bytes for x in pieces) == sum(x.num_bytes for x in filling.entries()):
         yield filling

@@ -60,13 +60,22 @@ def missing_experts(contents: Contents) -> Iterator[Anomaly]:
             for number in sorted(n for n in present if n >= most):
                 text = f"{module}.{number}.{leaf} in {path}: config.json tells of {num_experts}"
                 yield error("more experts than config.json tells of", kind, text)
-    yield from _misfits(contents, {num_experts, most}, numbers)
+    allowed = {num_experts, most, *_of_single_layers(contents)}
+    yield from _misfits(contents, allowed, numbers)
 
 
 def _num_kinds(contents: Contents) -> int:
     """Of experts that are numbered on: ERNIE 4.5 VL has as many again for images, of another I."""
     sizes = text_config(contents.config).get("moe_intermediate_size")
     return len(sizes) if isinstance(sizes, list) and sizes else 1
+
+
+def _of_single_layers(contents: Contents) -> Iterator[int]:
+    """Numbers of experts that config.json tells of one layer: Dots 3 has more in later ones."""
+    layers = text_config(contents.config).get("per_layer_config")
+    for layer in layers.values() if isinstance(layers, dict) else ():
+        if isinstance(layer, dict) and (number := told(layer, EXPERTS_NAMES)):
+            yield number
 
 
 def _misfits(contents: Contents, allowed: set[int], numbers: Numbers) -> Iterator[Anomaly]:
@@ -76,7 +85,8 @@ def _misfits(contents: Contents, allowed: set[int], numbers: Numbers) -> Iterato
     with_experts = {name.partition(".mlp.")[0] + ".mlp" for name in experts}
     for name, entry in contents.weights.items():
         if _is_fused(name, entry.shape) and entry.shape[0] not in allowed:
-            text = f"{entry}: {entry.shape[0]} experts, config.json tells of {min(allowed)}"
+            sizes = " or ".join(map(str, sorted(allowed)))
+            text = f"{entry}: {entry.shape[0]} experts, config.json tells of {sizes}"
             yield error("experts are missing, or too many", folded(name), text)
         block = name.removesuffix(".gate.weight")
         is_router = name.endswith(".mlp.gate.weight") and not is_leftover(contents.config, name)

@@ -67,7 +67,8 @@ def quantize_checkpoint(
             fp32.
         target: a directory that does not exist or is empty.
         skip: names to keep as they are besides, with all below them: a dotted name or part of one
-            ("mlp.shared_experts", "layers.0"), or a pattern (fnmatch) of keys.
+            ("mlp.shared_experts", "layers.0"), or a pattern (fnmatch), of keys or of the modules
+            of the model that transformers builds.
         device: where weights are quantized; the CPU by default.
         max_shard_bytes: of tensors in a file, unless one alone is larger.
         progress: show a bar on stderr; None means if it is a terminal.

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers import GroupedExperts
+from ..layers.stacks import STACKS, stacks_of
 from .names import scale_of_weight, weight_of_scale
 from .slots import Inventory
 
@@ -30,6 +32,11 @@ class Skeleton:
     conversions: list[Any]
 
     @cached_property
+    def modules(self) -> list[str]:
+        """Names of all that is in the model."""
+        return [name for name, _ in self.model.named_modules() if name]
+
+    @cached_property
     def inventory(self) -> Inventory:
         return Inventory(self.model)
 
@@ -39,10 +46,16 @@ class Skeleton:
         return renaming(self.model, self.conversions, self.inventory)
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
-        """As transformers collects them for a conversion: numbers by value."""
+        """As transformers collects them for a conversion: numbers by value.
+
+        None of them if it cannot: it takes a "²" for a number, and fails to read it.
+        """
         from transformers.core_model_loading import dot_natural_key
 
-        return sorted(keys, key=dot_natural_key)
+        try:
+            return sorted(keys, key=dot_natural_key)
+        except ValueError:
+            return []
 
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
         """(the first name that it becomes, the step, its pattern) of a key that is converted."""
@@ -60,9 +73,12 @@ class Skeleton:
         That is with its own prefix, where loaders find weights and scales so, or as they are; None
         if they find neither: some renamings miss scales.
         """
-        for prefix, theirs in dict.fromkeys([*map(self._prefixes, keys), ("", "")]):
-            made = {name: prefix + name.removeprefix(theirs) for name in names}
-            if all(self.is_found(spelled, name) for name, spelled in made.items()):
+        found = list(map(self._prefixes, keys))
+        base = f"{self.model.base_model_prefix}."  # rename adds it to no key that is converted
+        found += [(prefix, base + theirs) for prefix, theirs in found]
+        for prefix, theirs in dict.fromkeys([*found, ("", "")]):
+            made = {x: prefix + x.removeprefix(theirs) for x in names if x.startswith(theirs)}
+            if all(name in made and self.is_found(made[name], name) for name in names):
                 return made
         return None
 
@@ -136,6 +152,15 @@ def _conversions(model: Any, quantizer: Any = None) -> list[Any]:
     return list(get_model_conversion_mapping(model, None, quantizer))
 
 
+def _homes_of_stacks(model: nn.Module) -> set[str]:
+    """Experts modules that hold stacks, or will when they are converted, as DBRX's do."""
+    return {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, GroupedExperts) or stacks_of(module) is not None
+    }
+
+
 def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
     """Checkpoint key -> model name, as transformers renames it; experts stay one by one."""
     from transformers.core_model_loading import WeightRenaming
@@ -143,15 +168,20 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)  # else it lies below prefix in others
+    homes = _homes_of_stacks(model)
+
+    def is_there(weight: str) -> bool:
+        home, _, leaf = weight.rpartition(".")
+        return inventory.find(weight) is not None or (leaf in STACKS and home in homes)
 
     def rename(key: str) -> str:
         name = key
         for step in steps:
             name, _ = step.rename_source_key(name)
         weight = weight_of_scale(name) or name  # not all scales have a place yet
-        if inventory.find(weight) is not None:
+        if is_there(weight):
             return name
-        if inventory.find(f"{prefix}{weight}") is not None:
+        if is_there(f"{prefix}{weight}"):
             return f"{prefix}{name}"
         return name if is_whole else name.removeprefix(prefix)
 
