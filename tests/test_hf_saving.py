@@ -130,6 +130,40 @@ def test_a_checkpoint_s_own_lists_come_back_once_it_is_as_it_was(fp8, tmp_path):
     assert quantization_of(tmp_path / "saved") == quantization_of(fp8)
 
 
+def swap_by_hand(model: PreTrainedModel, what: str) -> None:
+    module = model.get_submodule(what)
+    if what == EXPERTS:
+        put(model, what, GroupedExperts.from_weights(module.gate_up_proj, module.down_proj))
+    else:
+        put(model, what, FP8Linear.from_linear(module))
+
+
+@pytest.mark.parametrize("what", [EXPERTS, ATTENTION])
+def test_modules_that_were_swapped_by_hand_are_not_saved_as_weights(what, bf16, tmp_path):
+    model = plain(bf16)
+    swap_by_hand(model, what)
+    with pytest.raises(ValueError, match=r"import moefp8\.hf before moefp8\.convert") as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert "moefp8.save_checkpoint" in str(caught.value)
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
+    assert model.state_dict().keys()  # anybody else may ask
+    convert(model, only=())  # the way out
+    assert_saves_what_it_is(model, tmp_path / "saved")
+
+
+def test_a_model_of_one_s_own_that_builds_fp8_modules_is_saved(bf16, tmp_path):
+    kind = type(plain(bf16))
+
+    class Own(kind):
+        def __init__(self, config):
+            super().__init__(config)
+            swap_by_hand(self, ATTENTION)
+
+    model = Own(small_config("qwen3_moe"))
+    model.save_pretrained(tmp_path / "saved")
+    assert tensors_of(tmp_path / "saved")[f"{ATTENTION}.weight"].dtype == torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
 def test_transformers_own_dequantize(source, bf16, fp8, tmp_path):
     model = load({"bf16": bf16, "fp8": fp8}[source])
