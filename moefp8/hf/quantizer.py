@@ -1,9 +1,12 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
 from ..checkpoint.fp8 import fp8_modules_of
+from ..checkpoint.header import Entry
 from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
 from ..checkpoint.plan import FP8, Rename, plan_fp8, widens
@@ -24,6 +28,7 @@ from ..checkpoint.read import open_files
 from ..checkpoint.skeleton import renaming
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
+from ..kernels import E4M3
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.convert import OFFLOADED
 from ..layers.module import FixedDtypeModule
@@ -76,8 +81,11 @@ class FP8Quantizer(HfQuantizer):
         if not self.pre_quantized:
             if is_safetensors:
                 source = open_shards(files)
-                _refuse_fp8(source)
+                found = (entry for entry in source.entries.values() if entry.dtype == FP8)
+                _refuse_fp8(next(found, None))
                 _widen(source, model, _rename_of(model, self))
+            else:
+                _refuse_fp8(next(_fp8_in_pickles(files), None))
             return
         if not is_safetensors:
             raise CheckpointError(
@@ -254,9 +262,20 @@ def _check_places(model: Any, files: list[Path]) -> None:
             )
 
 
-def _refuse_fp8(source: Source) -> None:
+def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
+    """What torch.save wrote of FP8; no data is read. Its old format, which is no zip, has none."""
+    for file in filter(is_zipfile, files):
+        try:
+            stored = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        except UnpicklingError:  # more than tensors: transformers says whether it loads such files
+            continue
+        for name, x in stored.items():
+            if isinstance(x, torch.Tensor) and x.dtype == E4M3:
+                yield f"{name} in {file}"
+
+
+def _refuse_fp8(found: Entry | str | None) -> None:
     """Where no config says that a checkpoint is FP8, transformers takes codes for weights."""
-    found = next((entry for entry in source.entries.values() if entry.dtype == FP8), None)
     if found is not None:
         raise CheckpointError(
             f"{found}: FP8, but the model's config has no quantization_config, so its scales would "
