@@ -94,9 +94,9 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         """What a merge with the checkpoint's own config takes over: who does it."""
         if given := ", ".join(name for name, _ in self._given()):
             warnings.warn(
-                f"FP8Config: {given} must be of a checkpoint that is yet to be quantized; this one "
-                "is FP8 already, and is loaded as it is; moefp8.dequantize(model.part) makes a "
-                "part of the model 16 bits",
+                f"FP8Config: {given} must be for a checkpoint in 16 bits and changes nothing: "
+                "this one is FP8 already and is loaded as it is; moefp8.dequantize(model.part) "
+                "takes a part of the model back to 16 bits",
                 stacklevel=2,
             )
         return {"quant_method": METHOD}
