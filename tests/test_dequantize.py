@@ -268,8 +268,22 @@ def test_wrong_arguments_are_refused_before_anything_changes():
     assert kinds(moe) == before
 
 
+class Saved(nn.Sequential):
+    def save_pretrained(self, path):
+        torch.save(self.state_dict(), path)
+
+
+def test_a_part_leaves_the_config_of_the_whole():
+    model = Saved(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0].config = model.config = SimpleNamespace(quantization_config="of another method")
+    moefp8.dequantize(moefp8.convert(model)[0])
+    assert model.config.quantization_config == "of another method"
+    moefp8.dequantize(model)
+    assert not hasattr(model.config, "quantization_config")
+
+
 def test_a_model_without_fp8_is_told():
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = Saved(nn.Linear(4, 4))
     model.config = SimpleNamespace(quantization_config="of another method")
     with pytest.warns(UserWarning, match="no FP8 modules; nothing was changed"):
         assert moefp8.dequantize(model) is model

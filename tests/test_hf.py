@@ -273,6 +273,19 @@ def test_compressed_tensors(one_shard, tmp_path):
     assert tensors_of(tmp_path / "copy").keys() == tensors_of(one_shard).keys()
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert config["quantization_config"] == BLOCKS
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = attention.q_proj.to_linear()
+    model.save_pretrained(tmp_path / "changed")
+    config = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert {"lm_head", "model.layers.0.self_attn.q_proj"} <= {
+        *config["quantization_config"]["ignore"]
+    }
+    keys = tensors_of(one_shard).keys() - {"model.layers.0.self_attn.q_proj.weight_scale"}
+    assert tensors_of(tmp_path / "changed").keys() == keys
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "changed", config=pretrained_config(tmp_path / "changed")
+    )
+    assert states_differ(again, model) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e8m0fnu])
@@ -343,6 +356,47 @@ def test_an_fp8_checkpoint_whose_config_does_not_say_so_is_refused(one_shard):
     with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
         pretrained(one_shard)
     assert f"_proj.weight in {one_shard / 'model.safetensors'}: FP8" in str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_so_it_is_if_its_files_are_pickles(one_shard, shards):
+    file = one_shard / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    weight = next(key for key, x in tensors.items() if x.dtype == torch.float8_e4m3fn)
+    codes = {key: x for key, x in tensors.items() if key.removesuffix("_scale_inv") == weight}
+    parts = [tensors] if shards == 1 else [tensors.copy(), codes]
+    names = ["pytorch_model.bin"]
+    if shards == 2:
+        for key, x in tensors.items():
+            parts[0][key] = x.bfloat16()
+            if key in codes:
+                del parts[0][key]
+        names = [f"pytorch_model-{i:05}-of-00002.bin" for i in (1, 2)]
+        weight_map = {key: name for part, name in zip(parts, names, strict=True) for key in part}
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+        (one_shard / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for part, name in zip(parts, names, strict=True):
+        torch.save(part, one_shard / name)
+    path = one_shard / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
+        pretrained(one_shard)
+    assert f"{weight} in {one_shard / names[-1]}: FP8" in str(caught.value)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickles_that_are_not_fp8_are_quantized(qwen, is_zip):
+    bf16 = qwen.with_name("fp8-bf16")
+    expected = pretrained(bf16)
+    tensors = tensors_of(bf16)
+    for file in bf16.glob("*.safetensors*"):
+        file.unlink()
+    file = bf16 / "pytorch_model.bin"
+    torch.save(tensors, file, _use_new_zipfile_serialization=is_zip)
+    assert states_differ(pretrained(bf16), expected) == []
 
 
 ROUTER = "model.layers.1.mlp.gate.weight"

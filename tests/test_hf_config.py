@@ -93,6 +93,7 @@ def test_the_arguments_of_convert(qwen):
         {"activation_scheme": "static"},
         {"weight_block_size": (64, 64)},
         {"weight_block_size": None},
+        {"weight_block_size": 128},
         {"dequantize": True},
         {"modules_to_convert": ["embed_tokens"]},
         {"scale_fmt": "ue8m0"},
@@ -111,6 +112,29 @@ def test_what_is_transformers_default_is_taken():
     names = "activation_scheme weight_block_size dequantize modules_to_not_convert"
     names += " modules_to_convert scale_fmt expert_dtype"
     FP8Config(**{name: getattr(theirs, name) for name in names.split() if hasattr(theirs, name)})
+
+
+def test_none_is_no_pattern():
+    assert FP8Config(skip=None).skip == ()
+    assert FP8Config(skip=None, modules_to_not_convert="a").skip == ("a",)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"skip": "q_proj"},
+        {"only": "layers.0"},
+        {"modules_to_not_convert": ["q_proj"]},
+        {"overrides": {"q_proj": False}},
+        {"filter_fn": lambda module, name: True},
+    ],
+    ids=lambda given: str(*given),
+)
+def test_what_a_checkpoint_in_fp8_decides_itself_is_told(given, qwen, tmp_path):
+    load(qwen).save_pretrained(tmp_path / "fp8")
+    with pytest.warns(UserWarning, match=r"is FP8 already.*moefp8\.dequantize\(model\.part\)"):
+        model = load(tmp_path / "fp8", **given)
+    assert states_differ(model, load(qwen)) == []
 
 
 def test_unknown_keywords_are_refused():

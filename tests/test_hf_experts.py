@@ -157,6 +157,37 @@ def test_changed_weights_are_quantized_again():
     assert float(row_errors(changed, first).min()) > 0.5
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_weights_that_a_fused_optimizer_changed_are_quantized_again(name):
+    """It does not bump their version. In FP32: torch 2.8's SGD leaves BF16 as it is on the CPU."""
+    experts, other = decorated().float(), decorated()
+    inputs = inputs_for(experts)
+    first, beside = run(experts, "moefp8", *inputs), run(other, "moefp8", *inputs)
+    kept = other.__dict__["_moefp8_experts"].experts
+    optimizer = getattr(torch.optim, name)(experts.parameters(), lr=1.0, fused=True)
+    experts.down_proj.grad = torch.randn_like(experts.down_proj)
+    optimizer.step()
+    experts.requires_grad_(False)
+    changed = run(experts, "moefp8", *inputs)
+    assert float(row_errors(changed, first).min()) > 0.5
+    assert_matches_reference(changed, run(experts, "eager", *inputs), 0.12)
+    kept_now = experts.__dict__["_moefp8_experts"].experts
+    assert torch.equal(run(experts, "moefp8", *inputs), changed)
+    assert experts.__dict__["_moefp8_experts"].experts is kept_now
+    assert torch.equal(run(other, "moefp8", *inputs), beside)
+    assert other.__dict__["_moefp8_experts"].experts is kept
+
+
+def test_weights_that_an_optimizer_leaves_are_not_quantized_again():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    run(experts, "moefp8", *inputs)
+    kept = experts.__dict__["_moefp8_experts"].experts
+    torch.optim.AdamW(experts.parameters(), fused=True).step()  # without gradients
+    run(experts, "moefp8", *inputs)
+    assert experts.__dict__["_moefp8_experts"].experts is kept
+
+
 def test_new_weights_in_the_place_of_old_ones_are_quantized():
     """The allocator gives a freed block to the next parameter of its size, at the same address."""
     experts = decorated()

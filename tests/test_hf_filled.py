@@ -13,13 +13,20 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    CLIPConfig,
+    CLIPForImageClassification,
+    CLIPModel,
     DbrxConfig,
     DbrxForCausalLM,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     Mamba2Config,
     Mamba2ForCausalLM,
 )
@@ -112,3 +119,48 @@ def test_what_lies_below_another_task_s_head_may_not(tmp_path):
     saved(GPT2LMHeadModel, GPT2, tmp_path, without="transformer.ln_f.weight")
     with pytest.raises(CheckpointError, match=r"transformer\.ln_f\.weight: not in"):
         GPT2ForSequenceClassification.from_pretrained(tmp_path, quantization_config=FP8Config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "base", "key"),
+    [
+        (LlamaForCausalLM, LLAMA, LlamaModel, "norm.weight"),
+        (GPT2LMHeadModel, GPT2, GPT2Model, "ln_f.weight"),
+        (BertForMaskedLM, BERT, BertModel, "embeddings.LayerNorm.bias"),
+    ],
+)
+def test_a_model_without_a_head_needs_all(kind, config, base, key, tmp_path):
+    saved(kind, config, tmp_path / "whole")
+    base.from_pretrained(tmp_path / "whole", quantization_config=FP8Config())
+    saved(kind, config, tmp_path / "less", without=f".{key}")
+    with pytest.raises(CheckpointError, match=rf"\n?{key}: not in"):
+        base.from_pretrained(tmp_path / "less", quantization_config=FP8Config())
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", "model.norm.weight"])
+def test_where_no_class_is_named(key, tmp_path):
+    saved(LlamaForCausalLM, LLAMA, tmp_path, without=key)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{key}: not in the checkpoint"):
+        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=FP8Config())
+
+
+def test_a_head_of_a_model_that_holds_no_base_model_may_be_new(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 128}
+    config = CLIPConfig(
+        text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 16},
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+        projection_dim=32,
+    )
+    saved(CLIPModel, config, tmp_path)
+    CLIPForImageClassification.from_pretrained(tmp_path, quantization_config=FP8Config())
+
+
+def test_a_model_without_an_input_embedding(tmp_path):
+    config = DecisionTransformerConfig(hidden_size=128, n_layer=2, n_head=4, max_ep_len=16)
+    saved(DecisionTransformerModel, config, tmp_path)
+    DecisionTransformerModel.from_pretrained(tmp_path, quantization_config=FP8Config())

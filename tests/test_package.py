@@ -94,10 +94,11 @@ def test_public_names():
 
 IMPORT = """
 import sys, time
+before = time.process_time()
 import torch
-start = time.perf_counter()
+between = time.process_time()
 import moefp8
-print(time.perf_counter() - start)
+print((time.process_time() - between) / (between - before))
 heavy = {"transformers", "hypothesis", "pytest", "triton", "numpy.testing"} & set(sys.modules)
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
@@ -112,9 +113,12 @@ def run_python(code: str, *flags: str, **environment: str) -> str:
 
 
 def test_import_needs_nothing_and_costs_little():
-    """No home, no PATH to an nvcc, no CUDA device: still imports, in a fraction of torch's time."""
-    seconds = min(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) for _ in range(3))
-    assert seconds < 0.5
+    """No home, no PATH to an nvcc, no CUDA device: still imports, in a fraction of torch's time.
+
+    That of the CPU, in the same process: what else the machine does slows both alike.
+    """
+    fraction = min(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) for _ in range(3))
+    assert fraction < 0.5
 
 
 def test_a_wheel_works_elsewhere(tmp_path):

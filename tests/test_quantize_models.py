@@ -68,8 +68,9 @@ def quantized(request, tmp_path_factory) -> tuple[torch.nn.Module, Path]:
 def test_it_loads_as_the_converted_model(quantized):
     original, path = quantized
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    model.to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=torch.bfloat16
+        )
     convert(model, only=fp8_modules(path, model=model))
     fill_tables_of(model, original)
     load_checkpoint(model, path)

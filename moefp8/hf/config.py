@@ -1,6 +1,7 @@
 """What `from_pretrained` is told: that moefp8 does the FP8 of a model."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     that config.json stands for, and takes from it what `get_loading_attributes` gives.
 
     Args:
-        skip, only, filter_fn, overrides: for checkpoints that are not FP8 yet, as in `convert`.
+        skip, only, filter_fn, overrides: for checkpoints that are not FP8 yet, as in `convert`; a
+            UserWarning says so where one is. None is the same as ().
         modules_to_not_convert: transformers' name for skip; both may be given.
         activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
             expert_dtype: transformers' other keywords, which must be what moefp8 does: "dynamic",
@@ -41,7 +43,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     def __init__(
         self,
-        skip: Patterns = (),
+        skip: Patterns | None = (),
         *,
         only: Patterns | None = None,
         filter_fn: FilterFn | None = None,
@@ -56,17 +58,17 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     ) -> None:
         super().__init__()
         _check("activation_scheme", activation_scheme, "dynamic")
-        _check("weight_block_size", tuple(weight_block_size or ()), (128, 128))
+        _check("weight_block_size", _tuple_if_list(weight_block_size), (128, 128))
         _check("dequantize", dequantize, False, "; use moefp8.dequantize(model) once it is loaded")
         _check("modules_to_convert", modules_to_convert, None, "; embeddings stay in 16 bits")
         _check("scale_fmt", scale_fmt, "float", "; scales are never rounded")
         _check("expert_dtype", expert_dtype, "fp8")
         self.quant_method: Any = METHOD
-        self.skip = (*_tuple(skip), *_tuple(modules_to_not_convert or ()))
+        self.skip = (*_tuple(skip), *_tuple(modules_to_not_convert))
         self.only = None if only is None else _tuple(only)
         self.filter_fn, self.overrides = filter_fn, overrides
         self.stored: dict[str, Any] = {}  # the checkpoint's own
-        self.kept: list[str] = []  # what stayed of one that was not FP8
+        self.kept: list[str] | None = None  # what is not FP8, unless it is as stored
 
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
@@ -84,34 +86,51 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         config = cls.of_checkpoint(stored if isinstance(stored, dict) else {})
         return (config, kwargs) if return_unused_kwargs else config
 
-    def keep(self, names: list[str]) -> None:
-        """names: of linears and experts that are not FP8, for config.json."""
+    def keep(self, names: list[str] | None) -> None:
+        """names: of linears and experts that are not FP8, for config.json; None: as stored."""
         self.kept = names
-        if self.stored:
-            self.stored["modules_to_not_convert"] = names
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a merge with the checkpoint's own config takes over: who does it."""
+        if given := ", ".join(name for name, _ in self._given()):
+            warnings.warn(
+                f"FP8Config: {given} must be for a checkpoint in 16 bits and changes nothing: "
+                "this one is FP8 already and is loaded as it is; moefp8.dequantize(model.part) "
+                "takes a part of the model back to 16 bits",
+                stacklevel=2,
+            )
         return {"quant_method": METHOD}
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
         if self.stored:
-            return {"quant_method": "fp8", **copy.deepcopy(self.stored)}
+            name = "ignore" if "config_groups" in self.stored else "modules_to_not_convert"
+            kept = {} if self.kept is None else {name: list(self.kept)}
+            return {"quant_method": "fp8", **copy.deepcopy(self.stored), **kept}
         kept = {"modules_to_not_convert": list(self.kept)} if self.kept else {}
         return {**copy.deepcopy(FP8_QUANTIZATION), **kept}
 
-    def __repr__(self) -> str:
+    def _given(self) -> list[tuple[str, Any]]:
+        """What is for checkpoints that are not FP8 yet, by name."""
         names = ("skip", "only", "filter_fn", "overrides")
         given = ((name, getattr(self, name)) for name in names)
-        return f"FP8Config({', '.join(f'{name}={value!r}' for name, value in given if value)})"
+        return [(name, value) for name, value in given if value]
+
+    def __repr__(self) -> str:
+        return f"FP8Config({', '.join(f'{name}={value!r}' for name, value in self._given())})"
 
 
 FP8Config = FineGrainedFP8Config
 
 
-def _tuple(patterns: Patterns) -> tuple[str, ...]:
+def _tuple(patterns: Patterns | None) -> tuple[str, ...]:
+    if patterns is None:
+        return ()
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _tuple_if_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _check(name: str, value: Any, wanted: Any, way_out: str = "") -> None:

@@ -4,9 +4,11 @@ E experts, H hidden, I intermediate; rows are those of all experts, one after th
 """
 
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
@@ -36,7 +38,8 @@ def experts_forward(
 
     Weights that are not FP8 are quantized at the first call, and again when they have changed;
     the module keeps its own beside them, which takes 1.5 times the memory: `FP8Config` takes 0.5.
-    Not noticed are changes through `.data`, of weights that were made in inference mode, and in
+    Steps of `torch.optim` count as changes, fused ones too. Not noticed are changes through
+    `.data`, by fused optimizers of others, of weights that were made in inference mode, and in
     place between calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
     SwiGLU runs as `GroupedExperts` does; biases, other activations, no gate, norms of what an
     expert gives run between two grouped GEMMs.
@@ -91,14 +94,19 @@ class _Cache:
     """
 
     def __init__(self, module: nn.Module, experts: _Experts) -> None:
-        self.experts = experts
+        self.experts, self.is_stale = experts, False
         self.made_of = [(x, *_state_of(x)) for _, x in module.named_parameters(recurse=False)]
+        _CACHES.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
         now = [x for _, x in module.named_parameters(recurse=False)]
-        return len(now) == len(self.made_of) and all(
-            x is then and _state_of(x) == tuple(state)
-            for x, (then, *state) in zip(now, self.made_of, strict=True)
+        return (
+            not self.is_stale
+            and len(now) == len(self.made_of)
+            and all(
+                x is then and _state_of(x) == tuple(state)
+                for x, (then, *state) in zip(now, self.made_of, strict=True)
+            )
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -106,6 +114,20 @@ class _Cache:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+_CACHES: WeakSet[_Cache] = WeakSet()
+
+
+def _see_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers change weights without a new `_version`."""
+    fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+    if stepped := {id(x) for params in fused for x in params if x.grad is not None}:
+        for cache in tuple(_CACHES):
+            cache.is_stale |= any(id(x) in stepped for x, *_ in cache.made_of)
+
+
+register_optimizer_step_post_hook(_see_step)
 
 
 def _state_of(x: torch.Tensor) -> tuple[Any, ...]:

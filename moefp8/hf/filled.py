@@ -13,14 +13,16 @@ from ..checkpoint.errors import raise_if_any
 def check_filled(model: Any) -> None:
     """Raise CheckpointError if weights were drawn that only a checkpoint can give.
 
-    Of a model of the class that config.json names, these are all; of one for another task, which
-    has a head of its own, those of layers, embeddings and whatever else lies in the model below the
-    head. Poolers, and what the model itself says may be missing, are drawn as ever.
+    Of a model of the class that config.json names, and of one without a head, these are all; of
+    one for another task, which has a head of its own, those of layers, embeddings and whatever else
+    lies in the model below the head. Where config.json names no class, the output embedding is
+    among them. Poolers, and what the model itself says may be missing, are drawn as ever.
     """
-    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
-    is_named = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+    named = getattr(model.config, "architectures", None) or ()
+    is_named = type(model).__name__ in named
+    base = _base_of(model)
     inner = {id(x) for x in base.state_dict(keep_vars=True).values()} if base else set()
-    needed = {id(x) for x in _layers_and_embeddings(model)} | inner
+    needed = {id(x) for x in _layers_and_embeddings(model, with_output=not named)} | inner
     allowed = [re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     missing = [
         name
@@ -34,11 +36,24 @@ def check_filled(model: Any) -> None:
     raise_if_any(problems, "moefp8.hf: the checkpoint does not fill the model")
 
 
-def _layers_and_embeddings(model: Any) -> Iterator[torch.Tensor]:
-    """Tensors of modules that are one of several of a class, and of the input embedding."""
-    embedding = model.get_input_embeddings()
-    if isinstance(embedding, nn.Module):
-        yield from embedding.parameters()
+def _base_of(model: Any) -> Any:
+    """The model below the head; itself if it has none; None if a head lies beside its parts.
+
+    Then, and without a prefix, `base_model` is the model too: transformers calls it FooForBar.
+    """
+    base = model.base_model
+    return base if base is not model or type(model).__name__.endswith("Model") else None
+
+
+def _layers_and_embeddings(model: Any, with_output: bool) -> Iterator[torch.Tensor]:
+    """Tensors of modules that are one of several of a class, and of embeddings."""
+    for ask in (model.get_input_embeddings, model.get_output_embeddings)[: 1 + with_output]:
+        try:
+            embedding = ask()
+        except (NotImplementedError, AttributeError):  # a model without one
+            continue
+        if isinstance(embedding, nn.Module):
+            yield from embedding.parameters()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module):
             for layer in module:

@@ -1,9 +1,12 @@
 """What happens to a model between its construction and its use: swapped, checked, completed."""
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from ..checkpoint import CheckpointError
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
 from ..checkpoint.fp8 import fp8_modules_of
+from ..checkpoint.header import Entry
 from ..checkpoint.load import check_scales
 from ..checkpoint.names import weight_of_scale
 from ..checkpoint.plan import FP8, Rename, plan_fp8, widens
@@ -24,7 +28,8 @@ from ..checkpoint.read import open_files
 from ..checkpoint.skeleton import renaming
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
-from ..layers import Conversion, FP8Linear, GroupedExperts, convert
+from ..kernels import E4M3
+from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.convert import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
@@ -51,7 +56,9 @@ class FP8Quantizer(HfQuantizer):
         self.quantization_config: Any = quantization_config if is_ours else FP8Config()
         self._scale_leaves: set[str] = set()
         self._scales: list[str] = []  # the scales of the model's parameters
-        self._known: list[Any] | None = None  # conversions from before there were scales
+        self._known: list[Any] | None = None  # conversions from before `convert`
+        self._loaded: list[str] | None = None  # the FP8 weights that a checkpoint in FP8 gave,
+        self._recorded: list[Any] | None = None  # and the conversions of its keys
         self.conversion = Conversion()
 
     @property
@@ -74,8 +81,11 @@ class FP8Quantizer(HfQuantizer):
         if not self.pre_quantized:
             if is_safetensors:
                 source = open_shards(files)
-                _refuse_fp8(source)
+                found = (entry for entry in source.entries.values() if entry.dtype == FP8)
+                _refuse_fp8(next(found, None))
                 _widen(source, model, _rename_of(model, self))
+            else:
+                _refuse_fp8(next(_fp8_in_pickles(files), None))
             return
         if not is_safetensors:
             raise CheckpointError(
@@ -124,6 +134,8 @@ class FP8Quantizer(HfQuantizer):
             for name, module in model.named_modules():
                 if isinstance(module, FP8Linear | GroupedExperts):
                     _complete(name, module)
+            self._loaded = _weights_of(model)
+            self._recorded = getattr(model, "_weight_conversions", None)
             return model
         config = self.quantization_config
         with unhooked(model):
@@ -137,23 +149,40 @@ class FP8Quantizer(HfQuantizer):
             )
         return model
 
-    def prepare_to_save(self, model: Any, conversion: Conversion) -> None:
-        """What saving reverts, and what config.json will list, once `convert` has swapped modules.
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """What `save_pretrained` calls before it writes config.json: modules may have changed."""
+        if _weights_of(model):
+            self.prepare_to_save(model)
+        else:
+            self.remove_quantization_config(model)
+        return super().get_state_dict_and_metadata(model)
 
-        The model's own conversions were recorded before there were scales. What renames stacks
-        leaves out their scales, and what cuts a fused weight would cut blocks: these keep the
+    def prepare_to_save(self, model: Any) -> None:
+        """What config.json will list, and what saving reverts, as the modules are now.
+
+        Of a checkpoint in FP8 both are as it had them, while its modules are those that it gave.
+        Else the model's own conversions are from before there were scales: what renames stacks
+        leaves out their scales, and what cuts a fused weight would cut blocks, so these keep the
         model's names.
         """
-        self.quantization_config.keep(sorted(conversion.kept))
+        model.config.quantization_config = self.quantization_config
+        names, stacks = _weights_of(model), _weights_of(model, GroupedExperts)
+        if names == self._loaded:
+            self.quantization_config.keep(None)
+            model._weight_conversions = self._recorded
+            return
         if self._known is None:
             recorded = getattr(model, "_weight_conversions", None)
             self._known = recorded or get_model_conversion_mapping(model)
+        self.quantization_config.keep(_not_fp8(model))
         conversions = self.update_weight_conversions(self._known, model)
         model._weight_conversions = [
-            x
-            for x in conversions
-            if not (_renames(x, _weights_of(model, GroupedExperts)) or _cuts(x, _weights_of(model)))
+            x for x in conversions if not (_renames(x, stacks) or _cuts(x, names))
         ]
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """For transformers' own `model.dequantize()`."""
+        return dequantize(model, dtype or torch.bfloat16)
 
 
 def _adopt(module: nn.Module, conversion: Conversion) -> bool:
@@ -166,8 +195,7 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
         if getattr(model, "is_quantized", False):  # while it is loaded, or by another quantizer
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
-    model.config.quantization_config = quantizer.quantization_config
-    quantizer.prepare_to_save(model, conversion)
+    quantizer.prepare_to_save(model)
     return True
 
 
@@ -187,6 +215,11 @@ def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModul
         if isinstance(module, kind)
         for leaf in module.fp8_names
     ]
+
+
+def _not_fp8(model: nn.Module) -> list[str]:
+    """Names of the linears and experts that are not FP8, of any make."""
+    return sorted(plan_conversion(model, filter_fn=lambda module, name: False).kept)
 
 
 def _cuts(conversion: Any, names: list[str]) -> bool:
@@ -229,9 +262,20 @@ def _check_places(model: Any, files: list[Path]) -> None:
             )
 
 
-def _refuse_fp8(source: Source) -> None:
+def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
+    """What torch.save wrote of FP8; no data is read. Its old format, which is no zip, has none."""
+    for file in filter(is_zipfile, files):
+        try:
+            stored = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        except UnpicklingError:  # more than tensors: transformers says whether it loads such files
+            continue
+        for name, x in stored.items():
+            if isinstance(x, torch.Tensor) and x.dtype == E4M3:
+                yield f"{name} in {file}"
+
+
+def _refuse_fp8(found: Entry | str | None) -> None:
     """Where no config says that a checkpoint is FP8, transformers takes codes for weights."""
-    found = next((entry for entry in source.entries.values() if entry.dtype == FP8), None)
     if found is not None:
         raise CheckpointError(
             f"{found}: FP8, but the model's config has no quantization_config, so its scales would "

@@ -28,7 +28,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
     makes others, since it chooses scales of its own.
 
     Args:
-        model: changed in place. Of a model of transformers, the `quantization_config` goes too.
+        model: changed in place. Of a model of transformers, the `quantization_config` goes too;
+            of a part of one it stays, and goes when the whole is saved if nothing is FP8 then.
         dtype: bf16, fp16 or fp32. A linear then takes inputs of this dtype and no other.
 
     Returns:
@@ -111,12 +112,16 @@ def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None])
 
 
 def _forget_quantization(model: nn.Module) -> None:
-    """A model of transformers must not save a `quantization_config` beside plain weights."""
+    """A model of transformers must not save a `quantization_config` beside plain weights.
+
+    Layers hold the config of the whole, which may have other FP8 modules.
+    """
     for module in model.modules():
         release(module)
         quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None:
             quantizer.remove_quantization_config(module)
         config: Any = module.__dict__.get("config")
-        if getattr(config, "quantization_config", None) is not None:
+        is_saved = callable(getattr(module, "save_pretrained", None))
+        if is_saved and getattr(config, "quantization_config", None) is not None:
             del config.quantization_config

@@ -50,8 +50,8 @@ class FixedDtypeModule(nn.Module):
         return super()._apply(keeping_dtype, recurse)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_converted:
-            check_saver()
+        if self.fp8_names:
+            check_saver(self.is_converted)
         super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
