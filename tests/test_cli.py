@@ -20,6 +20,7 @@ from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit, tuned
 from moefp8.layers.moe import SharedExperts
+from moefp8.progress import Progress
 
 FAMILIES = "deepseek_v3", "qwen3_moe"
 
@@ -84,6 +85,20 @@ def test_every_command_explains_itself(command, capsys):
     assert ended.value.code == 0
     words = " ".join(capsys.readouterr().out.split())
     assert command.__doc__.partition("\n")[0] in words
+
+
+@pytest.mark.parametrize("argv", [["info"], ["precompile", "nowhere"]])
+def test_it_runs_without_stdout_and_stderr(argv, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(argv) == (argv != ["info"])
+
+
+def test_there_is_no_bar_without_a_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    for shown in (None, True):
+        with Progress("loading", 1, shown=shown) as bar:
+            bar.advance()
 
 
 # info
