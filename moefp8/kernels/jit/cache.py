@@ -28,6 +28,7 @@ except ImportError:  # Windows
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
 _MAX_BYTES = 1 << 30  # far more than one version's kernels for many models, which are 60 KiB each
+_MAX_FILE_BYTES = 16 << 20  # of what is read; a kernel's entry takes 60 KiB, and less what is tuned
 
 _memory: Once[str, Cubin] = Once()
 # NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
@@ -134,7 +135,10 @@ def cache_state() -> CacheState:
 
 
 def read_beside_kernels(name: str) -> bytes | None:
-    """A file in the cache folder, as `write_beside_kernels` left it; None if there is none."""
+    """A file in the cache folder, as `write_beside_kernels` left it; None if there is none.
+
+    Raises OSError for one that must not be read: of another user, no regular file, above 16 MiB.
+    """
     try:
         folder = cache_folder()
         if not folder.exists():
@@ -142,7 +146,10 @@ def read_beside_kernels(name: str) -> bytes | None:
         _make_private(folder)
     except (OSError, RuntimeError):
         return None
-    return _read_ours(folder / name)
+    try:
+        return _read_ours(folder / name)
+    except FileNotFoundError:
+        return None
 
 
 def write_beside_kernels(name: str, data: bytes) -> Path:
@@ -178,23 +185,25 @@ def require_ours(path: Path, status: os.stat_result) -> None:
 
 def _read(path: Path, key: str) -> Cubin | None:
     """None if there is no entry, or one that we must not run."""
-    data = _read_ours(path)
-    if data is None:
+    try:
+        data = _read_ours(path)
+    except OSError:
         return None
     with suppress(OSError):  # on a read-only disk, or not ours
         os.utime(path, follow_symlinks=False)  # last used
     return Cubin.from_bytes(key, data)
 
 
-def _read_ours(path: Path) -> bytes | None:
-    """None if it is not there, or if somebody else may have written it."""
-    try:
-        with open(path, "rb", opener=_open_plainly) as file:
-            status = os.fstat(file.fileno())
-            require_ours(path, status)
-            return file.read() if stat.S_ISREG(status.st_mode) else None
-    except OSError:
-        return None
+def _read_ours(path: Path) -> bytes:
+    """Raises OSError if it is not there, somebody else may have written it, or it never ends."""
+    with open(path, "rb", opener=_open_plainly) as file:
+        status = os.fstat(file.fileno())
+        require_ours(path, status)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        if status.st_size > _MAX_FILE_BYTES:
+            raise OSError(f"{path} has {status.st_size:,} bytes, above {_MAX_FILE_BYTES:,}")
+        return file.read(status.st_size)
 
 
 def _open_plainly(path: str, flags: int) -> int:
