@@ -1,8 +1,10 @@
 """`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
 
 import json
+import math
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +205,51 @@ def test_fused_experts_and_biases_are_found(tmp_path):
     assert set(ahead.kernels_of(fp8_layers(tmp_path, 2), 8)) > set(
         ahead.kernels_of(found, 8, top_k=2)
     )
+
+
+def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
+    """A file of zeros, of dtypes that PyTorch has or not."""
+    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
+    header, end = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
+
+
+E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
+SHARED, EXPERT = "m.mlp.shared_experts.down_proj.weight", "m.mlp.experts.0.down_proj.weight"
+MANY = "m.mlp.experts.999999999.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"a.bias": ("F4", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got F4"),
+        ({"a.bias": ("I64", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got I64"),
+        ({SHARED: (E4M3, [8])}, rf"{SHARED} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [8])}, rf"{EXPERT} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [1, 2, 4])}, rf"{EXPERT} in .*: must have two dimensions"),
+        ({MANY: (E4M3, [2**40, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+        ({MANY: (E4M3, [2**62, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+    ],
+)
+def test_headers_that_no_layer_has(tmp_path, tensors, told):
+    scales = {f"{x}_scale_inv": ("F32", [1]) for x in tensors if x.endswith("weight")}
+    path = headers_only(tmp_path / "x.safetensors", LINEAR | tensors | scales)
+    with pytest.raises(CheckpointError, match=told):
+        fp8_layers(path)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "I8", "F8_E5M2"])
+def test_what_a_load_refuses_is_no_fp8_layer(tmp_path, dtype):
+    tensors = {"b.weight": (dtype, [16, 8]), "b.weight_scale_inv": ("F32", [1, 1])}
+    with pytest.raises(CheckpointError, match="nothing in FP8"):
+        fp8_layers(headers_only(tmp_path / "x.safetensors", tensors))
+    (linear,) = fp8_layers(headers_only(tmp_path / "x.safetensors", LINEAR | tensors))
+    assert linear.out_features == 8
 
 
 @pytest.mark.parametrize(
