@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_cases import on_gpu
+from jit_cases import CUBIN
 from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
@@ -21,6 +22,7 @@ from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit, tuned
+from moefp8.kernels.jit import cache
 from moefp8.layers.moe import SharedExperts
 from moefp8.progress import Progress
 
@@ -32,6 +34,21 @@ def checkpoint(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp(request.param) / "fp8"
     write_small_checkpoint(directory, request.param)
     return directory
+
+
+E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
+
+
+def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
+    """A file of zeros, of dtypes that PyTorch has or not."""
+    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
+    header, end = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
 
 
 def test_it_runs_as_a_module(tmp_path):
@@ -130,6 +147,60 @@ def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
     )
 
 
+ODD_CACHES = [
+    ("", "no MOEFP8_CACHE_DIR, and no ~/.cache: Could not determine home directory."),
+    ("~nouser/x", "MOEFP8_CACHE_DIR=~nouser/x: Could not determine home directory."),
+    ("/etc/passwd", "/etc/passwd is no directory"),
+    ("/etc/passwd/x", "Not a directory: '/etc/passwd/x'"),
+    (f"/{'x' * 300}", "File name too long"),
+    ("/private/x", "Permission denied"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "told"), ODD_CACHES)
+@pytest.mark.usefixtures("fresh_jit")
+def test_a_cache_that_cannot_be_is_told_and_done_without(
+    tmp_path, monkeypatch, capsys, chosen, told
+):
+    stat = Path.stat
+
+    def refusing(path: Path, **options) -> os.stat_result:
+        if path.is_relative_to("/private"):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", chosen)
+    checkpoint = headers_only(tmp_path / "x.safetensors", LINEAR)
+    monkeypatch.setattr(ahead, "kernels_of", lambda *_, **__: [])
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "0 kernels, 0.0 MiB" in out
+    assert "cannot be used, so every process compiles anew: " in out
+    assert told in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert main(["precompile", str(checkpoint)]) == 0
+    assert told in capsys.readouterr().out
+    assert jit.read_beside_kernels("x") is None
+    with pytest.warns(UserWarning, match="compiled kernels cannot be kept on disk"):
+        assert cache.cached("key", lambda: CUBIN) is CUBIN
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_tells_that_a_bound_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "9" * 5000)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got '99999999999999999999...'" in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert max(map(len, out.splitlines())) < 1100
+
+
 def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
     def none():
         raise jit.JitError("no usable NVRTC")
@@ -207,19 +278,6 @@ def test_fused_experts_and_biases_are_found(tmp_path):
     )
 
 
-def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
-    """A file of zeros, of dtypes that PyTorch has or not."""
-    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
-    header, end = {}, 0
-    for key, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
-    return path
-
-
-E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
 SHARED, EXPERT = "m.mlp.shared_experts.down_proj.weight", "m.mlp.experts.0.down_proj.weight"
 MANY = "m.mlp.experts.999999999.down_proj.weight"
 

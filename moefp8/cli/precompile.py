@@ -4,7 +4,8 @@ import argparse
 
 from .. import ahead
 from ..checkpoint import fp8_layers
-from ..kernels.jit import cache_folder
+from ..checkpoint.errors import printable
+from ..kernels.jit import cache_state
 
 _MAX_TOKENS = 8192
 
@@ -35,5 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_sms=arguments.num_sms,
         num_threads=arguments.num_threads,
     )
-    print(f"{done.num_kernels} kernels in {done.seconds:.1f} s, in {cache_folder()}")
+    state = cache_state()
+    where = f"kept nowhere: {state.problem}" if state.problem else f"in {state.folder}"
+    print(printable(f"{done.num_kernels} kernels in {done.seconds:.1f} s, {where}"))
     return 0

@@ -28,6 +28,7 @@ except ImportError:  # Windows
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
 _MAX_BYTES = 1 << 30  # far more than one version's kernels for many models, which are 60 KiB each
+_MOST_DIGITS = 20
 _MAX_FILE_BYTES = 16 << 20  # of what is read; a kernel's entry takes 60 KiB, and less what is tuned
 
 _memory: Once[str, Cubin] = Once()
@@ -43,20 +44,25 @@ def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
 
 
 def cache_folder() -> Path:
-    """`MOEFP8_CACHE_DIR`, else the user's cache folder."""
-    if chosen := os.environ.get("MOEFP8_CACHE_DIR"):
-        # Absolute, lest a chdir while a kernel compiles moves it.
-        return Path(chosen).expanduser().absolute()
+    """`MOEFP8_CACHE_DIR`, else the user's cache folder. Raises JitError if there is no home."""
+    chosen = os.environ.get("MOEFP8_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG standard says to ignore relative paths.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
+    try:
+        if chosen:
+            # Absolute, lest a chdir while a kernel compiles moves it.
+            return Path(chosen).expanduser().absolute()
+        # The XDG standard says to ignore relative paths.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
+    except RuntimeError as error:
+        place = f"MOEFP8_CACHE_DIR={chosen}" if chosen else "no MOEFP8_CACHE_DIR, and no ~/.cache"
+        raise JitError(f"{place}: {error}") from error
 
 
 def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
     try:
         folder = cache_folder()
         _make_private(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, JitError) as error:
         _warn(str(error))
         return _build(build)
     path = folder / f"{key}.cubin"
@@ -91,8 +97,9 @@ def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubi
 def max_cache_bytes() -> int:
     """`MOEFP8_CACHE_MAX_BYTES`, of all kernels on disk; 0: as many as there are."""
     told = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
-    if not (told.isascii() and told.isdigit()):
-        raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {told!r}")
+    if not (told.isascii() and told.isdigit() and len(told) <= _MOST_DIGITS):
+        short = told if len(told) <= 2 * _MOST_DIGITS else f"{told[:_MOST_DIGITS]}..."
+        raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {short!r}")
     return int(told)
 
 
@@ -113,24 +120,31 @@ def _forget_unused(kept: Path, max_bytes: int) -> None:
 
 
 class CacheState(NamedTuple):
-    """problem: why nothing can be kept there, or None. Kernels are counted, not verified."""
+    """folder: None if nothing says which. problem: why nothing can be kept there, or None.
 
-    folder: Path
+    Kernels are counted, not verified.
+    """
+
+    folder: Path | None
     num_kernels: int
     num_bytes: int
     problem: str | None
 
 
 def cache_state() -> CacheState:
-    """Makes no folder. Raises RuntimeError if there is no home to have one in."""
-    folder = cache_folder()
-    if not folder.exists():
-        return CacheState(folder, 0, 0, None)
+    """Makes no folder."""
+    folder = None
     try:
-        _make_private(folder)
-        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    except OSError as error:
+        folder = cache_folder()
+        _require_private(folder)
+    except FileNotFoundError as error:  # it will be made, but not if it is relative to nothing
+        return CacheState(folder, 0, 0, None if folder else str(error))
+    except (OSError, JitError) as error:
         return CacheState(folder, 0, 0, str(error))
+    sizes = []
+    for path in folder.glob("*.cubin"):
+        with suppress(OSError):  # it was just removed
+            sizes.append(path.stat().st_size)
     return CacheState(folder, len(sizes), sum(sizes), None)
 
 
@@ -144,7 +158,7 @@ def read_beside_kernels(name: str) -> bytes | None:
         if not folder.exists():
             return None
         _make_private(folder)
-    except (OSError, RuntimeError):
+    except (OSError, JitError):
         return None
     try:
         return _read_ours(folder / name)
@@ -166,10 +180,16 @@ def _make_private(folder: Path) -> None:
     Nothing is written if it is there: it may be on a read-only disk. Raises OSError.
     """
     try:
-        status = folder.stat()
+        _require_private(folder)
     except FileNotFoundError:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        _require_private(folder)
+
+
+def _require_private(folder: Path) -> None:
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no directory")
     require_ours(folder, status)
 
 
