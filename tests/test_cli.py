@@ -315,11 +315,23 @@ def test_what_a_load_refuses_is_no_fp8_layer(tmp_path, dtype):
     [
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["--num-sms", "-4"], "num_sms must be at least 1, got -4"),
+        (["--num-threads", "0"], "num_threads must be at least 1, got 0"),
+        (["--num-threads", "-3"], "num_threads must be at least 1, got -3"),
+        (["--top-k", "0"], "top_k must be at least 1, got 0"),
+        (["--top-k", "999"], "top_k must be at most the number of experts, which is "),
     ],
 )
 def test_wrong_sizes_are_one_sentence(checkpoint, capsys, options, told):
     assert main(["precompile", str(checkpoint), *options]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["precompile", "bench"])
+def test_experts_of_which_nothing_tells_how_many_are_taken(tmp_path, capsys, command):
+    tensors = LINEAR | {EXPERT: (E4M3, [8, 8]), f"{EXPERT}_scale_inv": ("F32", [1, 1])}
+    assert main([command, str(headers_only(tmp_path / "x.safetensors", tensors))]) == 1
+    told = f"{EXPERT}: config.json does not say how many experts a token goes to: --top-k\n"
+    assert capsys.readouterr().err == f"moefp8 {command}: {told}"
 
 
 def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
