@@ -345,6 +345,17 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
     assert all(error.startswith("moefp8 precompile: ") for error in errors)
 
 
+# quantize
+
+
+def test_the_report_of_a_model_that_transformers_knows_is_json(checkpoint, tmp_path):
+    original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "x.json"
+    assert main(["quantize", str(original), str(tmp_path / "q"), "--json", str(report)]) == 0
+    told = json.loads(report.read_text())
+    assert told["weights"]
+    assert all(isinstance(x, str) for x in told["conversion"]["experts"])
+
+
 # bench
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..checkpoint import quantize_checkpoint
@@ -53,9 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     try:
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(done.to_dict(), indent=1) + "\n")
-    finally:  # last, since nobody may read it any more
-        print(done)
+            # Sets of names, which JSON has not, become lists.
+            text = json.dumps(done.to_dict(), indent=1, default=sorted)
+            Path(arguments.json).write_text(f"{text}\n")
+    finally:
+        with suppress(BrokenPipeError):  # lest it hides why the file could not be written
+            print(done, flush=True)
     return 0
 
 
