@@ -62,11 +62,12 @@ def precompile(
         progress: show a line on stderr; None: where that is a terminal.
 
     Raises:
-        ValueError: `max_tokens` or `num_sms` is below 1, or nothing says `top_k`.
+        ValueError: one of the numbers is below 1, or nothing says `top_k`.
         TypeError: `dtype` is no bf16, fp16 or fp32.
         JitError: there is no compiler, or a kernel does not compile.
     """
     started = time.perf_counter()
+    _check_numbers(num_threads=num_threads)
     kernels = kernels_of(model, max_tokens, dtype=dtype, top_k=top_k, num_sms=num_sms)
     with Progress("compiling", len(kernels), "kernels", shown=progress) as bar:
         compile_kernels(kernels, num_threads, bar.advance)
@@ -82,9 +83,7 @@ def kernels_of(
     num_sms: int | None = None,
 ) -> list[Kernel]:
     """Those that `precompile` compiles, those that take long first."""
-    for name, value in (("max_tokens", max_tokens), ("top_k", top_k), ("num_sms", num_sms)):
-        if value is not None and value < 1:
-            raise ValueError(f"precompile: {name} must be at least 1, got {value}")
+    _check_numbers(max_tokens=max_tokens, top_k=top_k, num_sms=num_sms)
     if dtype is not None and dtype not in FLOATS:
         raise TypeError(f"precompile: dtype must be bf16, fp16 or fp32, got {dtype}")
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
@@ -95,6 +94,12 @@ def kernels_of(
         for layer in layers:
             found.update(dict.fromkeys(layer.kernels(demand)))
     return sorted(found, key=lambda kernel: kernel.source.name != "gemm.cu")
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"precompile: {name} must be at least 1, got {value}")
 
 
 # ---- What kernels depend on ----
@@ -175,8 +180,8 @@ def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int
             if isinstance(value, int) and value >= 1:
                 return value
     raise ValueError(
-        f"precompile: {name or 'GroupedExperts'}: nothing beside it says how many experts a token "
-        "goes to; pass top_k="
+        f"precompile: {f'GroupedExperts {name}'.strip()}: nothing beside it says how many experts "
+        "a token goes to; pass top_k="
     )
 
 

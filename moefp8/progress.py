@@ -12,13 +12,15 @@ class Progress:
     """Context manager; `advance` may be called from any thread.
 
     total: in raw units (bytes, kernels); unit and unit_size: how they are shown (GiB, 2**30).
-    shown: None means only where stderr is a terminal.
+    shown: None means only where stderr is a terminal. Of a daemon, which has no stderr, nothing is.
     """
 
     def __init__(
         self, label: str, total: int, unit: str = "", unit_size: int = 1, shown: bool | None = None
     ) -> None:
         self.label, self.total, self.unit, self.unit_size = label, total, unit, unit_size
+        if sys.stderr is None:
+            shown = False
         self.shown = sys.stderr.isatty() if shown is None else shown
         self.done = 0
         self._lock = threading.Lock()

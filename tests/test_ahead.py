@@ -177,6 +177,8 @@ def test_top_k_is_found_beside_the_experts_or_in_the_config():
     beside = nn.ModuleDict({"gate": TopKRouter(128, 64, 8, device="meta"), "experts": experts})
     assert choices(beside) > expected  # and the router's
     told = nn.ModuleDict({"experts": experts})
+    with pytest.raises(ValueError, match="GroupedExperts experts: nothing beside it says"):
+        ahead.kernels_of(told, 64)
     told.config = SimpleNamespace(num_experts_per_tok=8)
     assert choices(told) == expected
     told.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=8))
@@ -194,6 +196,7 @@ def test_models_without_our_layers_need_nothing():
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 1, "num_sms": 0}, "num_sms must be at least 1, got 0"),
         ({"max_tokens": 1, "top_k": -1}, "top_k must be at least 1, got -1"),
+        ({"max_tokens": 1, "num_threads": 0}, "num_threads must be at least 1, got 0"),
     ],
 )
 def test_wrong_numbers_are_refused(options, error):

@@ -23,11 +23,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from moefp8.checkpoint import CheckpointError, load_checkpoint, read_config
+from moefp8.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    quantize_checkpoint,
+    read_config,
+)
 
 EXPERT = "model.layers.0.mlp.experts.1"
 LINEAR = "model.layers.0.kv_a_proj_with_mqa"
 INDEX = "model.safetensors.index.json"
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def refuse(path, *needles, model=None, **options):
@@ -230,6 +237,27 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="device must be a real one"):
         load_checkpoint(Tiny(), path, device="meta")
     refuse(path, "rename must return a str", rename=lambda key: None)
+
+
+NO_DEVICES = [
+    ("foo", "got 'foo': Expected one of cpu, cuda"),
+    ("", "got ''"),
+    ("hpu", "got 'hpu'"),
+    pytest.param("cuda", "got 'cuda'", marks=no_gpu),
+    pytest.param("cuda:0", "got 'cuda:0'", marks=no_gpu),
+    ("cuda:99", "got 'cuda:99'"),
+]
+
+
+@pytest.mark.parametrize(("device", "told"), NO_DEVICES)
+def test_a_device_that_is_not_there(tmp_path, device, told):
+    path = write(tmp_path / "c", deepseek_tensors())
+    with pytest.raises(ValueError, match=rf"device must be one that there is \(cpu.*{told}"):
+        load_checkpoint(Tiny(), path, device=device)
+    target = tmp_path / "t"
+    with pytest.raises(ValueError, match=rf"^quantize_checkpoint: device must be .*{told}"):
+        quantize_checkpoint(path, target, device=device)
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def edit_index(path, change):

@@ -1,8 +1,10 @@
 """`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
 
 import json
+import math
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_cases import on_gpu
+from jit_cases import CUBIN
 from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
@@ -19,7 +22,9 @@ from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit, tuned
+from moefp8.kernels.jit import cache
 from moefp8.layers.moe import SharedExperts
+from moefp8.progress import Progress
 
 FAMILIES = "deepseek_v3", "qwen3_moe"
 
@@ -29,6 +34,21 @@ def checkpoint(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp(request.param) / "fp8"
     write_small_checkpoint(directory, request.param)
     return directory
+
+
+E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
+
+
+def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
+    """A file of zeros, of dtypes that PyTorch has or not."""
+    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
+    header, end = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
 
 
 def test_it_runs_as_a_module(tmp_path):
@@ -86,6 +106,20 @@ def test_every_command_explains_itself(command, capsys):
     assert command.__doc__.partition("\n")[0] in words
 
 
+@pytest.mark.parametrize("argv", [["info"], ["precompile", "nowhere"]])
+def test_it_runs_without_stdout_and_stderr(argv, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(argv) == (argv != ["info"])
+
+
+def test_there_is_no_bar_without_a_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    for shown in (None, True):
+        with Progress("loading", 1, shown=shown) as bar:
+            bar.advance()
+
+
 # info
 
 
@@ -111,6 +145,60 @@ def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
     assert "cannot be used, so every process compiles anew: others may write" in (
         capsys.readouterr().out
     )
+
+
+ODD_CACHES = [
+    ("", "no MOEFP8_CACHE_DIR, and no ~/.cache: Could not determine home directory."),
+    ("~nouser/x", "MOEFP8_CACHE_DIR=~nouser/x: Could not determine home directory."),
+    ("/etc/passwd", "/etc/passwd is no directory"),
+    ("/etc/passwd/x", "Not a directory: '/etc/passwd/x'"),
+    (f"/{'x' * 300}", "File name too long"),
+    ("/private/x", "Permission denied"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "told"), ODD_CACHES)
+@pytest.mark.usefixtures("fresh_jit")
+def test_a_cache_that_cannot_be_is_told_and_done_without(
+    tmp_path, monkeypatch, capsys, chosen, told
+):
+    stat = Path.stat
+
+    def refusing(path: Path, **options) -> os.stat_result:
+        if path.is_relative_to("/private"):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", chosen)
+    checkpoint = headers_only(tmp_path / "x.safetensors", LINEAR)
+    monkeypatch.setattr(ahead, "kernels_of", lambda *_, **__: [])
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "0 kernels, 0.0 MiB" in out
+    assert "cannot be used, so every process compiles anew: " in out
+    assert told in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert main(["precompile", str(checkpoint)]) == 0
+    assert told in capsys.readouterr().out
+    assert jit.read_beside_kernels("x") is None
+    with pytest.warns(UserWarning, match="compiled kernels cannot be kept on disk"):
+        assert cache.cached("key", lambda: CUBIN) is CUBIN
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_tells_that_a_bound_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "9" * 5000)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got '99999999999999999999...'" in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert max(map(len, out.splitlines())) < 1100
 
 
 def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
@@ -190,16 +278,60 @@ def test_fused_experts_and_biases_are_found(tmp_path):
     )
 
 
+SHARED, EXPERT = "m.mlp.shared_experts.down_proj.weight", "m.mlp.experts.0.down_proj.weight"
+MANY = "m.mlp.experts.999999999.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"a.bias": ("F4", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got F4"),
+        ({"a.bias": ("I64", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got I64"),
+        ({SHARED: (E4M3, [8])}, rf"{SHARED} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [8])}, rf"{EXPERT} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [1, 2, 4])}, rf"{EXPERT} in .*: must have two dimensions"),
+        ({MANY: (E4M3, [2**40, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+        ({MANY: (E4M3, [2**62, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+    ],
+)
+def test_headers_that_no_layer_has(tmp_path, tensors, told):
+    scales = {f"{x}_scale_inv": ("F32", [1]) for x in tensors if x.endswith("weight")}
+    path = headers_only(tmp_path / "x.safetensors", LINEAR | tensors | scales)
+    with pytest.raises(CheckpointError, match=told):
+        fp8_layers(path)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "I8", "F8_E5M2"])
+def test_what_a_load_refuses_is_no_fp8_layer(tmp_path, dtype):
+    tensors = {"b.weight": (dtype, [16, 8]), "b.weight_scale_inv": ("F32", [1, 1])}
+    with pytest.raises(CheckpointError, match="nothing in FP8"):
+        fp8_layers(headers_only(tmp_path / "x.safetensors", tensors))
+    (linear,) = fp8_layers(headers_only(tmp_path / "x.safetensors", LINEAR | tensors))
+    assert linear.out_features == 8
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["--num-sms", "-4"], "num_sms must be at least 1, got -4"),
+        (["--num-threads", "0"], "num_threads must be at least 1, got 0"),
+        (["--num-threads", "-3"], "num_threads must be at least 1, got -3"),
+        (["--top-k", "0"], "top_k must be at least 1, got 0"),
+        (["--top-k", "999"], "top_k must be at most the number of experts, which is "),
     ],
 )
 def test_wrong_sizes_are_one_sentence(checkpoint, capsys, options, told):
     assert main(["precompile", str(checkpoint), *options]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["precompile", "bench"])
+def test_experts_of_which_nothing_tells_how_many_are_taken(tmp_path, capsys, command):
+    tensors = LINEAR | {EXPERT: (E4M3, [8, 8]), f"{EXPERT}_scale_inv": ("F32", [1, 1])}
+    assert main([command, str(headers_only(tmp_path / "x.safetensors", tensors))]) == 1
+    told = f"{EXPERT}: config.json does not say how many experts a token goes to: --top-k\n"
+    assert capsys.readouterr().err == f"moefp8 {command}: {told}"
 
 
 def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
@@ -211,6 +343,17 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all(error.startswith("moefp8 precompile: ") for error in errors)
+
+
+# quantize
+
+
+def test_the_report_of_a_model_that_transformers_knows_is_json(checkpoint, tmp_path):
+    original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "x.json"
+    assert main(["quantize", str(original), str(tmp_path / "q"), "--json", str(report)]) == 0
+    told = json.loads(report.read_text())
+    assert told["weights"]
+    assert all(isinstance(x, str) for x in told["conversion"]["experts"])
 
 
 # bench

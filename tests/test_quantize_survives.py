@@ -389,7 +389,30 @@ def test_the_command(source, tmp_path, capsys):
     assert errors[1].startswith("moefp8 quantize: skip: every pattern must match")
 
 
-def test_a_json_file_that_cannot_be_written(source, tmp_path, capsys):
-    report = tmp_path / "nowhere" / "report.json"
-    assert main(["quantize", str(source), str(tmp_path / "t"), "--json", str(report)]) == 1
-    assert str(report) in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["nowhere/report.json", "folder", "file/report.json"])
+def test_a_json_file_that_cannot_be_written_is_told_before_the_work(source, tmp_path, capsys, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    report, target = tmp_path / name, tmp_path / "t"
+    assert main(["quantize", str(source), str(target), "--json", str(report)]) == 1
+    told = capsys.readouterr()
+    assert f"--json must name a file in a directory that is there, got {report}" in told.err
+    assert (told.out, target.exists()) == ("", False)
+
+
+def test_the_json_file_may_lie_in_the_target(source, tmp_path):
+    target = tmp_path / "t"
+    assert main(["quantize", str(source), str(target), "--json", str(target / "x.json")]) == 0
+    assert json.loads((target / "x.json").read_text())["weights"]
+
+
+def test_nobody_reads_what_it_prints(source, tmp_path, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    report = tmp_path / "report.json"
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["quantize", str(source), str(tmp_path / "t"), "--json", str(report)]) == 0
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+    assert json.loads(report.read_text())["weights"]

@@ -1,6 +1,7 @@
 """Choices that were measured: kept, read back, and taken by the launchers; without a GPU."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,13 @@ def test_launchers_take_them(gpu, monkeypatch):
         lambda data: data.replace(b'"rows": 64', b'"height": 64'),
         lambda data: data.replace(b'"cols": 256', b'"cols": 2048'),
         lambda data: data.replace(b'"gate_up": true', b'"gate_up": false'),
+        lambda data: data.replace(b'"n": 512', b'"n": 1e999'),
+        lambda data: data.replace(b'"parts": 2', b'"parts": 0'),
+        lambda data: data.replace(b'"parts": 2', b'"share": 0'),
+        lambda data: data.replace(b'"parts": 2', b'"ctas_per_sm": 0'),
+        lambda data: data.replace(b'"grouped": true', b'"grouped": true, "split": 1000000000000'),
+        lambda data: data.replace(b'"grouped": true', b'"grouped": 1'),
+        lambda data: data.replace(b'"rows": 64', b'"rows": 64.0'),
     ],
 )
 def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
@@ -121,6 +129,25 @@ def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
         assert tuned.measured(0).found == {}
     tuned.keep(0, FOUND)
     assert tuned.measured(0).found == FOUND
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "symbolic links"),
+        (lambda path: path.mkdir(), "directory"),
+        (lambda path: [path.touch(), os.truncate(path, 1 << 40)], "1,099,511,627,776 bytes"),
+    ],
+)
+def test_what_is_no_file_of_ours_is_not_read(tmp_path, put, told):
+    path = tmp_path / "cache" / tuned.file_name(0)
+    path.unlink()
+    put(path)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match=f"cannot be used .*{told}.*so the heuristic chooses"):
+        assert tuned.measured(0).found == {}
 
 
 @pytest.mark.usefixtures("own_cache")

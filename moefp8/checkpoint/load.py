@@ -16,6 +16,7 @@ from .read import Files, check_twins, open_files, read_copies
 from .record import remember
 from .slots import Inventory, ModelTensor, Role
 from .source import Source, open_source
+from .staging import usable_device
 from .values import count_values, not_finite
 
 
@@ -60,9 +61,7 @@ def load_checkpoint(
         ValueError, TypeError: a device or an ignore that cannot be meant.
     """
     started = time.perf_counter()
-    place = torch.device(device or "cpu")
-    if place.type == "meta":  # copying there does nothing, silently
-        raise ValueError("load_checkpoint: device must be a real one, got meta")
+    place = usable_device(device, "load_checkpoint")
     source = open_source(path)
     plan = make_plan(source, Inventory(model), ignore, rename)
     entries = [copy.entry for copy in plan.copies] + [

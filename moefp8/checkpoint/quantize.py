@@ -24,6 +24,7 @@ from .moves import Move, in_shards
 from .report import QuantizeReport, WeightReport
 from .shard_file import OUTCOME
 from .source import Source, open_source
+from .staging import usable_device
 from .stream import write_shard
 from .target import shard_name, target_of, write_index, write_json
 from .workplace import Workplace, workplace
@@ -80,9 +81,7 @@ def quantize_checkpoint(
         ValueError: a name in skip that matches nothing; a device or a size that cannot be meant.
     """
     started = time.perf_counter()
-    place = torch.device(device or "cpu")
-    if place.type == "meta":  # copying there does nothing, silently
-        raise ValueError("quantize_checkpoint: device must be a real one, got meta")
+    place = usable_device(device, "quantize_checkpoint")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ..checkpoint import fp8_layers
 from ..kernels.registry import runs_our_kernels
 from ..kernels.tuned import Config, Dense, Experts, Layer, keep
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning import time_layer, tune_layer
-from .precompile import add_sizes_to
+from .precompile import add_sizes_to, layers_of
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +59,11 @@ def _layers(arguments: argparse.Namespace) -> list[Layer]:
 
 
 def _layers_of(checkpoint: str, top_k: int | None) -> Iterator[Layer]:
-    layers = fp8_layers(checkpoint, top_k)
+    layers = layers_of(checkpoint, top_k)
     for module in layers.modules():
         if isinstance(module, FP8Linear):
             yield Dense(module.out_features, module.in_features)
-        elif isinstance(module, GroupedExperts):
-            if layers.top_k is None:
-                raise ValueError("config.json does not say how many experts a token has: --top-k")
+        elif isinstance(module, GroupedExperts) and layers.top_k is not None:  # see layers_of
             h, i = module.hidden_size, module.intermediate_size
             yield Experts(module.num_experts, layers.top_k, h, i)
 

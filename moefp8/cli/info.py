@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..checkpoint.errors import printable
 from ..kernels.jit import (
     JitError,
     cache_state,
@@ -20,6 +21,7 @@ from ..kernels.jit import (
 from ..kernels.registry import runs_our_kernels
 from ..kernels.tuned import file_name, measured
 
+_MAX_FACT = 1000
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _SETTINGS = (
     *("MOEFP8_CACHE_DIR", "MOEFP8_CACHE_MAX_BYTES", "MOEFP8_COMPILER"),
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 0
     for name, fact in facts:
-        print(f"{name:<9}{fact}")
+        print(f"{name:<9}{printable(fact, _MAX_FACT)}")
     return 0
 
 
@@ -104,7 +106,7 @@ def _cache() -> Iterator[str]:
     except JitError as error:
         bound = f"; {error}"
     size = f"{state.num_bytes / 2**20:.1f} MiB"
-    yield f"{state.folder}: {state.num_kernels} kernels, {size}{bound}"
+    yield f"{state.folder or 'none'}: {state.num_kernels} kernels, {size}{bound}"
     if state.problem:
         yield f"cannot be used, so every process compiles anew: {state.problem}"
 

@@ -46,13 +46,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
         return 2
     try:
         status = _COMMANDS[arguments.command].run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where it was closed before (`>&-`)
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough; Python would flush, and fail, once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CheckpointError, JitError, OSError, ValueError) as error:
-        print(f"moefp8 {arguments.command}: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # else print would take stdout
+            print(f"moefp8 {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -4,7 +4,10 @@ import argparse
 
 from .. import ahead
 from ..checkpoint import fp8_layers
-from ..kernels.jit import cache_folder
+from ..checkpoint.errors import printable
+from ..checkpoint.layers import Layers
+from ..kernels.jit import cache_state
+from ..layers import GroupedExperts
 
 _MAX_TOKENS = 8192
 
@@ -27,13 +30,26 @@ def add_sizes_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="experts of a token, if config.json says nothing")
 
 
+def layers_of(checkpoint: str, top_k: int | None) -> Layers:
+    """`fp8_layers`, and if there are experts, a top_k is known. Raises ValueError."""
+    layers = fp8_layers(checkpoint, top_k)
+    for name, module in zip(layers.names, layers, strict=True):
+        if isinstance(module, GroupedExperts) and layers.top_k is None:
+            raise ValueError(
+                f"{name}: config.json does not say how many experts a token goes to: --top-k"
+            )
+    return layers
+
+
 def run(arguments: argparse.Namespace) -> int:
     done = ahead.precompile(
-        fp8_layers(arguments.checkpoint, arguments.top_k),
+        layers_of(arguments.checkpoint, arguments.top_k),
         arguments.max_tokens,
         dtype=ahead.DTYPES[arguments.dtype],
         num_sms=arguments.num_sms,
         num_threads=arguments.num_threads,
     )
-    print(f"{done.num_kernels} kernels in {done.seconds:.1f} s, in {cache_folder()}")
+    state = cache_state()
+    where = f"kept nowhere: {state.problem}" if state.problem else f"in {state.folder}"
+    print(printable(f"{done.num_kernels} kernels in {done.seconds:.1f} s, {where}"))
     return 0

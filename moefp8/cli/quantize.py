@@ -10,9 +10,9 @@ are in .TARGET.partial, and the same command goes on with them.
 import argparse
 import json
 import logging
-import sys
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..checkpoint import quantize_checkpoint
@@ -41,6 +41,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        _check_writable(Path(arguments.json), Path(arguments.target))
     with _logged_to_stdout():
         done = quantize_checkpoint(
             arguments.source,
@@ -49,16 +51,47 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             max_shard_bytes=arguments.max_shard_bytes,
         )
-    print(done)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(done.to_dict(), indent=1) + "\n")
+    try:
+        if arguments.json:
+            # Sets of names, which JSON has not, become lists.
+            text = json.dumps(done.to_dict(), indent=1, default=sorted)
+            Path(arguments.json).write_text(f"{text}\n")
+    finally:
+        with suppress(BrokenPipeError):  # lest it hides why the file could not be written
+            print(done, flush=True)
     return 0
+
+
+def _check_writable(path: Path, target: Path) -> None:
+    """Before hours of work. A file in the target is for later, since that is made when all is done.
+
+    Raises ValueError.
+    """
+    folder = path.parent
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(target)):
+        return
+    if path.is_dir() or not folder.is_dir():
+        raise ValueError(f"--json must name a file in a directory that is there, got {path}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--json must name a file that may be written, got {path}")
+
+
+class _Stdout(logging.Handler):
+    """Whoever read may have seen enough (`| head`), or nobody does (`>&-`); the work goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except BrokenPipeError:
+            pass
+        except Exception:
+            self.handleError(record)
 
 
 @contextmanager
 def _logged_to_stdout() -> Iterator[None]:
     """What is chosen, when it is chosen."""
-    logger, handler = logging.getLogger("moefp8"), logging.StreamHandler(sys.stdout)
+    logger, handler = logging.getLogger("moefp8"), _Stdout()
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

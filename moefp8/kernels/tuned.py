@@ -10,7 +10,7 @@ import json
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, astuple, dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -116,7 +116,11 @@ def choices_of(device_index: int) -> Choices:
 
 # ---- The file ----
 
-_UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+_UNUSABLE = (
+    *(OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError),
+    ArithmeticError,  # 1e999 is a number in JSON
+)
+_MOST = 1024  # of any number in a configuration; larger ones would be computed with for long
 _MAX_QUOTE = 200
 
 
@@ -188,7 +192,7 @@ def _plain(config: Config | None) -> Any:
 
 
 def table_from(data: Iterable[Mapping[str, Any]]) -> Table:
-    """Raises KeyError, TypeError or ValueError for what `to_json` did not give."""
+    """Raises one of `_UNUSABLE` for what `to_json` did not give."""
     found: dict[Layer, Mapping[int, Config | None]] = {}
     for entry in data:
         of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
@@ -211,10 +215,17 @@ def _config(data: Any, layer: Layer) -> Config | None:
 
 
 def _possible(config: GemmConfig, k: int, *, grouped: bool, gate_up: bool) -> GemmConfig:
-    """It is one that could have been measured."""
+    """It is one that could have been measured. Raises ValueError."""
+    if not all(map(_is_meant, fields(config), astuple(config))):
+        raise ValueError(f"{config} is no configuration: its numbers are 1 to {_MOST}")
     fits = config.rows % 64 == config.cols % 8 == 0
     fits = fits and (config.stages >= 2 if grouped else is_possible(config, k))
     is_kind = (config.grouped, config.gate_up) == (grouped, gate_up)
     if not (fits and is_kind) or config != with_most_stages(config):
         raise ValueError(f"{config} is no configuration for K = {k}")
     return config
+
+
+def _is_meant(told: Field[Any], value: Any) -> bool:
+    least = 0 if told.name == "tail" else 1
+    return type(value) is told.type and (told.type is bool or least <= value <= _MOST)

@@ -28,6 +28,8 @@ except ImportError:  # Windows
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
 _MAX_BYTES = 1 << 30  # far more than one version's kernels for many models, which are 60 KiB each
+_MOST_DIGITS = 20
+_MAX_FILE_BYTES = 16 << 20  # of what is read; a kernel's entry takes 60 KiB, and less what is tuned
 
 _memory: Once[str, Cubin] = Once()
 # NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
@@ -42,20 +44,25 @@ def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
 
 
 def cache_folder() -> Path:
-    """`MOEFP8_CACHE_DIR`, else the user's cache folder."""
-    if chosen := os.environ.get("MOEFP8_CACHE_DIR"):
-        # Absolute, lest a chdir while a kernel compiles moves it.
-        return Path(chosen).expanduser().absolute()
+    """`MOEFP8_CACHE_DIR`, else the user's cache folder. Raises JitError if there is no home."""
+    chosen = os.environ.get("MOEFP8_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG standard says to ignore relative paths.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
+    try:
+        if chosen:
+            # Absolute, lest a chdir while a kernel compiles moves it.
+            return Path(chosen).expanduser().absolute()
+        # The XDG standard says to ignore relative paths.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
+    except RuntimeError as error:
+        place = f"MOEFP8_CACHE_DIR={chosen}" if chosen else "no MOEFP8_CACHE_DIR, and no ~/.cache"
+        raise JitError(f"{place}: {error}") from error
 
 
 def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
     try:
         folder = cache_folder()
         _make_private(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, JitError) as error:
         _warn(str(error))
         return _build(build)
     path = folder / f"{key}.cubin"
@@ -90,8 +97,9 @@ def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubi
 def max_cache_bytes() -> int:
     """`MOEFP8_CACHE_MAX_BYTES`, of all kernels on disk; 0: as many as there are."""
     told = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
-    if not (told.isascii() and told.isdigit()):
-        raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {told!r}")
+    if not (told.isascii() and told.isdigit() and len(told) <= _MOST_DIGITS):
+        short = told if len(told) <= 2 * _MOST_DIGITS else f"{told[:_MOST_DIGITS]}..."
+        raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {short!r}")
     return int(told)
 
 
@@ -112,37 +120,50 @@ def _forget_unused(kept: Path, max_bytes: int) -> None:
 
 
 class CacheState(NamedTuple):
-    """problem: why nothing can be kept there, or None. Kernels are counted, not verified."""
+    """folder: None if nothing says which. problem: why nothing can be kept there, or None.
 
-    folder: Path
+    Kernels are counted, not verified.
+    """
+
+    folder: Path | None
     num_kernels: int
     num_bytes: int
     problem: str | None
 
 
 def cache_state() -> CacheState:
-    """Makes no folder. Raises RuntimeError if there is no home to have one in."""
-    folder = cache_folder()
-    if not folder.exists():
-        return CacheState(folder, 0, 0, None)
+    """Makes no folder."""
+    folder = None
     try:
-        _make_private(folder)
-        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    except OSError as error:
+        folder = cache_folder()
+        _require_private(folder)
+    except FileNotFoundError as error:  # it will be made, but not if it is relative to nothing
+        return CacheState(folder, 0, 0, None if folder else str(error))
+    except (OSError, JitError) as error:
         return CacheState(folder, 0, 0, str(error))
+    sizes = []
+    for path in folder.glob("*.cubin"):
+        with suppress(OSError):  # it was just removed
+            sizes.append(path.stat().st_size)
     return CacheState(folder, len(sizes), sum(sizes), None)
 
 
 def read_beside_kernels(name: str) -> bytes | None:
-    """A file in the cache folder, as `write_beside_kernels` left it; None if there is none."""
+    """A file in the cache folder, as `write_beside_kernels` left it; None if there is none.
+
+    Raises OSError for one that must not be read: of another user, no regular file, above 16 MiB.
+    """
     try:
         folder = cache_folder()
         if not folder.exists():
             return None
         _make_private(folder)
-    except (OSError, RuntimeError):
+    except (OSError, JitError):
         return None
-    return _read_ours(folder / name)
+    try:
+        return _read_ours(folder / name)
+    except FileNotFoundError:
+        return None
 
 
 def write_beside_kernels(name: str, data: bytes) -> Path:
@@ -159,10 +180,16 @@ def _make_private(folder: Path) -> None:
     Nothing is written if it is there: it may be on a read-only disk. Raises OSError.
     """
     try:
-        status = folder.stat()
+        _require_private(folder)
     except FileNotFoundError:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        _require_private(folder)
+
+
+def _require_private(folder: Path) -> None:
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no directory")
     require_ours(folder, status)
 
 
@@ -178,23 +205,25 @@ def require_ours(path: Path, status: os.stat_result) -> None:
 
 def _read(path: Path, key: str) -> Cubin | None:
     """None if there is no entry, or one that we must not run."""
-    data = _read_ours(path)
-    if data is None:
+    try:
+        data = _read_ours(path)
+    except OSError:
         return None
     with suppress(OSError):  # on a read-only disk, or not ours
         os.utime(path, follow_symlinks=False)  # last used
     return Cubin.from_bytes(key, data)
 
 
-def _read_ours(path: Path) -> bytes | None:
-    """None if it is not there, or if somebody else may have written it."""
-    try:
-        with open(path, "rb", opener=_open_plainly) as file:
-            status = os.fstat(file.fileno())
-            require_ours(path, status)
-            return file.read() if stat.S_ISREG(status.st_mode) else None
-    except OSError:
-        return None
+def _read_ours(path: Path) -> bytes:
+    """Raises OSError if it is not there, somebody else may have written it, or it never ends."""
+    with open(path, "rb", opener=_open_plainly) as file:
+        status = os.fstat(file.fileno())
+        require_ours(path, status)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        if status.st_size > _MAX_FILE_BYTES:
+            raise OSError(f"{path} has {status.st_size:,} bytes, above {_MAX_FILE_BYTES:,}")
+        return file.read(status.st_size)
 
 
 def _open_plainly(path: str, flags: int) -> int:
