@@ -67,7 +67,9 @@ class QuantizeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "median_error": self.median_error()}
+        found = asdict(self)
+        found["conversion"]["experts"] = sorted(self.conversion.experts)
+        return {**found, "median_error": self.median_error()}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -53,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     try:
         if arguments.json:
-            # Sets of names, which JSON has not, become lists.
-            text = json.dumps(done.to_dict(), indent=1, default=sorted)
-            Path(arguments.json).write_text(f"{text}\n")
+            Path(arguments.json).write_text(json.dumps(done.to_dict(), indent=1) + "\n")
     finally:
         with suppress(BrokenPipeError):  # lest it hides why the file could not be written
             print(done, flush=True)
