@@ -128,6 +128,51 @@ def test_a_hub_cache_links_to_its_blobs(tmp_path, subfolder):
     assert read_config(path) == CONFIG
 
 
+def test_a_shard_that_is_a_link_out_is_not_read(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors())
+    shard, other = path / "model.safetensors", tmp_path / "other.safetensors"
+    shard.rename(other)
+    shard.symlink_to(other)
+    all_refuse(path, f"{shard}: a link out of the checkpoint, to {other}")
+    load_checkpoint(Tiny(), shard)  # which link to follow is then the user's own choice
+
+
+def test_an_index_does_not_lead_through_a_link_out(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors(), num_shards=2)
+    (tmp_path / "other").mkdir()
+    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+    for name in set(weight_map.values()):
+        (path / name).rename(tmp_path / "other" / name)
+    (path / "sub").symlink_to(tmp_path / "other")
+    changed = {key: f"sub/{name}" for key, name in weight_map.items()}
+    (path / INDEX).write_text(json.dumps({"weight_map": changed}))
+    all_refuse(path, f"{path}/sub/model-00001-of-00002.safetensors: a link out of the checkpoint")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_file_of_many_names_is_read_once(tmp_path, link):
+    path = tmp_path / "c"
+    header = {f"k{i}": {**entry([]), "data_offsets": [i, i + 1]} for i in range(20_000)}
+    write_header(path, header, bytes(20_000))
+    (path / "model.safetensors").rename(path / "0.safetensors")
+    for i in range(1, 100):
+        link(path / "0.safetensors", path / f"{i}.safetensors")
+    index = {"weight_map": {f"k{i}": f"{i}.safetensors" for i in range(100)}}
+    (path / INDEX).write_text(json.dumps(index))
+    all_refuse(path, f"{path}/1.safetensors: is the same file as {path}/0.safetensors")
+
+
+def test_keys_that_two_files_have_are_counted(tmp_path):
+    path = tmp_path / "c"
+    header = {f"k{i}": {**entry([]), "data_offsets": [i, i + 1]} for i in range(3_000)}
+    write_header(path, header, bytes(3_000))
+    (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    (path / "model.safetensors").rename(path / "first.safetensors")
+    index = {"weight_map": {"k0": "first.safetensors", "k1": "copy.safetensors"}}
+    (path / INDEX).write_text(json.dumps(index))
+    all_refuse(path, "k0 in", "the same key is in", "(101 problems)")
+
+
 def test_small_files_are_small(tmp_path):
     path = write(tmp_path / "c", deepseek_tensors())
     os.truncate(path / "config.json", 200 << 30)  # a hole

@@ -191,6 +191,23 @@ def test_an_index_leads_to_no_other_directory(qwen, tmp_path, place):
         load(tmp_path / "fp8")
 
 
+@pytest.mark.parametrize("place", ["model.safetensors", "sub/x.safetensors"])
+def test_no_link_leads_to_another_directory(qwen, tmp_path, place):
+    load(qwen).save_pretrained(tmp_path / "fp8")
+    (tmp_path / "other").mkdir()
+    file, other = tmp_path / "fp8" / "model.safetensors", tmp_path / "other" / "x.safetensors"
+    keys = tensors_of(tmp_path / "fp8")
+    file.rename(other)
+    if place == file.name:
+        file.symlink_to(other)
+    else:
+        (tmp_path / "fp8" / "sub").symlink_to(other.parent)
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, place)}
+        (tmp_path / "fp8" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{place}: a link out of the checkpoint, to {other}"):
+        load(tmp_path / "fp8")
+
+
 def test_a_converted_model_is_saved_as_a_loaded_one(qwen, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
     convert(model)
