@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..kernels.jit.cache import require_ours, try_lock
+from ..kernels.jit.once import lock_of_threads_and_forks
 from .errors import CheckpointError
 from .files import open_regular
 from .jsonfile import read_object
@@ -27,7 +27,7 @@ _TEMPORARY = ".tmp"
 _CHUNK_BYTES = 4 << 20
 _WAIT = "wait for it, or choose another target"
 
-_guard = threading.Lock()
+_guard = lock_of_threads_and_forks()
 _held: set[tuple[int, Path]] = set()  # by process: a forked child holds nothing
 
 
