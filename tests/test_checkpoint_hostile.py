@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import threading
+import warnings
 from contextlib import contextmanager, suppress
 from itertools import islice
 from random import Random
@@ -24,6 +25,7 @@ from moefp8.checkpoint import (
     read_config,
     strangers,
 )
+from moefp8.checkpoint.patterns import Modules
 from moefp8.checkpoint.skeleton import Skeleton, skeleton_of
 from moefp8.checkpoint.strangers import offline
 from moefp8.cli.inspect import lines_of
@@ -288,11 +290,24 @@ def test_patterns_that_take_for_ever_are_named(tmp_path):
     }
 
 
+def test_no_pattern_makes_python_warn():
+    random = Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patterns = [f"re:{''.join(random.choices('[[]^-&|~a.(', k=9))}" for _ in range(20_000)]
+        patterns += ["re:[[a]b", "re:[a--b]", "re:[a||b]", "re:[^[a]", "re:[[a"]
+        bad = Modules([*patterns, r"re:\[[a]", "re:[a-b]|[c]"]).bad
+    assert bad.keys() > set(patterns[-5:])
+    assert r"re:\[[a]" not in bad
+    assert "re:[a-b]|[c]" not in bad
+
+
 @pytest.mark.parametrize(
     "listed",
     [
         ["re:a*a*a*x", *(f"re:{'(a|a|a|a|a)' * 3}a*a*a*[{c}]" for c in "bcdefghijklm" * 9)],
         [f"x.{i}" for i in range(300_000)],
+        [f"re:{i}{'[āԁሀ]' * 38}" for i in range(8000)],  # each takes 2 ms to compile
     ],
 )
 def test_lists_without_end_are_given_up(tmp_path, listed):
