@@ -177,6 +177,19 @@ def test_keys_of_a_config_are_no_arguments(qwen, tmp_path, extra):
     assert quantization_of(tmp_path / "copy") == quantization_of(path)
 
 
+def test_a_config_s_own_words_are_cut_and_escaped(tmp_path):
+    weights = {"strategy": "\x1b]0;x\x07" * 1000, "block_structure": "\x1b[2J" * 100_000}
+    groups = {str(i): {"weights": weights} for i in range(3)}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    config = {"model_type": "llama", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must be \\[128, 128\\], got") as caught:
+        moefp8.hf.pretrained_config(str(tmp_path))
+    message = str(caught.value)
+    assert len(message) < 1000
+    assert message.isprintable()
+
+
 @pytest.mark.parametrize("place", ["../other.safetensors", "absolute"])
 def test_an_index_leads_to_no_other_directory(qwen, tmp_path, place):
     load(qwen).save_pretrained(tmp_path / "fp8")
