@@ -128,11 +128,16 @@ def _job(
     plan = [[(move.outputs(), move.pieces) for move in moves] for moves in shards]
     files = sorted({*source.shards, *others.values(), config_path(source.path)})
     return {
-        "source": {str(path): stamp_of(path.stat()) for path in files if path.exists()},
+        "source": {_in_json(path): stamp_of(path.stat()) for path in files if path.exists()},
         "skip": skip,
         "max_shard_bytes": max_shard_bytes,
         "plan": hashlib.sha256(repr(plan).encode()).hexdigest(),
     }
+
+
+def _in_json(path: Path) -> str:
+    """Bytes of a name that are not UTF-8 as escapes, which can be read back."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _write_shards(
