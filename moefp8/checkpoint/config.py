@@ -19,7 +19,7 @@ FP8_QUANTIZATION = {
 
 _DECODER_LAYER = re.compile(
     r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
-    r"layers\.(\d{1,9})\."  # int() refuses thousands of digits
+    r"layers\.(0|[1-9][0-9]{0,8})\."  # int() refuses thousands of digits
 )
 
 
