@@ -12,6 +12,7 @@ from itertools import islice
 from random import Random
 
 import pytest
+import torch
 from checkpoint_cases import CONFIG, Tiny, deepseek_tensors, model_bytes, write
 from huggingface_hub import constants
 from quantize_cases import PLAIN, bf16, write_source
@@ -23,6 +24,7 @@ from moefp8.checkpoint import (
     load_checkpoint,
     quantize_checkpoint,
     read_config,
+    save_checkpoint,
     strangers,
 )
 from moefp8.checkpoint.patterns import Modules
@@ -106,6 +108,14 @@ def test_a_pipe_in_the_place_of_a_job_is_refused(tmp_path):
     os.mkfifo(tmp_path / ".t.partial" / "job.json")
     message = refused(quantize_checkpoint, source, tmp_path / "t")
     assert f"{tmp_path}/.t.partial/job.json: must be a regular file" in message
+
+
+def test_a_pipe_in_the_place_of_a_temporary_file_is_removed(tmp_path):
+    (tmp_path / ".t.partial").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / ".t.partial" / "job.json.tmp")
+    with within(5):
+        save_checkpoint(torch.nn.Linear(2, 2), tmp_path / "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def test_what_a_config_links_to_is_not_copied(tmp_path):

@@ -82,7 +82,7 @@ def quantize_checkpoint(
     place = torch.device(device or "cpu")
     if place.type == "meta":  # copying there does nothing, silently
         raise ValueError("quantize_checkpoint: device must be a real one, got meta")
-    if max_shard_bytes <= 0:
+    if not max_shard_bytes > 0:  # NaN is neither
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     path = target_of(target)
