@@ -3,13 +3,18 @@
 import json
 import os
 import signal
+import socket
 import struct
+import threading
+import warnings
 from contextlib import contextmanager, suppress
 from itertools import islice
 from random import Random
 
 import pytest
+import torch
 from checkpoint_cases import CONFIG, Tiny, deepseek_tensors, model_bytes, write
+from huggingface_hub import constants
 from quantize_cases import PLAIN, bf16, write_source
 
 from moefp8.checkpoint import (
@@ -19,7 +24,12 @@ from moefp8.checkpoint import (
     load_checkpoint,
     quantize_checkpoint,
     read_config,
+    save_checkpoint,
+    untrusted,
 )
+from moefp8.checkpoint.patterns import Modules
+from moefp8.checkpoint.skeleton import Skeleton, skeleton_of
+from moefp8.checkpoint.untrusted import offline
 from moefp8.cli.inspect import lines_of
 from moefp8.cli.main import main
 
@@ -100,6 +110,14 @@ def test_a_pipe_in_the_place_of_a_job_is_refused(tmp_path):
     assert f"{tmp_path}/.t.partial/job.json: must be a regular file" in message
 
 
+def test_a_pipe_in_the_place_of_a_temporary_file_is_removed(tmp_path):
+    (tmp_path / ".t.partial").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / ".t.partial" / "job.json.tmp")
+    with within(5):
+        save_checkpoint(torch.nn.Linear(2, 2), tmp_path / "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
 def test_what_a_config_links_to_is_not_copied(tmp_path):
     """A secret that whoever runs quantize can read, and whoever made the source cannot."""
     source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
@@ -120,6 +138,51 @@ def test_a_hub_cache_links_to_its_blobs(tmp_path, subfolder):
         file.symlink_to(os.path.relpath(tmp_path / "blobs" / file.name, path))
     load_checkpoint(Tiny(), path)
     assert read_config(path) == CONFIG
+
+
+def test_a_shard_that_is_a_link_out_is_not_read(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors())
+    shard, other = path / "model.safetensors", tmp_path / "other.safetensors"
+    shard.rename(other)
+    shard.symlink_to(other)
+    all_refuse(path, f"{shard}: a link out of the checkpoint, to {other}")
+    load_checkpoint(Tiny(), shard)  # which link to follow is then the user's own choice
+
+
+def test_an_index_does_not_lead_through_a_link_out(tmp_path):
+    path = write(tmp_path / "c", deepseek_tensors(), num_shards=2)
+    (tmp_path / "other").mkdir()
+    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+    for name in set(weight_map.values()):
+        (path / name).rename(tmp_path / "other" / name)
+    (path / "sub").symlink_to(tmp_path / "other")
+    changed = {key: f"sub/{name}" for key, name in weight_map.items()}
+    (path / INDEX).write_text(json.dumps({"weight_map": changed}))
+    all_refuse(path, f"{path}/sub/model-00001-of-00002.safetensors: a link out of the checkpoint")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_file_of_many_names_is_read_once(tmp_path, link):
+    path = tmp_path / "c"
+    header = {f"k{i}": {**entry([]), "data_offsets": [i, i + 1]} for i in range(20_000)}
+    write_header(path, header, bytes(20_000))
+    (path / "model.safetensors").rename(path / "0.safetensors")
+    for i in range(1, 100):
+        link(path / "0.safetensors", path / f"{i}.safetensors")
+    index = {"weight_map": {f"k{i}": f"{i}.safetensors" for i in range(100)}}
+    (path / INDEX).write_text(json.dumps(index))
+    all_refuse(path, f"{path}/1.safetensors: is the same file as {path}/0.safetensors")
+
+
+def test_keys_that_two_files_have_are_counted(tmp_path):
+    path = tmp_path / "c"
+    header = {f"k{i}": {**entry([]), "data_offsets": [i, i + 1]} for i in range(3_000)}
+    write_header(path, header, bytes(3_000))
+    (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    (path / "model.safetensors").rename(path / "first.safetensors")
+    index = {"weight_map": {"k0": "first.safetensors", "k1": "copy.safetensors"}}
+    (path / INDEX).write_text(json.dumps(index))
+    all_refuse(path, "k0 in", "the same key is in", "(101 problems)")
 
 
 def test_small_files_are_small(tmp_path):
@@ -237,11 +300,24 @@ def test_patterns_that_take_for_ever_are_named(tmp_path):
     }
 
 
+def test_no_pattern_makes_python_warn():
+    random = Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patterns = [f"re:{''.join(random.choices('[[]^-&|~a.(', k=9))}" for _ in range(20_000)]
+        patterns += ["re:[[a]b", "re:[a--b]", "re:[a||b]", "re:[^[a]", "re:[[a"]
+        bad = Modules([*patterns, r"re:\[[a]", "re:[a-b]|[c]"]).bad
+    assert bad.keys() > set(patterns[-5:])
+    assert r"re:\[[a]" not in bad
+    assert "re:[a-b]|[c]" not in bad
+
+
 @pytest.mark.parametrize(
     "listed",
     [
         ["re:a*a*a*x", *(f"re:{'(a|a|a|a|a)' * 3}a*a*a*[{c}]" for c in "bcdefghijklm" * 9)],
         [f"x.{i}" for i in range(300_000)],
+        [f"re:{i}{'[āԁሀ]' * 38}" for i in range(8000)],  # each takes 2 ms to compile
     ],
 )
 def test_lists_without_end_are_given_up(tmp_path, listed):
@@ -301,6 +377,116 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
     assert r"c\x1b[2J" in out
     assert r"family    \x1b[2J, a\nb\r, \u202e" in out
     assert all(line.isprintable() for line in [*out.split("\n"), *err.split("\n")])
+
+
+# ---- Models that transformers would build ----
+
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "num_experts": 4,
+    "num_hidden_layers": 1,
+}
+ENDLESS = {
+    "layers": ({"num_hidden_layers": 10**9}, "'num_hidden_layers' of config.json must be at most"),
+    "layers in parts": ({"num_hidden_layers": 2**20}, "ValueError: a model that takes more than"),
+    "experts": ({"num_experts": 2**62}, "'num_experts' of config.json must be at most 1,048,576"),
+    "experts of stacks": ({"num_experts": 2**20}, "it would have 2,097,152 experts, and may"),
+    "layers of GPT-2": ({"model_type": "gpt2", "n_layer": 10**9}, "'n_layer' of config.json must"),
+    "labels": ({"num_labels": 10**9}, "'num_labels' of config.json must be at most"),
+    "a list": ({"model_type": "swin", "depths": [2, 10**9]}, "'depths' of config.json must be"),
+    "below": ({"model_type": "llava", "text_config": {"num_layers": 10**9}}, "'num_layers' of"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_models_without_end_are_not_built(monkeypatch, what):
+    changed, reason = ENDLESS[what]
+    monkeypatch.setattr(untrusted, "_MAX_CALLS", 10_000)  # fewer than in use: it is a test's time
+    skeleton_of(QWEN3)  # imports transformers, which takes seconds once
+    with within(20):
+        told = skeleton_of({**QWEN3, **changed})
+    assert isinstance(told, str)
+    assert reason in told
+
+
+def test_a_model_without_end_is_told_by_names(tmp_path):
+    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(4, 4)}
+    source = write_source(tmp_path / "s", tensors, {**QWEN3, "num_hidden_layers": 10**9})
+    with within(20):
+        report = quantize_checkpoint(source, tmp_path / "t")
+    assert report.basis.startswith("names ('num_hidden_layers' of config.json must be at most")
+
+
+FETCHED = {
+    "_attn_implementation": "evil/kernel",
+    "attn_implementation": {"": "evil/kernel"},
+    "experts_implementation": "evil/kernel",
+    "_experts_implementation": "evil/kernel",
+    "auto_map": {"AutoModelForCausalLM": "evil/code--modeling.Evil"},
+}
+
+
+def no_network(monkeypatch) -> list[str]:
+    """Whom the network would have been asked for."""
+    asked: list[str] = []
+
+    def ask(host, *_, **__):
+        asked.append(host)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    return asked
+
+
+@pytest.mark.parametrize("key", FETCHED)
+def test_nothing_that_a_config_names_is_fetched_and_run(monkeypatch, key):
+    asked = no_network(monkeypatch)
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.load_and_register_attn_kernel",
+        lambda name, *_, **__: loaded.append(name),
+    )
+    config = {**QWEN3, key: FETCHED[key]}
+    assert isinstance(skeleton_of(config), Skeleton)
+    assert isinstance(skeleton_of({"model_type": "llava", "text_config": config}), Skeleton)
+    assert asked == loaded == []
+
+
+def test_a_backbone_is_not_asked_for(monkeypatch):
+    asked = no_network(monkeypatch)
+    config = {"model_type": "dpt", "backbone": "evil/x", "use_pretrained_backbone": True}
+    before = constants.HF_HUB_OFFLINE
+    assert "OfflineModeIsEnabled" in str(skeleton_of(config))
+    assert asked == []
+    assert constants.HF_HUB_OFFLINE is before
+
+
+def test_other_threads_are_not_offline():
+    found: list[bool] = []
+    with offline():
+        thread = threading.Thread(target=lambda: found.append(bool(constants.is_offline_mode())))
+        thread.start()
+        thread.join()
+        assert constants.is_offline_mode()
+    assert found == [False]
+    assert not constants.is_offline_mode()
+
+
+@pytest.mark.parametrize("key", ["hidden_act", "model_type"])
+def test_what_a_terminal_would_obey_is_not_in_what_told(tmp_path, capsys, key):
+    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(4, 4)}
+    source = write_source(tmp_path / "s", tensors, {**QWEN3, key: "\x1b[2J\nFAKE LINE"})
+    assert main(["quantize", str(source), str(tmp_path / "t")]) == 0
+    out, err = capsys.readouterr()
+    assert "FAKE LINE" in out
+    assert all(line.isprintable() for line in [*out.split("\n"), *err.split("\n")])
+    assert not any(line.startswith("FAKE LINE") for line in out.split("\n"))
 
 
 # ---- Mutations ----

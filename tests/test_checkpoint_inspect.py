@@ -56,6 +56,21 @@ def test_a_sound_checkpoint(tmp_path):
     assert family.naming == ("DeepSeek's",)
 
 
+@pytest.mark.parametrize("odd", ["00", "\u0660", "\uff10", "01"])
+@pytest.mark.parametrize("part", ["experts", "layers"])
+def test_numbers_that_no_model_has(tmp_path, odd, part):
+    number = "1" if odd == "01" else "0"
+    renamed = {
+        key.replace(f"{part}.{number}.", f"{part}.{odd}."): tensor
+        for key, tensor in deepseek_tensors().items()
+    }
+    path = write(tmp_path / "c", renamed)
+    found = [x for x in inspect_checkpoint(path).anomalies if "models write otherwise" in x.rule]
+    assert {x.severity for x in found} == {"error"}
+    assert sum(x.count for x in found) == len(renamed.keys() - deepseek_tensors().keys())
+    assert not loads(path)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 def test_families(tmp_path, name, capsys):
     write_small_checkpoint(tmp_path / "c", name)

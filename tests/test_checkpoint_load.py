@@ -208,9 +208,9 @@ def test_load_after_load_replaces_all(tmp_path):
     assert_holds(model, second)
 
 
-def test_shards_may_be_symbolic_links_out_of_the_directory(tmp_path):
+def test_shards_may_be_symbolic_links_to_the_blobs_of_a_hub_cache(tmp_path):
     tensors = deepseek_tensors()
-    path = write(tmp_path / "c", tensors, num_shards=2)
+    path = write(tmp_path / "snapshots" / "1f2e", tensors, num_shards=2)
     (tmp_path / "blobs").mkdir()
     for file in list(path.glob("*.safetensors")):
         file.rename(tmp_path / "blobs" / file.name)

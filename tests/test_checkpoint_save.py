@@ -268,6 +268,18 @@ def test_what_a_killed_quantize_left_is_not_lost_to_a_save(tmp_path):
     assert set(before) <= set(tmp_path.rglob("*"))
 
 
+def test_a_sparse_tensor_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    save_checkpoint(model, tmp_path / "dense")
+    model.weight = nn.Parameter(model.weight.detach().to_sparse())
+    rule = r"weight: its layout is torch\.sparse_.*make it dense by \.to_dense\(\)"
+    with pytest.raises(CheckpointError, match=rule):
+        save_checkpoint(model, tmp_path / "sparse")
+    with pytest.raises(CheckpointError, match=rule):
+        load_checkpoint(model, tmp_path / "dense")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
 def test_two_threads_do_not_save_to_one_place(tmp_path, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
@@ -292,5 +304,6 @@ def test_an_empty_directory_is_filled(tmp_path):
     save_checkpoint(nn.Linear(2, 2), tmp_path / "saved")
     names = sorted(file.name for file in (tmp_path / "saved").iterdir())
     assert names == ["config.json", "model.safetensors"]
-    with pytest.raises(ValueError, match="max_shard_bytes"):
-        save_checkpoint(nn.Linear(2, 2), tmp_path / "other", max_shard_bytes=0)
+    for size in (0, float("nan")):
+        with pytest.raises(ValueError, match="max_shard_bytes"):
+            save_checkpoint(nn.Linear(2, 2), tmp_path / "other", max_shard_bytes=size)

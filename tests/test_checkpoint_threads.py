@@ -45,6 +45,40 @@ def test_a_forked_child_loads(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout[:500] + done.stderr
 
 
+FORKS_AMID_SAVES = """
+import os, signal, sys, threading, time, torch
+from pathlib import Path
+from moefp8.checkpoint import save_checkpoint, workplace
+
+real, entered = workplace.try_lock, threading.Event()
+
+def slow(lock):
+    entered.set()
+    time.sleep(0.5)
+    return real(lock)
+
+workplace.try_lock = slow
+model, folder = torch.nn.Linear(4, 4), Path(sys.argv[1])
+thread = threading.Thread(target=save_checkpoint, args=(model, folder / "parent"))
+thread.start()
+entered.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)  # which ends it
+    save_checkpoint(model, folder / "child")
+    os._exit(0)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_that_is_forked_amid_a_save_saves(tmp_path):
+    command = [sys.executable, "-c", FORKS_AMID_SAVES, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "parent"]
+
+
 def threads_of_a_new_thread() -> int:
     """What a thread that has not asked yet is given, as all of torch's own are."""
     found: list[int] = []

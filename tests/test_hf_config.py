@@ -201,6 +201,19 @@ def test_keys_of_a_config_are_no_arguments(qwen, tmp_path, extra):
     assert quantization_of(tmp_path / "copy") == quantization_of(path)
 
 
+def test_a_config_s_own_words_are_cut_and_escaped(tmp_path):
+    weights = {"strategy": "\x1b]0;x\x07" * 1000, "block_structure": "\x1b[2J" * 100_000}
+    groups = {str(i): {"weights": weights} for i in range(3)}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    config = {"model_type": "llama", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must be \\[128, 128\\], got") as caught:
+        moefp8.hf.pretrained_config(str(tmp_path))
+    message = str(caught.value)
+    assert len(message) < 1000
+    assert message.isprintable()
+
+
 @pytest.mark.parametrize("place", ["../other.safetensors", "absolute"])
 def test_an_index_leads_to_no_other_directory(qwen, tmp_path, place):
     load(qwen).save_pretrained(tmp_path / "fp8")
@@ -212,6 +225,23 @@ def test_an_index_leads_to_no_other_directory(qwen, tmp_path, place):
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, name)}
     (tmp_path / "fp8" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"other\.safetensors: must lie in .*/fp8"):
+        load(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("place", ["model.safetensors", "sub/x.safetensors"])
+def test_no_link_leads_to_another_directory(qwen, tmp_path, place):
+    load(qwen).save_pretrained(tmp_path / "fp8")
+    (tmp_path / "other").mkdir()
+    file, other = tmp_path / "fp8" / "model.safetensors", tmp_path / "other" / "x.safetensors"
+    keys = tensors_of(tmp_path / "fp8")
+    file.rename(other)
+    if place == file.name:
+        file.symlink_to(other)
+    else:
+        (tmp_path / "fp8" / "sub").symlink_to(other.parent)
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, place)}
+        (tmp_path / "fp8" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{place}: a link out of the checkpoint, to {other}"):
         load(tmp_path / "fp8")
 
 

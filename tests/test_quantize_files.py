@@ -1,6 +1,7 @@
 """What quantize_checkpoint writes beside weights: names, other files, shards and their index."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_links_out_of_the_source_are_not_copied(tmp_path):
     with pytest.raises(CheckpointError, match=rf"notes\.txt: a link out .*{tmp_path}/secret"):
         quantize_checkpoint(source, tmp_path / "t")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "secret"]
+
+
+@pytest.mark.parametrize("kind", ["dangling", "loop", "folder", "pipe"])
+def test_what_cannot_be_copied_is_not_left_out_silently(tmp_path, kind):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    path = source / "tokenizer.json"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"dangling": "gone.json", "loop": path.name, "folder": "templates"}[kind])
+    with pytest.raises(CheckpointError, match=r"s/tokenizer\.json: is .*would be left out; put"):
+        quantize_checkpoint(source, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+    if kind != "folder":  # below it is nothing that belongs to one file
+        with pytest.raises(CheckpointError, match=r"s/tokenizer\.json: is .*would be left out"):
+            quantize_checkpoint(source / "model.safetensors", tmp_path / "t")
 
 
 def test_of_one_file_only_what_belongs_to_it_is_copied(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,21 @@ def refuse(source: Path, target: Path, match: str) -> None:
 def test_of_another_user(source, tmp_path):
     partial = interrupted(source, tmp_path / "t")
     os.chown(partial, 12345, -1)
-    refuse(source, tmp_path / "t", r"\.t\.partial belongs to another user \(uid 12345\)")
+    refuse(source, tmp_path / "t", r"\.t\.partial belongs to another user \(uid 12345\); remove")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
 def test_others_may_write(source, tmp_path, mode):
     interrupted(source, tmp_path / "t").chmod(mode)
-    refuse(source, tmp_path / "t", r"others may write to .*\.t\.partial; chmod go-w it; or remove")
+    refuse(source, tmp_path / "t", r"others may write to .*\.t\.partial; chmod go-w it; remove")
+
+
+@pytest.mark.parametrize("job", ["{", '{"written_by": "another"}'])
+def test_a_job_of_another_make(source, tmp_path, job):
+    partial = interrupted(source, tmp_path / "t")
+    (partial / "job.json").write_text(job)
+    way_out = rf"remove (the directory|{re.escape(str(partial))}) to start again"
+    refuse(source, tmp_path / "t", rf"{re.escape(str(partial))}.*{way_out}")
 
 
 def test_links(source, tmp_path):

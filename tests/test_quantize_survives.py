@@ -127,6 +127,15 @@ def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
     quantize_checkpoint(source, target, **{**SMALL, **options})
 
 
+def test_names_that_are_not_utf_8(source, tmp_path, monkeypatch):
+    path, target = tmp_path / os.fsdecode(b"s\xff"), tmp_path / os.fsdecode(b"t\xfe")
+    source.rename(path)
+    (path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    interrupt(path, target, monkeypatch)
+    assert quantize_checkpoint(path, target, **SMALL).num_resumed == 3
+    assert (target / os.fsdecode(b"caf\xe9.txt")).read_text() == "x"
+
+
 def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypatch):
     """Its shards have the same names, and other tensors in them."""
     target = tmp_path / "t"

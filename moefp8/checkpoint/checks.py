@@ -8,7 +8,7 @@ from .config import block_problem
 from .contents import Contents, grid_of, is_ambiguous, readings_of
 from .errors import quoted
 from .header import TORCH_DTYPES, Entry
-from .names import canonical, folded, scale_of_weight
+from .names import canonical, folded, has_odd_number, scale_of_weight
 from .numbers import missing_experts, missing_layers
 from .patterns import Modules
 from .plan import FP8, SCALE_DTYPES
@@ -30,6 +30,14 @@ def _files(contents: Contents) -> Iterator[Anomaly]:
     for entry, first in contents.doubles:
         example = f"{entry}: {first} has the same meaning; delete one of the two"
         yield _of(contents, entry, "two tensors of one meaning", example)
+
+
+def _numbers(contents: Contents) -> Iterator[Anomaly]:
+    for entry in contents.scan.source.entries.values():
+        if has_odd_number(entry.key):
+            rule = "a number of a layer or an expert that models write otherwise"
+            example = f"{entry}: must be a decimal number without zeros before it; rename it"
+            yield _of(contents, entry, rule, example)
 
 
 def _config(contents: Contents) -> Iterator[Anomaly]:
@@ -144,6 +152,6 @@ def _of(contents: Contents, entry: Entry, rule: str, example: str) -> Anomaly:
 
 
 _CHECKS: tuple[Callable[[Contents], Iterator[Anomaly]], ...] = (
-    *(_files, _config, _dtypes, _pairs, _grids),
+    *(_files, _numbers, _config, _dtypes, _pairs, _grids),
     *(missing_experts, missing_layers, _lists),
 )

@@ -66,7 +66,7 @@ def choose(source: Source, skip: Sequence[str] = ()) -> Choice:
     """
     headline = f"{source.path} cannot be quantized"
     raise_if_any(_quantized_already(source), headline)
-    skeleton = skeleton_of(source.config)
+    skeleton = skeleton_of(source.config, len(source.entries))
     if isinstance(skeleton, str):
         _check_skip(source, skip, lambda key: key)
         picked = _pick_by_names(source, skip, headline, skeleton)

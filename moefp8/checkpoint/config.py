@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .errors import printable
 from .jsonfile import read_object
 
 BLOCK = [128, 128]
@@ -18,7 +19,7 @@ FP8_QUANTIZATION = {
 
 _DECODER_LAYER = re.compile(
     r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
-    r"layers\.(\d{1,9})\."  # int() refuses thousands of digits
+    r"layers\.(0|[1-9][0-9]{0,8})\."  # int() refuses thousands of digits
 )
 
 
@@ -43,9 +44,10 @@ def block_problem(config: dict[str, Any]) -> str | None:
     found = block_sizes(config)
     if found and all(block == BLOCK for block in found):
         return None
+    told = printable(", ".join(map(str, found)), 200) or "none"
     return (
         "config.json: quantization_config.weight_block_size must be [128, 128], "
-        f"got {', '.join(map(str, found)) or 'none'}; requantize the checkpoint in 128x128 blocks"
+        f"got {told}; requantize the checkpoint in 128x128 blocks"
     )
 
 

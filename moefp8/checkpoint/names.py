@@ -14,9 +14,9 @@ _FOLDS = (
     (re.compile(r"\.(gate_up_proj|down_proj)_scale$"), r".\1_scale_inv"),
     (re.compile(r"\.(?:block_sparse_moe|ffn)\."), ".mlp."),
     (re.compile(r"\.shared_expert\."), ".shared_experts."),
-    (re.compile(r"experts\.(\d+\.)?w1\."), r"experts.\1gate_proj."),
-    (re.compile(r"experts\.(\d+\.)?w3\."), r"experts.\1up_proj."),
-    (re.compile(r"experts\.(\d+\.)?w2\."), r"experts.\1down_proj."),
+    (re.compile(r"experts\.([0-9]+\.)?w1\."), r"experts.\1gate_proj."),
+    (re.compile(r"experts\.([0-9]+\.)?w3\."), r"experts.\1up_proj."),
+    (re.compile(r"experts\.([0-9]+\.)?w2\."), r"experts.\1down_proj."),
     (
         re.compile(r"\.mlp\.(?:experts\.)?e_score_correction_bias$"),
         ".mlp.gate.e_score_correction_bias",
@@ -25,8 +25,11 @@ _FOLDS = (
 _ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
 _SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
 _FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(?:gate_proj|up_proj|down_proj|w[123])\.")
-_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
+_EXPERT = re.compile(
+    r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:gate_proj|up_proj|down_proj|w[123])\."
+)
+_ODD_NUMBER = re.compile(r"\b(?:experts|layers)\.(?!(?:0|[1-9][0-9]*)(?:\.|$))\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
 
 
 def canonical(name: str) -> str:
@@ -56,6 +59,11 @@ def split_expert(name: str) -> tuple[str, int] | None:
     """(`X.experts`, 3) for `X.experts.3.gate_proj.weight`; None for other names."""
     match = _EXPERT.match(name)
     return (match[1], int(match[2])) if match else None
+
+
+def has_odd_number(name: str) -> bool:
+    """Whether an expert or a layer has a number that models do not write so, such as 00 for 0."""
+    return _ODD_NUMBER.search(name) is not None
 
 
 def folded(name: str) -> str:

@@ -16,6 +16,7 @@ _MAX_MODULE = 128
 _DEADLINE_S = 5.0
 _LAST = re.compile(r"(?<!\\)\.\*\$?$")
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[:=!]|\(\?|\)[*+?{]|.", re.DOTALL)
+_NESTED = re.compile(r"\[\^?\[|\[.*(?:--|&&|~~|\|\|)", re.DOTALL)  # of which Python warns
 
 
 class Modules:
@@ -29,6 +30,8 @@ class Modules:
         for name in dict.fromkeys(names):
             if not name.startswith("re:"):
                 self._names.add(name)
+            elif time.monotonic() > self._end:  # to compile a pattern takes a few ms
+                self.bad[name] = "the lists are too long"
             elif problem := _problem(name[3:]):
                 self.bad[name] = problem
             else:
@@ -71,6 +74,8 @@ def _problem(pattern: str) -> str | None:
         return f"it must have at most {_MAX_BRANCHES} groups and question marks"
     if tokens.count("|") > _MAX_CHOICES:
         return f"it must have at most {_MAX_CHOICES} choices"
+    if any(token in ("[", "[]", "[^]") or _NESTED.match(token) for token in tokens):
+        return "it has a set without an end, or one in another"
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -82,7 +82,7 @@ def quantize_checkpoint(
     """
     started = time.perf_counter()
     place = usable_device(device, "quantize_checkpoint")
-    if max_shard_bytes <= 0:
+    if not max_shard_bytes > 0:  # NaN is neither
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     path = target_of(target)
@@ -128,11 +128,16 @@ def _job(
     plan = [[(move.outputs(), move.pieces) for move in moves] for moves in shards]
     files = sorted({*source.shards, *others.values(), config_path(source.path)})
     return {
-        "source": {str(path): stamp_of(path.stat()) for path in files if path.exists()},
+        "source": {_in_json(path): stamp_of(path.stat()) for path in files if path.exists()},
         "skip": skip,
         "max_shard_bytes": max_shard_bytes,
         "plan": hashlib.sha256(repr(plan).encode()).hexdigest(),
     }
+
+
+def _in_json(path: Path) -> str:
+    """Bytes of a name that are not UTF-8 as escapes, which can be read back."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _write_shards(
@@ -217,17 +222,29 @@ def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
     """(name below the directory, file) of all that is neither weights, config nor hidden.
 
     Of a source that is one file, only what lies beside it and belongs to models by its suffix.
+    Raises CheckpointError for what cannot be copied: it would be missing in the target.
     """
     directory = config_path(source.path).parent
     is_whole = source.path.is_dir()
     for folder, folders, names in os.walk(directory, onerror=_raise):
         kept = (x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
         folders[:] = sorted(kept) if is_whole else []
+        for name in folders:
+            if os.path.islink(os.path.join(folder, name)):
+                _refuse_other(Path(folder, name), "a link to a directory")
         for name in sorted(names):
             path = Path(folder, name)
             is_other = not name.startswith(".") and not name.endswith((*_WEIGHTS, ".index.json"))
             if not is_whole and path.suffix not in _BESIDE:
                 continue
-            if is_other and path != config_path(source.path) and path.is_file():
+            if is_other and path != config_path(source.path):
                 check_inside(path, directory)
+                if not path.is_file():
+                    _refuse_other(path, "no file, or a link to none")
                 yield str(path.relative_to(directory)), path
+
+
+def _refuse_other(path: Path, what: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path}: is {what}, and would be left out; put there what is meant, or remove it"
+    )

@@ -17,7 +17,7 @@ from .errors import CheckpointError, raise_if_any
 from .header import DTYPE_NAMES
 from .names import SCALE_SUFFIX, scale_of_weight
 from .record import Record, recall
-from .slots import Inventory, ModelTensor, Role, Slot
+from .slots import Inventory, ModelTensor, Role, Slot, not_dense
 from .target import shard_name, target_of, write_index, write_json
 from .workplace import workplace
 
@@ -40,7 +40,7 @@ def save_checkpoint(
             cannot be written, is there, or that another process or thread is writing.
         ValueError: a size that cannot be meant.
     """
-    if max_shard_bytes <= 0:
+    if not max_shard_bytes > 0:  # NaN is neither
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     target = target_of(path)
     _check_whole(model)
@@ -82,6 +82,8 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
         elif key in tensors:
             problems.append(f"{slot.name}: its key {key} is that of another tensor already")
+        elif slot.owner.tensor.layout is not torch.strided:
+            problems.append(f"{slot.name}: {not_dense(slot.owner.tensor)}")
         elif slot.owner.tensor.dtype not in DTYPE_NAMES:
             problems.append(f"{slot.name}: safetensors has no dtype {slot.owner.tensor.dtype}")
         else:

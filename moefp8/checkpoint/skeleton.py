@@ -18,8 +18,10 @@ from torch import nn
 
 from ..layers import GroupedExperts
 from ..layers.stacks import STACKS, stacks_of
+from .errors import printable, quoted
 from .names import scale_of_weight, weight_of_scale
 from .slots import Inventory
+from .untrusted import Bounded, count_problem, offline, stacks_problem, without_fetched
 
 _FLOATS = "Infinity", "-Infinity", "NaN"
 
@@ -101,24 +103,38 @@ class Skeleton:
         return target == name and "MergeModulelist" in operations
 
 
-def skeleton_of(config: Mapping[str, Any]) -> Skeleton | str:
-    """config: of config.json. A sentence instead, of why transformers cannot build it."""
+def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
+    """config: of config.json. A sentence instead, of why transformers cannot build it.
+
+    num_tensors: of the checkpoint. A model that could not be its is not built, and nothing is
+    fetched to build one.
+    """
     if find_spec("transformers") is None:
         return "transformers is not installed"
     model_type = config.get("model_type")
     import_module("transformers")  # which puts another module there when it is done: a thread that
     transformers: Any = sys.modules["transformers"]  # waited for it would have the one from before
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        return f"transformers knows no model_type {str(model_type)[:50]!r}"
+        return f"transformers knows no model_type {quoted(model_type)}"
+    if problem := count_problem(config, num_tensors):
+        return problem
     try:
-        made = transformers.CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(config)))
-        with torch.device("meta"):
-            model = _class_of(config, made)(made)
+        with offline(), Bounded(num_tensors), torch.device("meta"):
+            model = _build(config)
     except Exception as error:  # whatever transformers makes of a config that others wrote
-        return (
-            f"transformers cannot build {model_type} ({type(error).__name__}: {str(error)[:200]})"
-        )
+        told = printable(str(error), 200)
+        return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
+    if problem := stacks_problem(model, num_tensors):
+        return problem
     return Skeleton(model.to(torch.bfloat16), _conversions(model))
+
+
+def _build(config: Mapping[str, Any]) -> nn.Module:
+    import transformers
+
+    told = without_fetched(_with_floats(dict(config)))
+    made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(told)
+    return _class_of(config, made)(made)
 
 
 def _with_floats(value: Any) -> Any:

@@ -146,6 +146,8 @@ class Inventory:
                     f"{join(prefix, name)}: a {type(tensor).__name__} cannot be filled; load "
                     "before sharding or wrapping the model"
                 )
+            elif tensor.layout is not torch.strided:
+                self.problems.append(f"{join(prefix, name)}: {not_dense(tensor)}")
         for name, tensor in [*module._buffers.items(), *vars(module).items()]:
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and name not in persistent:
                 self.problems.append(
@@ -171,6 +173,11 @@ class Inventory:
             slot = Slot(join(prefix, piece), prefix, owner, (part,), role, piece_shape, index)
             self.slots[slot.name] = slot
             self.parts.setdefault(part, slot)
+
+
+def not_dense(tensor: torch.Tensor) -> str:
+    """What is wrong with a tensor of another layout than torch.strided."""
+    return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,12 +3,14 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from .config import config_path
 from .errors import CheckpointError, quoted, raise_if_any
+from .files import check_inside
 from .header import Entry, Shard, read_shard
 from .jsonfile import check_key, read_object
 
@@ -16,6 +18,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_FILES = 10_000  # DeepSeek-V3 has 163
 _MAX_NAME = 1000
+_MAX_DOUBLES = 100  # of a file, that are told one by one
 
 _T = TypeVar("_T")
 
@@ -51,9 +54,12 @@ def open_source(path: str | os.PathLike[str], outcome: str = "the model is uncha
 
 
 def open_shards(files: Sequence[Path]) -> Source:
-    """The checkpoint of these files, whatever an index says; config.json lies beside the first."""
+    """The checkpoint of these files, whatever an index says; config.json lies beside the first.
+
+    Where their directory is known, `check_inside` has judged them already.
+    """
     path = files[0] if len(files) == 1 else files[0].parent
-    return _whole(_scan(path, {}, list(files), defaultdict(list)), "no model was made")
+    return _whole(_scan(path, {}, list(files), None, defaultdict(list)), "no model was made")
 
 
 def _whole(scan: Scan, outcome: str) -> Source:
@@ -71,17 +77,23 @@ def scan_source(path: str | os.PathLike[str]) -> Scan:
     path = Path(path)
     problems: dict[Path, list[str]] = defaultdict(list)
     try:
-        return _scan(path, *_locate(path, problems), problems)
+        home = path if path.is_dir() else None
+        return _scan(path, *_locate(path, problems), home, problems)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _scan(
-    path: Path, weight_map: dict[str, Any], files: list[Path], problems: dict[Path, list[str]]
+    path: Path,
+    weight_map: dict[str, Any],
+    files: list[Path],
+    home: Path | None,
+    problems: dict[Path, list[str]],
 ) -> Scan:
+    """home: where the files must lie, links followed, if they were not named by the user."""
     has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
-    shards = [shard for file in files if (shard := _try(read_shard, file, problems)) is not None]
+    shards = _read_shards(files, home, problems)
     for shard in shards:
         if shard.problems:
             problems[shard.path] += shard.problems
@@ -91,6 +103,25 @@ def _scan(
         problems[path / INDEX_NAME] += index_problems
     source = Source(path, config or {}, entries, {shard.path: shard for shard in shards})
     return Scan(source, named, dict(problems))
+
+
+def _read_shards(
+    files: Iterable[Path], home: Path | None, problems: dict[Path, list[str]]
+) -> list[Shard]:
+    """Those that can be read, each once, and that lie in home if that is given."""
+    names: dict[tuple[int, int], Path] = {}
+
+    def read(file: Path) -> Shard:
+        if home is not None:
+            check_inside(file, home)
+        with suppress(OSError):  # which read_shard will tell
+            status = file.stat()
+            first = names.setdefault((status.st_dev, status.st_ino), file)
+            if first is not file:
+                raise CheckpointError(f"{file}: is the same file as {first}; remove one of the two")
+        return read_shard(file)
+
+    return [shard for file in files if (shard := _try(read, file, problems)) is not None]
 
 
 def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]) -> _T | None:
@@ -147,7 +178,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Judged by spelling alone: hub caches hold symbolic links, which may point anywhere."""
+    """Judged by spelling alone: where links lead is looked at when their files are read."""
     if not name or len(name) > _MAX_NAME or not name.isprintable():
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
@@ -157,14 +188,16 @@ def _is_inside(name: str) -> bool:
 def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for shard in shards:
+        doubles = [entry for entry in shard.entries if entry.key in entries]
+        for entry in doubles[:_MAX_DOUBLES]:
+            first = entries[entry.key].file
+            problems[shard.path].append(
+                f"{entry}: the same key is in {first}; delete one of the two"
+            )
+        if num_more := len(doubles[_MAX_DOUBLES:]):
+            problems[shard.path].append(f"{shard.path}: has {num_more:,} more such keys")
         for entry in shard.entries:
-            if entry.key in entries:
-                first = entries[entry.key].file
-                problems[shard.path].append(
-                    f"{entry}: the same key is in {first}; delete one of the two"
-                )
-            else:
-                entries[entry.key] = entry
+            entries.setdefault(entry.key, entry)
     return entries
 
 

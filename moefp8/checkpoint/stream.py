@@ -87,7 +87,10 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
         with _telling(piece.entry, "quantizing"):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
             if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
-                raise CheckpointError(f"{piece.entry}: holds NaN or Inf in {move.key}")
+                raise CheckpointError(
+                    f"{piece.entry}: holds NaN or Inf in {move.key}; skip it, which keeps it as it "
+                    "is, or fetch the file again"
+                )
         write(job.target, data, first * k, quantized)
         advance(band.nbytes)
         first += len(band)

@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..kernels.jit.cache import require_ours, try_lock
+from ..kernels.jit.once import lock_of_threads_and_forks
 from .errors import CheckpointError
 from .files import open_regular
 from .jsonfile import read_object
@@ -27,7 +27,7 @@ _TEMPORARY = ".tmp"
 _CHUNK_BYTES = 4 << 20
 _WAIT = "wait for it, or choose another target"
 
-_guard = threading.Lock()
+_guard = lock_of_threads_and_forks()
 _held: set[tuple[int, Path]] = set()  # by process: a forked child holds nothing
 
 
@@ -131,7 +131,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
             shutil.rmtree(place.path, ignore_errors=True)
         raise
     if path.exists():
-        _check_same(path, read_object(path), job)
+        _check_same(path, _read_job(path), job)
     else:
         try:
             _publish_json(path, job)
@@ -156,7 +156,7 @@ def _make_private(path: Path) -> None:
     try:
         require_ours(path, _require_folder(path))
     except PermissionError as error:
-        raise CheckpointError(f"{error}; or remove {path}, or choose another target") from error
+        raise CheckpointError(f"{error}; remove {path}, or choose another target") from error
 
 
 def _require_folder(path: Path) -> os.stat_result:
@@ -177,6 +177,13 @@ def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
     return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
+def _read_job(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove {path.parent} to start again") from error
+
+
 def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
     job = json.loads(json.dumps(job))  # as it was when it was written: tuples are lists
     differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
@@ -190,6 +197,7 @@ def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
 def _publish_json(path: Path, value: dict[str, Any]) -> None:
     """All of it or nothing."""
     temporary = path.with_name(f"{path.name}{_TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # to open a pipe would wait for its reader
     write_json(temporary, value)
     sync(temporary)
     temporary.replace(path)

@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint import CheckpointError
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
+from ..checkpoint.files import check_inside
 from ..checkpoint.fp8 import fp8_modules_of
 from ..checkpoint.header import Entry
 from ..checkpoint.load import check_scales
@@ -250,7 +251,7 @@ def _rename_of(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
 
 
 def _check_places(model: Any, files: list[Path]) -> None:
-    """An index may name files anywhere: those of a directory must lie in it."""
+    """An index may name files anywhere: those of a directory must lie in it, links followed."""
     directory = str(getattr(model.config, "_name_or_path", "") or "")
     if not os.path.isdir(directory):
         return
@@ -260,6 +261,7 @@ def _check_places(model: Any, files: list[Path]) -> None:
             raise CheckpointError(
                 f"{file}: must lie in {home}, whose index names it; remove it from the index"
             )
+        check_inside(file, home)
 
 
 def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
