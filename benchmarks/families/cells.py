@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 import moefp8
 from benchmarks.families.judge import (
@@ -204,14 +205,13 @@ def _inspect(path: Path) -> None:
 
 
 def _load(model: nn.Module, path: Path, config: FP8Config) -> nn.Module:
-    loaded: nn.Module = type(model).from_pretrained(
-        path, dtype=torch.bfloat16, quantization_config=config
-    )
-    return loaded.eval()
+    return _load_plainly(model, path, quantization_config=config)
 
 
 def _load_plainly(model: nn.Module, path: Path, **options: Any) -> nn.Module:
-    loaded: nn.Module = type(model).from_pretrained(path, dtype=torch.bfloat16, **options)
+    """With the config that the directory names: several families may share a class."""
+    options = {"config": AutoConfig.from_pretrained(path), "dtype": torch.bfloat16, **options}
+    loaded: nn.Module = type(model).from_pretrained(path, **options)
     return loaded.eval()
 
 

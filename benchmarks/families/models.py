@@ -29,7 +29,8 @@ _KINDS = (
 
 # Whatever a config calls its sizes; those that it does not know are left out.
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 512, "hidden_size": 256, "d_model": 256, "n_embd": 256},
+    **{"vocab_size": 512, "unpadded_vocab_size": 512},
+    **{"hidden_size": 256, "d_model": 256, "n_embd": 256},
     **{"num_hidden_layers": 4, "n_layers": 4, "num_layers": 4, "n_layer": 4},
     **{"num_decoder_layers": 2, "encoder_layers": 2, "decoder_layers": 2},
     **{"num_attention_heads": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2},

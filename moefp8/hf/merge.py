@@ -57,6 +57,11 @@ def is_target(pattern: str, name: str) -> bool:
     return re.search(re.sub(r"\\\d", ".*", pattern) + "$", name) is not None
 
 
+def is_in(pattern: str, name: str) -> bool:
+    """Whether it is one of name, or of a module above: some say `q_proj` of all that is in it."""
+    return re.search(re.sub(r"\\\d", ".*", pattern) + r"(?:\.|$)", name) is not None
+
+
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:
     """suffix: of the keys and names that it converts."""
     sources = [source + suffix for source in conversion._original_source_patterns]

@@ -36,7 +36,7 @@ from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
-from .merge import SCALE, copying_once, is_target, with_scales
+from .merge import SCALE, copying_once, is_in, with_scales
 from .placement import unhooked
 
 
@@ -231,7 +231,7 @@ def _cuts(conversion: Any, names: list[str]) -> bool:
         return False
     named = [*names, *(f"{name}{SCALE}" for name in names)]
     targets = conversion._original_target_patterns
-    return any(is_target(target, name) for target in targets for name in named)
+    return any(is_in(target, name) for target in targets for name in named)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:
