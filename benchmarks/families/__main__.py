@@ -1,6 +1,6 @@
 """Every family of transformers with experts, brought to FP8 in every way: `docs/families.md`.
 
-    python -m benchmarks.families            # all, about half an hour on two cores; writes the JSON
+    python -m benchmarks.families            # all, seven minutes on two idle cores; writes the JSON
     python -m benchmarks.families dbrx       # these alone, and prints them
     python -m benchmarks.report              # writes docs/families.md of the JSON
 

@@ -59,7 +59,7 @@ def note_of(cell: dict[str, Any]) -> str:
     why = cell["why"]
     if cell["outcome"] == REFUSED and (found := re.search(r"\((\w+)\) (must .*?)(?:;|$)", why)):
         rule = re.sub(r", got \[.*", "", found[2])
-        return "Experts " + re.sub(r"are up to \d+ %", "are", rule)
+        return "Experts " + re.sub(r": on \d+ random.*", "", rule)
     if cell["outcome"] == PARTLY and "experts stay" in why:
         reasons = dict.fromkeys(re.findall(r"\((experts of another make|[^()]*)[^)]*\)", why))
         return f"Experts stay in BF16, with a warning: {'; '.join(reasons)}"
