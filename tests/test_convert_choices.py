@@ -376,3 +376,14 @@ def test_experts_that_share_weights_share_codes():
     second.down_proj, second.gate_up_proj = first.down_proj, first.gate_up_proj
     model = convert(nn.ModuleList([first, second]))
     assert model[0].down_proj is model[1].down_proj
+
+
+def test_the_model_itself_has_no_name():
+    assert isinstance(convert(nn.Linear(H, H), only=[""]), FP8Linear)
+
+
+def test_a_dtype_that_is_none_of_ours_is_refused_with_the_way_out():
+    model = Model()
+    model.layers[0].up.double()
+    with pytest.raises(TypeError, match=r"layers\.0\.up\.weight.*pass skip='layers\.\*\.up'"):
+        convert(model)

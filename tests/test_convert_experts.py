@@ -6,6 +6,7 @@ from plain_experts import PlainExperts as Experts
 from torch import nn
 from torch.nn import functional as F
 
+import moefp8.layers.plain
 from moefp8 import GroupedExperts, convert
 from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
@@ -281,6 +282,12 @@ def test_what_an_attribute_holds_may_make_a_layer_differ(other):
     model.layers[1]["experts"].scale = other
     with pytest.raises(ValueError, match=r"convert: layers\.1\.experts"):
         convert(model)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 3])
+def test_few_experts_that_know_the_id_of_others(num_experts):
+    experts = moefp8.layers.plain.PlainExperts(num_experts, H, I)
+    assert isinstance(convert(experts), GroupedExperts)
 
 
 def test_a_limit_of_infinity_is_none():

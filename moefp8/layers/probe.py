@@ -132,8 +132,9 @@ def _counts_what_is_elsewhere(
     """Whether the id E gives something. Most do not take it; a GPU would not survive the try."""
     if stacks.down.is_cuda:
         return False
-    routing = _routing(stacks, 4, min(2, len(stacks.down)) + 1, range(1), _TOKEN_SIZES[:1], random)
-    routing.chosen[:, -1] = len(stacks.down)
+    x, chosen, scores = _routing(stacks, 4, 1, range(1), _TOKEN_SIZES[:1], random)
+    elsewhere = torch.full_like(chosen, len(stacks.down))
+    routing = Routing(x, torch.cat((chosen, elsewhere), dim=1), scores.repeat(1, 2))
     try:
         came = forward(*routing).reshape(routing.x.shape).float()
     except Exception:  # it takes no such ids, so none will come
