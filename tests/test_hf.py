@@ -347,12 +347,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused(one_shard, change, needles):
         assert needle in str(caught.value)
 
 
-def test_an_fp8_checkpoint_whose_config_does_not_say_so_is_refused(one_shard):
-    """transformers would take codes for weights, and leave scales out."""
-    path = one_shard / "config.json"
+def forget_quantization(directory) -> None:
+    path = directory / "config.json"
     config = json.loads(path.read_text())
     del config["quantization_config"]
     path.write_text(json.dumps(config))
+
+
+def test_an_fp8_checkpoint_whose_config_does_not_say_so_is_refused(one_shard):
+    """transformers would take codes for weights, and leave scales out."""
+    forget_quantization(one_shard)
     with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
         pretrained(one_shard)
     assert f"_proj.weight in {one_shard / 'model.safetensors'}: FP8" in str(caught.value)
@@ -378,10 +382,7 @@ def test_so_it_is_if_its_files_are_pickles(one_shard, shards):
         (one_shard / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     for part, name in zip(parts, names, strict=True):
         torch.save(part, one_shard / name)
-    path = one_shard / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
+    forget_quantization(one_shard)
     with pytest.raises(CheckpointError, match="config has no quantization_config") as caught:
         pretrained(one_shard)
     assert f"{weight} in {one_shard / names[-1]}: FP8" in str(caught.value)

@@ -300,3 +300,9 @@ def test_converted_twice(qwen, tmp_path):
     assert states_differ(load(tmp_path / "copy"), load(qwen)) == []
     kept = quantization_of(tmp_path / "copy")["modules_to_not_convert"]
     assert not any("q_proj" in name for name in kept)
+
+
+@pytest.mark.parametrize("name", ["skip", "only", "modules_to_not_convert"])
+def test_what_is_no_name_of_modules_is_refused(name):
+    with pytest.raises(TypeError, match=f"FP8Config: {name} must be a name, or names, .*got 5"):
+        FP8Config(**{name: 5})

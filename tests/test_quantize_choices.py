@@ -228,3 +228,8 @@ def test_a_family_that_transformers_does_not_know_is_told_by_names(tmp_path):
     done = quantize_checkpoint(source, tmp_path / "t")
     assert done.basis == "names (transformers knows no model_type 'tiny')"
     assert done.conversion.swapped == {"model.layers.0.q_proj": "linear"}
+
+
+def test_what_is_no_name_to_skip_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="quantize_checkpoint: skip must be a name, or names"):
+        quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=5)

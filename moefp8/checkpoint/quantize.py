@@ -15,6 +15,7 @@ import torch
 
 from moefp8.progress import Progress
 
+from ..layers.choose import patterns_of
 from .choose import Choice, choose
 from .config import FP8_QUANTIZATION, config_path
 from .errors import CheckpointError
@@ -41,7 +42,7 @@ def quantize_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    skip: str | Iterable[str] = (),
+    skip: str | Iterable[str] | None = (),
     device: torch.device | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     progress: bool | None = None,
@@ -79,12 +80,13 @@ def quantize_checkpoint(
             or Inf; a target that is there, or that another process or thread is writing;
             a disk that is full. Finished shards are kept.
         ValueError: a name in skip that matches nothing; a device or a size that cannot be meant.
+        TypeError: skip is no name, or names.
     """
     started = time.perf_counter()
     place = usable_device(device, "quantize_checkpoint")
     if not max_shard_bytes > 0:  # NaN is neither
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    skip = patterns_of("quantize_checkpoint", "skip", skip)
     path = target_of(target)
     opened = open_source(source, "nothing was written")
     choice = choose(opened, skip)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
-from ..layers.choose import FilterFn, Overrides, Patterns
+from ..layers.choose import FilterFn, Overrides, Patterns, patterns_of
 
 METHOD = "moefp8"
 _STORED = "stored"
@@ -37,7 +37,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
             (128, 128), False, None, "float" and "fp8".
 
     Raises:
-        TypeError: a keyword that nobody knows.
+        TypeError: a keyword that nobody knows; names that are none.
         ValueError: a value of transformers' keywords that moefp8 does not do.
     """
 
@@ -64,8 +64,9 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         _check("scale_fmt", scale_fmt, "float", "; scales are never rounded")
         _check("expert_dtype", expert_dtype, "fp8")
         self.quant_method: Any = METHOD
-        self.skip = (*_tuple(skip), *_tuple(modules_to_not_convert))
-        self.only = None if only is None else _tuple(only)
+        skips = {"skip": skip, "modules_to_not_convert": modules_to_not_convert}
+        self.skip = tuple(x for given in skips.items() for x in patterns_of("FP8Config", *given))
+        self.only = None if only is None else patterns_of("FP8Config", "only", only)
         self.filter_fn, self.overrides = filter_fn, overrides
         self.stored: dict[str, Any] = {}  # the checkpoint's own
         self.kept: list[str] | None = None  # what is not FP8, unless it is as stored
@@ -121,12 +122,6 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
 
 FP8Config = FineGrainedFP8Config
-
-
-def _tuple(patterns: Patterns | None) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _tuple_if_list(value: Any) -> Any:

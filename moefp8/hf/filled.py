@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.errors import raise_if_any
+from ..layers.selection import asked
 
 
 def check_filled(model: Any) -> None:
@@ -48,10 +49,7 @@ def _base_of(model: Any) -> Any:
 def _layers_and_embeddings(model: Any, with_output: bool) -> Iterator[torch.Tensor]:
     """Tensors of modules that are one of several of a class, and of embeddings."""
     for ask in (model.get_input_embeddings, model.get_output_embeddings)[: 1 + with_output]:
-        try:
-            embedding = ask()
-        except (NotImplementedError, AttributeError):  # a model without one
-            continue
+        embedding = asked(ask)
         if isinstance(embedding, nn.Module):
             yield from embedding.parameters()
     for module in model.modules():

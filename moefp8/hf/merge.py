@@ -53,13 +53,18 @@ def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
 
 
 def is_target(pattern: str, name: str) -> bool:
-    """Whether a conversion's target pattern, in which groups stand for anything, ends name."""
-    return re.search(re.sub(r"\\\d", ".*", pattern) + "$", name) is not None
+    """Whether a conversion's target pattern ends name."""
+    return re.search(_any_groups(pattern) + "$", name) is not None
 
 
 def is_in(pattern: str, name: str) -> bool:
     """Whether it is one of name, or of a module above: some say `q_proj` of all that is in it."""
-    return re.search(re.sub(r"\\\d", ".*", pattern) + r"(?:\.|$)", name) is not None
+    return re.search(_any_groups(pattern) + r"(?:\.|$)", name) is not None
+
+
+def _any_groups(pattern: str) -> str:
+    """Groups stand for anything."""
+    return re.sub(r"\\\d", ".*", pattern)
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:

@@ -46,7 +46,7 @@ class Chosen:
 
 def choose(
     model: nn.Module,
-    skip: Patterns,
+    skip: Patterns | None,
     only: Patterns | None,
     filter_fn: FilterFn | None,
     overrides: Overrides | None,
@@ -57,7 +57,8 @@ def choose(
             f"convert: model must be an nn.Module that is not scripted, got {type(model).__name__}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    skipped, wanted = _tuple("skip", skip), None if only is None else _tuple("only", only)
+    skipped = patterns_of("convert", "skip", skip)
+    wanted = None if only is None else patterns_of("convert", "only", only)
     overridden = dict(overrides or {})
     _check_overrides(overridden)
     for argument, patterns in (
@@ -86,13 +87,13 @@ def choose(
     return Chosen(chosen, settings, Conversion(kinds, told, experts), fp8 and not chosen)
 
 
-def _tuple(argument: str, patterns: Patterns | None) -> tuple[str, ...]:
-    """None means none."""
+def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
+    """None means none. Raises TypeError for what are no names; "" is the model itself."""
     found = (patterns,) if isinstance(patterns, str) else patterns or ()
     found = tuple(found) if isinstance(found, Iterable) else (found,)
     if not all(isinstance(part, str) and (part or argument == "only") for part in found):
         raise TypeError(
-            f"convert: {argument} must be a name, or names, of modules, got {patterns!r}"
+            f"{caller}: {argument} must be a name, or names, of modules, got {patterns!r}"
         )
     return found
 

@@ -22,7 +22,7 @@ _LOGGER = logging.getLogger("moefp8")
 @overload
 def convert(
     model: nn.Module,
-    skip: Patterns = (),
+    skip: Patterns | None = (),
     only: Patterns | None = None,
     *,
     filter_fn: FilterFn | None = None,
@@ -35,7 +35,7 @@ def convert(
 @overload
 def convert(
     model: nn.Module,
-    skip: Patterns = (),
+    skip: Patterns | None = (),
     only: Patterns | None = None,
     *,
     filter_fn: FilterFn | None = None,
@@ -48,7 +48,7 @@ def convert(
 @torch.no_grad()
 def convert(
     model: nn.Module,
-    skip: Patterns = (),
+    skip: Patterns | None = (),
     only: Patterns | None = None,
     *,
     filter_fn: FilterFn | None = None,
@@ -103,7 +103,7 @@ def convert(
 
 def plan_conversion(
     model: nn.Module,
-    skip: Patterns = (),
+    skip: Patterns | None = (),
     only: Patterns | None = None,
     *,
     filter_fn: FilterFn | None = None,

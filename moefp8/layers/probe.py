@@ -6,7 +6,6 @@ H hidden, I intermediate, T tokens, k choices.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -15,14 +14,13 @@ import torch
 from torch import nn
 
 from ..kernels.experts import swiglu
-from .stacks import Stacks, stacks_of, stated_limits
+from .stacks import Stacks, stated_limits
+from .trial import attributes_of, draw, is_small, random_weights, told
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # what a forward may clamp, normalize or leave out
-_SMALL = 1 << 24  # elements of weights up to which each expert gets random ones of its own
 _NUM_OF_LARGE = 12  # experts that are run of larger ones
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
-_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 class Routing(NamedTuple):
@@ -53,25 +51,16 @@ def _make_of(module: nn.Module) -> Any:
         return None
     made = []
     for child in module.modules():
-        held = sorted((name, _told(x)) for name, x in vars(child).items() if name not in _OF_MODULE)
+        held = sorted((name, told(x)) for name, x in attributes_of(child).items())
         made.append((type(child), *held))
     weights = ((n, w.shape, w.dtype, w.device) for n, w in module.named_parameters())
     return (*made, *weights)
 
 
-def _told(value: Any) -> str:
-    """Equal for equal plain values; of others, which may hold anything, for the very same."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_told, value))})"
-    if isinstance(value, int | float | str | bool | torch.dtype | None):
-        return f"{type(value).__name__} {value!r}"
-    return f"at {id(value)}"
-
-
 @torch.no_grad()
 def _probe(module: nn.Module) -> tuple[float | None, str | None]:
     random = torch.Generator().manual_seed(0)
-    with _random_weights(module, random) as (stacks, changed):
+    with random_weights(module, random) as (stacks, changed):
         with torch.autocast(stacks.down.device.type, enabled=False):
             limit, problem = _compare(module, stacks, random)
         if problem is None and (name := changed()):
@@ -162,7 +151,7 @@ def _routings(
 ) -> Iterator[Routing]:
     """All experts in turn; all tokens to one, as a capacity would drop them; three choices."""
     num_experts = len(stacks.down)
-    num_run = num_experts if _is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
+    num_run = num_experts if is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
     experts = [number * (num_experts - 1) // max(num_run - 1, 1) for number in range(num_run)]
     sizes = [*_TOKEN_SIZES]
     if stacks.down.dtype != torch.float16:  # which would overflow
@@ -183,7 +172,7 @@ def _routing(
 ) -> Routing:
     """experts in turn, as many for a token as there are, up to top_k."""
     top_k = min(top_k, len(stacks.down))
-    x = _draw(torch.randn, (num_tokens, stacks.down.shape[1]), random)
+    x = draw(torch.randn, (num_tokens, stacks.down.shape[1]), random)
     x *= _in_turn(sizes, (num_tokens, 1), torch.float32)
     chosen = _in_turn(experts, (num_tokens, top_k), torch.int64)
     scores = _in_turn(_SCORES, (num_tokens, top_k), torch.float32)
@@ -210,90 +199,3 @@ def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torc
         y = activation(*gate_up.chunk(2, dim=1)).float() @ stacks.down[expert].float().t()
         result.index_add_(0, token, scores[token, choice, None].float() * y)
     return result
-
-
-# ---- The module meanwhile ----
-
-
-@contextmanager
-def _random_weights(
-    module: nn.Module, random: torch.Generator
-) -> Iterator[tuple[Stacks, Callable[[], str]]]:
-    """The module with random weights in place of its own; FP32 on the CPU if it is on meta.
-
-    Gives its stacks, and what tells the name of what a forward has changed, or "". After it all is
-    as it was.
-    """
-    children = list(module.named_modules())
-    before = [
-        (child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
-        for _, child in children
-    ]
-    try:
-        for child, _, parameters, buffers in before:
-            child.training = False
-            child._parameters.update(
-                (name, None if x is None else _random_like(x, random))
-                for name, x in parameters.items()
-            )
-            child._buffers.update(
-                (name, None if x is None else x.clone()) for name, x in buffers.items()
-            )
-        stacks = stacks_of(module)
-        if stacks is None:
-            raise TypeError(f"{type(module).__name__} holds no stacks of experts")
-
-        def changed() -> str:
-            for (path, child), (_, held, _, buffers) in zip(children, before, strict=True):
-                names = [name for name in vars(child) if name not in _OF_MODULE]
-                for name in names:
-                    if name not in held or _told(vars(child)[name]) != _told(held[name]):
-                        return _join(path, name)
-                for name, x in buffers.items():
-                    if x is not None and not _is_same(x, child._buffers.get(name)):
-                        return _join(path, name)
-            return ""
-
-        yield stacks, changed
-    finally:
-        for child, held, parameters, buffers in before:
-            vars(child).clear()
-            vars(child).update(held)
-            child._parameters.update(parameters)
-            child._buffers.update(buffers)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
-    return x.is_meta or (y is not None and torch.equal(x, y))
-
-
-def _draw(
-    draw: Callable[..., torch.Tensor], shape: Sequence[int], random: torch.Generator
-) -> torch.Tensor:
-    return draw(shape, generator=random, dtype=torch.float32, device="cpu")
-
-
-def _is_small(weight: torch.Tensor) -> bool:
-    return weight.numel() <= _SMALL
-
-
-def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Of large weights their own, if they are of use, else one entry of random ones for all."""
-    shape = list(parameter.shape)
-    is_large = not _is_small(parameter)
-    if is_large and not parameter.is_meta and _is_of_use(parameter[: len(_TOKEN_SIZES) + 1]):
-        return parameter
-    values = _draw(torch.randn, [1, *shape[1:]] if is_large else shape, random)
-    values /= math.sqrt(shape[-1])
-    if not parameter.is_meta:
-        values = values.to(parameter.device, parameter.dtype)
-    return values.expand(shape)
-
-
-def _is_of_use(weights: torch.Tensor) -> bool:
-    """Whether products with them tell one forward from another."""
-    return bool(weights.isfinite().all()) and float(weights.float().std()) > 1e-3

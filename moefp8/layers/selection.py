@@ -3,13 +3,9 @@
 Told by what the model says of itself and by its structure first, and by names where neither does.
 """
 
-import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -17,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from .experts import GroupedExperts
 from .linear import FP8Linear
-from .stacks import STACKS, foreign_experts, stacks_of
+from .source_code import read_weights
+from .stacks import foreign_experts, stacks_of
 
 # Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
 # weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
@@ -33,10 +30,6 @@ HEADS = (
     *("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs"),
     *("readout", "proj_out"),
 )
-
-_READ_SAFELY = {"device", "shape", "size", "ndim", "is_meta", "numel", "requires_grad", "data_ptr"}
-_WEIGHTS = {"weight", *STACKS}
-_NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr"}
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -124,7 +117,7 @@ def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
     for module in modules.values():
         get_head = getattr(module, "get_output_embeddings", None)
         if callable(get_head):
-            heads.add(id(_asked(get_head)))
+            heads.add(id(asked(get_head)))
     for name, module in modules.items():
         if is_linear(module):
             if id(module) in heads:
@@ -133,10 +126,11 @@ def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
                 yield name, "tied to an embedding"
 
 
-def _asked(ask: Callable[[], Any]) -> Any:
+def asked(ask: Callable[[], Any]) -> Any:
+    """What a model says of itself, or None of one that has no such thing."""
     try:
         return ask()
-    except (NotImplementedError, AttributeError):  # a model without one
+    except (NotImplementedError, AttributeError):
         return None
 
 
@@ -146,7 +140,7 @@ def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
     get_decoder = getattr(model, "get_decoder", None)
     if getattr(getattr(model, "config", None), "text_config", None) is None or not get_decoder:
         return
-    decoder = _asked(get_decoder)
+    decoder = asked(get_decoder)
     text = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for name, module in modules.items():
         if text and can_swap(module) and id(module) not in text:
@@ -208,7 +202,7 @@ def _readers(modules: Modules) -> Iterator[tuple[str, str]]:
     """Linears and experts whose weights, or their dtype, the forward of another module reads."""
     for prefix, module in modules.items():
         kind: Any = type(module)
-        for chain in _read_weights(kind):
+        for chain in read_weights(kind):
             for name in _named(f"{prefix}.{chain}" if prefix else chain, modules):
                 yield name, f"{type(module).__name__} reads its weight"
 
@@ -221,70 +215,6 @@ def _named(chain: str, modules: Modules) -> Iterator[str]:
         pattern = re.compile(re.escape(chain).replace(r"\*", "[^.]+"))
         names = [name for name in modules if pattern.fullmatch(name)]
     return (name for name in names if can_swap(modules[name]))
-
-
-@cache
-def _read_weights(kind: Any) -> frozenset[str]:
-    """`a.b` for each `self.a.b.weight` in the source of a module's methods."""
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "torch" or not issubclass(base, nn.Module):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made at run time: nothing to read
-            continue
-        for method in ast.walk(tree):
-            if isinstance(method, ast.FunctionDef) and method.name not in _NOT_FORWARD:
-                found |= _weights_in(method)
-    return frozenset(found)
-
-
-def _weights_in(method: ast.FunctionDef) -> set[str]:
-    safe = {
-        id(node.value)
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and node.attr in _READ_SAFELY
-    }
-    known = _local_names(method)
-    chains = (
-        _chains(node.value, known)
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and node.attr in _WEIGHTS and id(node) not in safe
-    )
-    return {chain for found in chains for chain in found if chain}
-
-
-def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
-    """Names in a method -> the modules that they may stand for, as `_chains` tells them."""
-    arguments = [*method.args.posonlyargs, *method.args.args]
-    known = {argument.arg: {""} for argument in arguments[:1]}  # self
-    for node in ast.walk(method):
-        if isinstance(node, ast.Assign):
-            targets, found = node.targets, _chains(node.value, known)
-        elif isinstance(node, ast.For | ast.comprehension):
-            targets, found = [node.target], _elements(node.iter, known)
-        else:
-            continue
-        for target in targets:
-            if isinstance(target, ast.Name) and found:
-                known.setdefault(target.id, set()).update(found)
-    return known
-
-
-def _chains(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
-    """`a.b` of `self.a.b`, `a.*` of `self.a[0]`, "" of self; nothing of what is no module of it."""
-    if isinstance(node, ast.Name):
-        return known.get(node.id, set())
-    if isinstance(node, ast.Attribute):
-        return {f"{chain}.{node.attr}".lstrip(".") for chain in _chains(node.value, known)}
-    return _elements(node.value, known) if isinstance(node, ast.Subscript) else set()
-
-
-def _elements(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
-    if isinstance(node, ast.Tuple | ast.List):
-        return {chain for element in node.elts for chain in _chains(element, known)}
-    return {f"{chain}.*" for chain in _chains(node, known) if chain}
 
 
 def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
