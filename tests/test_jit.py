@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cuda.pathfinder
 import pytest
+import torch
 from jit_cases import SOURCE, forget, write_kernel
 
 from moefp8.kernels import jit
@@ -110,6 +111,7 @@ def test_without_nvrtc_the_error_says_what_to_install(tmp_path, monkeypatch):
     def find(name):
         raise cuda.pathfinder.DynamicLibNotFoundError("not on this machine")
 
+    monkeypatch.setattr(torch.version, "cuda", None)  # else that of torch is found, which has one
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", find)
     monkeypatch.setattr(kernel, "_found", Once())
     with pytest.raises(jit.JitError, match=r"pip install nvidia-cuda-nvrtc(.|\n)*not on this mach"):
