@@ -16,8 +16,12 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import device_us_many
-from moefp8.kernels import gemm_choice, gemm_config, gemm_launch, gemm_plan, jit, round_up
-from moefp8.kernels.gemm_config import GemmConfig
+from moefp8.kernels import jit, round_up
+from moefp8.kernels.gemm import config as gemm_config
+from moefp8.kernels.gemm import dense_launch as gemm_launch
+from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm.config import GemmConfig
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)

@@ -23,20 +23,17 @@ from benchmarks.grouped_cases import DEEPSEEK_V3, spread
 from benchmarks.moe_cases import MODELS, Model, random_experts
 from benchmarks.moe_cases import Case as LayerCase
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, Call, device_us_many
-from moefp8.kernels import (
-    experts_launch,
-    fp8_gemm_nt,
-    gemm_launch,
-    grouped_launch,
-    m_grouped_fp8_gemm_nt_contiguous,
-)
-from moefp8.kernels.gemm_choice import (
+from moefp8.functional import experts_launch
+from moefp8.kernels import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous
+from moefp8.kernels.gemm import dense_launch as gemm_launch
+from moefp8.kernels.gemm import grouped_launch
+from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.heuristic import (
     choose_config,
     choose_experts_configs,
     choose_grouped_config,
 )
-from moefp8.kernels.gemm_config import Kind
-from moefp8.kernels.gemm_plan import Launches, kernel_of
+from moefp8.kernels.gemm.launch import Launches, kernel_of
 from moefp8.kernels.jit import Cubin, Kernel, compile_kernel, compile_kernels, module
 from moefp8.kernels.jit.interleave import interleaved, promotions
 from moefp8.kernels.jit.once import Once

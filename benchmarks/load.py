@@ -39,7 +39,8 @@ class Experts(nn.Module):
     """
 
     def __init__(self, device: str, kind: Any = None) -> None:
-        from moefp8.layers import GroupedExperts, shard
+        from moefp8.distributed import shard
+        from moefp8.layers import GroupedExperts
 
         super().__init__()
         self.layers = nn.ModuleList()
@@ -220,7 +221,7 @@ def _measure(case: _Case, path: Path, device: str) -> dict:
 
 def _expect(case: _Case, path: Path, device: str) -> dict:
     """What must come out: of the whole by safetensors, cut afterwards."""
-    from moefp8.layers import shard
+    from moefp8.distributed import shard
 
     model = Experts(device)
     _load_safetensors(model, path)

@@ -18,9 +18,9 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many
 from moefp8 import GroupedExperts, MoE
-from moefp8.kernels import experts_launch, experts_prepare
-from moefp8.kernels.blocks import E4M3
-from moefp8.kernels.experts import swiglu
+from moefp8.functional import experts_launch, experts_prepare
+from moefp8.functional.experts import swiglu
+from moefp8.kernels.common.blocks import E4M3
 from moefp8.layers import moe as moe_room
 
 RESULTS = Path(__file__).parent / "results" / "moe_choices.json"

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from benchmarks.circumstances import circumstances
-from moefp8 import FP8Linear, MoE, ahead
+from moefp8 import FP8Linear, MoE
+from moefp8.precompile import layers as ahead
 
 MAX_TOKENS = (512, 4096, 16384)
 ATTENTION = ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384))  # N x K

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.timing import copy_gbps, device_us, device_us_many, host_us
-from moefp8.kernels import quantize
-from moefp8.kernels.quantize_launch import Cut
+from moefp8.quant import quantize
+from moefp8.quant.quantize_launch import Cut
 
 K = 7168
 ROWS = 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384

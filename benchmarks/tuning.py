@@ -16,9 +16,9 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.moe_cases import MODELS
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, device_us_many
-from moefp8 import tuning
-from moefp8.clock import us_in_turns
-from moefp8.kernels.tuned import Dense, Experts, Layer
+from moefp8.kernels.gemm.tuned import Dense, Experts, Layer
+from moefp8.tuning import tune as tuning
+from moefp8.tuning.clock import us_in_turns
 
 RESULTS = Path(__file__).parent / "results" / "tuning.json"
 LINEARS = (4096, 7168), (7168, 2048)  # N x K

@@ -5,19 +5,10 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.testing` compares
 """
 
 from . import checkpoint, kernels, quant, routing, testing
-from .ahead import precompile
 from .checkpoint import load_checkpoint, save_checkpoint
-from .layers import (
-    FP8Linear,
-    GroupedExperts,
-    MoE,
-    TopKRouter,
-    convert,
-    dequantize,
-    frozen_parameters,
-    prepare_ddp,
-    shard,
-)
+from .distributed import frozen_parameters, prepare_ddp, shard
+from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert, dequantize
+from .precompile import precompile
 
 __version__ = "0.1.0"
 

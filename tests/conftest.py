@@ -10,15 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from jit_cases import forget
 
 from moefp8.kernels.jit import cache
 from moefp8.kernels.jit.nvrtc import Nvrtc
-
-pytest.register_assert_rewrite(
-    *("emulated_gemm", "emulator", "gemm_cases", "gpu_cases", "grouped_cases", "model_cases"),
-    *("fuzz_cases", "fuzz_judges", "launched_experts", "layer_cases"),
-)
+from tests.kernels.jit.cases import forget
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -84,7 +79,7 @@ def builds() -> list[str]:
 @pytest.fixture
 def gpu():
     """`Emulator` stands for libcuda: launches work on tensors of the CPU."""
-    from emulator import emulated  # not before its asserts are to be rewritten
+    from tests.fakes.emulator import emulated
 
     with emulated() as made:
         yield made
@@ -93,9 +88,8 @@ def gpu():
 @pytest.fixture
 def workspaces(monkeypatch):
     """The memory that routed experts are given: nothing around it is written."""
-    from launched_experts import Workspaces
-
-    from moefp8.kernels import experts_launch
+    from moefp8.functional import experts_launch
+    from tests.functional.launched import Workspaces
 
     made = Workspaces()
     monkeypatch.setattr(experts_launch, "torch", made)

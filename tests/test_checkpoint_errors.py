@@ -23,12 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from moefp8.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    quantize_checkpoint,
-    read_config,
-)
+from moefp8.checkpoint import CheckpointError, load_checkpoint, quantize_checkpoint, read_config
 
 EXPERT = "model.layers.0.mlp.experts.1"
 LINEAR = "model.layers.0.kv_a_proj_with_mqa"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from checkpoint_cases import Tiny, deepseek_tensors, model_bytes, write
-from gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS
 from torch import nn
 
 import moefp8
 from moefp8.checkpoint import CheckpointError, load_checkpoint, read
 from moefp8.checkpoint.staging import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
 pytestmark = NEEDS_GPU
 

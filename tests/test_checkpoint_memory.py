@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from checkpoint_cases import CONFIG, E, H, model_bytes, write
-from plain_experts import PlainExperts
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moefp8 import convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, save_checkpoint
 from moefp8.layers import GroupedExperts
+from tests.layers.plain_experts import PlainExperts
 
 
 def pair_of(a: torch.Tensor, b: torch.Tensor) -> nn.Module:

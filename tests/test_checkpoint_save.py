@@ -23,7 +23,6 @@ from checkpoint_cases import (
     qwen_name,
     write,
 )
-from plain_experts import PlainExperts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -35,7 +34,9 @@ from moefp8.checkpoint import (
     read_config,
     save_checkpoint,
 )
-from moefp8.layers import FP8Linear, convert
+from moefp8.layers import FP8Linear
+from moefp8.layers.conversion import convert
+from tests.layers.plain_experts import PlainExperts
 
 BLOCK = CONFIG["quantization_config"]
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gemm_cases import NAN, expected_of, operands
 
 from moefp8 import kernels
+from tests.kernels.gemm.cases import NAN, expected_of, operands
 
 
 def test_deep_gemm_names():

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu_cases import on_gpu
 from safetensors.torch import load_file, save_file
 from small_checkpoint import write_small_checkpoint
-from test_hf import BLOCKS as OF_COMPRESSED_TENSORS
+
+from tests.gpu import on_gpu
+from tests.hf.test_hf import BLOCKS as OF_COMPRESSED_TENSORS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"

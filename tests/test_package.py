@@ -73,7 +73,7 @@ def test_imports_point_down(path):
 
 
 def test_the_arrow_test_sees_an_upward_arrow(tmp_path):
-    assert "moefp8.kernels.checks.check_shape" in imports_of(ROOT / "routing" / "plan.py")
+    assert "moefp8.kernels.common.checks.check_shape" in imports_of(ROOT / "routing" / "plan.py")
     assert not may_import("kernels", "layers")
     assert may_import("kernels", room_of(["kernels", "jit", "load"]))
     assert not may_import("kernels/jit", room_of(["kernels", "checks"]))
@@ -131,7 +131,7 @@ def test_a_wheel_works_elsewhere(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
-    sources = {"moefp8/kernels/gemm.cu", "moefp8/kernels/device/tma.cuh"}
+    sources = {"moefp8/kernels/gemm/gemm.cu", "moefp8/kernels/device/tma.cuh"}
     assert {"moefp8/py.typed", *sources} <= {*names}
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
     code = f"""

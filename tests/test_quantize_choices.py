@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from model_cases import RELEASE
 from quantize_cases import bf16, quantization_of, read, write_source
 from safetensors.torch import save_file
 from transformers import (
@@ -22,6 +21,7 @@ import moefp8.hf
 from benchmarks.families.models import tiny_model
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
+from tests.hf.model_cases import RELEASE
 
 SIZES = {
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},

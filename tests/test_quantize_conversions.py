@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import transformers
-from model_cases import RELEASE
 from quantize_cases import read
 from safetensors.torch import save_file
 from test_quantize_choices import assert_equal, fp8_of, saved
@@ -15,6 +14,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 import moefp8.hf
 from benchmarks.families.models import OVERRIDES, tiny_model
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
+from tests.hf.model_cases import RELEASE
 
 pytestmark = pytest.mark.skipif(
     RELEASE < (5, 20), reason="older transformers build no tiny model of these"

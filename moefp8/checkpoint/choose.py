@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..layers import DEFAULT_SKIP, Conversion
-from ..layers.selection import matches
+from ..layers.conversion.selection import matches
 from .choose_by_model import choose_by_model
 from .config import is_leftover, layer_of
 from .errors import raise_if_any

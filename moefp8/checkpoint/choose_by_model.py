@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from ..kernels import BLOCK
 from ..layers import Conversion, plan_conversion
-from ..layers.conversion import SKIPPED, pattern_of
-from ..layers.selection import matches
-from ..layers.stacks import STACKS, stacks_of
+from ..layers.conversion.conversion import SKIPPED, pattern_of
+from ..layers.conversion.selection import matches
+from ..layers.conversion.stacks import STACKS, stacks_of
 from .errors import CheckpointError
 from .fillings import Filling, converted_fillings
 from .header import Entry

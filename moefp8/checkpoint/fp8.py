@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from ..layers.conversion.stacks import stacks_of
 from ..layers.experts import GroupedExperts
-from ..layers.stacks import stacks_of
 from .config import is_leftover
 from .errors import CheckpointError
 from .names import split_expert, weight_of_scale

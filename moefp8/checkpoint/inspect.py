@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from moefp8.progress import Progress
-
+from ..progress import Progress
 from .anomalies import Anomaly, error, fold
 from .checks import check_headers
 from .contents import Contents, Kind, contents_of, kinds_of

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from moefp8.progress import Progress
-
-from ..layers.choose import patterns_of
+from ..layers.conversion.choose import patterns_of
+from ..progress import Progress
 from .choose import Choice, choose
 from .config import FP8_QUANTIZATION, config_path
 from .errors import CheckpointError

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from moefp8.progress import Progress
-
+from ..progress import Progress
 from .errors import CheckpointError
 from .files import open_regular
 from .header import Entry, Shard, stamp_of

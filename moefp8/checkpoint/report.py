@@ -10,7 +10,7 @@ import torch
 from einops import rearrange, reduce
 
 from ..kernels import BLOCK, e4m3_to_float, round_up
-from ..kernels.blocks import E4M3_MAX
+from ..kernels.common.blocks import E4M3_MAX
 from ..layers import Conversion
 from ..quant import BlockScaled
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..layers import GroupedExperts
-from ..layers.stacks import STACKS, stacks_of
+from ..layers.conversion.stacks import STACKS, stacks_of
 from .errors import printable, quoted
 from .names import scale_of_weight, weight_of_scale
 from .slots import Inventory

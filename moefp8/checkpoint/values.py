@@ -13,8 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from moefp8.progress import Progress
-
+from ..progress import Progress
 from .errors import CheckpointError
 from .header import TORCH_DTYPES, Entry
 from .read import Files

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ..kernels.registry import runs_our_kernels
-from ..kernels.tuned import Config, Dense, Experts, Layer, keep
+from ..kernels.common.registry import runs_our_kernels
+from ..kernels.gemm.tuned import Config, Dense, Experts, Layer, keep
 from ..layers import FP8Linear, GroupedExperts
-from ..tuning import time_layer, tune_layer
+from ..tuning.tune import time_layer, tune_layer
 from .precompile import add_sizes_to, layers_of
 
 

@@ -11,6 +11,8 @@ import torch
 
 from .. import __version__
 from ..checkpoint.errors import printable
+from ..kernels.common.registry import runs_our_kernels
+from ..kernels.gemm.tuned import file_name, measured
 from ..kernels.jit import (
     JitError,
     cache_state,
@@ -18,8 +20,6 @@ from ..kernels.jit import (
     driver_version,
     max_cache_bytes,
 )
-from ..kernels.registry import runs_our_kernels
-from ..kernels.tuned import file_name, measured
 
 _MAX_FACT = 1000
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")

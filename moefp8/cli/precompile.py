@@ -2,12 +2,12 @@
 
 import argparse
 
-from .. import ahead
 from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
 from ..checkpoint.layers import Layers
 from ..kernels.jit import cache_state
 from ..layers import GroupedExperts
+from ..precompile import layers as ahead
 
 _MAX_TOKENS = 8192
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
 from ..checkpoint.config import FP8_QUANTIZATION, block_problem
-from ..layers.choose import FilterFn, Overrides, Patterns, patterns_of
+from ..layers.conversion.choose import FilterFn, Overrides, Patterns, patterns_of
 
 METHOD = "moefp8"
 _STORED = "stored"

@@ -14,8 +14,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ..kernels import E4M3, m_grouped_fp8_gemm_nt_contiguous, num_blocks
 from ..layers import GroupedExperts
+from ..layers.conversion.stacks import swiglu_limits
 from ..layers.module import no_backward, save_for_no_backward
-from ..layers.stacks import swiglu_limits
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 

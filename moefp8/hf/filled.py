@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.errors import raise_if_any
-from ..layers.selection import asked
+from ..layers.conversion.selection import asked
 
 
 def check_filled(model: Any) -> None:

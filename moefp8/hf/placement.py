@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.selection import can_swap
+from ..layers.conversion.selection import can_swap
 
 
 @contextmanager

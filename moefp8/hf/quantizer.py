@@ -30,8 +30,9 @@ from ..checkpoint.skeleton import renaming
 from ..checkpoint.slots import Inventory
 from ..checkpoint.source import Source, open_shards
 from ..kernels import E4M3
-from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
-from ..layers.choose import OFFLOADED
+from ..layers import Conversion, FP8Linear, GroupedExperts, plan_conversion
+from ..layers.conversion import convert, dequantize
+from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config

@@ -4,7 +4,8 @@ No module, no autograd, no policy. Whatever the device, the numerics are those o
 `gemm.block_scaled_matmul`.
 """
 
-from .blocks import (
+from ..quant.quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+from .common.blocks import (
     BLOCK,
     E4M3,
     ceil_div,
@@ -14,20 +15,19 @@ from .blocks import (
     round_up,
     tma_aligned,
 )
-from .gemm import (
+from .gemm.dense import (
     fp8_gemm_nt,
     gemm_fp8_fp8_bf16_nt,
     get_col_major_tma_aligned_tensor,
     get_mn_major_tma_aligned_tensor,
     get_tma_aligned_size,
 )
-from .gemm_plan import get_num_sms, set_num_sms
-from .grouped_gemm import (
+from .gemm.grouped import (
     get_mk_alignment_for_contiguous_layout,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
-from .quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+from .gemm.launch import get_num_sms, set_num_sms
 
 # Their names in DeepGEMM's first release, for `(lhs, rhs, out, m_indices)` and
 # `(lhs, rhs, out, masked_m, expected_m)`.

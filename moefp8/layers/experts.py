@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..functional.experts import experts
 from ..kernels import num_blocks
-from ..kernels.checks import FLOATS, check_shape, check_tensor
-from ..kernels.experts import experts
+from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
+from .conversion.plain import PlainExperts
 from .module import (
     FixedDtypeModule,
     check_dtype,
@@ -23,7 +24,6 @@ from .module import (
     scale_parameter,
 )
 from .parts import map_ids, note_parts, parts_of, parts_of_plain, without_padding
-from .plain import PlainExperts
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 _WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"

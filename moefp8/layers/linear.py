@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..functional.linear import fp8_linear
 from ..kernels import num_blocks
-from ..kernels.linear import fp8_linear
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import (
     FixedDtypeModule,

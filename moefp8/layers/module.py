@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ..kernels import E4M3
-from ..kernels.checks import FLOATS, check_shape, check_tensor
-from ..kernels.registry import register
+from ..kernels.common.checks import FLOATS, check_shape, check_tensor
+from ..kernels.common.registry import register
 from .saving import check_saver
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.checks import FLOATS, check_tensor
-from ..kernels.experts import swiglu
-from ..kernels.feed_forward import feed_forward
+from ..functional.experts import swiglu
+from ..functional.feed_forward import feed_forward
+from ..kernels.common.checks import FLOATS, check_tensor
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
 from .module import is_wrapped, records

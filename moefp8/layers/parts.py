@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..kernels import BLOCK, num_blocks
-from ..kernels.checks import check_choices
+from ..kernels.common.checks import check_choices
 
 _ATTRIBUTE = "_moefp8_parts"
 Index = tuple[int | slice, ...]

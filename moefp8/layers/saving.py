@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from .conversion import Conversion
+from .conversion.conversion import Conversion
 
 Adopter = Callable[[nn.Module, Conversion], bool]  # whether it took the model over
 ADOPTERS: list[Adopter] = []

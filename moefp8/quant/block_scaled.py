@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from .. import kernels
-from ..kernels import quantize as ops
-from ..kernels.blocks import BLOCK, num_blocks
-from ..kernels.checks import check_same_device, check_tensor
+from ..kernels.common.blocks import BLOCK, num_blocks
+from ..kernels.common.checks import check_same_device, check_tensor
+from . import quantize as ops
 
 
 class BlockScaled(NamedTuple):

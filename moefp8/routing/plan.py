@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from ..kernels import routing_plan as ops
-from ..kernels.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from . import plan_op as ops
 
 Layout = Literal["contiguous", "masked"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import top_k as kernels
+from . import top_k_op as kernels
 
 
 class TopK(NamedTuple):

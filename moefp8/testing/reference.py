@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.registry import without_autocast
+from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.parts import parts_of
 

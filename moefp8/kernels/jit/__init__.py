@@ -14,13 +14,7 @@ from .cache import (
 )
 from .cubin import Cubin, JitError
 from .driver import driver_version
-from .kernel import (
-    Kernel,
-    compile_kernel,
-    compile_kernels,
-    compiler_description,
-    source_digest,
-)
+from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
 from .launch import Launch, current_stream, launch_all
 from .module import Function, load
 from .tma import TensorMap, tensor_map, tensor_map_array

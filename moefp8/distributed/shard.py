@@ -1,0 +1,221 @@
+"""`shard`: keep one rank's part of linears and experts, for tensor and expert parallelism.
+
+E experts, H hidden, I intermediate. Of an axis of N, rank r of R holds
+[r * N // R, (r + 1) * N // R).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ..kernels import BLOCK
+from ..layers.experts import GroupedExperts
+from ..layers.linear import FP8Linear
+from ..layers.parts import (
+    Part,
+    Parts,
+    boxes,
+    is_stacked,
+    local_shape,
+    map_ids,
+    note_parts,
+    parts_of,
+)
+
+Kind = Literal["rows", "columns", "experts", "intermediate"]
+
+_AXES = {
+    "rows": "out_features of an nn.Linear or FP8Linear",
+    "columns": "in_features of an nn.Linear or FP8Linear",
+    "experts": "experts of a GroupedExperts or of stacks without scales and biases",
+    "intermediate": "the intermediate size of such stacks, or of a module whose linears are "
+    "gate_proj, up_proj and down_proj",
+}
+_PROJECTIONS: dict[str, Kind] = {"gate_proj": "rows", "up_proj": "rows", "down_proj": "columns"}
+_SCALE = "_scale_inv"
+
+
+class _Cut(NamedTuple):
+    """What a kind does to one module. axes: those that are cut, by name of a parameter."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    part: Part
+    axes: dict[str, int]
+
+
+@torch.no_grad()
+def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int) -> nn.Module:
+    """Keep of every module that `plan` names the part of this rank, in place.
+
+    Call it after `convert`, on the meta device to load what is kept and nothing else
+    (`load_checkpoint` reads a rank's own bytes), or on a model that is filled. Axes differ in
+    what a caller must add, since nothing here communicates:
+
+    - "rows": `out_features`; each rank gives its own columns of the output.
+    - "columns": `in_features`; takes [..., end - begin] of the input, and the outputs of all ranks
+      sum up to the whole. A bias is on rank 0 alone.
+    - "intermediate": I of experts, or of gate_proj, up_proj and down_proj; the outputs sum up.
+    - "experts": E; the outputs sum up. The module takes the ids of the whole model, and counts
+      those of other ranks with weight 0; `expert_offset` is the id of its first expert.
+
+    Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
+    the same modules along another axis.
+
+    Args:
+        model: changed in place; hooks and modules stay.
+        plan: pattern (fnmatch) of dotted names -> kind. Every module that matches must have the
+            axis, and every pattern must match.
+        rank, num_ranks: of the ranks among which the axis is divided, as evenly as goes.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: a plan, rank or module that does not fit, or a rank that would hold nothing.
+            The model is then unchanged.
+    """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"shard: rank must be in [0, num_ranks = {num_ranks}), got {rank}")
+    cuts: dict[tuple[int, Kind], _Cut] = {}  # a module under two names is cut once
+    for name, module, kind in _chosen(model, plan):
+        for cut in _cuts(name, module, kind, rank, num_ranks):
+            cuts.setdefault((id(cut.module), cut.kind), cut)
+    _check(model, list(cuts.values()))
+    if num_ranks > 1:
+        for cut in cuts.values():
+            _apply(cut)
+    return model
+
+
+def _chosen(model: nn.Module, plan: Mapping[str, Kind]) -> Iterator[tuple[str, nn.Module, Kind]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern, kind in plan.items():
+        if kind not in _AXES:
+            raise ValueError(f"shard: kind must be one of {list(_AXES)}, got {kind!r}")
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"shard: every pattern must match a module, but {pattern!r} does not")
+        yield from ((name, modules[name], kind) for name in names)
+
+
+def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -> Iterator[_Cut]:
+    linears: dict[str, Any] = {child: getattr(module, child, None) for child in _PROJECTIONS}
+    if kind == "intermediate" and all(_is_linear(linear) for linear in linears.values()):
+        for child, linear in linears.items():
+            inner = f"{name}.{child}".lstrip(".")
+            yield from _cuts(inner, linear, _PROJECTIONS[child], rank, num_ranks)
+        return
+    if not (_is_linear(module) if kind in ("rows", "columns") else _is_experts(module)):
+        raise ValueError(
+            f"shard: {kind!r} cuts {_AXES[kind]}, but {name or 'the model'} is a "
+            f"{type(module).__name__}"
+        )
+    total, axes = _axes(module, kind)
+    begin, end = rank * total // num_ranks, (rank + 1) * total // num_ranks
+    if begin == end:
+        raise ValueError(
+            f"shard: rank {rank} of {num_ranks} would hold nothing of {name}, whose {kind} are "
+            f"{total}; use at most {total} ranks"
+        )
+    is_block_scaled = isinstance(module, FP8Linear | GroupedExperts) and kind != "experts"
+    padding = begin % BLOCK if is_block_scaled else 0
+    yield _Cut(name, module, kind, Part(begin, end, total, padding), axes)
+
+
+def _is_linear(module: Any) -> bool:
+    """Of subclasses nobody knows how they use their weights, nor scales that they may have."""
+    return type(module) is nn.Linear or isinstance(module, FP8Linear)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Ours, or others that are stacked and have neither scales nor biases."""
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
+    return is_known and is_stacked(module)
+
+
+def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
+    """(length, by parameter the axis) of what `kind` cuts."""
+    if kind == "rows":
+        return module.out_features, {"weight": 0, f"weight{_SCALE}": 0, "bias": 0}
+    if kind == "columns":
+        return module.in_features, {"weight": 1, f"weight{_SCALE}": 1}
+    gate_up, down = (0, 0) if kind == "experts" else (1, 2)
+    axes = {"gate_up_proj": gate_up, "down_proj": down}
+    axes |= {f"{stack}{_SCALE}": axis for stack, axis in axes.items()}
+    return module.down_proj.shape[down], axes
+
+
+def _check(model: nn.Module, cuts: list[_Cut]) -> None:
+    """Each parameter must be of one module, and cut once along an axis."""
+    homes: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            homes.setdefault(id(parameter), set()).add(id(module))
+    axes: set[tuple[int, str, int]] = set()
+    for cut in cuts:
+        for name, axis in cut.axes.items():
+            parameter = cut.module._parameters.get(name)
+            if parameter is None:
+                continue
+            if len(homes[id(parameter)]) > 1:
+                raise ValueError(
+                    f"shard: {cut.name}.{name} is tied to a parameter of another module; untie "
+                    "them, or leave both whole"
+                )
+            place = id(cut.module), name, axis
+            if place in axes or axis in parts_of(cut.module).get(name, {}):
+                raise ValueError(f"shard: {cut.name}.{name} is cut along axis {axis} already")
+            axes.add(place)
+
+
+def _apply(cut: _Cut) -> None:
+    module: Any = cut.module
+    noted: dict[str, Parts] = {}
+    for name, axis in cut.axes.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            noted[name] = {axis: _part_of(cut, name)}
+            local = _local(parameter.detach(), noted[name])
+            module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
+    if cut.kind == "columns" and cut.part.begin > 0 and module.bias is not None:
+        module.bias, noted["bias"] = None, {}
+    note_parts(module, noted)
+    _tell(module, cut.kind, cut.part)
+
+
+def _part_of(cut: _Cut, name: str) -> Part:
+    part = cut.part
+    if cut.kind == "intermediate" and name.startswith("gate_up_proj"):
+        part = replace(part, num_halves=2)
+    return part.of_blocks() if name.endswith(_SCALE) and cut.kind != "experts" else part
+
+
+def _local(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
+    local = whole.new_zeros(local_shape(whole.shape, parts))
+    for box in boxes(whole.shape, parts):
+        there, here = zip(*box, strict=True)
+        local[here] = whole[there]
+    return local
+
+
+def _tell(module: Any, kind: Kind, part: Part) -> None:
+    """Set the attributes that forward reads."""
+    width = part.end - part.begin
+    if kind == "rows":
+        module.out_features, module.rows_before = width, part.padding
+    elif kind == "columns":
+        module.in_features, module.columns_before = width, part.padding
+    elif kind == "intermediate":
+        for name in ("intermediate_size", "intermediate_dim"):  # ours, and that of transformers
+            if hasattr(module, name):
+                setattr(module, name, part.padding + width)
+    else:
+        module.num_experts = width
+        map_ids(module, part.begin)

@@ -1,0 +1,1 @@
+"""What layers compute, as functions of tensors: a linear, a SwiGLU feed-forward, routed experts."""

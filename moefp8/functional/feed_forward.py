@@ -1,0 +1,156 @@
+"""A SwiGLU feed-forward that every token takes: `down(silu(gate(x)) * up(x))`.
+
+T tokens, H hidden, I intermediate.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks, round_up
+from ..kernels.common.checks import (
+    FLOATS,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from ..kernels.common.registry import register
+from ..kernels.common.tma_operands import fitting, lying_as
+from ..kernels.gemm import launch as gemm_plan
+from ..kernels.gemm.config import Kind
+from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.dense_launch import launch_gemm
+from ..kernels.gemm.grouped_launch import plan_of_groups
+from ..kernels.gemm.launch import GateUp, Operands
+from ..kernels.gemm.tuned import choices_of
+from ..kernels.jit import Launch, current_stream
+from ..quant.quantize import launch_quantize_1x128, quantize_1x128
+from .experts import check_limit, swiglu
+
+_OP = "feed_forward"
+_launches: dict[Any, Launch] = {}
+_MAX_KEPT = 4096  # then all is forgotten: addresses that come and go must not fill the memory
+
+
+def _allocate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale_inv: torch.Tensor,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    swiglu_limit: float | None,
+) -> torch.Tensor:
+    """Check, then allocate the result. Also the fake body."""
+    check_tensor(_OP, "x", x, FLOATS, 2)
+    weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
+    weights["down"] = (down, down_scale_inv)
+    h, i = x.shape[1], gate.shape[0]
+    for name, (data, scale_inv) in weights.items():
+        check_same_device(_OP, x=x, **{name: data, f"{name}_scale_inv": scale_inv})
+        check_tensor(_OP, name, data, (E4M3,), 2)
+        check_tensor(_OP, f"{name}_scale_inv", scale_inv, (torch.float32,), 2)
+        shape = [h, i] if name == "down" else [i, h]
+        check_shape(_OP, name, data, shape, "[H, I]" if name == "down" else "[I, H]")
+        blocks = [num_blocks(size) for size in shape]
+        check_shape(_OP, f"{name}_scale_inv", scale_inv, blocks, f"the blocks of {name}")
+        check_rows_contiguous(_OP, name, data)
+    check_limit(_OP, swiglu_limit)
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+def _body(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale_inv: torch.Tensor,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    swiglu_limit: float | None,
+) -> torch.Tensor:
+    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
+    y = _allocate(x, *weights, swiglu_limit)
+    data, scale_inv = quantize_1x128(x, False)
+    gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv)
+    ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv)
+    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit), False)
+    return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv))
+
+
+def launch_feed_forward(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale_inv: torch.Tensor,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    swiglu_limit: float | None,
+) -> torch.Tensor:
+    """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
+
+    Each starts while the one before it ends, and loads weights meanwhile: see `launch_linear`.
+    """
+    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
+    y = _allocate(x, *weights, swiglu_limit)
+    (num_tokens, _), size = x.shape, gate.shape[0]
+    if y.numel() == 0 or size == 0:
+        return y.zero_()
+    # Before all kernels of ours. Of up, the kernel knows the address alone: it lies as gate does.
+    fitting_gate = fitting(gate)
+    fitting_up = lying_as(fitting_gate, up)
+    if gate_scale_inv.stride() != up_scale_inv.stride():  # one may be a single number, expanded
+        gate_scale_inv, up_scale_inv = gate_scale_inv.contiguous(), up_scale_inv.contiguous()
+    data, scale_inv = launch_quantize_1x128(x, False)
+    activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
+    scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
+    operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
+    limit = math.inf if swiglu_limit is None else swiglu_limit
+    beside = GateUp(
+        *(fitting_up.data_ptr(), up_scale_inv.data_ptr(), limit, scales.data_ptr()),
+        scales.stride(1) if scales.shape[1] > 1 else round_up(num_tokens, 4),
+    )
+    _launch_gate_up(operands, beside)
+    launch_gemm(activated, scales, down, down_scale_inv, y, None, programmatic=True)
+    return y
+
+
+def _launch_gate_up(operands: Operands, beside: GateUp) -> None:
+    device_index = operands.a.get_device()
+    stream = current_stream(device_index)
+    layouts = tuple([(x.shape, x.stride(), x.data_ptr()) for x in operands])
+    key = layouts, beside, device_index, stream, gemm_plan.max_sms()
+    launch = _launches.get(key)
+    if launch is None:
+        if len(_launches) >= _MAX_KEPT:
+            _launches.clear()
+        launch = _launches[key] = _prepare(operands, beside, stream)
+    launch.on(device_index)
+
+
+def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
+    """The grouped GEMM of a single group that has all tokens."""
+    (m, h), i = operands.a.shape, operands.b.shape[0]
+    gemm_plan.check_sizes(_OP, m, i, h)
+    choices = choices_of(operands.a.get_device())
+    config, sms = choices.gate_up(m, h, i), (choices.num_sms, choices.all_sms)
+    grouped = Operands(*(x[None] for x in operands))
+    plan = plan_of_groups(config, grouped, Kind.OFFSETS, 1, m, sms, bounds_are_old=True)
+    addresses = (*(x.data_ptr() for x in operands), 0)
+    return gemm_plan.prepare(plan, addresses, stream, True, beside)
+
+
+feed_forward = register(
+    f"{_OP}(Tensor x, Tensor gate, Tensor gate_scale_inv, Tensor up, Tensor up_scale_inv, "
+    "Tensor down, Tensor down_scale_inv, float? swiglu_limit) -> Tensor",
+    _body,
+    _allocate,
+    launch_feed_forward,
+)
+"""x [T, H] bf16, fp16 or fp32, quantized to 1x128 as what is activated is; gate and up e4m3 [I, H],
+down e4m3 [H, I], each with fp32 scales of its 128x128 blocks -> bf16 [T, H]. swiglu_limit: as in
+`experts`. Raises TypeError, ValueError, naming the argument, the rule and what came."""

@@ -1,0 +1,1 @@
+"""What all kernels share: op registry, argument checks, scale blocks, prepared launches."""

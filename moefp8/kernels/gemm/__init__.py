@@ -1,0 +1,1 @@
+"""The FP8 GEMM, dense and grouped: device code, configuration, heuristic, launch."""

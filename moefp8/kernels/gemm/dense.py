@@ -1,0 +1,154 @@
+"""Dense FP8 GEMM: d = dequantize(a) @ dequantize(b).T + bias, in BF16."""
+
+from functools import partial
+
+import torch
+
+from ..common.blocks import (
+    BLOCK,
+    TMA_BYTES,
+    e4m3_to_float,
+    num_blocks,
+    round_up_to_tma,
+    tma_aligned,
+)
+from ..common.checks import check_dense_gemm, check_pairs, check_tensor
+from ..common.registry import register
+from .dense_launch import launch_gemm
+
+Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
+
+_OP = "fp8_gemm_nt"
+
+
+def block_scaled_matmul(
+    a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor
+) -> torch.Tensor:
+    """FP32 [M, N] of e4m3 a [M, K], b [N, K]; the numerics every kernel of this package follows.
+
+    Two-level accumulation: the products of 128 of K are summed in FP32, then promoted with the
+    product of both scales into the FP32 result. No row of the result reads another row of `a`.
+    """
+    m, k = a.shape
+    n = b.shape[0]
+    result = torch.zeros(m, n, dtype=torch.float32, device=a.device)
+    if m == 0 or n == 0:
+        return result
+    a_values = e4m3_to_float(a)
+    for block in range(num_blocks(k)):
+        columns = slice(block * BLOCK, min((block + 1) * BLOCK, k))
+        partial = a_values[:, columns] @ e4m3_to_float(b[:, columns]).T
+        b_scale = b_scale_inv[:, block].repeat_interleave(BLOCK)[:n]
+        result.addcmul_(partial, a_scale_inv[:, block, None] * b_scale)
+    return result
+
+
+_check = partial(check_dense_gemm, _OP)
+
+
+def _body(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    _check(a, a_scale_inv, b, b_scale_inv, d, bias)
+    result = block_scaled_matmul(a, a_scale_inv, b, b_scale_inv)
+    d.copy_(result if bias is None else result + bias.float())
+
+
+_fp8_gemm_nt = register(
+    f"{_OP}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
+    "Tensor? bias) -> ()",
+    _body,
+    _check,
+    launch_gemm,
+)
+
+
+def fp8_gemm_nt(
+    a: Operand,
+    b: Operand,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    *,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Write `d = dequantize(a) @ dequantize(b).T + bias`, with FP32 accumulation, rounded once.
+
+    Args:
+        a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]), from `quantize_1x128`. Rows contiguous;
+            the scales in any memory order.
+        b: (e4m3 [N, K], fp32 scale_inv [ceil(N/128), ceil(K/128)]), from `quantize_128x128`.
+        d: bf16 [M, N], rows contiguous; overwritten, whatever it held. K = 0 gives the bias.
+        c, recipe, compiled_dims, disable_ue8m0_cast: DeepGEMM's further arguments. `c` must be
+            None and `recipe` None or (1, 128, 128); the other two change nothing on Hopper.
+        bias: [N] in bf16, fp16 or fp32, added in FP32.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+    """
+    check_recipe(_OP, recipe)
+    if c is not None:
+        raise ValueError(f"{_OP}: c must be None, accumulation into c is not supported")
+    check_pairs(_OP, a, b)
+    _fp8_gemm_nt(*a, *b, d, bias)
+
+
+def check_recipe(op: str, recipe: tuple[int, int, int] | None) -> None:
+    if recipe is not None and tuple(recipe) != (1, BLOCK, BLOCK):
+        raise ValueError(f"{op}: recipe must be None or (1, 128, 128), got {recipe}")
+
+
+# ---- DeepGEMM's other names ----
+
+
+def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
+    """`fp8_gemm_nt(lhs, rhs, out)`, under the name that it has in DeepGEMM's first release."""
+    fp8_gemm_nt(lhs, rhs, out)
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """`x` elements of `element_size` bytes, rounded up to a multiple of 16 bytes.
+
+    Raises:
+        ValueError: `element_size` does not divide 16.
+    """
+    if element_size < 1 or TMA_BYTES % element_size:
+        raise ValueError(
+            f"get_tma_aligned_size: element_size must divide {TMA_BYTES}, got {element_size}"
+        )
+    return round_up_to_tma(x, element_size)
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """`sf` in the memory order that the GEMMs load scales of activations in: itself, or a copy.
+
+    `quantize_1x128` gives that order, and the GEMMs bring any other into it themselves, at the
+    cost of a copy for each call.
+
+    Args:
+        sf: fp32 [M, K/128] or [G, M, K/128]; of the last two axes, M becomes the contiguous one,
+            padded to `get_tma_aligned_size(M, 4)`.
+
+    Raises:
+        TypeError, ValueError: `sf` has another dtype, or another number of dimensions.
+    """
+    name = "get_mn_major_tma_aligned_tensor"
+    check_tensor(name, "sf", sf, (torch.float32,))
+    if sf.ndim not in (2, 3):
+        raise ValueError(f"{name}: sf must have 2 or 3 dimensions, got shape {list(sf.shape)}")
+    *_, m, k_blocks = sf.shape
+    pitch = get_tma_aligned_size(m, sf.element_size())
+    strides = (k_blocks * pitch, 1, pitch)[-sf.ndim :]
+    return sf if sf.stride() == strides else tma_aligned(sf)
+
+
+def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
+    """`get_mn_major_tma_aligned_tensor(x)`, under the name in DeepGEMM's first release."""
+    return get_mn_major_tma_aligned_tensor(x)

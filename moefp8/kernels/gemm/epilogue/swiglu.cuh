@@ -1,0 +1,208 @@
+// How a tile of gate and up leaves: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
+//
+// A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
+// of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
+// - tokens are rows: in the 4 lanes of a row; and if the tile has 64 outputs, in two CTAs of a cluster;
+// - tokens are columns: in the 8 lanes of a column, then in shared memory, in all warps that have it, the peer's too.
+#pragma once
+#include "fp8.cuh"
+#include "epilogue/store.cuh"
+#include "tile.cuh"
+
+template <class C>
+__device__ void init_magnitudes(Magnitudes<C>& magnitudes) {
+  if constexpr (C::kMeetsPeer) {
+    for (int i = 0; i < 2 * C::kMathGroups; ++i) magnitudes.delivered[i / C::kMathGroups][i % C::kMathGroups].init(1);
+  }
+}
+
+// min and max that keep NaN, as torch.clamp does.
+__device__ inline float min_or_nan(float a, float b) {
+  float c;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+__device__ inline float max_or_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+// gate / (1 + exp(-gate)) * up; two approximations of MUFU, each within 2 ulp.
+__device__ inline float swiglu(float gate, float up) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  float exponential, sigmoid;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(gate, -kLog2E)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(exponential, 1)));
+  return __fmul_rn(__fmul_rn(gate, sigmoid), up);
+}
+
+template <int kSize>
+__device__ void swiglu(float (&gate)[kSize], float (&up)[kSize], float limit) {
+  if (limit < __uint_as_float(kInfinity)) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      gate[i] = min_or_nan(gate[i], limit);
+      up[i] = max_or_nan(min_or_nan(up[i], limit), -limit);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) gate[i] = swiglu(gate[i], up[i]);
+}
+
+__device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
+
+template <class C>
+__device__ void store_scale(const Arguments& args, const Place<C>& place, int token, float scale_inv) {
+  const int num_blocks = ceil_div(args.num_weights, kBlock), block = place.tile * C::kOutputs / kBlock;
+  if (token < place.begin() || token >= place.end()) return;
+  const int64_t row = static_cast<int64_t>(place.matrix) * num_blocks + block;
+  args.activation.scales[row * args.activation.pitch + place.first_token + token] = scale_inv;
+}
+
+// Copies tokens from the staging, 16 bytes at a time: only those of the group.
+template <class C, int kThreads>
+__device__ void store_codes(const uint8_t* staging, const Arguments& args, const Place<C>& place, int first, int size,
+                            int thread) {
+  store_rows<C, uint8_t, C::kOutputs, kThreads>(staging, args, place, first, size, place.tile * C::kOutputs, thread);
+}
+
+// The larger of this CTA's magnitudes of a row and those of the CTA with the other 64 outputs. The slot of a tile is
+// free again two tiles later: the peer sends for the next one only after it has read this one.
+template <class C>
+__device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles, const Thread<C>& thread) {
+  const int slot = num_tiles % 2;
+  auto& delivered = shared.magnitudes.delivered[slot][thread.group];
+  delivered.arrive_and_expect(thread.index == 0, 64 * sizeof(uint32_t));
+  const uint32_t peer = cluster_rank() ^ 1;
+  uint32_t* rows = shared.magnitudes.of_peer[slot];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    store_in_cluster(thread.lane % 4 == 0, &rows[thread.row + half * 8], delivered, peer, amax[half]);
+  delivered.wait(num_tiles / 2 % 2);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) amax[half] = max(amax[half], rows[thread.row + half * 8]);
+}
+
+// Tokens are rows: a thread has two columns of every eight of two rows.
+template <class C, int kSize>
+__device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
+                              const Place<C>& place, int num_tiles, const Thread<C>& thread) {
+  uint32_t amax[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) amax[i / 2 % 2] = max(amax[i / 2 % 2], magnitude(v[i]));
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      amax[half] = max(amax[half], __shfl_xor_sync(0xffffffff, amax[half], distance));
+  }
+  if constexpr (C::kMeetsPeer) meet_peer(shared, amax, num_tiles, thread);
+
+  constexpr int kPitch = C::kOutputs, kUnits = kPitch / 16;
+  const Staging staging = output_staging(shared, thread);
+  named_barrier<kWarpgroup>(1 + thread.group);
+  const int odd = thread.lane % 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Scale scale(amax[half], false);
+    if (thread.lane % 4 == 0 && place.tile * C::kOutputs % kBlock == 0)
+      store_scale(args, place, thread.row + half * 8, scale.scale_inv);
+    const int y = thread.row % 64 + half * 8;
+    uint8_t* row = staging.first + y * kPitch + thread.lane % 4 / 2 * 4 + odd * 8;
+#pragma unroll
+    for (int j = 0; j < kSize / 4; j += 2) {
+      // Two columns of eight and two of the next eight; neighbouring lanes swap, so that each has four of one eight.
+      const float *a = v + 4 * j + 2 * half, *b = a + 4;
+      const uint32_t mine =
+          encode_e4m3(scale.divide(a[0]), scale.divide(a[1]), scale.divide(b[0]), scale.divide(b[1]));
+      const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? mine : mine >> 16, 1);
+      const uint32_t codes = __byte_perm(mine, other, odd ? 0x3254 : 0x5410);
+      *reinterpret_cast<uint32_t*>(row + (j / 2 ^ y * kPitch / 128 % kUnits) * 16) = codes;
+    }
+  }
+  const int first = thread.group * 64;
+  fence_for_async();
+  named_barrier<kWarpgroup>(1 + thread.group);
+  if (place.begin() > first || first + 64 > place.end()) {
+    store_codes<C, kWarpgroup>(staging.first, args, place, first, 64, thread.index);
+  } else if (thread.index == 0) {
+    tma_store<C::kDimensions>(d_map, staging.first,
+                              {place.tile * C::kOutputs, place.first_token + first, place.matrix});
+    tma_store_commit();
+  }
+}
+
+// Where tokens that are columns are on their way out.
+template <class C>
+__device__ uint8_t* columns_staging(Shared<C>& shared) {
+  if constexpr (C::kTail > 0) return shared.tail_output.tail[0];
+  else return shared.output[0][0];
+}
+
+// Tokens are columns: a thread has two of every eight, for outputs 8 apart.
+template <class C, int kSize>
+__device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
+                                 const Place<C>& place, int num_tiles, const Thread<C>& thread) {
+  using Tokens = Columns<C>;
+  constexpr int kMine = Tokens::kSize / 4, kThreads = Tokens::kGroups * kWarpgroup, kWarps = Tokens::kGroups * 4;
+  constexpr int kAll = 1 + Tokens::kFirstGroup;
+  const int rank = C::kMeetsPeer ? cluster_rank() : 0, slot = C::kMeetsPeer ? num_tiles % 2 : 0;
+  const int group = thread.group - Tokens::kFirstGroup;
+  uint32_t amax[kMine];  // of every eight tokens, two
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const float* of_token = v + i / 2 * 4 + i % 2;
+    amax[i] = max(magnitude(of_token[0]), magnitude(of_token[2]));
+#pragma unroll
+    for (int distance = 4; distance < kWarp; distance *= 2)
+      amax[i] = max(amax[i], __shfl_xor_sync(0xffffffff, amax[i], distance));
+  }
+  auto& of_warps = shared.magnitudes.of_warps[slot];
+  uint32_t* mine = of_warps[rank * kWarps + group * 4 + thread.warp];
+  if (thread.lane < 4) {
+#pragma unroll
+    for (int i = 0; i < kMine; i += 2)
+      *reinterpret_cast<uint2*>(mine + i * 4 + thread.col) = {amax[i], amax[i + 1]};
+  }
+  if constexpr (C::kMeetsPeer) {
+    auto& delivered = shared.magnitudes.delivered[slot][Tokens::kFirstGroup];
+    delivered.arrive_and_expect(thread.index == 0, kWarps * Tokens::kSize * sizeof(uint32_t));
+#pragma unroll
+    for (int i = 0; i < kMine; ++i)
+      store_in_cluster(thread.lane < 4, mine + i / 2 * 8 + thread.col + i % 2, delivered, rank ^ 1, amax[i]);
+    delivered.wait(num_tiles / 2 % 2);
+  }
+  named_barrier<kThreads>(kAll);
+  uint8_t* staging = columns_staging(shared);
+  const int output = thread.row - Tokens::kFirstGroup * 64;  // of the tile
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const int token = i / 2 * 8 + thread.col + i % 2;
+#pragma unroll
+    for (int warp = 0; warp < kBlock / 16; ++warp) amax[i] = max(amax[i], of_warps[warp][token]);
+    const Scale scale(amax[i], false);
+    if (output == 0 && rank == 0)  // the four lanes that have it
+      store_scale(args, place, Tokens::kFirst + token, scale.scale_inv);
+    const float* of_token = v + i / 2 * 4 + i % 2;
+    const uint32_t codes = encode_e4m3(scale.divide(of_token[0]), scale.divide(of_token[2]), 0, 0);
+    const int y = token * C::kOutputs, unit = output / 16 ^ y / 128 % (C::kOutputs / 16);
+    staging[y + unit * 16 + output % 16] = codes;
+    staging[y + unit * 16 + output % 16 + 8] = codes >> 8;
+  }
+  named_barrier<kThreads>(kAll);
+  store_codes<C, kThreads>(staging, args, place, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
+}
+
+template <class C>
+__device__ void activate(float (&total)[C::kParts][C::kPartCols / 2], Shared<C>& shared, const TensorMap& d_map,
+                         const Arguments& args, const Place<C>& place, int num_tiles, Thread<C> thread) {
+  // No formulas any more, or addresses would be formed ahead of the loop over tiles, which has no registers for them.
+  asm volatile("" : "+r"(thread.index), "+r"(thread.lane), "+r"(thread.row), "+r"(thread.warp));
+  constexpr int kSize = C::kParts * C::kPartCols / 4;  // gate's, then up's
+  auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
+  auto& up = reinterpret_cast<float(&)[kSize]>(total[C::kParts / 2][C::kParts == 1 ? kSize : 0]);
+  swiglu(gate, up, args.activation.limit);
+  if constexpr (C::kStacked) activate_columns(gate, shared, args, place, num_tiles, thread);
+  else activate_rows(gate, shared, d_map, args, place, num_tiles, thread);
+}

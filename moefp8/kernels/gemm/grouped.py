@@ -1,0 +1,221 @@
+"""Grouped FP8 GEMMs: every group (expert) g has its own b[g]; rows of a belong to one group each.
+
+Contiguous: the rows of all groups follow one another in one [M, K]. Masked: every group has a
+slab [max_m, K] of which the first `masked_m[g]` rows count.
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..common.blocks import BLOCK
+from ..common.checks import check_contiguous_gemm, check_masked_gemm, check_pairs
+from ..common.registry import register
+from .config import Kind
+from .dense import Operand, block_scaled_matmul, check_recipe
+from .grouped_launch import launch_grouped_gemm
+from .launch import Operands
+
+_CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
+_MASKED = "m_grouped_fp8_gemm_nt_masked"
+
+Segment = tuple[int, int, int]  # group, first row, end row
+
+_check_contiguous = partial(check_contiguous_gemm, _CONTIGUOUS)
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """Rows to which segments must be aligned when groups are named by `grouped_layout`."""
+    return BLOCK
+
+
+def _segments_of_layout(grouped_layout: torch.Tensor, num_groups: int) -> list[Segment]:
+    """Every run of equal ids, padding left out."""
+    ids, counts = torch.unique_consecutive(grouped_layout, return_counts=True)
+    segments, row = [], 0
+    for group, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        if not -1 <= group < num_groups:
+            raise ValueError(
+                f"{_CONTIGUOUS}: grouped_layout must hold -1 (padding) or a group below "
+                f"{num_groups}, got {group} at row {row}"
+            )
+        if group >= 0:
+            if row % BLOCK:
+                raise ValueError(
+                    f"{_CONTIGUOUS}: segments in grouped_layout must start at multiples of "
+                    f"{BLOCK} rows, got group {group} from row {row}; align it, or pass "
+                    "expert_offsets, which needs no alignment"
+                )
+            segments.append((group, row, row + count))
+        row += count
+    return segments
+
+
+def _segments_of_offsets(expert_offsets: torch.Tensor, num_rows: int) -> list[Segment]:
+    offsets = expert_offsets.tolist()
+    if offsets != sorted(offsets) or offsets[0] < 0 or offsets[-1] > num_rows:
+        raise ValueError(
+            f"{_CONTIGUOUS}: expert_offsets must rise from 0 or more to at most M = {num_rows}, "
+            f"got {offsets}"
+        )
+    segments = enumerate(pairwise(offsets))
+    return [(group, start, end) for group, (start, end) in segments if end > start]
+
+
+def _contiguous(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor | None,
+    expert_offsets: torch.Tensor | None,
+) -> None:
+    _check_contiguous(a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets)
+    segments = []
+    if expert_offsets is not None:
+        segments = _segments_of_offsets(expert_offsets, a.shape[0])
+    elif grouped_layout is not None:
+        segments = _segments_of_layout(grouped_layout, b.shape[0])
+    for group, start, end in segments:
+        rows = slice(start, end)
+        d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
+
+
+def _check_masked(*arguments: Any) -> None:
+    *operands, _ = arguments  # expected_m may be anything
+    check_masked_gemm(_MASKED, *operands)
+
+
+def _masked(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+) -> None:
+    _check_masked(a, a_scale_inv, b, b_scale_inv, d, masked_m, expected_m)
+    counts, max_m = masked_m.tolist(), a.shape[1]
+    for group, m in enumerate(counts):
+        if not 0 <= m <= max_m:
+            raise ValueError(
+                f"{_MASKED}: masked_m must be in [0, max_m] = [0, {max_m}], got {m} for group "
+                f"{group}"
+            )
+    for group, m in enumerate(counts):
+        operands = (a[group, :m], a_scale_inv[group, :m], b[group], b_scale_inv[group])
+        d[group, :m] = block_scaled_matmul(*operands)
+
+
+def _launch_contiguous(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor | None,
+    expert_offsets: torch.Tensor | None,
+) -> None:
+    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
+    if expert_offsets is not None and grouped_layout is None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.OFFSETS, operands, expert_offsets)
+    elif grouped_layout is not None and expert_offsets is None:
+        launch_grouped_gemm(_CONTIGUOUS, Kind.ROWS, operands, grouped_layout)
+    else:
+        _check_contiguous(*operands, grouped_layout, expert_offsets)
+
+
+def _launch_masked(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+) -> None:
+    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
+    launch_grouped_gemm(_MASKED, Kind.MASKED, operands, masked_m, max(1, expected_m))
+
+
+_contiguous_op = register(
+    f"{_CONTIGUOUS}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
+    "Tensor? grouped_layout, Tensor? expert_offsets) -> ()",
+    _contiguous,
+    _check_contiguous,
+    _launch_contiguous,
+)
+_masked_op = register(
+    f"{_MASKED}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
+    "Tensor masked_m, SymInt expected_m) -> ()",
+    _masked,
+    _check_masked,
+    _launch_masked,
+)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Operand,
+    b: Operand,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    *,
+    expert_offsets: torch.Tensor | None = None,
+) -> None:
+    """Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r].T`, and no row of padding.
+
+    Args:
+        a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]). Padding rows may hold anything.
+        b: (e4m3 [G, N, K], fp32 scale_inv [G, ceil(N/128), ceil(K/128)]).
+        d: bf16 [M, N]; rows of padding are left untouched.
+        grouped_layout: int32 [M], DeepGEMM's contract: the group of every row, -1 for padding.
+            Rows of a group follow each other, from a multiple of
+            `get_mk_alignment_for_contiguous_layout()` on; padding follows them.
+        expert_offsets: int32 [G + 1], instead of `grouped_layout`: group g has the rows from
+            `expert_offsets[g]` to `expert_offsets[g + 1]`, with no alignment. Rows outside are
+            padding. Faster, since no row is padded.
+        recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came. Values of
+            `grouped_layout` and `expert_offsets` are checked on the CPU only: on a GPU that
+            would cost a synchronisation.
+    """
+    check_recipe(_CONTIGUOUS, recipe)
+    check_pairs(_CONTIGUOUS, a, b)
+    _contiguous_op(*a, *b, d, grouped_layout, expert_offsets)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Operand,
+    b: Operand,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """Write `d[g, :masked_m[g]] = dequantize(a)[g] @ dequantize(b)[g].T`, and no other row.
+
+    Args:
+        a: (e4m3 [G, max_m, K], fp32 scale_inv [G, max_m, ceil(K/128)]).
+        b: (e4m3 [G, N, K], fp32 scale_inv [G, ceil(N/128), ceil(K/128)]).
+        d: bf16 [G, max_m, N]; rows at and past `masked_m[g]` are left untouched.
+        masked_m: int32 [G], rows that count, each in [0, max_m] (checked on the CPU only).
+        expected_m: a hint, the mean of `masked_m`; it never changes the result.
+        recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+    """
+    check_recipe(_MASKED, recipe)
+    check_pairs(_MASKED, a, b)
+    _masked_op(*a, *b, d, masked_m, expected_m)

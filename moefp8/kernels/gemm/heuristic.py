@@ -1,0 +1,250 @@
+"""How a GEMM is cut into tiles: a pure function of its shape and the number of SMs.
+
+`choose_config` estimates the time of each of the `candidates` and takes the best. The
+list and the constants of the estimate come from timing up to 97 configurations for each of 227
+shapes, with M = 1 to 8192, on an H200; `python -m benchmarks.gemm_configs` says how far the choice
+is from the best of still more. `choose_grouped_config` is for groups of tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import ceil
+
+from ..common.blocks import BLOCK, ceil_div, round_up
+from .config import GemmConfig, is_possible, usable_ctas, with_most_stages
+
+
+def candidates(m: int) -> Iterator[GemmConfig]:
+    """What has been the best for some shape, or near it. `stages` is left open."""
+    splits = (1, 2) if m <= 512 else (1,)
+    if m <= 32:  # tokens are few: they are the columns, which come in eights
+        few = partial(GemmConfig, cols=round_up(m, 8), stages=0, weights_are_rows=True)
+        for split in (1, 2, 3, 4):
+            yield few(64, depth=2, split=split, ctas_per_sm=2)
+            yield few(128, depth=2, split=split)
+        for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
+            yield few(64, depth=depth, ctas_per_sm=ctas)
+        yield few(128, ctas_per_sm=3)
+        return
+    if m <= 64:
+        for split in splits:
+            for cols in (32, 48, 64, 96):
+                yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=2)
+            yield GemmConfig(64, 96, 0, depth=2, split=split)
+            for cols in (32, 48, 64, 80):
+                yield GemmConfig(64, cols, 0, depth=2, split=split, batches=2)
+        for cols in (48, 64, 96):
+            yield GemmConfig(64, cols, 0, ctas_per_sm=2)
+        yield GemmConfig(64, 96, 0, batches=2)
+        return
+    if m <= 128:
+        for split in splits:
+            yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
+            yield GemmConfig(64, 32, 0, depth=2, split=split, batches=2)
+        for cols in (64, 80):
+            yield GemmConfig(64, cols, 0, depth=2, batches=2)
+    else:
+        yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
+        yield GemmConfig(64, 144, 0)
+        yield GemmConfig(192, 64, 0, batches=2)
+        for cols in (96, 112, 128):
+            yield GemmConfig(192, cols, 0)
+        yield GemmConfig(128, 192, 0, parts=2, batches=2)
+    yield GemmConfig(64, 128, 0, batches=2)
+    for split in splits:
+        for cols in (32, 48):
+            for batches in (1, 2):
+                yield GemmConfig(128, cols, 0, depth=2, split=split, batches=batches)
+        yield GemmConfig(128, 64, 0, depth=2, split=split)
+        yield GemmConfig(128, 96, 0, split=split)
+    for cols in (80, 96, 112, 128):
+        yield GemmConfig(128, cols, 0, batches=2)
+    for cols in (144, 160, 176, 192):
+        yield GemmConfig(128, cols, 0)
+    for cols in (224, 256):
+        yield GemmConfig(128, cols, 0, parts=2)
+
+
+def estimate_us(
+    config: GemmConfig, m: int, n: int, k: int, num_sms: int, all_sms: bool = True
+) -> float:
+    """An estimate of the kernel's time on an H200; infinite if too few CTAs can run at once."""
+    tokens, weights = config.tile
+    num_tiles = ceil_div(m, tokens) * ceil_div(n, weights)
+    return _estimate_us(config, num_tiles, n * k + m * k + 2 * m * n, k, num_sms, all_sms)
+
+
+def _estimate_us(
+    config: GemmConfig, num_tiles: int, num_bytes: int, k: int, num_sms: int, all_sms: bool
+) -> float:
+    num_ctas = num_tiles * config.cluster
+    at_once = usable_ctas(config, num_sms, all_sms)
+    if at_once < (num_ctas if config.split > 1 else config.cluster):
+        return float("inf")
+    waves = ceil_div(num_ctas, at_once)
+    num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
+    ctas_per_sm = config.ctas_per_sm if all_sms else 1
+    on_sm = min(ctas_per_sm, ceil_div(num_ctas, num_sms))
+    # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
+    # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
+    area, loaded = config.rows * config.cols, config.rows + config.cols
+    reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.cols)
+    stage = on_sm * config.depth * (0.658 * area / 32 + 0.276 * (reads + BLOCK * loaded) / 128)
+    if config.batches == 2:
+        stage *= 0.921
+    else:  # or one warpgroup's products and what it does before its next ones
+        stage = max(stage, 1.043 * config.cols * config.depth + 327 * config.parts)
+    # 1960 is what starting a tile takes; storing the last one, 22 for each column.
+    compute = waves * (1960 + num_stages * stage) + 22 * config.cols
+    compute /= 1600
+    if compute > 300 and config.batches == 1:
+        compute *= 1.14  # the power limit lowers the clock of long kernels, with one batch more
+    # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
+    into_sms = num_ctas * num_stages * config.depth * BLOCK * loaded
+    memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
+    result = 1.45 + max(compute, memory) + 0.087 * min(compute, memory)
+    if config.split > 1:
+        result += 0.077 + 0.055 * (config.split - 1) + 2.58e-4 * area * (1 - 1 / config.split)
+    return result
+
+
+def deciding_size(m: int) -> int:
+    """The M whose choice is that of all from the last such one up to it.
+
+    They are few, so that all kernels that a weight can need can be listed, and compiled ahead. No
+    tile of 64, 128 or 192 tokens is more for it than for m, up to 2048.
+    """
+    return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 5)))
+
+
+def deciding_sizes(max_m: int) -> Iterator[int]:
+    """All up to that of `max_m`."""
+    m = 1
+    while m <= max_m:
+        yield (last := deciding_size(m))
+        m = last + 1
+
+
+def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) -> GemmConfig:
+    """The configuration for d [M, N] with `num_sms` SMs; m, n, k and num_sms are at least 1.
+
+    all_sms: whether the GPU has no more of them.
+    """
+    return _choose_config(deciding_size(m), n, k, num_sms, all_sms)
+
+
+@lru_cache(16384)
+def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmConfig:
+    possible = [c for c in map(with_most_stages, candidates(m)) if is_possible(c, k)]
+    return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
+
+
+# Up to so many tokens of a group, on average, tokens are WGMMA's columns.
+_FEW_TOKENS = 16
+# Tiles hold so many times the average: what is left over costs less than taller tiles would.
+_PEAK_LOAD = 1.2
+# From so many products on, the power limit counts. With some tokens in a group, CTAs that share
+# them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
+_MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
+_TAIL = 24
+_MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
+_LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
+
+
+@lru_cache(16384)
+def choose_grouped_config(
+    tokens: int,
+    limit: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    all_sms: bool = True,
+) -> GemmConfig:
+    """For groups of `tokens` tokens, about, each with weights [N, K].
+
+    From timing up to 58 configurations for each of 80 loads and shapes on an H200.
+
+    tokens: from 1 to `limit`, which is the most that a group can have.
+    """
+    grouped = partial(GemmConfig, stages=0, grouped=True)
+    if tokens <= _FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
+        cols = round_up(tokens * 3 // 2 + 8, 8)
+        return with_most_stages(grouped(128, cols, depth=2, weights_are_rows=True))
+    flat, square = grouped(64, 128, batches=2), grouped(128, 128, batches=2)
+    tall = grouped(192, 128)
+    rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
+    if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
+        config = tall if tokens >= _MANY_TOKENS else square
+        if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
+            return with_most_stages(replace(config, share=2, share_rows=True))
+
+    num_bytes = num_groups * n * k + rows * k + 2 * rows * n
+
+    def estimate(config: GemmConfig) -> float:
+        """The mean over two numbers of tiles: those expected, and half way to the least."""
+        height, width = config.tile[0], ceil_div(n, config.tile[1])
+        least = ceil_div(rows, height)
+        loads = _LOADS if num_groups > 1 else (1.0,)
+        each = sum(ceil_div(int(load * tokens), height) for load in loads) / len(loads)
+        expected = max(least, ceil(num_groups * each))
+        counts = (least + expected) // 2, expected
+        return sum(
+            _estimate_us(config, count * width, num_bytes, k, num_sms, all_sms) for count in counts
+        )
+
+    candidates = [square, grouped(128, 144), grouped(128, 160)]
+    if num_groups == 1 or num_groups * ceil_div(tokens, 128) * weight_tiles <= num_sms:
+        narrow = grouped(128, 96, batches=2), grouped(64, 64, depth=2, batches=2)
+        candidates += [flat, tall, *narrow]
+    else:  # what is not estimated is that in later waves each tile reads its weights anew
+        for config in flat, square, tall:
+            if min(_PEAK_LOAD * tokens, limit) <= config.rows:
+                return with_most_stages(config)
+    return min(map(with_most_stages, candidates), key=estimate)
+
+
+def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
+    """From each of these up to the next, `choose_experts_configs` chooses the same; they rise."""
+    many = ceil_div(int(_MANY_PRODUCTS / 2), num_groups * h * i)
+    return sorted({*range(1, 2 * _SOME_TOKENS + 1), many})
+
+
+def choose_experts_configs(
+    tokens: int, num_groups: int, h: int, i: int, num_sms: int
+) -> tuple[GemmConfig, GemmConfig]:
+    """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
+
+    From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
+    Qwen3-30B-A3B on an H200, alone and one behind the other. Of a single group, `tokens` is exact:
+    it has a tail if that then holds what is behind the rows.
+    """
+    gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
+    down = partial(GemmConfig, stages=0, grouped=True)
+    many = num_groups * tokens * h * i >= _MANY_PRODUCTS / 2
+    about_128 = 128 < _PEAK_LOAD * tokens <= 192
+    most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
+    if tokens <= _FEW_TOKENS:  # as in `choose_grouped_config`
+        cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
+        few = partial(down, 128, cols, depth=2, ctas_per_sm=2, weights_are_rows=True)
+        configs = few(gate_up=True, parts=2), few()
+    elif _PEAK_LOAD * tokens <= 64:
+        configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
+    elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
+        configs = gate_up(192, 128), down(192, 128)
+    elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
+        configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
+    elif many:
+        configs = (
+            gate_up(128, 128, batches=2, share=2, share_rows=True),
+            down(128, 128, batches=2, share=2, share_rows=True),
+        )
+    elif tokens < 2 * _SOME_TOKENS:
+        configs = gate_up(128, 128, batches=2), down(128, 128, batches=2)
+    else:
+        configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
+    if num_sms == 1:  # there is no second CTA for half of the outputs, or to share tokens
+        alone = gate_up(256, 32, parts=2, weights_are_rows=True), down(128, 128, batches=2)
+        configs = alone if tokens <= _FEW_TOKENS else (gate_up(128, 256, parts=2), alone[1])
+    return with_most_stages(configs[0]), with_most_stages(configs[1])

@@ -1,0 +1,102 @@
+// The tokens of a tile behind its rows.
+//
+// A group of tokens ends anywhere, and WGMMA computes 64 rows at a time, however few are left. So a math warpgroup of
+// its own takes up to kTail tokens more as columns, which come in eights. The weights, which are in shared memory for
+// the others anyway, are its rows: twice 64 of them, of gate and up, or of down.
+#pragma once
+#include "epilogue/swiglu.cuh"
+#include "epilogue/store.cuh"
+#include "tile.cuh"
+#include "matrix.cuh"
+#include "wgmma.cuh"
+
+template <class C>
+struct Tail {
+  static constexpr int kParts = C::kWeights / 64, kSize = C::kTail / 2;
+  float total[kParts][kSize];
+
+  // Adds a k-block, as `Batch` in gemm.cu does.
+  __device__ void add(Shared<C>& shared, const WalkOf<C>& walk, const Thread<C>& thread) {
+    const int stage = walk.stage;
+    const uint32_t weights = wgmma_descriptor_low(shared.weight_operand(stage, 0));
+    const uint32_t tokens = wgmma_descriptor_low(shared.token_operand(stage, 0) + C::kRows * kBlock);
+    float products[kParts][kSize];
+    shared.full[stage].wait(walk.parity);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pin_registers(products[part]);
+    wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kBlock / 32; ++i) {
+        const uint32_t a = weights + part * 64 * kBlock / 16 + i * kDescriptorStepK, b = tokens + i * kDescriptorStepK;
+        wgmma<C::kTail>(products[part], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
+      }
+    }
+    wgmma_commit();
+    const float* token_scales = shared.tokens[stage].scales[0] + walk.place.scale_offset() + C::kRows + thread.col;
+    float scales[C::kTail / 8][2], weight_scales[C::kWeightScales];
+#pragma unroll
+    for (int i = 0; i < C::kWeightScales; ++i) weight_scales[i] = shared.weights[stage].scales[0][i];
+#pragma unroll
+    for (int j = 0; j < C::kTail / 8; ++j) scales[j][0] = token_scales[8 * j], scales[j][1] = token_scales[8 * j + 1];
+    wgmma_wait<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      pin_registers(products[part]);
+      const float weight = weight_scales[C::kWeightScales == 1 ? 0 : part];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) total[part][i] += scales[i / 4][i % 2] * weight * products[part][i];
+    }
+    fence_cta();  // see `release`
+    release(shared, stage, thread);
+  }
+
+  // In BF16, as `store` in epilogue/store.cuh does where weights are rows: a part is a box.
+  __device__ void store(Shared<C>& shared, const Arguments& args, const Place<C>& place,
+                        const Thread<C>& thread) const {
+    constexpr int kBarrier = 1 + C::kRowGroups, kGroups = C::kTail / 8;
+    named_barrier<kWarpgroup>(kBarrier);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int j = 0; j < kGroups; j += 2) {
+        const int token = (j + thread.lane / 16) * 8 + thread.lane % 8, unit = thread.warp * 2 + thread.lane / 8 % 2;
+        const uint32_t address =
+            shared_address(shared.tail_output.tail[part]) + token * kBlock + (unit ^ token % 8) * 16;
+        const float* v = total[part] + 4 * j;
+        const auto packed = [&](int i) { return pack_bf16(v[2 * i], v[2 * i + 1]); };
+        if (j + 1 < kGroups) store_matrices<true>(address, packed(0), packed(1), packed(2), packed(3));
+        else store_matrices<true>(address, packed(0), packed(1));
+      }
+    }
+    named_barrier<kWarpgroup>(kBarrier);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      store_rows<C, uint16_t, 64, kWarpgroup>(shared.tail_output.tail[part], args, place, C::kRows, C::kTail,
+                                              place.weight(args, part * 64), thread.index);
+    }
+  }
+};
+
+template <class C>
+__device__ void multiply_tail(Shared<C>& shared, const Arguments& args, WalkOf<C> walk) {
+  const Thread<C> thread;
+  int num_activated = 0;
+#pragma unroll 1
+  for (; !walk.done(); walk.next_tile()) {
+    if (!walk.place.has_tail()) {
+      skip_tile(shared, walk, thread);
+      continue;
+    }
+    Tail<C> tail = {};
+#pragma unroll 1
+    for (int k = 0; k < walk.k_end; ++k, walk.next_stage()) tail.add(shared, walk, thread);
+    if constexpr (C::kGateUp) {
+      swiglu(tail.total[0], tail.total[1], args.activation.limit);
+      activate_columns(tail.total[0], shared, args, walk.place, num_activated++, thread);
+    } else {
+      tail.store(shared, args, walk.place, thread);
+    }
+  }
+}

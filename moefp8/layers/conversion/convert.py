@@ -1,0 +1,182 @@
+"""`convert`: swap the linears and experts of a model for FP8 ones, in place."""
+
+import logging
+import warnings
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from ...progress import Progress
+from ..experts import GroupedExperts
+from ..linear import FP8Linear
+from ..module import FixedDtypeModule
+from ..saving import adopt
+from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
+from .conversion import Conversion
+from .stacks import stacks_of
+
+_LOGGER = logging.getLogger("moefp8")
+
+
+@overload
+def convert(
+    model: nn.Module,
+    skip: Patterns | None = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: Literal[False] = False,
+    progress: bool | None = None,
+) -> nn.Module: ...
+
+
+@overload
+def convert(
+    model: nn.Module,
+    skip: Patterns | None = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: Literal[True],
+    progress: bool | None = None,
+) -> tuple[nn.Module, Conversion]: ...
+
+
+@torch.no_grad()
+def convert(
+    model: nn.Module,
+    skip: Patterns | None = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+    return_conversion: bool = False,
+    progress: bool | None = None,
+) -> nn.Module | tuple[nn.Module, Conversion]:
+    """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
+
+    Weights are quantized one module at a time, so the peak is the model and one module. A model
+    on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
+    transformers' `Conv1D`, experts stacked as `gate_up_proj` [E, 2I, H], gate rows first, and
+    `down_proj` [E, H, I], as transformers 5 has them, and DBRX's. An experts module is run on a few
+    random tokens before: it must compute SwiGLU, or its clamped variant, and nothing else.
+
+    What stays by default: output heads, routers, gates to one number, what the model keeps in FP32,
+    and linears whose weights others read instead of calling them (`moefp8.layers.selection`). What
+    was swapped and what stays, and why, is logged ("moefp8", INFO); that nothing was swapped, or
+    experts of another make stay, is a warning.
+
+    Args:
+        model: changed in place.
+        skip: names that stay besides, with all below them: a dotted name or part of one
+            ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*").
+        only: names, parts and patterns likewise: nothing else is swapped. The full name of a linear
+            or experts module is that module alone, whatever the defaults say of it.
+        filter_fn: `filter_fn(module, name)` for each linear and experts module, as in torchao: it
+            decides in place of the defaults.
+        overrides: pattern -> False (stays), True (becomes FP8, whatever the defaults say), or
+            settings of the `GroupedExperts`, such as {"layout": "masked"}; the first that matches.
+        return_conversion: also give the `Conversion`; `plan_conversion` gives it beforehand.
+        progress: show a bar on stderr; None means if it is a terminal.
+
+    Returns:
+        `model`; or its replacement, if `model` itself is to be swapped.
+
+    Raises:
+        TypeError: a weight that is no bf16, fp16 or fp32; arguments of another kind.
+        ValueError: an experts module of another make, a part that `shard` left, hooks and patches
+            that would be lost, a pattern that is nowhere in the model. In all cases the model is
+            unchanged.
+    """
+    chosen = choose(model, skip, only, filter_fn, overrides)
+    conversion = chosen.conversion
+    _LOGGER.info("convert: %s", conversion)
+    if (warning := conversion.warning()) and not chosen.nothing_left:
+        warnings.warn(f"convert: {warning}", stacklevel=3)
+    converted = _apply(model, chosen, progress)
+    adopt(converted, conversion)
+    return (converted, conversion) if return_conversion else converted
+
+
+def plan_conversion(
+    model: nn.Module,
+    skip: Patterns | None = (),
+    only: Patterns | None = None,
+    *,
+    filter_fn: FilterFn | None = None,
+    overrides: Overrides | None = None,
+) -> Conversion:
+    """What `convert` would swap and leave; `model` is not changed. Arguments, errors: as there."""
+    return choose(model, skip, only, filter_fn, overrides).conversion
+
+
+def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module:
+    """A module under two names stays one module; modules that share weights share codes."""
+    swapped: dict[int, FixedDtypeModule] = {}
+    twins: dict[tuple[Any, ...], FixedDtypeModule] = {}
+    not_finite: list[str] = []
+    total = sum(map(_num_bytes, {id(m): m for m in chosen.modules.values()}.values()))
+    with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
+        for name, module in chosen.modules.items():
+            if id(module) not in swapped:
+                made = _swap(module, chosen.settings[name], twins)
+                swapped[id(module)] = made
+                not_finite += [] if _is_finite(made) else [name]
+                bar.advance(_num_bytes(module))
+            if name:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, swapped[id(module)])
+            else:
+                model = swapped[id(module)]
+    if not_finite:
+        more = f" and {len(not_finite) - 5} more" if len(not_finite) > 5 else ""
+        warnings.warn(
+            f"convert: weights of {', '.join(not_finite[:5])}{more} hold NaN or Inf, so whole "
+            "blocks of 128x128 became NaN",
+            stacklevel=4,
+        )
+    return model
+
+
+def _is_finite(module: FixedDtypeModule) -> bool:
+    """Whether its scales are, on the device where they lie."""
+    scales = (module.get_parameter(name) for name in module.fp32_names)
+    return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of what is to be quantized: nothing on the meta device."""
+    return sum(x.nbytes for x in module.parameters(recurse=False) if not x.is_meta)
+
+
+def _swap(
+    module: nn.Module, settings: dict[str, Any], twins: dict[tuple[Any, ...], FixedDtypeModule]
+) -> FixedDtypeModule:
+    """twins: kind and weights -> what was made of them first."""
+    stacks = stacks_of(module)
+    made: FixedDtypeModule
+    if stacks is not None:
+        made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
+    else:
+        made, names = FP8Linear.from_linear(_as_linear(module)), ("weight",)
+    weights = (id(module.get_parameter(name)) for name in names)
+    first = twins.setdefault((kind_of(module), *weights), made)
+    for name in (*made.fp8_names, *made.fp32_names):
+        made._parameters[name] = first._parameters[name]
+    made.is_converted = True
+    return made.train(module.training)
+
+
+def _as_linear(module: nn.Module) -> nn.Linear:
+    """`module`, or the linear that a `Conv1D` stands for."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    in_features, out_features = weight.shape
+    linear = nn.Linear(in_features, out_features, device="meta")
+    linear.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)
+    linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

@@ -1,0 +1,201 @@
+"""Experts modules are run on random tokens, beside what FP8 experts would compute.
+
+Attributes do not tell in which order rows lie, nor what a forward adds, scales or drops. E experts,
+H hidden, I intermediate, T tokens, k choices.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...functional.experts import swiglu
+from .stacks import Stacks, stated_limits
+from .trial import attributes_of, draw, is_small, random_weights, told
+
+_TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
+_SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # what a forward may clamp, normalize or leave out
+_NUM_OF_LARGE = 12  # experts that are run of larger ones
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
+
+
+class Routing(NamedTuple):
+    """x [T, H], experts' ids chosen [T, k] and scores [T, k], as experts modules take them."""
+
+    x: torch.Tensor
+    chosen: torch.Tensor
+    scores: torch.Tensor
+
+
+class Probe:
+    """Runs experts modules, once for each make."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[float | None, str | None]] = {}
+
+    def __call__(self, module: nn.Module) -> tuple[float | None, str | None]:
+        """(the SwiGLU limit of module, None), or (None, how it differs from SwiGLU experts)."""
+        key = _make_of(module)
+        if key is None or key not in self._seen:
+            self._seen[key] = _probe(module)
+        return self._seen[key]
+
+
+def _make_of(module: nn.Module) -> Any:
+    """Equal for modules that differ in their weights alone; None if that cannot be told."""
+    if any(True for _ in module.buffers()):
+        return None
+    made = []
+    for child in module.modules():
+        held = sorted((name, told(x)) for name, x in attributes_of(child).items())
+        made.append((type(child), *held))
+    weights = ((n, w.shape, w.dtype, w.device) for n, w in module.named_parameters())
+    return (*made, *weights)
+
+
+@torch.no_grad()
+def _probe(module: nn.Module) -> tuple[float | None, str | None]:
+    random = torch.Generator().manual_seed(0)
+    with random_weights(module, random) as (stacks, changed):
+        with torch.autocast(stacks.down.device.type, enabled=False):
+            limit, problem = _compare(module, stacks, random)
+        if problem is None and (name := changed()):
+            problem = f"must have a forward that changes nothing in it, but that changes {name}"
+    return limit, problem
+
+
+def _compare(
+    module: nn.Module, stacks: Stacks, random: torch.Generator
+) -> tuple[float | None, str | None]:
+    """What `Probe` gives."""
+    forward, limits = _forward_of(module), [*dict.fromkeys(stated_limits(module)), None]
+    for routing in _routings(stacks, limits, random):
+        try:
+            came = forward(*routing)
+        except Exception as error:  # whatever a forward of others raises
+            return None, (
+                "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
+                f"but that raised {type(error).__name__}: {str(error)[:200]}"
+            )
+        if not isinstance(came, torch.Tensor) or came.numel() != routing.x.numel():
+            return None, f"must give one tensor [T, H], got {type(came).__name__}"
+        came = came.reshape(routing.x.shape).float()
+        fitting = [x for x in limits if _fits(came, stacks, routing, partial(swiglu, limit=x))]
+        if not fitting:
+            return None, _difference(came, stacks, routing)
+        limits = fitting
+    if _counts_what_is_elsewhere(forward, stacks, limits[0], random):
+        return None, "must count the id E with weight 0, as an expert that is held elsewhere"
+    return limits[0], None
+
+
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _fits(
+    came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation = swiglu
+) -> bool:
+    wanted = _reference(activation, stacks, routing)
+    return _worst_row(came, wanted) < _TOLERANCE[routing.x.dtype]
+
+
+def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
+    off = 100 * _worst_row(came, _reference(swiglu, stacks, routing))
+    is_swapped = _fits(came, stacks, routing, lambda gate, up: swiglu(up, gate))
+    told = "; its up rows come before its gate rows" if is_swapped else ""
+    return (
+        "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
+        f"summed, for any number of tokens and choices: on {len(came)} random tokens of "
+        f"{routing.chosen.shape[1]} choices, rows of its forward are up to "
+        f"{max(off, 1):.0f} % off{told}"
+    )
+
+
+def _counts_what_is_elsewhere(
+    forward: Callable[..., Any], stacks: Stacks, limit: float | None, random: torch.Generator
+) -> bool:
+    """Whether the id E gives something. Most do not take it; a GPU would not survive the try."""
+    if stacks.down.is_cuda:
+        return False
+    x, chosen, scores = _routing(stacks, 4, 1, range(1), _TOKEN_SIZES[:1], random)
+    elsewhere = torch.full_like(chosen, len(stacks.down))
+    routing = Routing(x, torch.cat((chosen, elsewhere), dim=1), scores.repeat(1, 2))
+    try:
+        came = forward(*routing).reshape(routing.x.shape).float()
+    except Exception:  # it takes no such ids, so none will come
+        return False
+    return not _fits(came, stacks, routing, partial(swiglu, limit=limit))
+
+
+def _worst_row(came: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((came - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(torch.inf).max())
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Of a module of transformers, the loop over experts under what its config chooses."""
+    forward = type(module).forward
+    chosen_by_config = hasattr(getattr(module, "config", None), "_experts_implementation")
+    forward = unwrap(forward) if chosen_by_config and hasattr(module, "_apply_gate") else forward
+    return lambda *inputs: forward(module, *inputs)
+
+
+# ---- What goes in ----
+
+
+def _routings(
+    stacks: Stacks, limits: Sequence[float | None], random: torch.Generator
+) -> Iterator[Routing]:
+    """All experts in turn; all tokens to one, as a capacity would drop them; three choices."""
+    num_experts = len(stacks.down)
+    num_run = num_experts if is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
+    experts = [number * (num_experts - 1) // max(num_run - 1, 1) for number in range(num_run)]
+    sizes = [*_TOKEN_SIZES]
+    if stacks.down.dtype != torch.float16:  # which would overflow
+        sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
+    num_tokens = max(len(sizes), math.ceil(num_run / 2))
+    yield _routing(stacks, num_tokens, 2, experts, sizes, random)
+    yield _routing(stacks, 64, 1, experts[-1:], sizes, random)
+    yield _routing(stacks, 9, 3, experts, sizes, random)
+
+
+def _routing(
+    stacks: Stacks,
+    num_tokens: int,
+    top_k: int,
+    experts: Sequence[int],
+    sizes: Sequence[float],
+    random: torch.Generator,
+) -> Routing:
+    """experts in turn, as many for a token as there are, up to top_k."""
+    top_k = min(top_k, len(stacks.down))
+    x = draw(torch.randn, (num_tokens, stacks.down.shape[1]), random)
+    x *= _in_turn(sizes, (num_tokens, 1), torch.float32)
+    chosen = _in_turn(experts, (num_tokens, top_k), torch.int64)
+    scores = _in_turn(_SCORES, (num_tokens, top_k), torch.float32)
+    device, dtype = stacks.down.device, stacks.down.dtype
+    return Routing(x.to(device, dtype), chosen.to(device), scores.to(device, dtype))
+
+
+def _in_turn(values: Sequence[float], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    each = torch.tensor(values, dtype=dtype, device="cpu")
+    number = torch.arange(math.prod(shape), device="cpu").reshape(shape)
+    return each[number % len(values)]
+
+
+def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torch.Tensor:
+    """fp32 [T, H], expert by expert; ids that are none count as 0."""
+    x, chosen, scores = routing
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        if expert >= len(stacks.down):
+            continue
+        token, choice = torch.where(chosen == expert)
+        rows = x[token].float()
+        gate_up = torch.cat([rows @ weight[expert].float().t() for weight in stacks.gate_up], dim=1)
+        y = activation(*gate_up.chunk(2, dim=1)).float() @ stacks.down[expert].float().t()
+        result.index_add_(0, token, scores[token, choice, None].float() * y)
+    return result

@@ -1,0 +1,277 @@
+"""Which linears and experts of a model become FP8 by default, and why others stay.
+
+Told by what the model says of itself and by its structure first, and by names where neither does.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..experts import GroupedExperts
+from ..linear import FP8Linear
+from .source_code import read_weights
+from .stacks import foreign_experts, stacks_of
+
+# Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
+# weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
+# checkpoints keep them too.
+DEFAULT_SKIP = (
+    *("lm_head", "gate", "router", "shared_expert_gate"),
+    *("gating", "w_gate", "moe_router", "router_gate"),
+    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
+)
+
+# Names of heads in models with layers, outside of these; within, an `output` is a projection.
+HEADS = (
+    *("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs"),
+    *("readout", "proj_out"),
+)
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+Modules = Mapping[str, nn.Module]
+
+
+def matches(name: str, part: str) -> bool:
+    """Whether part names it or what it lies in: a dotted piece, or a pattern (fnmatch) of all."""
+    return f".{part}." in f".{name}." or fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' `Conv1D`: a linear with weight [in, out], as GPT-2 has it."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """One that can be swapped: its weight is a parameter, and there already."""
+    weight = module._parameters.get("weight") if _is_plain_kind(module) else None
+    return weight is not None and not is_lazy(weight)
+
+
+def _is_plain_kind(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def can_swap(module: nn.Module) -> bool:
+    return is_linear(module) or stacks_of(module) is not None
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
+
+
+def reasons(modules: Modules) -> dict[str, str]:
+    """Name -> why it stays, of each linear and experts module that does.
+
+    modules: of the whole model, by `named_modules(remove_duplicate=False)`.
+    """
+    found: dict[str, str] = {}
+    for rule in _RULES:
+        for name, why in rule(modules):
+            found.setdefault(name, why)
+    return found
+
+
+def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
+    has_layers = any(is_linear(m) and _in_layer(name, modules) for name, m in modules.items())
+    taken = {width for module in modules.values() for width in _taken(module)}
+    for name, module in modules.items():
+        if not can_swap(module):
+            continue
+        part = next((part for part in DEFAULT_SKIP if matches(name, part)), None)
+        is_outside = is_linear(module) and not _in_layer(name, modules)
+        if part is None and is_outside and (has_layers or widths(module)[1] not in taken):
+            part = next((part for part in HEADS if part in name.split(".")), None)
+        if part is not None:
+            yield name, f"called {part}"
+
+
+def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What no FP8 module can stand for."""
+    for name, module in modules.items():
+        kind, parent = type(module).__name__, modules.get(_parent(name))
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            if not isinstance(module, FP8Linear):
+                yield name, f"a subclass of nn.Linear ({kind})"
+        elif _is_plain_kind(module) and not is_linear(module):
+            yield name, "its weight is no parameter, or not there yet"
+        elif isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            if is_linear(module):
+                yield name, f"its weight is read by nn.{type(parent).__name__}"
+        elif stacks_of(module) is None and (shape := foreign_experts(name, module)):
+            yield name, f"experts of another make ({kind}, {list(shape)})"
+
+
+def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What models say of themselves, and what shares its weight with an embedding."""
+    embedded = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    heads: set[int] = set()
+    for module in modules.values():
+        get_head = getattr(module, "get_output_embeddings", None)
+        if callable(get_head):
+            heads.add(id(asked(get_head)))
+    for name, module in modules.items():
+        if is_linear(module):
+            if id(module) in heads:
+                yield name, "the output embedding"
+            elif id(module.get_parameter("weight")) in embedded:
+                yield name, "tied to an embedding"
+
+
+def asked(ask: Callable[[], Any]) -> Any:
+    """What a model says of itself, or None of one that has no such thing."""
+    try:
+        return ask()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
+    """What models that also see or hear have beside their language model; checkpoints keep it."""
+    model = modules[""]
+    get_decoder = getattr(model, "get_decoder", None)
+    if getattr(getattr(model, "config", None), "text_config", None) is None or not get_decoder:
+        return
+    decoder = asked(get_decoder)
+    text = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    for name, module in modules.items():
+        if text and can_swap(module) and id(module) not in text:
+            yield name, "not of the language model"
+
+
+def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
+    """transformers' list of what its forward expects in FP32."""
+    for prefix, model in modules.items():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            for part in getattr(model, attribute, None) or ():
+                for name in _below(modules, prefix):
+                    inner = name.removeprefix(prefix).lstrip(".")
+                    if can_swap(modules[name]) and f".{part}." in f".{inner}.weight.":
+                        yield name, f"{type(model).__name__} keeps {part} in FP32"
+
+
+def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
+    """Linears with as many outputs as there are experts beside them, or one more; or with one."""
+    outputs = {name: widths(module)[1] for name, module in modules.items() if is_linear(module)}
+    for name, width in outputs.items():
+        if width == 1:
+            yield name, "a gate or a score: it gives one number"
+    neighbours: dict[str, list[str]] = {}
+    for name in outputs:
+        neighbours.setdefault(_parent(name), []).append(name)
+    for container, module in modules.items():
+        num_experts = _num_experts(container, module) if container else 0
+        if not num_experts:
+            continue
+        home = _parent(container)
+        is_list = isinstance(module, _LISTS) and "expert" not in container.rpartition(".")[2]
+        around = neighbours.get(_parent(home), []) if home else []
+        beside = neighbours.get(home, []) if is_list else [*_below(outputs, home), *around]
+        for name in beside:
+            inner = name.removeprefix(_parent(home) if name in around else home)
+            if outputs[name] in (num_experts, num_experts + 1) and not _is_other(inner):
+                yield name, f"a router: {outputs[name]} outputs for {num_experts} experts"
+
+
+def _is_other(name: str) -> bool:
+    """Whether it lies in experts, or in attention, where widths may be as many by chance."""
+    return any(word in name.lower() for word in ("expert", "attn", "attention"))
+
+
+def _num_experts(name: str, module: nn.Module) -> int:
+    """How many experts `module` holds, in stacks or one by one; 0 if it holds none."""
+    if isinstance(module, GroupedExperts):
+        return module.num_experts
+    if stacks := stacks_of(module):
+        return len(stacks.down)
+    if isinstance(module, _LISTS):
+        return len(module) if len(module) > 1 else 0
+    shape = foreign_experts(name, module)
+    return shape[0] if shape else 0
+
+
+def _readers(modules: Modules) -> Iterator[tuple[str, str]]:
+    """Linears and experts whose weights, or their dtype, the forward of another module reads."""
+    for prefix, module in modules.items():
+        kind: Any = type(module)
+        for chain in read_weights(kind):
+            for name in _named(f"{prefix}.{chain}" if prefix else chain, modules):
+                yield name, f"{type(module).__name__} reads its weight"
+
+
+def _named(chain: str, modules: Modules) -> Iterator[str]:
+    """chain: a name, in which * stands for one element of a list."""
+    if "*" not in chain:
+        names = [chain] if chain in modules else []
+    else:
+        pattern = re.compile(re.escape(chain).replace(r"\*", "[^.]+"))
+        names = [name for name in modules if pattern.fullmatch(name)]
+    return (name for name in names if can_swap(modules[name]))
+
+
+def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
+    """The last linears of a model, if nothing in it takes as many numbers as they give."""
+    if sum(bool(module._parameters) for module in modules.values()) < 2:
+        return  # a linear alone is no head
+    taken = {width for module in modules.values() for width in _taken(module)}
+    linears = [name for name, module in modules.items() if is_linear(module)]
+    for name in reversed(linears):
+        if widths(modules[name])[1] in taken or _in_layer(name, modules):
+            return
+        yield name, "a head: nothing takes what it gives"
+
+
+def _taken(module: nn.Module) -> Iterator[int]:
+    """Widths that a module can take."""
+    if isinstance(module, FP8Linear):
+        yield module.in_features
+    elif isinstance(module, GroupedExperts):
+        yield module.hidden_size
+    elif is_linear(module):
+        yield widths(module)[0]
+    elif stacks := stacks_of(module):
+        yield stacks.down.shape[1]
+    elif not isinstance(module, nn.Embedding):
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and not is_lazy(weight) and weight.ndim > 0:
+            yield weight.shape[min(1, weight.ndim - 1)]
+
+
+def _in_layer(name: str, modules: Modules) -> bool:
+    """Whether name lies within an element of a list of modules, experts excepted."""
+    above = _parent(name)
+    while above:
+        home = _parent(above)
+        is_list = isinstance(modules.get(home), nn.ModuleList | nn.Sequential)
+        if is_list and "expert" not in home.rpartition(".")[2]:
+            return True
+        above = home
+    return False
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _below(modules: Iterable[str], prefix: str) -> Iterable[str]:
+    return (name for name in modules if not prefix or name.startswith(f"{prefix}."))
+
+
+_RULES = (
+    _other_makes,
+    _output_embeddings,
+    _beside_text,
+    _in_fp32,
+    _by_name,
+    _routers,
+    _readers,
+    _heads,
+)

@@ -1,0 +1,133 @@
+"""Experts modules whose weights lie in stacks, and what they say of themselves.
+
+E experts, H hidden, I intermediate.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...functional.experts import swiglu
+from ..experts import GroupedExperts
+
+STACKS = ("gate_up_proj", "down_proj")
+
+# What transformers says of an experts module, where it is as `GroupedExperts` is.
+_FLAGS = {
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_bias": False,
+    "has_gate": True,
+    "has_post_expert_norm": False,
+}
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What an experts module holds, without a copy. names: of the parameters.
+
+    gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
+    """
+
+    gate_up: tuple[torch.Tensor, ...]
+    down: torch.Tensor
+    names: tuple[str, ...]
+
+    def fused(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a copy where gate and up lie apart."""
+        is_fused = len(self.gate_up) == 1
+        return self.gate_up[0] if is_fused else torch.cat(self.gate_up, dim=1), self.down
+
+
+def stacks_of(module: nn.Module) -> Stacks | None:
+    """The stacks of an experts module of a known make, else None; their shapes are not checked."""
+    if isinstance(module, GroupedExperts):
+        return None
+    weights: list[Any] = [getattr(module, name, None) for name in STACKS]
+    if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
+        return Stacks((weights[0],), weights[1], STACKS)
+    return _dbrx_stacks(module)
+
+
+def _dbrx_stacks(module: nn.Module) -> Stacks | None:
+    """DBRX: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
+    num_experts = getattr(module, "num_experts", None)
+    home, names = getattr(module, "mlp", None), ("w1", "v1", "w2")
+    weights: list[Any] = [getattr(home, name, None) for name in names]
+    if type(num_experts) is not int or not all(
+        isinstance(w, torch.Tensor) and w.ndim == 2 and w.shape == weights[0].shape for w in weights
+    ):
+        return None
+    if num_experts < 1 or weights[0].shape[0] % num_experts:
+        return None
+    gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in weights)
+    return Stacks((gate, up), down.transpose(1, 2), tuple(f"mlp.{name}" for name in names))
+
+
+def flags_problem(module: nn.Module) -> str | None:
+    """What transformers says of `module` that `GroupedExperts` is not."""
+    for attribute, wanted in _FLAGS.items():
+        if getattr(module, attribute, wanted) != wanted:
+            return f"must have {attribute} = {wanted}, got {not wanted}"
+    return None
+
+
+def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
+    extra = set(module.state_dict()) - set(stacks.names)
+    if extra:
+        return (
+            f"must have no parameters but {' and '.join(stacks.names)}, and no buffers that are "
+            f"saved, got {sorted(extra)}"
+        )
+    gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
+    gate_up[1] *= len(stacks.gate_up)
+    if gate_up != [down[0], 2 * down[2], down[1]]:
+        return (
+            f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
+        )
+    return None
+
+
+def stated_limits(module: nn.Module) -> list[float]:
+    """Where a module may say at what it clamps gate and up."""
+    stated: list[Any] = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
+    return [x for x in stated if type(x) in (int, float) and math.isfinite(x)]
+
+
+def swiglu_limits(module: nn.Module) -> list[float | None]:
+    """The limits with which SwiGLU is what `module` makes of gate and up; none if it is not.
+
+    Its `_apply_gate` or `act_fn` is asked, not its forward.
+    """
+    grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
+    gate, up = torch.meshgrid(grid, grid, indexing="ij")
+    came = _gated(module, gate, up)
+    return [
+        limit
+        for limit in (None, *stated_limits(module))
+        if came is not None
+        and torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
+    ]
+
+
+def _gated(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
+    """What the module makes of gate and up: asked, not guessed from a class name."""
+    apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    if callable(apply_gate):
+        concatenated = getattr(module, "is_concatenated", True)
+        pair = (gate, up) if concatenated else (torch.stack((gate, up), dim=-1).flatten(-2),)
+        return apply_gate(torch.cat(pair, dim=-1))
+    return act_fn(gate) * up if callable(act_fn) else None
+
+
+def foreign_experts(name: str, module: nn.Module) -> Sequence[int]:
+    """The shape of a stack of experts of another make that `module` itself holds, else ()."""
+    is_expert = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    if not is_expert or isinstance(module, GroupedExperts):
+        return ()
+    shapes = (tuple(w.shape) for w in module._parameters.values() if w is not None and w.ndim == 3)
+    return max(shapes, default=())

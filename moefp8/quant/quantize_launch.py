@@ -1,0 +1,174 @@
+"""Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU.
+
+A launch is prepared once for each shape, layout and stream; after that, a call writes its addresses
+and makes one call of the driver.
+"""
+
+import ctypes
+import threading
+from ctypes import c_int64, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.divisor import Divisor
+from ..kernels.common.inputs import INPUTS
+from ..kernels.jit import Kernel, Launch, current_stream, load
+
+_SOURCE = Path(__file__).with_name("quantize.cu")
+_VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
+_MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` in quantize.cu."""
+
+    _fields_ = (
+        *(("x", c_void_p), ("data", c_void_p), ("scale_inv", c_void_p)),
+        *(("matrix_bytes", c_int64), ("row_bytes", c_int64), ("k", c_int64), ("pitch", c_int64)),
+        *(("num_matrices", c_uint32), ("num_rows", c_uint32)),
+        *(("num_k_blocks", Divisor), ("num_row_tiles", Divisor), ("ue8m0", c_uint32)),
+    )
+
+
+class Cut(NamedTuple):
+    """How a kernel is cut: `lanes` threads hold `rows` rows of a block, a CTA has `threads`."""
+
+    rows: int
+    lanes: int
+    threads: int
+
+
+_FEW_ROWS = Cut(1, 16, 128)  # few elements for each thread: many SMs work
+# 9.5 instructions for each BF16 element, `_FEW_ROWS` takes 20 (SASS); an H200 issues 20 while the
+# bytes of one element move. 128 B are in flight for each thread.
+_MANY_ROWS = Cut(4, 8, 128)
+BLOCK_ROWS = Cut(128, 256, 256)  # 128x128: a CTA holds a block
+_THREADS_PER_SM = 2048
+
+
+def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
+    """For `num_rows` rows, of all matrices together."""
+    num_threads = num_rows * num_k_blocks * _FEW_ROWS.lanes
+    if num_threads > num_sms * _THREADS_PER_SM:
+        return _MANY_ROWS
+    share = round_up(ceil_div(num_threads, num_sms), 32)
+    return _FEW_ROWS._replace(threads=min(_FEW_ROWS.threads, share))
+
+
+def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
+    """vectorized: elements lie such that eight can be loaded at once."""
+    flag = str(vectorized).lower()
+    if cut == BLOCK_ROWS:
+        return Kernel(_SOURCE, f"quantize_128x128_kernel<{INPUTS[dtype]}, {flag}>")
+    return Kernel(
+        _SOURCE, f"quantize_1x128_kernel<{INPUTS[dtype]}, {cut.rows}, {cut.lanes}, {flag}>"
+    )
+
+
+def kernels_of(dtype: torch.dtype) -> list[Kernel]:
+    """All kernels that inputs of this dtype can need."""
+    cuts = (_FEW_ROWS, _MANY_ROWS, BLOCK_ROWS)
+    return [kernel_of(cut, dtype, vectorized) for cut in cuts for vectorized in (True, False)]
+
+
+def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
+    """Those of 1x128 for up to `max_rows` rows, which may lie anywhere."""
+    cuts = dict.fromkeys((_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms)))
+    flags = (True, False) if k % 8 == 0 else (False,)
+    return list({kernel_of(cut, dtype, flag): None for cut in cuts for flag in flags})
+
+
+class _Prepared(NamedTuple):
+    """A launch whose addresses are written into `arguments` right before it is made."""
+
+    launch: Launch
+    arguments: _Arguments
+
+
+class _OfThread(threading.local):
+    """What this thread has prepared; no other thread may write into its arguments meanwhile."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[Any, ...], _Prepared] = {}
+
+
+_of_thread = _OfThread()
+_MAX_PREPARED = 4096  # then all is forgotten: shapes that come and go must not fill the memory
+
+
+def launch_quantize(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    ue8m0: bool,
+    *,
+    programmatic: bool,
+    cut: Cut | None,
+) -> None:
+    """Quantize x, which has elements, into data and scale_inv: one kernel on the current stream.
+
+    programmatic: it may be launched before the stream's previous kernel ends, and then waits.
+    cut: `BLOCK_ROWS` for 128x128 blocks, any other for 1x128; None: `cut_1x128` chooses.
+    """
+    x = _readable(x)
+    device_index, address = x.get_device(), x.data_ptr()
+    stream = current_stream(device_index)
+    place = device_index, stream, address % _VECTOR_BYTES
+    key = (x.shape, x.stride(), x.dtype, ue8m0, programmatic, cut, place)
+    prepared = _of_thread.prepared.get(key)
+    if prepared is None:
+        if len(_of_thread.prepared) >= _MAX_PREPARED:
+            _of_thread.prepared.clear()
+        prepared = _prepare(x, scale_inv, ue8m0, programmatic, cut, stream)
+        _of_thread.prepared[key] = prepared
+    launch, arguments = prepared
+    arguments.x, arguments.data = address, data.data_ptr()
+    arguments.scale_inv = scale_inv.data_ptr()
+    launch.on(device_index)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x as at most three axes, the last one contiguous; a copy only where strides cannot say it."""
+    if x.ndim > 3:
+        x = x.flatten(0, -3)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _prepare(
+    x: torch.Tensor,
+    scale_inv: torch.Tensor,
+    ue8m0: bool,
+    programmatic: bool,
+    cut: Cut | None,
+    stream: int,
+) -> _Prepared:
+    x = x[(None,) * (3 - x.ndim)]
+    num_matrices, num_rows, k = x.shape
+    matrix_bytes, row_bytes, _ = (stride * x.element_size() for stride in x.stride())
+    num_k_blocks = num_blocks(k)
+    if cut is None:
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, num_sms)
+    num_row_tiles = ceil_div(num_rows, cut.rows)
+    num_tiles = num_matrices * num_row_tiles * num_k_blocks
+    if max(num_tiles, num_rows) > _MAX_TILES:
+        raise ValueError(
+            f"quantize: one call takes at most {_MAX_TILES} rows and tiles, got {list(x.shape)}, "
+            f"{num_tiles} tiles; split the tensor"
+        )
+    arguments = _Arguments(
+        *(None, None, None, matrix_bytes, row_bytes, k, scale_inv.stride(-1)),
+        *(num_matrices, num_rows, Divisor.of(num_k_blocks), Divisor.of(num_row_tiles), ue8m0),
+    )
+    vectorized = k % 8 == 0 and not any(
+        step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)
+    )
+    function = load(kernel_of(cut, x.dtype, vectorized), x.get_device())
+    grid = ceil_div(num_tiles * cut.lanes, cut.threads)
+    launch = Launch(
+        function, grid, cut.threads, (arguments,), stream=stream, programmatic=programmatic
+    )
+    return _Prepared(launch, arguments)

@@ -1,0 +1,109 @@
+"""Launch `combine.cu`, the weighted sum of each token's rows, on a Hopper GPU.
+
+T tokens, k choices each, H hidden, R rows.
+"""
+
+import ctypes
+from ctypes import c_int64, c_uint32, c_void_p
+from pathlib import Path
+
+import torch
+
+from ..kernels.common.blocks import ceil_div
+from ..kernels.common.divisor import Divisor
+from ..kernels.common.inputs import INPUTS
+from ..kernels.jit import Kernel, Launch, load
+
+_OP = "combine"
+_SOURCE = Path(__file__).with_name("combine.cu")
+_COLUMNS = 8  # of a thread: 16 B of BF16
+_VECTOR_BYTES = 16
+_MAX_UNITS = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` in combine.cu."""
+
+    _fields_ = (
+        *(("y", c_void_p), ("y_row_bytes", c_int64), ("token_to_row", c_void_p)),
+        *(("weights", c_void_p), ("weight_token_bytes", c_int64)),
+        *(("weight_choice_bytes", c_int64), ("out", c_void_p)),
+        *(("num_tokens", c_uint32), ("top_k", c_uint32), ("hidden_size", c_uint32)),
+        ("units", Divisor),
+    )
+
+
+def threads_of(num_units: int, num_sms: int) -> int:
+    """Of a CTA; few where there are few, so that many SMs work."""
+    return next((n for n in (256, 128, 64) if num_units >= n * num_sms), 32)
+
+
+def kernel_of(weights_dtype: torch.dtype, vectorized: bool) -> Kernel:
+    """vectorized: the result lies such that eight elements can be stored at once."""
+    return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
+
+
+def kernels_of() -> list[Kernel]:
+    """All kernels that a combine can need."""
+    return [kernel_of(dtype, vectorized) for dtype in INPUTS for vectorized in (True, False)]
+
+
+def prepare_combine(
+    device_index: int,
+    *,
+    y: int,
+    y_row_pitch: int,
+    token_to_row: int,
+    weights: int,
+    weights_dtype: torch.dtype,
+    weight_strides: tuple[int, int],
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    out: int,
+    stream: int,
+    num_sms: int,
+    programmatic: bool = False,
+) -> Launch:
+    """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine`.
+
+    Addresses are ints.
+
+    Args:
+        y: bf16 [R, H]; the address is a multiple of 16 and `y_row_pitch`, in elements, of 8. What
+            lies behind the end of a row, up to its next multiple of 8, is read too.
+        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
+        weights: [T, k] of weights_dtype; strides in elements.
+        out: bf16 [T, H], contiguous; T and H at least 1.
+        programmatic: it may be launched before the stream's previous kernel ends. It waits before
+            it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
+
+    Raises:
+        ValueError: `y` is not aligned, or there are more elements than a kernel counts.
+        JitError: it cannot be compiled or loaded.
+    """
+    if y % _VECTOR_BYTES or y_row_pitch % _COLUMNS or y_row_pitch < hidden_size:
+        raise ValueError(
+            f"{_OP}: rows of y must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
+            f"{hidden_size}, got address {y:#x} and pitch {y_row_pitch}"
+        )
+    units = ceil_div(hidden_size, _COLUMNS)
+    num_units = num_tokens * units
+    if num_units > _MAX_UNITS:
+        raise ValueError(
+            f"{_OP}: one call takes at most {_MAX_UNITS} times {_COLUMNS} columns, got "
+            f"T = {num_tokens} and H = {hidden_size}; split the tokens"
+        )
+    weight_bytes = (stride * weights_dtype.itemsize for stride in weight_strides)
+    arguments = _Arguments(
+        *(y, y_row_pitch * torch.bfloat16.itemsize, token_to_row, weights, *weight_bytes),
+        *(out, num_tokens, top_k, hidden_size, Divisor.of(units)),
+    )
+    vectorized = hidden_size % _COLUMNS == 0 and out % _VECTOR_BYTES == 0
+    threads = threads_of(num_units, num_sms)
+    return Launch(
+        load(kernel_of(weights_dtype, vectorized), device_index),
+        *(ceil_div(num_units, threads), threads, (arguments,)),
+        stream=stream,
+        programmatic=programmatic,
+    )

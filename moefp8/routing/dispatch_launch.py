@@ -1,0 +1,226 @@
+"""Launch `dispatch.cu`: plan, quantize and dispatch tokens on a Hopper GPU.
+
+T tokens, k choices each, E experts, H hidden, R rows.
+"""
+
+import ctypes
+from ctypes import c_int64, c_uint32, c_void_p
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.divisor import Divisor
+from ..kernels.common.inputs import INPUTS
+from ..kernels.jit import Kernel, Launch, load
+from .plan_launch import (
+    MAX_CHOICES,
+    MAX_THREADS,
+    WARP,
+    Routing,
+    num_slots_of,
+    routing_of,
+    shared_bytes,
+)
+
+_OP = "dispatch"
+_SOURCE = Path(__file__).with_name("dispatch.cu")
+_VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
+_LANES = 8  # that hold a block of 128 elements
+_COUNT_THREADS = 128
+_MANY_CHOICES = 2**13  # more than that many take longer to count for each CTA than a kernel does
+_MIN_BLOCKS = 8  # of a CTA: one with fewer would plan more than it quantizes
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` in dispatch.cu."""
+
+    _fields_ = (
+        *(("routing", Routing), ("x", c_void_p), ("x_row_bytes", c_int64)),
+        *(("rows", c_void_p), ("row_pitch", c_int64), ("row_scales", c_void_p)),
+        *(("scale_pitch", c_uint32), ("hidden_size", c_uint32), ("num_k_blocks", c_uint32)),
+        *(("part_blocks", c_uint32), ("num_parts", c_uint32), ("group", c_uint32)),
+        *(("parts", Divisor), ("in_group", Divisor)),
+        *(("num_chunks", c_uint32), ("counts", c_void_p), ("zeros", c_void_p)),
+    )
+
+
+class Cut(NamedTuple):
+    """How the kernels are cut.
+
+    tokens: of a chunk.
+    k_blocks: of each of its tokens, that a CTA owns.
+    group: of k-blocks, that all tokens of the chunk have behind them before the next ones begin.
+    threads: of a CTA.
+    is_counted: whether a kernel before counts the choices of each chunk.
+    """
+
+    tokens: int
+    k_blocks: int
+    group: int
+    threads: int
+    is_counted: bool
+
+
+def cut_dispatch(
+    num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
+) -> Cut:
+    """About one CTA for each SM: it has a chunk of tokens, or of few tokens only a part."""
+    chunk = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
+    parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
+    k_blocks = ceil_div(num_k_blocks, max(1, parts))
+    at_once = max(1, MAX_THREADS // _LANES // chunk)
+    group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
+    num_choices = num_tokens * top_k
+    threads = max(round_up(chunk * group * _LANES, WARP), min(num_choices // 2, 512))
+    is_counted = _is_counted(num_choices, num_experts)
+    threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, WARP))
+    return Cut(chunk, k_blocks, group, threads, is_counted)
+
+
+def _is_counted(num_choices: int, num_experts: int) -> bool:
+    return num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
+
+
+def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
+    """vectorized: elements lie such that eight can be loaded at once."""
+    flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
+    return Kernel(_SOURCE, f"dispatch_kernel<{INPUTS[dtype]}, {flags}>")
+
+
+def count_kernel_of(*, masked: bool) -> Kernel:
+    return Kernel(_SOURCE, f"count_kernel<{str(masked).lower()}>")
+
+
+def kernels_of(dtype: torch.dtype) -> list[Kernel]:
+    """All kernels that inputs of this dtype can need."""
+    flags = (True, False)
+    return [
+        *(count_kernel_of(masked=masked) for masked in flags),
+        *(
+            kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
+            for vectorized, masked, is_counted in product(flags, repeat=3)
+        ),
+    ]
+
+
+def needed_kernels(
+    dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
+) -> list[Kernel]:
+    """Those of up to `max_choices` choices; tokens may lie anywhere."""
+    found = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
+    for vectorized in (True, False) if hidden_size % 8 == 0 else (False,):
+        for is_counted in (True, False) if found else (False,):
+            flags = {"vectorized": vectorized, "masked": masked, "is_counted": is_counted}
+            found.append(kernel_of(dtype, **flags))
+    return found
+
+
+def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Of the memory that `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
+    num_places = num_tokens * round_up(top_k, 4)
+    num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
+    return num_chunks * num_slots_of(num_experts) * 2
+
+
+def prepare_dispatch(
+    device_index: int,
+    *,
+    x: int,
+    x_dtype: torch.dtype,
+    x_row_stride_bytes: int,
+    ids: int,
+    id_bytes: int,
+    id_strides: tuple[int, int],
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    max_m: int | None,
+    rows: int,
+    row_pitch: int,
+    row_scales: int,
+    scale_pitch: int,
+    expert_offsets: int,
+    tokens_per_expert: int,
+    token_to_row: int,
+    zeros: int,
+    stream: int,
+    num_sms: int,
+    counts: int,
+    programmatic: bool = False,
+) -> tuple[Launch, ...]:
+    """Quantize every token once, as `quantize_1x128`, into its rows; and the plan.
+
+    Addresses are ints. One kernel, or of many tokens two, of which the first counts choices.
+
+    Args:
+        x: [T, H] of x_dtype, T and H at least 1.
+        ids: [T, k] of `id_bytes` 4 or 8; strides in elements. One out of range has no row.
+        max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
+        rows: e4m3 [R, H]; address and `row_pitch`, in bytes, are multiples of 16. What lies behind
+            the end of a row, up to its next multiple of 16, may be written too.
+        row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
+            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
+        expert_offsets, tokens_per_expert, token_to_row: int32 [E + 1], [E], [T, k], contiguous.
+        zeros: int32 [2], which become zeros: counters of the kernels that follow.
+        counts: `most_count_bytes` of memory, at a multiple of 4.
+        programmatic: it may be launched before the stream's previous kernel ends, and then waits.
+
+    Raises:
+        ValueError: more choices, rows or scales than a kernel counts, or rows that are not aligned.
+        JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
+    """
+    num_k_blocks = num_blocks(hidden_size)
+    if (rows | row_pitch) % _VECTOR_BYTES or row_pitch < hidden_size:
+        raise ValueError(
+            f"{_OP}: rows must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
+            f"{hidden_size}, got address {rows:#x} and pitch {row_pitch}"
+        )
+    num_scales = num_k_blocks * scale_pitch * (1 if max_m is None else num_experts)
+    if num_scales >= 2**31:
+        raise ValueError(f"{_OP}: one call takes fewer than 2**31 scales, got {num_scales}")
+    cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
+    routing = routing_of(
+        *(_OP, cut.tokens),
+        ids=ids,
+        id_bytes=id_bytes,
+        id_strides=id_strides,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        max_m=max_m,
+        tokens_per_expert=tokens_per_expert,
+        expert_offsets=expert_offsets,
+        token_to_row=token_to_row,
+        num_warps=cut.threads // WARP if cut.is_counted and max_m is None else 0,
+    )
+    parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
+    arguments = _Arguments(
+        *(routing, x, x_row_stride_bytes, rows, row_pitch, row_scales, scale_pitch),
+        *(hidden_size, num_k_blocks, cut.k_blocks, parts, cut.group),
+        *(Divisor.of(parts), Divisor.of(cut.tokens * cut.group), num_chunks, counts, zeros),
+    )
+    vectorized = hidden_size % 8 == 0 and not (x | x_row_stride_bytes) % _VECTOR_BYTES
+    masked = max_m is not None
+    kernel = kernel_of(x_dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
+    shared = shared_bytes(routing, 2 if masked else 1)
+    dispatch = Launch(
+        load(kernel, device_index),
+        *(num_chunks * parts, cut.threads, (arguments,)),
+        stream=stream,
+        shared_bytes=shared,
+        programmatic=programmatic or cut.is_counted,
+    )
+    if not cut.is_counted:
+        return (dispatch,)
+    count = Launch(
+        load(count_kernel_of(masked=masked), device_index),
+        *(num_chunks, _COUNT_THREADS, (arguments,)),
+        stream=stream,
+        shared_bytes=shared,
+        programmatic=programmatic,
+    )
+    return count, dispatch

@@ -1,0 +1,91 @@
+"""The benchmark of choices without a GPU: what it calls, and that it leaves nothing changed."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import moe_choices
+from benchmarks.moe_cases import Model, random_experts
+from moefp8.functional import experts_launch, experts_prepare
+from moefp8.layers import moe
+
+SMALL = Model("small", 5, 3, 256, 128)
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch):
+    """A small model on the CPU; timers that call once and count."""
+
+    def many(calls, repeats):
+        return {name: float(len(calls[name]())) for name in calls}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(moe_choices, "circumstances", lambda: {"commit": "abc"})
+    monkeypatch.setattr(moe_choices, "MODEL", SMALL)
+    monkeypatch.setattr(moe_choices, "LONG_TOKENS", 60)
+    monkeypatch.setattr(moe_choices, "MANY_TOKENS", 20)
+    monkeypatch.setattr(moe_choices, "random_experts", lambda m: random_experts(m, device="cpu"))
+    monkeypatch.setattr(moe_choices, "layer_us_many", many)
+    monkeypatch.setattr(moe_choices, "device_us", lambda call, repeats: len(call()) * 1e3)
+    monkeypatch.setattr(moe_choices, "captured", lambda call: call)
+    monkeypatch.setattr(moe_choices, "graph_us_many", many)
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_from_end_to_end(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "choices.json"
+    monkeypatch.setattr(sys, "argv", ["moe_choices", "--out", str(out)])
+    moe_choices.main()
+    results = json.loads(out.read_text())
+    assert (results["commit"], results["model"]) == ("abc", "small")
+    rows = {(row.pop("what"), row.pop("tokens")): row for row in results["rows"]}
+    assert rows["layouts, us", 128] == {"auto": 128, "contiguous": 128, "masked": 128}
+    assert rows["a long prompt", 60] == {"ms": 60, "GiB above": 2, "same bits": True}
+    assert rows["tiles, us", 1024] == {"counter": 1024, "every n-th": 1024}
+    assert rows["shared experts in a graph, us", 16] == {"beside": 16, "behind": 16}
+    assert rows["shared experts, us", 20] == {"one op": 20, "three linears": 20}
+    assert rows["router, us", 1] == {"router": 2}  # the result is a pair
+    printed = capsys.readouterr().out
+    assert "a long prompt                      60 tokens: ms 60.0, GiB above 2.0, same" in printed
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_what_is_changed_for_a_call_is_changed_back(monkeypatch):
+    """Also if the call fails."""
+    seen = []
+
+    def call():
+        seen.append((experts_prepare.takes_tiles, moe._FEW_TOKENS))
+        raise RuntimeError
+
+    before = experts_prepare.takes_tiles, moe._FEW_TOKENS
+    few = moe_choices._with(moe, "_FEW_TOKENS", 0, call)
+    with pytest.raises(RuntimeError):
+        moe_choices._with(experts_prepare, "takes_tiles", None, few)()
+    assert seen == [(None, 0)]
+    assert before == (experts_prepare.takes_tiles, moe._FEW_TOKENS)
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_each_way_to_take_tiles_has_launches_of_its_own(monkeypatch):
+    kept = []
+
+    def many(calls, repeats):
+        for call in (*calls.values(), *calls.values()):
+            call()
+        return dict.fromkeys(calls, 1.0)
+
+    def run(case):
+        experts_launch._prepared.setdefault("takes", experts_prepare.takes_tiles())
+        kept.append(experts_launch._prepared["takes"])
+
+    monkeypatch.setattr(moe_choices, "layer_us_many", many)
+    monkeypatch.setattr(moe_choices.Case, "run", run)
+    list(moe_choices.counters(random_experts(SMALL, device="cpu")))
+    assert kept == [True, False, True, False] * 3
+    assert "takes" not in experts_launch._prepared

@@ -1,0 +1,400 @@
+"""`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_checkpoint import write_small_checkpoint
+
+import moefp8
+from moefp8 import FP8Linear, GroupedExperts, TopKRouter
+from moefp8.checkpoint import CheckpointError, fp8_layers
+from moefp8.cli import bench, info, inspect, precompile, quantize
+from moefp8.cli.main import main, script
+from moefp8.kernels import jit
+from moefp8.kernels.gemm import tuned
+from moefp8.kernels.jit import cache
+from moefp8.layers.moe import SharedExperts
+from moefp8.precompile import layers as ahead
+from moefp8.progress import Progress
+from tests.gpu import on_gpu
+from tests.kernels.jit.cases import CUBIN
+
+FAMILIES = "deepseek_v3", "qwen3_moe"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param) / "fp8"
+    write_small_checkpoint(directory, request.param)
+    return directory
+
+
+E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
+
+
+def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
+    """A file of zeros, of dtypes that PyTorch has or not."""
+    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
+    header, end = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
+
+
+def test_it_runs_as_a_module(tmp_path):
+    command = [sys.executable, "-m", "moefp8", "info"]
+    environment = {**os.environ, "MOEFP8_CACHE_DIR": str(tmp_path / "none")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    topics = [line.split()[0] for line in done.stdout.splitlines()]
+    for topic in ("moefp8", "driver", "GPU", "CPU", "compiler", "cache", "setting", "so"):
+        assert topic in topics
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("prog", ["moefp8", "python -m moefp8"])
+def test_without_a_command_it_tells_which_there_are(prog, capsys):
+    assert main([], prog) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"usage: {prog} ")
+    assert f"{prog} COMMAND --help" in told.err
+    for command in (info, inspect, precompile, quantize, bench):
+        assert command.__doc__.partition("\n")[0][:40] in told.err
+
+
+def test_both_ways_to_call_it_name_themselves_and_the_version(monkeypatch, capsys):
+    for call, prog in ((script, "moefp8"), (main, "python -m moefp8")):
+        for option, wanted in (("--version", f"moefp8 {moefp8.__version__}\n"), ("-h", prog)):
+            monkeypatch.setattr(sys, "argv", ["of no matter", option])
+            with pytest.raises(SystemExit) as ended:
+                call()
+            assert ended.value.code == 0
+            assert capsys.readouterr().out.removeprefix("usage: ").startswith(wanted)
+
+
+def test_the_version_of_the_module():
+    command = [sys.executable, "-m", "moefp8", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"moefp8 {moefp8.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [["nothing"], ["precompile"], ["quantize", "x"]])
+def test_wrong_usage_ends_with_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "usage: python -m moefp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [info, inspect, precompile, quantize, bench])
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command.__name__.rpartition(".")[2], "--help"])
+    assert ended.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert command.__doc__.partition("\n")[0] in words
+
+
+@pytest.mark.parametrize("argv", [["info"], ["precompile", "nowhere"]])
+def test_it_runs_without_stdout_and_stderr(argv, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(argv) == (argv != ["info"])
+
+
+def test_there_is_no_bar_without_a_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    for shown in (None, True):
+        with Progress("loading", 1, shown=shown) as bar:
+            bar.advance()
+
+
+# info
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_as_json_tells_what_the_cache_holds(tmp_path, capsys):
+    moefp8.precompile(FP8Linear(128, 128, bias=False), 1)
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    num_kernels = len(list((tmp_path / "cache").glob("*.cubin")))
+    assert facts["cache"][0].startswith(f"{tmp_path}/cache: {num_kernels} kernels, ")
+    assert facts["compiler"][0].startswith("nvrtc CL-")
+    if not torch.cuda.is_available():
+        assert facts["so"] == [
+            "everything runs on PyTorch's operations: there is no Hopper GPU that torch can use"
+        ]
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert main(["info"]) == 0
+    assert "cannot be used, so every process compiles anew: others may write" in (
+        capsys.readouterr().out
+    )
+
+
+ODD_CACHES = [
+    ("", "no MOEFP8_CACHE_DIR, and no ~/.cache: Could not determine home directory."),
+    ("~nouser/x", "MOEFP8_CACHE_DIR=~nouser/x: Could not determine home directory."),
+    ("/etc/passwd", "/etc/passwd is no directory"),
+    ("/etc/passwd/x", "Not a directory: '/etc/passwd/x'"),
+    (f"/{'x' * 300}", "File name too long"),
+    ("/private/x", "Permission denied"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "told"), ODD_CACHES)
+@pytest.mark.usefixtures("fresh_jit")
+def test_a_cache_that_cannot_be_is_told_and_done_without(
+    tmp_path, monkeypatch, capsys, chosen, told
+):
+    stat = Path.stat
+
+    def refusing(path: Path, **options) -> os.stat_result:
+        if path.is_relative_to("/private"):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", chosen)
+    checkpoint = headers_only(tmp_path / "x.safetensors", LINEAR)
+    monkeypatch.setattr(ahead, "kernels_of", lambda *_, **__: [])
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "0 kernels, 0.0 MiB" in out
+    assert "cannot be used, so every process compiles anew: " in out
+    assert told in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert main(["precompile", str(checkpoint)]) == 0
+    assert told in capsys.readouterr().out
+    assert jit.read_beside_kernels("x") is None
+    with pytest.warns(UserWarning, match="compiled kernels cannot be kept on disk"):
+        assert cache.cached("key", lambda: CUBIN) is CUBIN
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_info_tells_that_a_bound_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "9" * 5000)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got '99999999999999999999...'" in out
+    assert out.splitlines()[-1].startswith("so ")
+    assert max(map(len, out.splitlines())) < 1100
+
+
+def test_info_tells_that_there_is_no_compiler(monkeypatch, capsys):
+    def none():
+        raise jit.JitError("no usable NVRTC")
+
+    monkeypatch.setattr("moefp8.cli.info.compiler_description", none)
+    assert main(["info"]) == 0
+    assert "compiler no usable NVRTC" in capsys.readouterr().out
+
+
+# precompile
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
+    arguments = ["precompile", str(checkpoint), "--max-tokens", "8"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    num_kernels = int(re.match(r"(\d+) kernels in [\d.]+ s, in ", out)[1])
+    assert out.strip().endswith(str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == num_kernels
+    expected = ahead.kernels_of(fp8_layers(checkpoint), 8, dtype=torch.bfloat16)
+    assert num_kernels == len(expected)
+
+
+def test_a_checkpoint_s_layers_are_those_of_its_model(checkpoint):
+    from generate import load
+
+    model = load(checkpoint, "cpu")
+    found = fp8_layers(checkpoint)
+    assert all(x.is_meta for x in found.parameters())
+
+    def sizes(module) -> set:
+        linears = {(x.out_features, x.in_features) for x in module if isinstance(x, FP8Linear)}
+        experts = {
+            (x.num_experts, x.hidden_size, x.intermediate_size)
+            for x in module
+            if isinstance(x, GroupedExperts)
+        }
+        return linears | experts
+
+    assert sizes(found.modules()) == sizes(model.modules())
+    assert found.top_k == model.config.num_experts_per_tok
+    needed = set(ahead.kernels_of(model, 50))
+    assert needed <= set(ahead.kernels_of(found, 50, dtype=torch.bfloat16))
+    (router,) = (x for x in found if isinstance(x, TopKRouter))
+    is_deepseek = model.config.model_type == "deepseek_v3"
+    assert router.scoring == ("sigmoid" if is_deepseek else "softmax")
+    assert any(isinstance(x, SharedExperts) for x in found) == is_deepseek
+
+
+def test_fused_experts_and_biases_are_found(tmp_path):
+    e4m3 = torch.float8_e4m3fn
+    save_file(
+        {
+            "layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 512, 128).to(e4m3),
+            "layers.0.mlp.experts.gate_up_proj_scale_inv": torch.ones(3, 4, 1),
+            "layers.0.mlp.experts.down_proj": torch.zeros(3, 128, 256).to(e4m3),
+            "layers.0.mlp.experts.down_proj_scale_inv": torch.ones(3, 1, 2),
+            "layers.0.q_proj.weight": torch.zeros(256, 128).to(e4m3),
+            "layers.0.q_proj.weight_scale_inv": torch.ones(2, 1),
+            "layers.0.q_proj.bias": torch.zeros(256, dtype=torch.float16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    found = fp8_layers(tmp_path)
+    (experts,) = (x for x in found if isinstance(x, GroupedExperts))
+    assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (3, 128, 256)
+    (linear,) = (x for x in found if isinstance(x, FP8Linear))
+    assert linear.bias.dtype == torch.float16
+    assert found.top_k is None
+    with pytest.raises(ValueError, match="top_k="):
+        ahead.kernels_of(found, 8)
+    assert set(ahead.kernels_of(fp8_layers(tmp_path, 2), 8)) > set(
+        ahead.kernels_of(found, 8, top_k=2)
+    )
+
+
+SHARED, EXPERT = "m.mlp.shared_experts.down_proj.weight", "m.mlp.experts.0.down_proj.weight"
+MANY = "m.mlp.experts.999999999.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"a.bias": ("F4", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got F4"),
+        ({"a.bias": ("I64", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got I64"),
+        ({SHARED: (E4M3, [8])}, rf"{SHARED} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [8])}, rf"{EXPERT} in .*: must have two dimensions, got \[8\]"),
+        ({EXPERT: (E4M3, [1, 2, 4])}, rf"{EXPERT} in .*: must have two dimensions"),
+        ({MANY: (E4M3, [2**40, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+        ({MANY: (E4M3, [2**62, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
+    ],
+)
+def test_headers_that_no_layer_has(tmp_path, tensors, told):
+    scales = {f"{x}_scale_inv": ("F32", [1]) for x in tensors if x.endswith("weight")}
+    path = headers_only(tmp_path / "x.safetensors", LINEAR | tensors | scales)
+    with pytest.raises(CheckpointError, match=told):
+        fp8_layers(path)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "I8", "F8_E5M2"])
+def test_what_a_load_refuses_is_no_fp8_layer(tmp_path, dtype):
+    tensors = {"b.weight": (dtype, [16, 8]), "b.weight_scale_inv": ("F32", [1, 1])}
+    with pytest.raises(CheckpointError, match="nothing in FP8"):
+        fp8_layers(headers_only(tmp_path / "x.safetensors", tensors))
+    (linear,) = fp8_layers(headers_only(tmp_path / "x.safetensors", LINEAR | tensors))
+    assert linear.out_features == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--num-sms", "-4"], "num_sms must be at least 1, got -4"),
+        (["--num-threads", "0"], "num_threads must be at least 1, got 0"),
+        (["--num-threads", "-3"], "num_threads must be at least 1, got -3"),
+        (["--top-k", "0"], "top_k must be at least 1, got 0"),
+        (["--top-k", "999"], "top_k must be at most the number of experts, which is "),
+    ],
+)
+def test_wrong_sizes_are_one_sentence(checkpoint, capsys, options, told):
+    assert main(["precompile", str(checkpoint), *options]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["precompile", "bench"])
+def test_experts_of_which_nothing_tells_how_many_are_taken(tmp_path, capsys, command):
+    tensors = LINEAR | {EXPERT: (E4M3, [8, 8]), f"{EXPERT}_scale_inv": ("F32", [1, 1])}
+    assert main([command, str(headers_only(tmp_path / "x.safetensors", tensors))]) == 1
+    told = f"{EXPERT}: config.json does not say how many experts a token goes to: --top-k\n"
+    assert capsys.readouterr().err == f"moefp8 {command}: {told}"
+
+
+def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="nothing in FP8"):
+        fp8_layers(tmp_path)
+    assert main(["precompile", str(tmp_path)]) == 1
+    assert main(["precompile", str(tmp_path / "nowhere")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(error.startswith("moefp8 precompile: ") for error in errors)
+
+
+# quantize
+
+
+def test_the_report_of_a_model_that_transformers_knows_is_json(checkpoint, tmp_path):
+    original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "x.json"
+    assert main(["quantize", str(original), str(tmp_path / "q"), "--json", str(report)]) == 0
+    told = json.loads(report.read_text())
+    assert told["weights"]
+    assert all(isinstance(x, str) for x in told["conversion"]["experts"])
+
+
+# bench
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "nothing to time"),
+        (["--linear", "0", "8"], "all sizes must be at least 1"),
+        (["nowhere"], "there is no such file or directory"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_time(argv, told, capsys):
+    assert main(["bench", *argv]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_needs_a_gpu(checkpoint, capsys):
+    assert main(["bench", str(checkpoint), "--tune"]) == 1
+    assert "needs a Hopper GPU" in capsys.readouterr().err
+
+
+@on_gpu
+@pytest.mark.usefixtures("fresh_jit")
+def test_bench_times_and_tunes(tmp_path, capsys):
+    tuned.measured.cache_clear()
+    layers = ["--linear", "512", "1024", "--experts", "8", "2", "256", "128", "--max-tokens", "96"]
+    assert main(["bench", *layers]) == 0
+    out = capsys.readouterr().out
+    assert out.count("tokens") == 2  # a table for each
+    assert not list((tmp_path / "cache").glob("tuned-*"))
+    assert main(["bench", "--tune", *layers]) == 0
+    out = capsys.readouterr().out
+    ratios = [float(x) for x in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)", out, re.MULTILINE)]
+    assert len(ratios) == 12 + 8
+    assert min(ratios) >= 1  # by default, nothing is faster than what was chosen
+    (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.json")
+    assert str(path) in out
+    assert set(map(type, tuned.measured(0).found)) == {tuned.Dense, tuned.Experts}
+    tuned.measured.cache_clear()

@@ -1,0 +1,128 @@
+"""DDP and FSDP around frozen FP8 modules: two ranks come to what one process comes to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import moefp8
+from moefp8 import FP8Linear
+from tests.distributed.data_parallel_cases import RANKS, Tuned
+
+CASES = Path(__file__).with_name("data_parallel_cases.py")
+EXACT = "ddp", "ddp, other seeds", "fsdp1", "fsdp2", "fsdp2, ignored"
+IN_BF16 = "fsdp2, bf16, ignored", "fsdp2, bf16, each"
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, Any]]:
+    """By rank, what each case gave."""
+    folder = tmp_path_factory.mktemp("ranks")
+    root = Path(moefp8.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, str(CASES), str(rank), str(folder)] for rank in range(RANKS)]
+    ranks = [subprocess.Popen(command, env=environment) for command in commands]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def test_training_changes_something(results):
+    alone = results[0]["alone"]
+    for name, after in alone["trained"].items():
+        assert (after - alone["before"][name]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", EXACT)
+def test_two_ranks_train_as_one_process(results, case, rank):
+    came, alone = results[rank][case], results[rank]["alone"]
+    assert torch.equal(came["output"], alone["outputs"][rank])
+    for name, wanted in alone["trained"].items():
+        torch.testing.assert_close(came["trained"][name], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", IN_BF16)
+def test_a_policy_of_bf16_leaves_fp8_alone(results, case, rank):
+    came, alone = results[rank][case], results[rank]["alone"]
+    torch.testing.assert_close(came["output"], alone["outputs"][rank], rtol=0, atol=0.02)
+    for name, wanted in alone["trained"].items():
+        torch.testing.assert_close(came["trained"][name], wanted, rtol=0, atol=3e-4)
+
+
+def test_without_being_told_a_policy_of_bf16_is_an_error(results):
+    error = results[0]["fsdp2, bf16"]  # of FSDP, or of the layer that gets BF16
+    assert "same dtype" in error or "must be float8_e4m3fn, got bfloat16" in error
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_inference(results, rank):
+    assert torch.equal(
+        results[rank]["ddp, inference"]["output"], results[rank]["alone"]["outputs"][rank]
+    )
+
+
+def test_fully_shard_holds_a_share_of_the_codes(results):
+    whole = results[0]["fsdp2, ignored"]["local"]
+    for case in ("fsdp2", "fsdp2, bf16, each"):
+        shares = [results[rank][case]["local"] for rank in range(RANKS)]
+        assert sum(shares) == whole
+        assert max(shares) < 0.7 * whole
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("other experts", "moe.gate.weight is torch.float32 [2, 136] on cpu on rank 0"),
+        ("sharded", "moe.experts.gate_up_proj is torch.float8_e4m3fn [2, 144, 136] on cpu, [0, 2)"),
+        ("sharded", "on rank 1; of models cut by shard, pass the group of ranks with the same"),
+        ("meta", "on the meta device; load or initialise it first"),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_all(results, case, told, rank):
+    assert results[rank][case].startswith("ValueError: prepare_ddp: ")
+    assert told in results[rank][case]
+
+
+def test_frozen_parameters_are_those_of_fp8_modules_that_ask_for_no_gradient():
+    model = Tuned()
+    named = dict(model.named_parameters())
+    frozen = moefp8.frozen_parameters(model)
+    assert all(named[name] is parameter for name, parameter in frozen.items())
+    rest = {name for name in named if name not in frozen}
+    assert rest == {
+        *("embedding.weight", "adapter.weight", "adapter.bias", "head.weight", "head.bias")
+    }
+    model.moe.gate.requires_grad_(True)
+    assert "moe.gate.weight" not in moefp8.frozen_parameters(model)
+    assert set(moefp8.frozen_parameters(model.linear)) == {"weight", "weight_scale_inv", "bias"}
+
+
+def test_tied_modules_are_named_twice():
+    fp8 = FP8Linear(8, 8, bias=False)
+    names = {*moefp8.frozen_parameters(nn.ModuleDict({"a": fp8, "b": fp8}))}
+    assert names == {"a.weight", "a.weight_scale_inv", "b.weight", "b.weight_scale_inv"}
+
+
+def test_codes_that_were_cast_are_refused():
+    """As a policy of BF16 casts them, if it is not told."""
+    fp8 = FP8Linear(256, 128)
+    codes = fp8.weight
+    for leaf, dtype in (("weight", torch.bfloat16), ("weight_scale_inv", torch.bfloat16)):
+        fp8._parameters[leaf] = nn.Parameter(getattr(fp8, leaf).to(dtype), requires_grad=False)
+        with pytest.raises(TypeError, match=rf"{leaf}|scale_inv"):
+            fp8(torch.ones(1, 256))
+        fp8._parameters["weight"] = codes

@@ -1,0 +1,360 @@
+"""`shard`: the parts of all ranks are the whole, bit for bit, and compute what it computes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import moefp8
+from moefp8 import FP8Linear, GroupedExperts, MoE
+from moefp8.layers.moe import SharedExperts
+from moefp8.layers.parts import Part, boxes, local_shape, overlaps, parts_of
+from moefp8.precompile import layers as ahead
+from moefp8.quant import BlockScaled, dequantize
+from moefp8.testing import reference_model, row_errors
+
+E, H, K = 6, 256, 3
+BF16 = torch.bfloat16
+
+
+class Experts(nn.Module):
+    """As transformers stacks and runs them, in BF16."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_experts, self.intermediate_dim = num_experts, intermediate_size
+        shapes = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.randn(num_experts, *shape, dtype=BF16) / 16) for shape in shapes
+        )
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            rows = (nn.functional.silu(gate) * up) @ self.down_proj[expert].T
+            result.index_add_(0, token, rows * top_k_weights[token, choice, None])
+        return result
+
+
+def parts(module: nn.Module, kind: str, num_ranks: int) -> list[nn.Module]:
+    """That of each rank, of a filled module."""
+    return [
+        moefp8.shard(copy.deepcopy(module), {"": kind}, rank, num_ranks)
+        for rank in range(num_ranks)
+    ]
+
+
+def dequantized(module: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, halves of gate and up apart."""
+    pairs = {"weight": "weight", "gate_up_proj": "gate_up", "down_proj": "down"}
+    found = {}
+    for name in pairs.keys() & dict(module.named_parameters()).keys():
+        data = module.get_parameter(name)
+        scale_inv = getattr(module, f"{name}_scale_inv", None)
+        num_halves = 2 if name == "gate_up_proj" else 1
+        axis = data.ndim - 2
+        for half in range(num_halves):
+            piece = data.chunk(num_halves, axis)[half]
+            if scale_inv is not None:
+                scales = scale_inv.chunk(num_halves, axis)[half]
+                piece = dequantize(BlockScaled(piece.contiguous(), scales.contiguous()))
+            found[f"{name}.{half}"] = piece
+    return found
+
+
+CASES = {
+    ("linear", "rows"): ("weight", 0),
+    ("linear", "columns"): ("weight", 1),
+    ("fp8", "rows"): ("weight", 0),
+    ("fp8", "columns"): ("weight", 1),
+    ("grouped", "experts"): (None, 0),
+    ("grouped", "intermediate"): ("down_proj", 2),
+    ("stacked", "experts"): (None, 0),
+    ("stacked", "intermediate"): ("down_proj", 2),
+}
+
+
+def make(what: str, size: int, other: int = 130) -> nn.Module:
+    """A module whose axes that are cut have `size`."""
+    if what in ("linear", "fp8"):
+        linear = nn.Linear(size, size, dtype=BF16)
+        return linear if what == "linear" else FP8Linear.from_linear(linear)
+    return (GroupedExperts if what == "grouped" else Experts)(E, other, size)
+
+
+@pytest.mark.parametrize(("what", "kind"), CASES)
+@settings(max_examples=15)
+@given(size=st.integers(8, 600), num_ranks=st.integers(1, 8))
+def test_parts_put_together_are_the_whole(what, kind, size, num_ranks):
+    num_ranks = min(num_ranks, E) if kind == "experts" else num_ranks
+    whole = make(what, size, 40)
+    ranks = [dequantized(part) for part in parts(whole, kind, num_ranks)]
+    for name, wanted in dequantized(whole).items():
+        axis = CASES[what, kind][1]
+        if kind == "intermediate" and name.startswith("gate_up"):
+            axis = 1
+        own = []
+        for rank, part in enumerate(ranks):
+            total = wanted.shape[axis]
+            begin, end = rank * total // num_ranks, (rank + 1) * total // num_ranks
+            held = part[name].shape[axis]
+            assert 0 <= held - (end - begin) < 128
+            padding, piece = part[name].split([held - (end - begin), end - begin], axis)
+            assert not padding.any()
+            own.append(piece)
+        assert torch.equal(torch.cat(own, axis), wanted)
+
+
+@pytest.mark.parametrize("what", ["linear", "fp8"])
+@pytest.mark.parametrize(("size", "num_ranks"), [(576, 4), (576, 8), (320, 4), (768, 4), (130, 3)])
+def test_outputs_of_rows_are_those_of_the_whole(what, size, num_ranks):
+    whole = make(what, size)
+    x = torch.randn(2, 5, size, dtype=BF16)
+    outputs = [part(x) for part in parts(whole, "rows", num_ranks)]
+    wanted = whole(x)
+    if what == "fp8":
+        assert torch.equal(torch.cat(outputs, -1), wanted)
+    else:  # PyTorch's BLAS may sum in another order
+        torch.testing.assert_close(torch.cat(outputs, -1), wanted)
+    assert outputs[0].shape == (2, 5, size // num_ranks)
+    if what == "fp8":
+        last = parts(whole, "rows", num_ranks)[-1]
+        assert last(x[0, 0]).shape == outputs[-1].shape[-1:]
+        assert last(x[:, :0]).shape == (2, 0, outputs[-1].shape[-1])
+
+
+def assert_sums_up(outputs: list[torch.Tensor], wanted: torch.Tensor, bound: float) -> None:
+    """bound: of the worst row. Each rank rounds to BF16 once (2**-9 of its own values), and where
+    a block of activations is split, quantizes its share by a maximum of its own (up to 2**-4 of a
+    value, a few percent of a row of few)."""
+    total = torch.stack([y.double() for y in outputs]).sum(0)
+    assert row_errors(total, wanted.double()).max() < bound
+    without_one = total - outputs[-1].double()
+    assert row_errors(without_one, wanted.double()).max() > 4 * bound  # the bound can be missed
+
+
+@pytest.mark.parametrize(("what", "bound"), [("linear", 1e-2), ("fp8", 4e-2)])
+@pytest.mark.parametrize(("size", "num_ranks"), [(576, 4), (320, 4), (768, 4), (200, 3)])
+def test_outputs_of_columns_sum_up(what, bound, size, num_ranks):
+    whole = make(what, size)
+    x = torch.randn(9, size, dtype=BF16)
+    ranks = parts(whole, "columns", num_ranks)
+    ends = [(rank + 1) * size // num_ranks for rank in range(num_ranks)]
+    pieces = x.tensor_split(ends[:-1], -1)
+    assert_sums_up([part(y) for part, y in zip(ranks, pieces, strict=True)], whole(x), bound)
+    assert [part.bias is not None for part in ranks] == [True] + [False] * (num_ranks - 1)
+
+
+def choices(num_tokens: int, num_experts: int = E) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the whole model; some are of nobody."""
+    scores = torch.rand(num_tokens, num_experts)
+    weights, index = scores.topk(K)
+    return index.masked_fill(torch.rand(num_tokens, K) < 0.1, num_experts), weights
+
+
+@pytest.mark.parametrize("what", ["grouped", "stacked"])
+@pytest.mark.parametrize("kind", ["experts", "intermediate"])
+@pytest.mark.parametrize(("size", "num_ranks"), [(320, 4), (192, 4), (768, 4), (192, 2)])
+def test_outputs_of_experts_sum_up(what, kind, size, num_ranks):
+    whole = make(what, size, H)
+    x = torch.randn(17, H, dtype=BF16)
+    index, weights = choices(17)
+    if what == "stacked":
+        weights = weights.bfloat16()
+    outputs = [part(x, index, top_k_weights=weights) for part in parts(whole, kind, num_ranks)]
+    assert_sums_up(outputs, whole(x, index, weights), 1e-2 if kind == "experts" else 4e-2)
+
+
+@pytest.mark.parametrize("kind", ["experts", "intermediate"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_of_transformers_sum_up(kind, implementation):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=E)
+    config._experts_implementation = implementation
+    whole = Qwen3MoeExperts(config).to(BF16)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x, (index, weights) = torch.randn(9, 64, dtype=BF16), torch.rand(9, E).topk(K)[::-1]
+    weights = weights.bfloat16()
+    with torch.no_grad():
+        outputs = [part(x, index, weights) for part in parts(whole, kind, 4)]
+        assert_sums_up(outputs, whole(x, index, weights), 2e-2)
+
+
+def test_experts_along_both_axes():
+    whole = make("grouped", 320, H)
+    x, (index, weights) = torch.randn(9, H, dtype=BF16), choices(9)
+    outputs = [
+        moefp8.shard(part, {"": "intermediate"}, rank, 2)(x, index, weights)
+        for half in parts(whole, "experts", 2)
+        for rank, part in enumerate((copy.deepcopy(half), half))
+    ]
+    assert_sums_up(outputs, whole(x, index, weights), 4e-2)
+
+
+def test_experts_take_the_ids_of_the_whole():
+    whole = make("grouped", 192, H)
+    first, second = parts(whole, "experts", 2)
+    assert (first.num_experts, first.expert_offset) == (3, 0)
+    assert (second.num_experts, second.expert_offset) == (3, 3)
+    x, weights = torch.randn(2, H, dtype=BF16), torch.ones(2, 1)
+    index = torch.tensor([[4], [6]])
+    assert torch.equal(second(x, index, weights), whole(x, index, weights))
+    assert not first(x, index, weights).any()
+    seen = {}
+    second.register_forward_pre_hook(lambda _, a, given: seen.update(given), with_kwargs=True)
+    second(x, torch.tensor([[4, 2], [6, 5]]), torch.ones(2, 2))
+    assert seen["top_k_index"].tolist() == [[1, 3], [3, 2]]
+    assert seen["top_k_weights"].tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 6"):
+        second(x, index + 3, weights)
+
+
+def test_a_moe_layer_sums_up():
+    whole = MoE(H, 192, E, K, shared_intermediate_size=320)
+    x = torch.randn(3, 5, H, dtype=BF16)
+    plan = {"experts": "experts", "shared_experts": "intermediate"}
+    ranks = [moefp8.shard(copy.deepcopy(whole), plan, rank, 3) for rank in range(3)]
+    assert isinstance(ranks[0].shared_experts, SharedExperts)
+    assert all(rank.shared_experts.is_one_op for rank in ranks)
+    assert_sums_up([rank(x) for rank in ranks], whole(x), 4e-2)
+    outputs = []
+    for rank in ranks:  # the same, projection by projection
+        rank.shared_experts.gate_proj.register_forward_hook(lambda *_: None)
+        assert not rank.shared_experts.is_one_op
+        outputs.append(rank(x))
+    assert_sums_up(outputs, whole(x), 4e-2)
+
+
+def test_a_part_survives_copies_and_pickle():
+    whole = make("grouped", 192, H)
+    x, (index, weights) = torch.randn(9, H, dtype=BF16), choices(9)
+    part = parts(whole, "experts", 2)[1]
+    for twin in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert parts_of(twin) == parts_of(part) != {}
+        assert torch.equal(twin(x, index, weights), part(x, index, weights))
+
+
+def test_kernels_are_compiled_for_what_is_held():
+    """Rows 600 to 1200 of 3000, behind 88 zeros: 688 take other kernels than 600."""
+
+    def kernels(module: nn.Module) -> set:
+        return set(ahead.kernels_of(module, 4096))
+
+    whole = nn.Sequential(FP8Linear(7168, 3000, bias=False, device="meta"))
+    part = moefp8.shard(whole, {"0": "rows"}, 1, 5)
+    held, own = (FP8Linear(7168, n, bias=False, device="meta") for n in (688, 600))
+    assert part[0].weight.shape == held.weight.shape
+    assert kernels(part) == kernels(held) != kernels(own)
+
+
+def test_one_rank_holds_all():
+    whole = make("fp8", 200)
+    assert moefp8.shard(whole, {"": "rows"}, 0, 1) is whole
+    assert parts_of(whole) == {}
+
+
+def test_a_module_under_two_names_is_cut_once():
+    linear = nn.Linear(8, 8)
+    model = nn.ModuleDict({"a": linear, "b": linear})
+    moefp8.shard(model, {"[ab]": "rows"}, 1, 2)
+    assert model["b"].weight.shape == (4, 8)
+
+
+def test_what_is_cut_twice():
+    """By two patterns of a plan in the same way: once. Later, along another axis only."""
+    model = MoE(H, 64, 2, 1, shared_intermediate_size=64)
+    down = model.shared_experts.down_proj
+    moefp8.shard(model, {"shared_experts": "intermediate", "*.down_proj": "columns"}, 1, 2)
+    assert (down.weight.shape, down.in_features) == ((H, 64), 32)
+    with pytest.raises(ValueError, match=r"down_proj\.weight is cut along axis 1 already"):
+        moefp8.shard(model, {"*.down_proj": "columns"}, 0, 2)
+    moefp8.shard(model, {"*.down_proj": "rows"}, 0, 2)
+    assert down.weight.shape == (H // 2, 64)
+
+
+TIED = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+TIED["a"].weight = TIED["b"].weight
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "rank", "num_ranks", "told"),
+    [
+        (nn.Linear(8, 8), {"": "rows"}, 2, 2, r"rank must be in \[0, num_ranks = 2\), got 2"),
+        (nn.Linear(8, 8), {"": "halves"}, 0, 2, "kind must be one of"),
+        (nn.Linear(8, 8), {"x": "rows"}, 0, 2, "every pattern must match a module, but 'x'"),
+        (nn.Linear(8, 8), {"": "experts"}, 0, 2, "the model is a Linear"),
+        (nn.LayerNorm(8), {"": "rows"}, 0, 2, "the model is a LayerNorm"),
+        (nn.Linear(8, 3), {"": "rows"}, 0, 4, "rank 0 of 4 would hold nothing .* at most 3 ranks"),
+        (TIED, {"a": "rows"}, 0, 2, r"a\.weight is tied to a parameter of another module"),
+    ],
+)
+def test_refusals_leave_the_model_whole(model, plan, rank, num_ranks, told):
+    shapes = [x.shape for x in model.parameters()]
+    with pytest.raises(ValueError, match=told):
+        moefp8.shard(model, plan, rank, num_ranks)
+    assert [x.shape for x in model.parameters()] == shapes
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "gate_up_proj_scale_inv"])
+def test_experts_with_other_parameters_are_refused(name):
+    experts = make("stacked", 64)
+    experts.register_parameter(name, nn.Parameter(torch.zeros(E, 128)))
+    with pytest.raises(ValueError, match="'experts' cuts experts of a GroupedExperts or of stacks"):
+        moefp8.shard(experts, {"": "experts"}, 0, 2)
+
+
+def test_subclasses_of_linear_are_refused():
+    """As that of transformers, which has scales of its own."""
+
+    class Scaled(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="the model is a Scaled"):
+        moefp8.shard(Scaled(8, 8), {"": "rows"}, 0, 2)
+
+
+def test_a_part_has_no_reference():
+    part = parts(FP8Linear(128, 128), "rows", 2)[0]
+    with pytest.raises(ValueError, match="compare it before shard"):
+        reference_model(part)
+
+
+def test_convert_refuses_parts():
+    model = nn.Sequential(nn.Linear(256, 256))
+    moefp8.shard(model, {"0": "rows"}, 0, 2)
+    with pytest.raises(
+        ValueError, match=r"0 \(Linear\) is one rank's part of a layer; convert before shard"
+    ):
+        moefp8.convert(model)
+
+
+@given(
+    total=st.integers(1, 20), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)), data=st.data()
+)
+def test_overlaps_are_those_of_the_whole(total, cut, data):
+    """Whatever is asked of a whole tensor, what is here of it lies where it says."""
+    begin, end = sorted(min(x, total) for x in cut)
+    part = Part(begin, end, total, data.draw(st.integers(0, 3)), data.draw(st.integers(1, 2)))
+    held = {1: part}
+    whole = torch.arange(3 * part.whole_size * 2).view(3, part.whole_size, 2)
+    here = torch.full(local_shape(whole.shape, held), -1)
+    for box in boxes(whole.shape, held):
+        there, place = zip(*box, strict=True)
+        here[place] = whole[there]
+    first = data.draw(st.integers(0, part.whole_size - 1))
+    rows = slice(first, data.draw(st.integers(first, part.whole_size)))
+    index = data.draw(st.sampled_from([(), (1,), (1, rows), (slice(None), rows)]))
+    found = torch.full_like(whole[index], -1)
+    for there, place in overlaps(here.shape, held, index):
+        found[there] = here[place]
+    wanted = torch.where(torch.isin(whole[index], here), whole[index], -1)
+    assert torch.equal(found, wanted)

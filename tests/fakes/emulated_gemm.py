@@ -1,0 +1,304 @@
+"""What `gemm.cu` does with its tensor maps and arguments, on the CPU, and whether they are right.
+
+A part of the stand-in for libcuda: see `emulator.py`.
+"""
+
+import ctypes
+import itertools
+import re
+from typing import NamedTuple
+
+import torch
+
+from moefp8 import kernels
+from moefp8.functional import experts
+from moefp8.kernels.gemm import config as gemm_config
+from moefp8.kernels.gemm import dense as gemm
+from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm.config import Kind
+from moefp8.quant import quantize
+from tests.gpu import NUM_SMS
+
+
+class Map(NamedTuple):
+    dtype: torch.dtype
+    address: int
+    shape: list[int]  # innermost first, as all here
+    strides: list[int]  # in elements
+    box: list[int]
+    swizzle: int
+    l2_bytes: int
+
+    def tensor(self) -> torch.Tensor:
+        """[rows, columns], or [matrices, rows, columns]."""
+        strides = [*reversed(self.strides), 1]
+        return memory(self.address, self.dtype, self.shape[::-1], strides)
+
+
+def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int]) -> torch.Tensor:
+    """What lies at an address of this process."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    buffer = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def copy_of(structure, address):
+    return structure.from_buffer_copy(structure.from_address(address))
+
+
+class Segment(NamedTuple):
+    """Tokens from `begin` to `end` of one group."""
+
+    begin: int
+    end: int
+    group: int
+
+
+class GemmEmulator:
+    """Of GEMMs, dense and grouped, and of gate and up."""
+
+    def __init__(self) -> None:
+        self.maps: list[Map] = []
+        self.config_of: dict[str, gemm_config.GemmConfig] = {}  # by the name of the kernel
+
+    def maps_at(self, address, count=1):
+        return [
+            self.maps[ctypes.c_size_t.from_address(address + i * 128).value] for i in range(count)
+        ]
+
+    def gemm(self, made, parameters):
+        made.config = config = self.config_of[made.kernel.name]
+        num_boxes = 1
+        if config.begins_anywhere:  # as many times 64 tokens as a group has left
+            num_boxes = kernels.ceil_div(config.rows + config.tail, 64)
+        made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
+            self.maps_at(parameters[0], num_boxes),
+            self.maps_at(parameters[1]),
+            self.maps_at(parameters[2], len(config.weight_pieces)),
+            self.maps_at(parameters[3]),
+        )
+        made.arguments = arguments = copy_of(gemm_plan.Arguments, parameters[4])
+        for maps in (made.a_maps, made.b_maps):
+            known = {"box": maps[0].box}
+            if config.gate_up:  # the maps of the weights are gate's and up's
+                known["address"] = maps[0].address
+            assert all(x._replace(**known) == maps[0] for x in maps)
+        assert made.d_map.dtype == (torch.float8_e4m3fn if config.gate_up else torch.bfloat16)
+        (k, m, *matrices), (_, n, *groups) = made.a_maps[0].shape, made.b_maps[0].shape
+        k_blocks = kernels.num_blocks(k)
+        assert made.b_maps[0].shape[0] == k
+        assert made.d_map.shape == [n, m, *matrices]
+        assert made.scale_map.shape == [m, k_blocks, *matrices]
+        assert len(groups) == len(matrices) == config.grouped
+        assert (arguments.num_weights, arguments.num_k_blocks) == (n, k_blocks)
+        assert bool(arguments.programmatic) == made.programmatic
+        shared = (made.block, made.cluster, made.shared_bytes)
+        assert shared == (config.threads, config.cluster, config.shared_bytes)
+        self.check_boxes(made, m)
+        strides = arguments.weight_scale_stride, arguments.weight_scale_stride_k
+        if config.grouped:
+            strides = arguments.groups.weight_scale_stride, *strides
+        weight_scales = memory(
+            arguments.weight_scales,
+            torch.float32,
+            [*groups, kernels.num_blocks(n), k_blocks],
+            strides,
+        )
+        kind = re.search(r"Bias::(\w+)", made.kernel.name)[1]
+        assert (kind == "kNone") == (arguments.bias is None)
+        if config.grouped:
+            self.grouped_gemm(made, weight_scales, strides)
+            return
+        self.check_tiles(made, m, n)
+        tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
+        result = gemm.block_scaled_matmul(*tensors, weight_scales)
+        if kind != "kNone":
+            dtype = next(dtype for dtype, name in gemm_plan.BIASES.items() if name == kind)
+            result += memory(arguments.bias, dtype, [n], [1]).float()
+        made.d_map.tensor().copy_(result)
+
+    def grouped_gemm(self, made, weight_scales, scale_strides):
+        groups, kind = made.arguments.groups, kind_of(made)
+        a, token_scales, b, d = (
+            x.tensor() for x in (made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map)
+        )
+        (num_matrices, m, _), num_groups = d.shape, b.shape[0]
+        assert (groups.num_groups, groups.num_tokens) == (num_groups, m)
+        assert num_matrices == (num_groups if kind == Kind.MASKED else 1)
+        # Rows of tiles of which not all are the group's are stored without TMA.
+        assert groups.d == d.data_ptr()
+        assert groups.d_row_stride == d.stride(1) or m == 1
+        assert groups.d_matrix_stride == d.stride(0) or num_matrices == 1
+        segments = self.segments(groups, kind)
+        self.check_group_tiles(made, segments)
+        if groups.taken is not None:
+            taken = memory(groups.taken, torch.int32, [1], [1])
+            assert taken == 0
+            taken += 1 + made.grid
+        activation = made.arguments.activation
+        if made.config.gate_up:
+            up = made.b_maps[1].tensor()
+            up_scales = memory(
+                activation.up_scales, torch.float32, [*weight_scales.shape], scale_strides
+            )
+            blocks = kernels.num_blocks(d.shape[2])
+            strides = [blocks * activation.pitch, activation.pitch, 1]
+            d_scales = memory(activation.scales, torch.float32, [num_matrices, blocks, m], strides)
+        for begin, end, group in segments:
+            matrix, rows = group if kind == Kind.MASKED else 0, slice(begin, end)
+            tokens = a[matrix, rows], token_scales[matrix, :, rows].T
+            result = gemm.block_scaled_matmul(*tokens, b[group], weight_scales[group])
+            if made.config.gate_up:
+                others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
+                activated = experts.swiglu(result, others, activation.limit)
+                data, scale_inv = quantize._quantize_1x128(activated, False)
+                d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
+                d_scales[matrix, :, rows] = scale_inv.T
+            else:
+                d[matrix, rows] = result
+
+    @staticmethod
+    def segments(groups, kind):
+        """As `segment` in groups.cuh; those with a token."""
+        num_tokens, num_groups = groups.num_tokens, groups.num_groups
+        sizes = {Kind.OFFSETS: num_groups + 1, Kind.MASKED: num_groups, Kind.ROWS: num_tokens}
+        if groups.bounds is None:  # of a single group
+            bounds = [0, num_tokens]
+            assert (kind, num_groups) == (Kind.OFFSETS, 1)
+        else:
+            bounds = memory(groups.bounds, torch.int32, [sizes[kind]], [1]).tolist()
+        if kind == Kind.ROWS:
+            found = []
+            for begin in range(0, num_tokens, 128):
+                rows = itertools.takewhile(bounds[begin].__eq__, bounds[begin : begin + 128])
+                found.append(Segment(begin, begin + len(list(rows)), bounds[begin]))
+        else:
+            begins = bounds if kind == Kind.OFFSETS else [0] * num_groups
+            ends = bounds[1:] if kind == Kind.OFFSETS else bounds
+            found = [Segment(begins[i], ends[i], i) for i in range(num_groups)]
+        assert groups.num_segments == len(found)
+        assert min(x.begin for x in found) >= 0
+        assert max(x.end for x in found) <= num_tokens
+        return [x for x in found if x.begin < x.end and 0 <= x.group < num_groups]
+
+    def check_tiles(self, made, m, n):
+        """Every tile is walked once."""
+        config, arguments = made.config, made.arguments
+        sizes = (n, m) if config.weights_are_rows else (m, n)
+        tile = reversed(config.tile) if config.weights_are_rows else config.tile
+        counts = arguments.num_row_tiles, arguments.num_col_tiles
+        assert counts == tuple(-(-size // side) for size, side in zip(sizes, tile, strict=True))
+        clusters, rest = divmod(made.grid, config.cluster)
+        assert rest == 0
+        num_tiles = counts[0] * counts[1]
+        assert clusters == num_tiles if config.split > 1 else 1 <= clusters <= num_tiles
+        assert 1 <= arguments.band <= counts[0]
+        walked = sorted(self.walk(arguments, clusters))
+        assert walked == sorted(itertools.product(*map(range, counts)))
+
+    @staticmethod
+    def walk(arguments, clusters):
+        """(row, column) of the tiles in the order of `Walk` in tile.cuh."""
+        num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
+        for cluster in range(clusters):
+            for tile in range(cluster, num_rows * num_cols, clusters):
+                band, in_band = divmod(tile, arguments.band * num_cols)
+                first = band * arguments.band
+                height = min(arguments.band, num_rows - first)
+                col = in_band // height
+                if height == arguments.band:
+                    assert in_band * arguments.inverse >> 33 == col
+                yield first + in_band - col * height, col
+
+    def check_group_tiles(self, made, segments):
+        """Every token of a group meets every weight, and each box holds its tile's tokens."""
+        config, arguments = made.config, made.arguments
+        counts = arguments.num_row_tiles, arguments.num_col_tiles
+        weight_tiles = counts[0 if config.weights_are_rows else 1]
+        in_cluster = config.cluster if config.shares_tokens or config.meets_peer else 1
+        of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
+        assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
+        loaded = [x.box[1] * (config.share if config.shares_tokens else 1) for x in made.a_maps]
+        num_tiles = 0
+        for segment in segments:
+            met = []
+            for weight_tile, first, rows in self.walk_group(made, segment, weight_tiles):
+                num_tiles += 1
+                assert 0 <= first <= arguments.last_token
+                assert config.begins_anywhere or first % 4 == 0
+                if rows:
+                    end = rows.stop - first
+                    assert first <= rows.start
+                    assert end <= loaded[0 if len(loaded) == 1 else (end - 1) // 64]
+                met += [(weight_tile, row) for row in rows]
+            all_of_them = range(weight_tiles * in_cluster), range(segment.begin, segment.end)
+            assert sorted(set(met)) == list(itertools.product(*all_of_them))
+        clusters, rest = divmod(made.grid, config.cluster)
+        assert rest == 0
+        limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
+        sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
+        at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
+        assert min(max(1, at_once), num_tiles // config.cluster) <= clusters <= max(1, at_once)
+        assert clusters >= 1
+
+    @staticmethod
+    def walk_group(made, segment, weight_tiles):
+        """(tile of weights, its first token, which are stored) of each CTA, as `Scheduler`."""
+        config, arguments = made.config, made.arguments
+        step, (begin, end, _) = config.cta_tile[0], segment
+        start = begin if config.begins_anywhere else begin // 4 * 4
+        tall = kernels.ceil_div(max(end - start - config.tail, 1), config.tile[0])
+        for tile in range(tall * weight_tiles):
+            first = tile // (2 * weight_tiles) * 2
+            weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
+            first_token = start + (first + token_tile) * config.tile[0]
+            for rank in range(config.cluster):
+                if config.shares_tokens or config.meets_peer:
+                    own_tile, own_first = weight_tile * config.cluster + rank, first_token
+                else:
+                    own_tile, own_first = weight_tile, first_token + rank * step
+                left = max(0, end - own_first)
+                own_first = min(own_first, arguments.last_token)
+                if config.begins_anywhere:
+                    in_rows = min(left, config.rows)
+                    own_first = min(own_first, max(begin, end - kernels.round_up(in_rows, 64)))
+                is_last = first + token_tile == tall - 1
+                most = step + config.tail * is_last
+                rows = range(max(begin, own_first), min(end, own_first + most))
+                yield own_tile, own_first, rows
+
+    def check_boxes(self, made, m):
+        """Boxes are what the kernel takes them for."""
+        config, outer = made.config, [1] * made.config.grouped
+        tokens, weights = config.cta_tile
+        tokens += config.tail
+        shared = config.shares_tokens
+        of_tokens, of_weights = (config.share, 1) if shared else (1, config.share)
+        assert [x.box for x in made.b_maps] == [
+            [128, size // of_weights, *outer] for size in config.weight_pieces
+        ]
+        # Out of bounds, TMA is slow: of an operand that is not shared, only what there is.
+        heights = [tokens]
+        if len(made.a_maps) > 1:
+            heights = [*range(64, tokens, 64), tokens]
+        loaded = [x if shared else min(x, m) for x in heights]
+        assert [x.box for x in made.a_maps] == [[128, x // of_tokens, *outer] for x in loaded]
+        of_l2 = {made.a_maps[0].l2_bytes} if config.grouped else {128 if m <= 64 else 256}
+        for x in (*made.a_maps, *made.b_maps):
+            assert (x.swizzle, {x.l2_bytes}) == (128, of_l2)
+        scales = tokens + 4 if config.grouped and not config.weights_are_rows else tokens
+        assert (made.scale_map.box, made.scale_map.swizzle) == ([scales, config.depth, *outer], 0)
+        stage_bytes = [config.depth * ((x + weights) * 128 + scales * 4) for x in loaded]
+        assert list(made.arguments.stage_bytes)[: len(loaded)] == stage_bytes
+        # Tiles of tokens overlap rather than leave bounds, as far as 16 bytes of scales allow.
+        last = made.arguments.last_token
+        assert scales > tokens or last % 4 == 0
+        spare = 1 if scales > tokens else 4
+        assert m <= last + tokens < m + spare if m > tokens else last == 0
+        assert made.d_map.box == [*config.store_box, *outer]
+        span = config.store_box[0] * made.d_map.dtype.itemsize
+        assert made.d_map.swizzle == (span if span > 16 else 0)
+
+
+def kind_of(made) -> Kind:
+    return Kind(re.search(r"Kind::(\w+)", made.kernel.name)[1])

@@ -1,0 +1,281 @@
+"""A stand-in for libcuda, so that launchers are tested without a GPU.
+
+A launch computes on the CPU what the kernel would, out of the tensor maps and arguments that it was
+given. A wrong address, stride or extent gives a wrong result.
+"""
+
+import ctypes
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moefp8 import kernels
+from moefp8.functional import experts_launch, feed_forward
+from moefp8.kernels import jit
+from moefp8.kernels.common.inputs import INPUTS
+from moefp8.kernels.gemm import config as gemm_config
+from moefp8.kernels.gemm import dense_launch as gemm_launch
+from moefp8.kernels.gemm import grouped_launch
+from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.jit import driver, launch, module, tma
+from moefp8.quant import quantize
+from moefp8.quant import quantize_launch as quantize_room
+from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
+from moefp8.routing import top_k_op as top_k
+from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
+from tests.gpu import NUM_SMS
+from tests.kernels.gemm.cases import KINDS
+
+
+class Emulator(GemmEmulator):
+    """libcuda, as far as launches need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[jit.Kernel] = []
+        self.launched: list[SimpleNamespace] = []
+        self.chosen: list[tuple[int, ...]] = []
+
+    def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
+        self.kernels.append(kernel)
+        return module.Function(kernel, device_index, ctypes.c_void_p(len(self.kernels)), 232448)
+
+    def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, *rest):
+        assert rank in (2, 3)
+        dtypes = {0: torch.float8_e4m3fn, 7: torch.float32, 9: torch.bfloat16}
+        ones, interleave, swizzle, promotion, _ = rest
+        assert (list(ones), interleave) == ([1] * rank, 0)
+        dtype, swizzle = dtypes[dtype], 16 << swizzle if swizzle else 0
+        assert strides[0] >= shape[0] * dtype.itemsize  # rows do not overlap
+        pitches = [stride // dtype.itemsize for stride in strides[: rank - 1]]
+        ctypes.c_size_t.from_address(at).value = len(self.maps)  # so that a copy can be told too
+        self.maps.append(
+            Map(dtype, address, list(shape), pitches, list(box), swizzle, 32 << promotion)
+        )
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        config, parameters = config._obj, list(parameters)
+        kernel = self.kernels[function.value - 1]
+        attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes or 1)
+        found = {x.id: x.value[0] for x in attributes}
+        made = SimpleNamespace(
+            kernel=kernel,
+            grid=config.grid_x,
+            block=config.block_x,
+            shared_bytes=config.shared_bytes,
+            stream=config.stream,
+            cluster=found.get(4, 1),
+            programmatic=bool(found.get(6, 0)),
+        )
+        self.launched.append(made)
+        bodies = {
+            **{"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k},
+            **{"count": self.count, "dispatch": self.dispatch, "combine": self.combine},
+        }
+        bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
+        return 0
+
+    def quantize(self, made, parameters):
+        made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
+        dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
+        assert x.num_matrices == 1
+        source = memory(x.x, dtype, [x.num_rows, x.k], [x.row_bytes // dtype.itemsize, 1])
+        data, scale_inv = quantize._quantize_1x128(source, bool(x.ue8m0))
+        memory(x.data, torch.float8_e4m3fn, [x.num_rows, x.k], [x.k, 1]).copy_(data)
+        memory(x.scale_inv, torch.float32, list(scale_inv.shape), [1, x.pitch]).copy_(scale_inv)
+
+    def top_k(self, made, parameters):
+        made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
+        op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
+        dtype = next(d for d, found in INPUTS.items() if found == name)
+        shape = [x.num_tokens, x.num_experts]
+        assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
+        assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
+        assert made.block % 32 == 0
+        assert 32 <= made.block <= 128
+        assert x.group_lanes.bit_count() == 1
+        assert x.group_lanes * x.num_groups <= 32 or x.group_lanes == 1
+        strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
+        logits = memory(x.logits, dtype, shape, strides)
+        if op == "softmax_topk":
+            result = top_k._softmax_topk(logits, x.top_k, bool(x.renormalize))
+        else:
+            bias = memory(x.bias, torch.float32, shape[1:], [1]) if x.bias else None
+            rest = x.top_k, x.num_groups, x.topk_groups, bool(x.renormalize), x.scaling_factor
+            result = top_k._sigmoid_group_topk(logits, bias, *rest)
+        for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
+            memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
+
+    @staticmethod
+    def places(routing):
+        """Tokens or choices with a row, for each expert; expert and row of each choice, or -1.
+
+        Of the rows of all experts, a choice has one of its own; of matrices, the token.
+        """
+        num_tokens, top_k = routing.num_tokens, routing.top_k
+        id_dtype = torch.int64 if routing.is_wide else torch.int32
+        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
+        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
+        of_experts = [{} for _ in range(routing.num_experts)]
+        of_choices = [[-1] * top_k for _ in range(num_tokens)]
+        for token, choice in itertools.product(range(num_tokens), range(top_k)):
+            expert = ids[token][choice]
+            if 0 <= expert < routing.num_experts:
+                rows_of_expert = of_experts[expert]
+                key = (token, 0) if routing.max_m else (token, choice)
+                row = rows_of_expert.setdefault(key, len(rows_of_expert))
+                of_choices[token][choice] = expert, row
+        return of_experts, of_choices
+
+    def counts_of(self, x):
+        """[chunks, slots] of how many rows each expert has in each chunk of tokens."""
+        counts = torch.zeros(x.num_chunks, x.routing.num_slots, dtype=torch.int16)
+        for expert, rows in enumerate(self.places(x.routing)[0]):
+            for token, _ in rows:
+                counts[token // x.routing.chunk, expert] += 1
+        return counts
+
+    def count(self, made, parameters):
+        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        counts = self.counts_of(x)
+        assert (made.grid, made.block) == (x.num_chunks, 128)
+        assert f"<{str(x.routing.max_m > 0).lower()}>" in made.kernel.name
+        memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
+
+    def dispatch(self, made, parameters):
+        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        routing, h = x.routing, x.hidden_size
+        num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
+        blocks = kernels.num_blocks(h)
+        assert x.num_k_blocks == blocks
+        assert made.grid == x.num_chunks * x.num_parts
+        assert x.num_chunks == kernels.ceil_div(num_tokens, routing.chunk)
+        name, *flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")
+        dtype = next(d for d, found in INPUTS.items() if found == name)
+        _, merges, is_counted = (flag == "true" for flag in flags)
+        assert merges == (routing.max_m > 0)
+        if is_counted:
+            shape = [x.num_chunks, routing.num_slots]
+            counted = memory(x.counts, torch.int16, shape, [shape[1], 1])
+            assert torch.equal(counted, self.counts_of(x))
+            assert made.programmatic
+        places = self.places(routing)
+        counts = [len(rows) for rows in places[0]]
+        if routing.max_m:
+            assert max(counts) <= routing.max_m
+            offsets = [routing.max_m * i for i in range(e + 1)]
+        else:
+            offsets = [0, *itertools.accumulate(counts)]
+        source = memory(x.x, dtype, [num_tokens, h], [x.x_row_bytes // dtype.itemsize, 1])
+        data, scale_inv = quantize._quantize_1x128(source, False)
+        token_to_row = [[-1] * top_k for _ in range(num_tokens)]
+        for token, choice in itertools.product(range(num_tokens), range(top_k)):
+            if places[1][token][choice] == -1:
+                continue
+            expert, in_expert = places[1][token][choice]
+            row = token_to_row[token][choice] = offsets[expert] + in_expert
+            codes = data[token].view(torch.uint8)
+            memory(x.rows + row * x.row_pitch, torch.uint8, [h], [1]).copy_(codes)
+            first = row
+            if routing.max_m:
+                first = expert * blocks * x.scale_pitch + in_expert
+            scales = memory(x.row_scales + first * 4, torch.float32, [blocks], [x.scale_pitch])
+            scales.copy_(scale_inv[token])
+        for address, values in (
+            (x.zeros, [0, 0]),
+            (routing.expert_offsets, offsets),
+            (routing.tokens_per_expert, counts),
+            (routing.token_to_row, list(itertools.chain.from_iterable(token_to_row))),
+        ):
+            memory(address, torch.int32, [len(values)], [1]).copy_(torch.tensor(values))
+
+    def combine(self, made, parameters):
+        made.arguments = x = copy_of(combine_launch._Arguments, parameters[0])
+        name = re.search(r"Input::\w+", made.kernel.name)[0]
+        dtype = next(d for d, found in INPUTS.items() if found == name)
+        shape, h = [x.num_tokens, x.top_k], x.hidden_size
+        strides = [y // dtype.itemsize for y in (x.weight_token_bytes, x.weight_choice_bytes)]
+        weights = memory(x.weights, dtype, shape, strides).float()
+        token_to_row = memory(x.token_to_row, torch.int32, shape, [x.top_k, 1]).tolist()
+        out = memory(x.out, torch.bfloat16, [x.num_tokens, h], [h, 1])
+        for token, rows in enumerate(token_to_row):
+            total = torch.zeros(h)
+            for choice, row in enumerate(rows):
+                if row >= 0:
+                    y = memory(x.y + row * x.y_row_bytes, torch.bfloat16, [h], [1])
+                    total += weights[token, choice] * y.float()
+            out[token] = total
+
+
+class AnyIndex:
+    """Of the current device: tensors of the CPU have index None, and say -1."""
+
+    def __eq__(self, other):
+        return other in (None, -1)
+
+
+@contextmanager
+def emulated(
+    config: gemm_config.GemmConfig | None = None,
+    gate_up: gemm_config.GemmConfig | None = None,
+) -> Iterator[Emulator]:
+    """Launches work on tensors of the CPU.
+
+    config, and of gate and up gate_up: instead of what is chosen.
+    """
+    made = Emulator()
+
+    def remember(chosen):
+        kinds = Kind if chosen.grouped else [None]
+        names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
+        made.config_of.update(dict.fromkeys(names, chosen))
+        return chosen
+
+    def telling(choose, instead):
+        def choose_and_tell(*arguments):
+            *shape, num_sms, _ = arguments
+            made.chosen.append((*shape, num_sms))
+            return remember(instead or choose(*arguments))
+
+        return choose_and_tell
+
+    properties = SimpleNamespace(multi_processor_count=NUM_SMS)
+    tma._encode.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "library", lambda: made)
+        for folder in (gemm_plan, quantize_room, top_k_launch, dispatch_launch, combine_launch):
+            patch.setattr(folder, "load", made.load)
+        for folder in (gemm_plan, quantize_room, top_k_launch, experts_launch, feed_forward):
+            patch.setattr(folder, "current_stream", lambda device_index: 7)
+        for folder in (gemm_launch, grouped_launch):
+            patch.setattr(folder, "_launches", gemm_plan.Launches())
+        patch.setattr(gemm_plan, "_max_sms", None)
+        for folder in (quantize_room, top_k_launch):
+            patch.setattr(folder, "_of_thread", folder._OfThread())
+        patch.setattr(feed_forward, "_launches", {})
+        patch.setattr(experts_launch, "_layers", {})
+        patch.setattr(experts_launch, "_prepared", {})
+        for name, instead in (
+            ("choose_config", config),
+            ("choose_grouped_config", config),
+        ):
+            patch.setattr(gemm_choice, name, telling(getattr(gemm_choice, name), instead))
+        choose_both = gemm_choice.choose_experts_configs
+
+        def choose_both_and_tell(*arguments):
+            chosen = choose_both(*arguments)
+            return remember(gate_up or chosen[0]), remember(config or chosen[1])
+
+        patch.setattr(gemm_choice, "choose_experts_configs", choose_both_and_tell)
+        patch.setattr(torch.cuda, "current_device", AnyIndex)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        yield made
+    tma._encode.cache_clear()

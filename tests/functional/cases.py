@@ -1,0 +1,103 @@
+"""What the tests of the routed experts share: layers, and how gate and up are cut into tiles.
+
+Imports no more than `sanitizer_cases` may need.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from moefp8.functional.experts import experts
+from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
+from moefp8.quant.quantize import quantize_128x128
+
+
+class Weights(NamedTuple):
+    """As the op takes them."""
+
+    gate_up_proj: torch.Tensor
+    gate_up_proj_scale_inv: torch.Tensor
+    down_proj: torch.Tensor
+    down_proj_scale_inv: torch.Tensor
+
+
+def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, device="cpu") -> Weights:
+    """Of random experts whose outputs are about as large as their inputs."""
+    gate_up = torch.randn(num_experts, 2, intermediate_size, hidden_size, device=device)
+    down = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
+    gate_up_data, gate_up_scales = quantize_128x128(gate_up * max(hidden_size, 1) ** -0.5, False)
+    down_data, down_scales = quantize_128x128(down * max(intermediate_size, 1) ** -0.5, False)
+    return Weights(
+        *(gate_up_data.flatten(1, 2), gate_up_scales.flatten(1, 2)),
+        *(down_data, down_scales),
+    )
+
+
+def tokens_of(num_tokens: int, hidden_size: int, device="cpu") -> torch.Tensor:
+    """bf16, of magnitudes that differ."""
+    sizes = torch.exp2(torch.randint(-3, 4, (num_tokens, 1), device=device))
+    return (torch.randn(num_tokens, hidden_size, device=device) * sizes).bfloat16()
+
+
+def run(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: Weights,
+    limit: float | None = None,
+    masked: bool = False,
+) -> torch.Tensor:
+    return experts(x, ids, top_k_weights, *weights, limit, masked)
+
+
+# Of experts: where a tile, its rows, or the tail behind them begin to be too small. The last tokens
+# are few, and their tiles begin with tokens of others.
+LOADS_AT_EDGES = 0, 1, 24, 63, 64, 65, 127, 128, 129, 151, 152, 153, 256, 257, 280, 281, 40, 24, 1
+
+
+def ids_of_loads(loads: tuple[int, ...]) -> torch.Tensor:
+    """int64 [T, 1]: so many tokens choose each expert, in any order."""
+    experts = torch.arange(len(loads)).repeat_interleave(torch.tensor(loads))
+    return experts[torch.randperm(len(experts))][:, None]
+
+
+def _down(rows: int, cols: int, **options: int) -> GemmConfig:
+    return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, **options))
+
+
+def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
+    return _down(rows, cols, gate_up=True, **options)
+
+
+_FEW_OF_DOWN = {"depth": 2, "ctas_per_sm": 2, "weights_are_rows": True}
+_FEW = {"parts": 2, **_FEW_OF_DOWN}
+_PAIRS = {"share": 2, "share_rows": True}
+# Every family of kernels for gate and up.
+GATE_UP_FAMILIES = {
+    "weights are rows, 8": _gate_up(128, 8, **_FEW),
+    "weights are rows, 16": _gate_up(128, 16, **_FEW),
+    "weights are rows, 24": _gate_up(128, 24, **_FEW),
+    "weights are rows, 32": _gate_up(128, 32, **_FEW),
+    "weights are rows, two math groups": _gate_up(256, 32, parts=2, weights_are_rows=True),
+    "two batches": _gate_up(64, 128, batches=2),
+    "whole blocks": _gate_up(64, 256, parts=2),
+    "whole blocks, two math groups": _gate_up(128, 256, parts=2),
+    "two batches, two math groups": _gate_up(128, 128, batches=2),
+    "two batches, shared rows": _gate_up(128, 128, batches=2, **_PAIRS),
+    "three math groups": _gate_up(192, 128),
+    "a tail": _gate_up(128, 128, tail=24),
+    "three math groups, shared rows": _gate_up(192, 128, **_PAIRS),
+}
+# Every family that is chosen for down.
+DOWN_FAMILIES = {
+    "weights are rows, 8": _down(128, 8, **_FEW_OF_DOWN),
+    "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
+    "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
+    "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
+    "two batches": _down(64, 128, batches=2),
+    "two batches, two math groups": _down(128, 128, batches=2),
+    "two batches, shared rows": _down(128, 128, batches=2, **_PAIRS),
+    "three math groups": _down(192, 128),
+    "a tail": _down(128, 128, tail=24),
+    "two parts": _down(128, 256, parts=2),
+}

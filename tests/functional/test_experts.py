@@ -1,0 +1,410 @@
+"""The op of the routed experts on the CPU, and how modules take it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moefp8 import GroupedExperts, MoE
+from moefp8.functional.experts import experts as op
+from moefp8.testing import relative_error, routings, sizes
+from tests import naive
+from tests.functional.cases import Weights, run, tokens_of, weights_of
+from tests.layers.cases import assert_matches_up_to_codes
+from tests.routing.cases import ids_of
+
+E, H, I, K = 5, 144, 200, 2
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+NAN, INF = float("nan"), float("inf")
+
+
+def assert_right(x, ids, top_k_weights, weights, limit=None) -> None:
+    expected = naive.fp8_experts(x, ids, top_k_weights, *weights, limit)
+    for masked in (False, True):
+        y = run(x, ids, top_k_weights, weights, limit, masked)
+        assert (y.dtype, y.is_contiguous()) == (torch.bfloat16, True)
+        assert_matches_up_to_codes(y, expected)
+
+
+# ---- Whether it is right ----
+
+
+@settings(max_examples=25)
+@given(
+    routing=routings(E, K, max_tokens=8),
+    h=sizes(300, 1),
+    i=sizes(300, 1),
+    limit=st.sampled_from((None, 0.3)),
+    dtype=st.sampled_from(DTYPES),
+    id_dtype=st.sampled_from((torch.int32, torch.int64)),
+    weights_dtype=st.sampled_from(DTYPES),
+)
+def test_it_is_right(routing, h, i, limit, dtype, id_dtype, weights_dtype):
+    index, top_k_weights = routing
+    x = tokens_of(len(index), h).to(dtype)
+    assert_right(
+        *(x, index.to(id_dtype), top_k_weights.to(weights_dtype), weights_of(E, h, i), limit)
+    )
+
+
+@pytest.mark.parametrize("top_k", [1, 9, 12, 40])
+def test_any_number_of_choices(top_k):
+    """Also more than there are experts, so that some are named more than once."""
+    ids = ids_of("repeated", 4, top_k, E)
+    assert_right(tokens_of(4, H), ids, torch.rand(4, top_k), weights_of(E, H, I))
+
+
+def test_strides_do_not_matter():
+    x, ids, top_k_weights = tokens_of(6, H), ids_of("distinct", 6, 2, E), torch.rand(6, 2)
+    gate_up, gate_up_scales, down, down_scales = weights_of(2 * E, H, I)
+    weights = Weights(
+        *(gate_up[::2], gate_up_scales.mT.contiguous().mT[::2]),
+        *(down[::2], down_scales[::2].transpose(0, 2).contiguous().transpose(0, 2)),
+    )
+    expected = run(x, ids, top_k_weights, Weights(*(y.clone() for y in weights)))
+    wide = torch.zeros(12, H + 3, dtype=x.dtype)[::2, 1 : H + 1].copy_(x)
+    for tokens in (x, wide, x.T.contiguous().T):
+        y = run(tokens, ids.T.contiguous().T, top_k_weights.T.contiguous().T, weights)
+        assert torch.equal(y, expected)
+
+
+def lost_expert(weights: Weights) -> Weights:
+    down = weights.down_proj.clone()
+    down[3].view(torch.uint8).zero_()
+    return weights._replace(down_proj=down)
+
+
+def swapped_gate_and_up(weights: Weights) -> Weights:
+    return weights._replace(
+        gate_up_proj=weights.gate_up_proj.view(torch.uint8).roll(I, 1).view(torch.float8_e4m3fn),
+        gate_up_proj_scale_inv=weights.gate_up_proj_scale_inv.roll(2, 1),
+    )
+
+
+def one_wrong_scale(weights: Weights) -> Weights:
+    scales = weights.gate_up_proj_scale_inv.clone()
+    scales[2, 1, 1] *= 2
+    return weights._replace(gate_up_proj_scale_inv=scales)
+
+
+def one_wrong_scale_of_up(weights: Weights) -> Weights:
+    scales = weights.gate_up_proj_scale_inv.clone()
+    scales[2, 3, 0] *= 2
+    return weights._replace(gate_up_proj_scale_inv=scales)
+
+
+def next_expert(weights: Weights) -> Weights:
+    return weights._replace(
+        down_proj=weights.down_proj.view(torch.uint8).roll(1, 0).view(torch.float8_e4m3fn)
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [lost_expert, swapped_gate_and_up, one_wrong_scale, one_wrong_scale_of_up, next_expert]
+)
+def test_the_reference_rejects_other_weights(wrong):
+    weights, ids = weights_of(E, H, I), torch.arange(E).repeat(2)[:, None]
+    x, ones = tokens_of(2 * E, H), torch.ones(2 * E, 1)
+    assert_right(x, ids, ones, weights)
+    with pytest.raises(AssertionError, match="rows are off by more than"):
+        assert_matches_up_to_codes(
+            run(x, ids, ones, wrong(weights)), naive.fp8_experts(x, ids, ones, *weights)
+        )
+
+
+def test_the_reference_rejects_other_routings():
+    weights, x = weights_of(E, H, I), tokens_of(8, H)
+    ids, top_k_weights = ids_of("distinct", 8, 2, E), torch.rand(8, 2) + 0.2
+    expected = naive.fp8_experts(x, ids, top_k_weights, *weights)
+    one = torch.zeros(8, 2, dtype=torch.bool)
+    one[5, 1] = True
+    for wrong in (
+        (x, ids, torch.ones(8, 2)),
+        (x, ids, top_k_weights.masked_fill(one, 0)),
+        (x, ids.masked_fill(one, E), top_k_weights),
+        (x, ids.flip(1), top_k_weights),
+        (x.roll(1, 0), ids, top_k_weights),
+        (x * 0, ids, top_k_weights),
+    ):
+        with pytest.raises(AssertionError, match="rows are off by more than"):
+            assert_matches_up_to_codes(run(*wrong, weights), expected)
+    with pytest.raises(AssertionError, match="rows are off by more than"):  # limits count
+        assert_matches_up_to_codes(run(x, ids, top_k_weights, weights, 0.2), expected)
+
+
+# ---- Rows that stand for themselves ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("weight", [NAN, INF, -INF, 1e30, 0.0])
+def test_a_choice_that_is_held_elsewhere_counts_nothing(masked, weight):
+    weights, x = weights_of(E, H, I), tokens_of(4, H)
+    ids = torch.tensor([[1, 3], [E, 3], [1, E], [E, E]])
+    top_k_weights = torch.rand(4, 2)
+    y = run(x, ids, top_k_weights.masked_fill(ids == E, weight), weights, None, masked)
+    zero = run(x, ids, top_k_weights.masked_fill(ids == E, 0.0), weights, None, masked)
+    assert torch.equal(y, zero)
+    assert bool((y[3] == 0).all())
+    assert bool((y[:3] != 0).any(1).all())
+
+
+def test_an_expert_named_twice_counts_twice():
+    weights, x = weights_of(E, H, I), tokens_of(3, H)
+    ids, top_k_weights = torch.tensor([[2, 2], [4, 1], [0, 0]]), torch.rand(3, 2)
+    assert_right(x, ids, top_k_weights, weights)
+    of_sum = run(x, ids[:, :1], top_k_weights.sum(1, keepdim=True), weights)
+    y = run(x, ids, top_k_weights, weights)
+    assert relative_error(y[::2], of_sum[::2]) < 6e-3
+    assert relative_error(y[1:2], of_sum[1:2]) > 0.1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_bad_numbers_stay_with_their_token(masked, bad):
+    weights, x = weights_of(E, H, I), tokens_of(6, H)
+    ids, top_k_weights = torch.tensor([[1, 3]] * 5 + [[E, E]]), torch.rand(6, 2)
+    clean = run(x, ids, top_k_weights, weights, None, masked)
+    others = [0, 1, 3, 4]
+    x[2, 9] = x[5, 9] = bad
+    y = run(x, ids, top_k_weights, weights, None, masked)
+    assert bool(y[2].isnan().all())
+    assert torch.equal(y[others], clean[others])
+    assert bool((y[5] == 0).all())
+    x[2, 9] = 0
+    top_k_weights[3, 1] = bad
+    y = run(x, ids, top_k_weights, weights, None, masked)
+    assert not bool(y[3].isfinite().any())
+    assert bool(y[others[:2]].isfinite().all())
+
+
+def test_a_token_depends_on_no_other():
+    """On the CPU up to the order of FP32 sums, which matrix products choose by the number of rows;
+    on a GPU bit for bit.
+    """
+    weights, x = weights_of(E, H, I), tokens_of(40, H)
+    ids, top_k_weights = ids_of("distinct", 40, 2, E), torch.rand(40, 2)
+    all_of_them = run(x, ids, top_k_weights, weights)
+    for num_tokens in (1, 2, 7, 39):
+        some = torch.randperm(40)[:num_tokens]
+        y = run(x[some], ids[some], top_k_weights[some], weights)
+        assert_matches_up_to_codes(y, all_of_them[some])
+
+
+@pytest.mark.parametrize("shape", [(0, H, I), (4, 0, I), (4, H, 0), (0, 0, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_empty_sizes(shape, masked):
+    num_tokens, h, i = shape
+    ids = torch.zeros(num_tokens, 2, dtype=torch.int64)
+    y = run(tokens_of(num_tokens, h), ids, torch.ones(ids.shape), weights_of(E, h, i), None, masked)
+    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+
+
+# ---- What it refuses ----
+
+
+def arguments() -> list:
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    return [tokens_of(4, H), ids, torch.ones(4, 2), *weights_of(E, H, I), None, False]
+
+
+X, IDS, TOP_K_WEIGHTS, GATE_UP, GATE_UP_SCALES, DOWN, DOWN_SCALES = range(7)
+BAD = {
+    "tokens' dtype": (
+        *(X, lambda x: x.double(), TypeError),
+        "hidden_states must be bfloat16 or float16 or float32, got float64",
+    ),
+    "tokens' rank": (
+        *(X, lambda x: x[None], ValueError),
+        r"hidden_states must have 2 dimensions, got shape \[1, 4, 144\]",
+    ),
+    "number of tokens": (
+        *(X, lambda x: x[:3], ValueError),
+        r"top_k_index must be \[T, k\] = \[3, 2\], got \[4, 2\]",
+    ),
+    "hidden size": (
+        *(X, lambda x: x[:, :99], ValueError),
+        r"hidden_states must be \[T, H\] = \[4, 144\], got \[4, 99\]",
+    ),
+    "ids' dtype": (
+        *(IDS, lambda x: x.short(), TypeError),
+        "top_k_index must be int32 or int64, got int16",
+    ),
+    "ids' rank": (
+        *(IDS, lambda x: x[0], ValueError),
+        r"top_k_index must have 2 dimensions, got shape \[2\]",
+    ),
+    "no choice": (
+        *(IDS, lambda x: x[:, :0], ValueError),
+        r"top_k_weights must be \[T, k\] as top_k_index = \[4, 0\], got \[4, 2\]",
+    ),
+    "ids": (
+        *(IDS, lambda x: x - 1, ValueError),
+        r"top_k_index must be in \[0, E\] for E = 5 .*got ids from -1 to -1",
+    ),
+    "large ids": (
+        *(IDS, lambda x: x + E + 1, ValueError),
+        r"top_k_index must be in \[0, E\] for E = 5 .*got ids from 6 to 6",
+    ),
+    "weights' dtype": (
+        *(TOP_K_WEIGHTS, lambda x: x.long(), TypeError),
+        "top_k_weights must be bfloat16 or float16 or float32, got int64",
+    ),
+    "weights' shape": (
+        *(TOP_K_WEIGHTS, lambda x: x[:, :1], ValueError),
+        r"top_k_weights must be \[T, k\] as top_k_index = \[4, 2\], got \[4, 1\]",
+    ),
+    "gate and up's dtype": (
+        *(GATE_UP, lambda x: x.float(), TypeError),
+        "gate_up_proj must be float8_e4m3fn, got float32",
+    ),
+    "gate and up's shape": (
+        *(GATE_UP, lambda x: x[:, :-1], ValueError),
+        r"gate_up_proj must be \[E, 2I, H\] for down_proj \[E, H, I\] = \[5, 400, 144\], got .*399",
+    ),
+    "gate and up's strides": (
+        *(GATE_UP, lambda x: x.mT.contiguous().mT, ValueError),
+        r"last dimension of gate_up_proj must be contiguous, got strides \[57600, 1, 400\]",
+    ),
+    "gate and up's scales": (
+        *(GATE_UP_SCALES, lambda x: x[:, :3], ValueError),
+        r"gate_up_proj_scale_inv must be \[E, 2 ceil\(I/128\), ceil\(H/128\)\] = \[5, 4, 2\], got",
+    ),
+    "their dtype": (
+        *(GATE_UP_SCALES, lambda x: x.half(), TypeError),
+        "gate_up_proj_scale_inv must be float32, got float16",
+    ),
+    "down's dtype": (
+        *(DOWN, lambda x: x.view(torch.uint8), TypeError),
+        "down_proj must be float8_e4m3fn, got uint8",
+    ),
+    "down's rank": (
+        *(DOWN, lambda x: x[0], ValueError),
+        r"down_proj must have 3 dimensions, got shape \[144, 200\]",
+    ),
+    "down's strides": (
+        *(DOWN, lambda x: x.mT.contiguous().mT, ValueError),
+        r"last dimension of down_proj must be contiguous, got strides .* call .contiguous\(\)",
+    ),
+    "down's scales": (
+        *(DOWN_SCALES, lambda x: x[1:], ValueError),
+        r"down_proj_scale_inv must be \[E, ceil\(H/128\), ceil\(I/128\)\] = \[5, 2, 2\], got \[4, ",
+    ),
+    "device": (
+        *(DOWN, lambda x: x.to("meta"), ValueError),
+        "all tensors must be on one device, got hidden_states on cpu, .*down_proj on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(case):
+    index, change, error, message = BAD[case]
+    made = arguments()
+    op(*made)
+    made[index] = change(made[index])
+    with pytest.raises(error, match=f"^experts: .*{message}"):
+        op(*made)
+
+
+def test_there_must_be_choices_and_experts():
+    made = arguments()
+    made[IDS : TOP_K_WEIGHTS + 1] = made[IDS][:, :0], made[TOP_K_WEIGHTS][:, :0]
+    with pytest.raises(ValueError, match=r"^experts: k and E must be .* got k = 0 and E = 5"):
+        op(*made)
+    made = arguments()
+    made[GATE_UP:-2] = [x[:0] for x in made[GATE_UP:-2]]
+    with pytest.raises(ValueError, match=r"^experts: k and E must be .* got k = 2 and E = 0"):
+        op(*made)
+
+
+# ---- As an op ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_the_op_is_what_it_says(masked, limit):
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
+    made = [*arguments()[:-2], limit, masked]
+    before = [x.clone() for x in made[:-2]]
+    torch.library.opcheck(op, tuple(made), test_utils=checks)
+    y = op(*made)
+    for x, was in zip(made[:-2], before, strict=True):
+        assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
+        assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert "!" not in str(op._schema)
+
+
+def test_the_result_has_no_graph_and_heeds_no_autocast():
+    made = arguments()
+    expected = op(*made)
+    made[X].requires_grad_()
+    with torch.autocast("cpu"):
+        y = op(*made)
+    assert not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_experts_compile_whole_for_any_number_of_tokens(layout):
+    torch._dynamo.reset()
+    layer = GroupedExperts(E, H, I, layout=layout)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for calls, num_tokens in enumerate((9, 4, 30)):
+        x, ids = tokens_of(num_tokens, H), ids_of("distinct", num_tokens, 2, E)
+        top_k_weights = torch.rand(num_tokens, 2)
+        if calls == 0:
+            for y in (x, ids, top_k_weights):
+                torch._dynamo.mark_dynamic(y, 0)
+        with torch.inference_mode():
+            assert torch.equal(compiled(x, ids, top_k_weights), layer(x, ids, top_k_weights))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_a_layer_is_one_op_for_all_of_its_experts(layout):
+    """So no routing makes the graph larger."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    moe = MoE(H, I, E, K, layout=layout)
+    x = tokens_of(7, H)
+    with torch.inference_mode():
+        compiled = torch.compile(moe, backend=keep, fullgraph=True)
+        assert torch.equal(compiled(x), moe(x))
+    (graph,) = graphs
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("experts" in call for call in calls) == 1
+    assert not any("grouped" in call for call in calls)
+
+
+def test_layers_hand_over_what_they_are(monkeypatch):
+    """Their weights as they lie, limit and layout."""
+    from moefp8.layers import experts as room
+
+    came = []
+
+    def keep(*given):
+        came.append(given)
+        return op(*given)
+
+    monkeypatch.setattr(room, "experts", keep)
+    layer = GroupedExperts(E, H, I, swiglu_limit=0.5, layout="masked")
+    x, ids, top_k_weights = tokens_of(3, H), ids_of("distinct", 3, 2, E), torch.rand(3, 2)
+    y = layer(x, ids, top_k_weights)
+    (given,) = came
+    assert given[-2:] == (0.5, True)
+    in_layer = layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.down_proj
+    for ours, theirs in zip(given[3:], (*in_layer, layer.down_proj_scale_inv), strict=False):
+        assert ours.data_ptr() == theirs.data_ptr()
+    weights = Weights(*(z.detach() for z in given[3:7]))
+    assert torch.equal(y, run(x, ids, top_k_weights, weights, 0.5))
+    for layout in ("auto", "contiguous"):
+        layer.layout, layer.swiglu_limit = layout, None
+        layer(x.float(), ids, top_k_weights)
+        assert came[-1][-2:] == (None, False)

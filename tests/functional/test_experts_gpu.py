@@ -1,0 +1,436 @@
+"""The routed experts on a GPU: against the portable body, and bit for bit against themselves."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moefp8 import GroupedExperts
+from moefp8.functional import experts as op_room
+from moefp8.functional import experts_launch as room
+from moefp8.functional import experts_prepare
+from moefp8.kernels import set_num_sms
+from moefp8.kernels.gemm import tuned
+from moefp8.testing import assert_matches_reference
+from tests.functional.cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    LOADS_AT_EDGES,
+    Weights,
+    ids_of_loads,
+    run,
+    tokens_of,
+    weights_of,
+)
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
+from tests.layers.cases import assert_close
+from tests.routing.cases import ids_of
+
+pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+NAN, INF = float("nan"), float("inf")
+E, K, H, I = 16, 4, 512, 384
+
+
+def inputs(num_tokens, top_k=K, num_experts=E, hidden_size=H, kind="distinct"):
+    """Tokens, ids and weights of the choices."""
+    ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
+    weights = torch.rand(num_tokens, top_k, device="cuda") + 0.1
+    return tokens_of(num_tokens, hidden_size, "cuda"), ids, weights
+
+
+def body(x, ids, top_k_weights, weights, limit=None) -> torch.Tensor:
+    """The portable one, also on this GPU; ids out of range count as E."""
+    e = weights.down_proj.shape[0]
+    ids = ids.masked_fill((ids < 0) | (ids > e), e)
+    return op_room._body(x, ids, top_k_weights, *weights, limit, False)
+
+
+def poison() -> None:
+    """What is allocated next holds NaN in every float, and -1 as an int."""
+    torch.cuda.empty_cache()
+    memory = [torch.empty(1 << 29, dtype=torch.uint8, device="cuda")]
+    memory += [torch.empty(1 << 19, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    for x in memory:
+        x.fill_(0xFF)
+    del x, memory
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    poison()
+
+
+@pytest.fixture(scope="module")
+def layer() -> Weights:
+    torch.manual_seed(1)
+    return weights_of(E, H, I, "cuda")
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Take these configurations for gate and up, and for down, or what would be chosen."""
+    chosen = tuned.choose_configs
+
+    def take(gate_up=None, down=None) -> None:
+        def instead(*shape):
+            first, second = chosen(*shape)
+            return gate_up or first, down or second
+
+        monkeypatch.setattr(tuned, "choose_configs", instead)
+        room._layers.clear()
+        room._prepared.clear()
+
+    yield take
+    monkeypatch.undo()
+    room._layers.clear()
+    room._prepared.clear()
+
+
+# ---- Against the portable body ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "size"),
+    [
+        *((1, 1, 1, 128, 128), (1, 8, 2, 256, 128), (2, 256, 8, 1024, 256), (7, 5, 3, 144, 272)),
+        *((16, 64, 6, 2048, 1408), (33, 4, 4, 512, 100), (64, 128, 8, 2048, 768)),
+        *((65, 3, 2, 100, 200), (130, 6, 9, 129, 257), (200, 7, 1, 3, 5), (300, 12, 12, 1, 1)),
+        *((512, 16, 4, 1024, 512), (700, 9, 2, 264, 136), (1025, 32, 8, 384, 640)),
+        *((4096, 8, 2, 512, 256), (37, 384, 40, 160, 144), (3, 1, 5, 7168, 2048)),
+        *((4097, 8, 2, 512, 256), (2100, 500, 4, 264, 144), (1500, 1024, 6, 128, 128)),
+        (90, 6, 2, 4224, 4352),
+    ],
+)
+def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, masked):
+    weights = weights_of(num_experts, hidden_size, size, "cuda")
+    for kind in ("distinct", "out of range", "one expert"):
+        arguments = inputs(num_tokens, top_k, num_experts, hidden_size, kind)
+        expected = body(*arguments, weights)
+        poison()
+        with no_synchronisation():
+            y = run(*arguments, weights, None, masked)
+        assert (y.shape, y.dtype) == (expected.shape, torch.bfloat16)
+        assert_close(y, expected, size)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 40, 400])
+def test_any_dtype_and_strides(layer, num_tokens, masked):
+    x, ids, top_k_weights = inputs(num_tokens)
+    for dtype in DTYPES:
+        tokens, of_choices = x.to(dtype), top_k_weights.to(dtype)
+        expected = run(tokens, ids, of_choices, layer, None, masked)
+        assert_close(expected, body(tokens, ids, of_choices, layer), I)
+        wide = torch.zeros(num_tokens * 2, H + 3, dtype=dtype, device="cuda")[::2, 1 : H + 1]
+        others = wide.copy_(tokens), ids.int(), of_choices.T.contiguous().T
+        assert torch.equal(run(*others, layer, None, masked), expected)
+        others = tokens.T.contiguous().T, ids.T.contiguous().T, of_choices
+        assert torch.equal(run(*others, layer, None, masked), expected)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.2, 3.0])
+def test_limits_count(layer, limit):
+    for num_tokens in (3, 60, 500):
+        arguments = inputs(num_tokens)
+        y = run(*arguments, layer, limit)
+        assert_close(y, body(*arguments, layer, limit), I)
+        if limit < 3:
+            assert not torch.equal(y, run(*arguments, layer))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 50, 800, 2100])  # of the last, choices are counted
+def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
+    x, ids, top_k_weights = inputs(num_tokens)
+    is_here = torch.rand(num_tokens, K, device="cuda") < 0.6
+    expected = run(x, ids, top_k_weights.masked_fill(~is_here, 0), layer, None, masked)
+    for elsewhere, weight in ((E, 1.0), (E, NAN), (-1, INF), (2**40, 1e30), (-(2**40), NAN)):
+        held = ids.masked_fill(~is_here, elsewhere)
+        poison()
+        y = run(x, held, top_k_weights.masked_fill(~is_here, weight), layer, None, masked)
+        assert torch.equal(y, expected)
+    nowhere = run(x, ids * 0 + E, top_k_weights * NAN, layer, None, masked)
+    assert bool((nowhere == 0).all())
+
+
+def test_an_expert_named_twice_counts_twice(layer):
+    for num_tokens, top_k in ((1, 3), (70, 9), (600, 4), (1000, 9)):
+        x, ids, top_k_weights = inputs(num_tokens, top_k, 2)
+        for of_pairs in (ids % 2, ids * 0):
+            y = run(x, of_pairs, top_k_weights, layer)
+            assert_close(y, body(x, of_pairs, top_k_weights, layer), I)
+            assert torch.equal(y, run(x, of_pairs, top_k_weights, layer, None, True))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 4])
+@pytest.mark.parametrize(("h", "i"), [(128, 0), (0, 128), (0, 0), (128, 128)])
+def test_empty_sizes(num_tokens, h, i):
+    weights = weights_of(3, h, i, "cuda")
+    y = run(*inputs(num_tokens, 2, 3, h), weights)
+    assert y.shape == (num_tokens, h)
+    assert i > 0 or bool((y == 0).all())
+
+
+@pytest.mark.parametrize("expert", [0, 7, E - 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_tokens_of_one_expert(layer, expert, masked):
+    for num_tokens in (1, 63, 129, 3000, 8193):
+        x, ids, top_k_weights = inputs(num_tokens, 1)
+        ids.fill_(expert)
+        y = run(x, ids, top_k_weights, layer, None, masked)
+        assert_close(y, body(x, ids, top_k_weights, layer), I)
+
+
+# ---- Bit for bit ----
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 70, 500])
+def test_every_family_gives_the_same_bits(layer, choose, num_tokens):
+    """Also where it would not be chosen."""
+    odd = weights_of(E, 264, 200, "cuda")
+    for weights, hidden_size, size in ((layer, H, I), (odd, 264, 200)):
+        arguments = inputs(num_tokens, hidden_size=hidden_size)
+        expected = body(*arguments, weights)
+        first = None
+        families = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
+        families += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
+        for name, gate_up, down in families:
+            choose(gate_up, down)
+            for masked in (False, True):
+                poison()
+                y = run(*arguments, weights, None, masked)
+                assert_close(y, expected, size)
+                first = y if first is None else first
+                assert torch.equal(y, first), (name, masked)
+
+
+def test_every_family_ends_tiles_where_groups_end(choose):
+    ids, experts = ids_of_loads(LOADS_AT_EDGES).cuda(), len(LOADS_AT_EDGES)
+    weights = weights_of(experts, 264, 200, "cuda")
+    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
+    expected, first = body(tokens, ids, of_choices, weights), None
+    for name in {**GATE_UP_FAMILIES, **DOWN_FAMILIES}:
+        choose(GATE_UP_FAMILIES.get(name), DOWN_FAMILIES.get(name))
+        for masked in (False, True):
+            poison()
+            y = run(tokens, ids, of_choices, weights, None, masked)
+            assert_close(y, expected, 200)
+            first = y if first is None else first
+            assert torch.equal(y, first), (name, masked)
+
+
+@pytest.mark.parametrize("family", GATE_UP_FAMILIES)
+def test_a_limit_of_sms_changes_no_bit(layer, choose, family):
+    choose(GATE_UP_FAMILIES[family])
+    arguments = inputs(300)
+    expected = run(*arguments, layer)
+    try:
+        for limit in (1, 2, 3, 131, 10_000):
+            set_num_sms(limit)
+            assert torch.equal(run(*arguments, layer), expected)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
+def test_who_takes_which_tile_changes_no_bit(choose, family, monkeypatch):
+    """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
+    choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
+    weights = weights_of(6, 1664, 1152, "cuda")
+    cases = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
+    expected: list[torch.Tensor] = []
+    try:
+        for take in (False, True):
+            monkeypatch.setattr(experts_prepare, "takes_tiles", lambda *_, take=take: take)
+            for limit in (2, 5, 16, None):
+                room._prepared.clear()
+                set_num_sms(limit)
+                poison()
+                results = [run(*arguments, weights) for arguments in 2 * cases]
+                expected = expected or results[:3]
+                for y, right in zip(results, 2 * expected, strict=True):
+                    assert torch.equal(y, right), (take, limit)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
+def test_what_is_chosen_for_few_sms_changes_no_bit(layer, num_tokens):
+    arguments = inputs(num_tokens)
+    expected = run(*arguments, layer)
+    try:
+        for limit in (1, 2, 131):
+            set_num_sms(limit)
+            assert torch.equal(run(*arguments, layer), expected)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("h", "i"), [(H, I), (2048, 768), (264, 200)])
+def test_a_token_depends_on_no_other(masked, h, i):
+    weights = weights_of(E, h, i, "cuda")
+    x, ids, top_k_weights = inputs(1024, hidden_size=h)
+    expected = run(x, ids, top_k_weights, weights, None, masked)
+    for num_tokens in (1, 2, 7, 64, 300, 1024):
+        for _ in range(3):
+            some = torch.randperm(1024)[:num_tokens].cuda()
+            y = run(x[some], ids[some], top_k_weights[some], weights, None, masked)
+            assert torch.equal(y, expected[some]), num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 90, 1500, 2100])
+def test_masked_equals_contiguous(layer, num_tokens):
+    for kind in ("distinct", "repeated", "out of range", "one expert", "nowhere"):
+        arguments = inputs(num_tokens, kind=kind)
+        assert torch.equal(run(*arguments, layer), run(*arguments, layer, None, True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_equal_the_whole(layer, monkeypatch, masked):
+    arguments = inputs(777, kind="out of range")
+    expected = run(*arguments, layer, None, masked)
+    size = room.Workspace.of(room.Sizes(777, K, E, H, I, masked)).size
+    for parts in (2, 5, 40):
+        monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", size // parts)
+        room._layers.clear()
+        room._prepared.clear()
+        assert torch.equal(run(*arguments, layer, None, masked), expected)
+    room._layers.clear()
+    room._prepared.clear()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("num_tokens", [5, 100, 900])
+def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
+    x, ids, top_k_weights = inputs(num_tokens)
+    clean = run(x, ids, top_k_weights, layer)
+    others = torch.arange(num_tokens, device="cuda") != 3
+    x[3, H // 2 + 1] = bad
+    for masked in (False, True):
+        for limit in (None, 1e30):
+            y = run(x, ids, top_k_weights, layer, limit, masked)
+            assert bool(y[3].isnan().all())
+            assert torch.equal(y[others], clean[others])
+    x[3, H // 2 + 1] = 0
+    top_k_weights[3, 1] = bad
+    y = run(x, ids, top_k_weights, layer)
+    assert not bool(y[3].isfinite().any())
+    assert torch.equal(y[others], clean[others])
+
+
+# ---- Graphs, streams, memory ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
+@pytest.mark.parametrize(("h", "i"), [(H, I), (100, 200)])
+def test_one_graph_serves_all_routings(num_tokens, masked, h, i):
+    weights = weights_of(E, h, i, "cuda")
+    memory = inputs(num_tokens, hidden_size=h)
+    run(*memory, weights, None, masked)  # kernels are compiled and loaded
+    room._layers.clear()  # preparing while a graph is captured must be allowed
+    room._prepared.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(*memory, weights, None, masked)
+    for kind in ("one expert", "distinct", "out of range", "repeated", "distinct"):
+        fresh = inputs(num_tokens, hidden_size=h, kind=kind)
+        for old, new in zip(memory, fresh, strict=True):
+            old.copy_(new)
+        y.fill_(NAN)
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(y, run(*fresh, weights, None, masked))
+
+
+def test_streams_run_side_by_side(layer):
+    """Also with other sizes, so that kernels of both are on the GPU at once."""
+    made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700, 2100)]
+    expected = [run(*arguments, layer) for arguments in made]
+    streams = [torch.cuda.Stream() for _ in made]
+    torch.cuda.synchronize()
+    results = [[] for _ in made]
+    for i in range(40):
+        for arguments, stream, of_stream in zip(made, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                of_stream.append(run(*arguments, layer, None, i % 2 == 1))
+    torch.cuda.synchronize()
+    for of_stream, right in zip(results, expected, strict=True):
+        assert all(torch.equal(y, right) for y in of_stream)
+
+
+def test_calls_in_a_row_do_not_meet(layer):
+    """They share a workspace, and inputs are written right before."""
+    made = [inputs(num_tokens) for num_tokens in (1, 300, 2, 64, 2100, 1000, 5, 300)]
+    expected = [run(*arguments, layer) for arguments in made]
+    for _ in range(10):
+        results = []
+        with no_synchronisation():
+            for arguments in made:
+                late = [x + 0 for x in arguments]
+                results.append(run(*late, layer))
+                for x in late:
+                    x.zero_()
+        assert all(torch.equal(y, right) for y, right in zip(results, expected, strict=True))
+
+
+@NEEDS_TWO_GPUS
+def test_two_gpus_from_two_threads_give_the_same_bits(layer):
+    """Whichever GPU is the current one."""
+    made = [inputs(num_tokens) for num_tokens in (1, 300, 2100)]
+    expected = [run(*arguments, layer).cpu() for arguments in made]
+
+    def work(index: int) -> None:
+        place = f"cuda:{index}"
+        weights = Weights(*(x.to(place) for x in layer))
+        moved = [[x.to(place) for x in arguments] for arguments in made]
+        for i in range(40):
+            with torch.cuda.device(i % 2):
+                results = [run(*arguments, weights) for arguments in moved]
+                assert torch.cuda.current_device() == i % 2
+            for y, right in zip(results, expected, strict=True):
+                assert torch.equal(y.cpu(), right)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+
+
+def test_memory_is_given_back(layer):
+    arguments = inputs(500)
+    run(*arguments, layer)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for masked in (False, True):
+        for num_tokens in (500, 20, 1):
+            run(*(x[:num_tokens] for x in arguments), layer, None, masked)
+    assert torch.cuda.memory_allocated() == before
+    torch.cuda.reset_peak_memory_stats()
+    y = run(*arguments, layer)
+    size = room.Workspace.of(room.Sizes(500, K, E, H, I, False)).size
+    assert torch.cuda.max_memory_allocated() - before <= size + y.numel() * 2 + (4 << 20)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_layers_compile_whole(layout):
+    torch._dynamo.reset()
+    layer = GroupedExperts(E, H, I, layout=layout, device="cuda")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_tokens in (9, 1, 300):
+        arguments = inputs(num_tokens)
+        with torch.inference_mode():
+            y = compiled(*arguments)
+            assert torch.equal(y, layer(*arguments))
+        assert_matches_reference(layer(*arguments).detach(), y, 0.0)
+
+
+def test_it_never_waits_and_needs_no_portable_body(layer, monkeypatch):
+    monkeypatch.setenv("MOEFP8_STRICT", "1")
+    for num_tokens in (1, 60, 2000, 2100):
+        arguments = inputs(num_tokens)
+        for masked in (False, True):
+            with no_synchronisation(), torch.inference_mode():
+                run(*arguments, layer, None, masked)

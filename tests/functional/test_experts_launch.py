@@ -1,0 +1,341 @@
+"""The launcher of the routed experts without a GPU: `Emulator` stands for libcuda."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8 import kernels
+from moefp8.functional import experts_launch as room
+from moefp8.kernels import num_blocks, round_up
+from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.config import Kind
+from moefp8.routing.dispatch_launch import most_count_bytes
+from moefp8.testing import sizes
+from tests.fakes.emulator import emulated
+from tests.functional.cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    LOADS_AT_EDGES,
+    Weights,
+    ids_of_loads,
+    tokens_of,
+    weights_of,
+)
+from tests.functional.launched import body, launch, names_of
+from tests.gpu import NUM_SMS
+from tests.layers.cases import assert_matches_up_to_codes
+from tests.routing.cases import ids_of
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+SHAPES = {  # T, k, E, H, I
+    "one token": (1, 2, 4, 128, 128),
+    "few": (5, 2, 6, 256, 144),
+    "some for each": (70, 3, 2, 160, 272),
+    "many": (150, 4, 3, 272, 16),
+    "many experts": (9, 8, 40, 144, 128),
+    "more choices than experts": (6, 9, 4, 128, 384),
+    "counted": (1025, 8, 10, 16, 32),
+}
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
+def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
+    num_tokens, top_k, e, h, i = SHAPES[shape]
+    x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
+    ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
+    arguments = x, ids, top_k_weights, weights, None, masked
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    names = ["dispatch", "gemm", "gemm", "combine"]
+    assert names_of(gpu.launched) == (["count", *names] if shape == "counted" else names)
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.25])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights_dtype", DTYPES)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtype):
+    x = tokens_of(12, 200)[:, :144].to(dtype)[::2]
+    ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
+    top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
+    arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
+    assert_matches_up_to_codes(launch(x, *arguments[1:]), body(*arguments))
+    if limit:
+        clamped, free = body(*arguments), body(*arguments[:4], None, masked)
+        assert not torch.equal(clamped, free)
+    activation = gpu.launched[1].arguments.activation
+    assert activation.limit == (limit or float("inf"))
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize(
+    ("limit", "takes"),
+    # 4 experts: 3 pairs of tiles with 64 outputs each, of gate and up; 5 tiles of down.
+    [(None, (False, False)), (24, (False, False)), (23, (True, False)), (19, (True, True))],
+)
+def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
+    """The emulator sees to it that each begins at zero: also when the memory is used again."""
+    kernels.set_num_sms(limit)
+    x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
+    for _ in range(2):
+        launch(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
+    first, second = (made.arguments.groups.taken for made in gpu.launched[-3:-1])
+    assert (first is not None, second is not None) == takes
+    assert first is None or first != second
+    launch(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
+    assert [made.arguments.groups.taken for made in gpu.launched[-3:-1]] == [None, None]
+
+
+FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
+FAMILIES += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize(("name", "gate_up", "down"), FAMILIES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_every_family_is_launched_rightly(name, gate_up, down, masked, limit):
+    with emulated(down, gate_up) as gpu:
+        kernels.set_num_sms(limit)
+        for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
+            x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
+            ids = ids_of("distinct", num_tokens, 2, 3)
+            arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
+            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+            configs = [made.config for made in gpu.launched[-3:-1]]
+            assert configs[0 if gate_up else 1] == (gate_up or down), name
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("family", ["a tail", "three math groups", "two batches, two math groups"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_end_where_groups_do(family, masked):
+    """The emulator sees to it that each token of a group meets each weight."""
+    ids, weights = ids_of_loads(LOADS_AT_EDGES), weights_of(len(LOADS_AT_EDGES), 16, 16)
+    with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
+        choices = ids, torch.rand(len(ids), 1)
+        arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
+        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+
+
+def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
+    """The experts of a larger layer, every other one, and scales in any order."""
+    gate_up, gate_up_scales, down, down_scales = weights_of(6, 144, 272)
+    weights = Weights(
+        *(gate_up[1::2], gate_up_scales[1::2].mT.contiguous().mT),
+        *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
+    )
+    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
+    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    _, first, second, _ = gpu.launched
+    assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
+    assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
+    assert second.b_maps[0].address == weights.down_proj.data_ptr()
+    assert first.arguments.weight_scales == weights.gate_up_proj_scale_inv.data_ptr()
+    scales = weights.gate_up_proj_scale_inv[:, 3:]
+    assert first.arguments.activation.up_scales == scales.data_ptr()
+
+
+# ---- What is launched how ----
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_kernels"), [(9, 4), (4097, 5)])
+def test_all_but_the_first_are_launched_before_the_one_before_ends(
+    gpu, masked, num_tokens, num_kernels
+):
+    arguments = tokens_of(num_tokens, 144), ids_of("distinct", num_tokens, 2, 3)
+    weights = weights_of(3, 144, 272)
+    launch(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
+    assert [made.programmatic for made in gpu.launched] == [False, *[True] * (num_kernels - 1)]
+    assert {made.stream for made in gpu.launched} == {7}
+    *_, first, second, _ = gpu.launched
+    # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
+    olds = [made.arguments.groups.bounds_are_old for made in (first, second)]
+    assert olds == [False, True]
+    kind = Kind.MASKED if masked else Kind.OFFSETS
+    assert all(f"Kind::{kind.value}" in made.kernel.name for made in (first, second))
+    assert first.arguments.groups.bounds == second.arguments.groups.bounds
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_launched_serves_all_routings(gpu, masked):
+    """So may a CUDA graph: what the device is told depends on no id."""
+    weights, x = weights_of(3, 144, 272), tokens_of(9, 144)
+    ids, top_k_weights = torch.zeros(9, 2, dtype=torch.int64), torch.rand(9, 2)
+    told = set()
+    for kind in ("distinct", "repeated", "out of range", "one expert"):
+        ids.copy_(ids_of(kind, 9, 2, 3))
+        arguments = x, ids, top_k_weights, weights, None, masked
+        room._layers.clear()
+        room._prepared.clear()
+        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+        made = gpu.launched[-4:]
+        told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
+    assert len(told) == 1
+
+
+def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemm_choice, "choose_experts_configs", lambda *shape: asked.append(shape))
+
+    def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
+        tuned.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
+        load, groups, *rest = asked.pop()
+        assert rest == [256, 128, NUM_SMS]
+        return load, groups
+
+    assert loads(1, 8, 256) == (1, 8)
+    assert loads(64, 8, 256) == (2, 256)
+    assert loads(65, 8, 256) == (3, 256)
+    assert loads(4096, 8, 256) == (128, 256)
+    assert loads(1, 1, 1) == (1, 1)
+    assert loads(1, 9, 2) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "h", "i", "most"),
+    [(256, 7168, 2048, 136), (128, 2048, 768, 152), (8, 4096, 14336, 152), (1, 2048, 768, 152)],
+)
+def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
+    """Then tiles of 192; of one group, whose tokens are counted, other ones."""
+
+    def tails_and_rows(tokens) -> set[tuple[int, int]]:
+        both = gemm_choice.choose_experts_configs(tokens, groups, h, i, NUM_SMS)
+        return {(config.tail, config.rows) for config in both}
+
+    assert tails_and_rows(129) == tails_and_rows(most) == {(24, 128)}
+    assert tails_and_rows(most + 1) == {(0, 192 if groups > 1 else 128)}
+
+
+@pytest.mark.usefixtures("workspaces")
+def test_num_sms_limits_the_grids_of_the_gemms(gpu):
+    arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
+    weights = weights_of(3, 144, 272)
+    for limit in (None, 4, 1):
+        kernels.set_num_sms(limit)
+        assert_matches_up_to_codes(launch(*arguments, weights), body(*arguments, weights))
+    grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
+    assert max(grids[0]) > 4 >= max(grids[1])
+    assert grids[2] == [1, 1]
+
+
+# ---- Without work ----
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "h", "i"), [(0, 128, 128), (5, 0, 128), (5, 128, 0), (0, 0, 0)]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
+    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
+    y = launch(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
+    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+    assert gpu.launched == []
+
+
+# ---- Parts ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
+def test_many_tokens_go_in_parts(gpu, workspaces, monkeypatch, masked, num_tokens):
+    weights = weights_of(4, 144, 272)
+    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 4), torch.rand(num_tokens, 2)
+    arguments = tokens_of(num_tokens, 144), ids, top_k_weights, weights, None, masked
+    whole = launch(*arguments)
+    assert len(gpu.launched) == 4
+    (size,) = workspaces.sizes
+    least = room.Workspace.of(room.Sizes(1, 2, 4, 144, 272, masked)).size
+    for limit in (size, max(least, size // 3), max(least, size // 20)):
+        monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", limit)
+        room._layers.clear()
+        room._prepared.clear()
+        gpu.launched.clear()
+        workspaces.sizes.clear()
+        assert_matches_up_to_codes(launch(*arguments), whole)
+        parts = len(workspaces.sizes)
+        assert len(gpu.launched) == 4 * parts
+        assert max(workspaces.sizes) <= limit
+        assert parts == 1 if limit >= size else parts >= min(num_tokens, -(-size // limit))
+
+
+# ---- The workspace ----
+
+shapes = st.builds(
+    room.Sizes,
+    num_tokens=sizes(3000, 1),
+    top_k=st.integers(1, 12),
+    num_experts=st.integers(1, 300),
+    hidden_size=sizes(8000, 1),
+    intermediate_size=sizes(3000, 1),
+    masked=st.booleans(),
+)
+
+
+def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
+    """Where each lies, and from which kernel on and up to which it is needed."""
+    at, (matrices, rows) = room.Workspace.of(shape), shape.matrix
+    h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
+    every, chunk_counts = matrices * rows, most_count_bytes(*shape[:3])
+    lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
+        "tokens": (every * round_up(h, 16), 0, 1),
+        "token_scales": (matrices * num_blocks(h) * pitch * 4, 0, 1),
+        "activated": (every * round_up(i, 16), 1, 2),
+        "activated_scales": (matrices * num_blocks(i) * pitch * 4, 1, 2),
+        "results": (every * round_up(h, 8) * 2, 2, 3),
+        "offsets": ((shape.num_experts + 1) * 4, 0, 3),
+        "counts": (shape.num_experts * 4, 0, 3),
+        "token_to_row": (shape.num_tokens * shape.top_k * 4, 0, 3),
+    }
+    begins = SimpleNamespace(begin=at.activated, end=at.activated + chunk_counts, first=0, last=0)
+    return {"activated: counts of chunks": begins} | {
+        name: SimpleNamespace(
+            begin=getattr(at, name), end=getattr(at, name) + length, first=first, last=last
+        )
+        for name, (length, first, last) in lengths.items()
+    }
+
+
+@given(shape=shapes)
+def test_what_is_needed_at_once_lies_apart(shape):
+    found, at = regions(shape), room.Workspace.of(shape)
+    assert all(x.begin % 256 == 0 and 0 <= x.begin <= x.end <= at.size for x in found.values())
+    for name, x in found.items():
+        for other, y in found.items():
+            at_once = x.first <= y.last and y.first <= x.last
+            if name != other and at_once:
+                assert x.end <= y.begin or y.end <= x.begin, (name, other)
+
+
+@given(shape=shapes)
+def test_a_workspace_is_as_large_as_what_is_needed_at_once(shape):
+    found = regions(shape)
+    at_once = max(
+        sum(x.end - x.begin for x in found.values() if x.first <= kernel <= x.last)
+        for kernel in range(4)
+    )
+    activated = sum(x.end - x.begin for name, x in found.items() if "activated" in name)
+    size = room.Workspace.of(shape).size
+    assert size <= at_once + activated + len(found) * 256
+    assert size == room.Workspace.of(shape).size
+
+
+def test_sizes_of_common_workspaces():
+    """DeepSeek-V3's layer: 16.5 KB for each row, of which those of the results are 14."""
+    of_prefill = room.Sizes(4096, 8, 256, 7168, 2048, False)
+    assert 16_400 < room.Workspace.of(of_prefill).size / (4096 * 8) < 16_500
+    of_decode = room.Sizes(64, 8, 256, 7168, 2048, True)
+    assert 16_400 < room.Workspace.of(of_decode).size / (64 * 256) < 16_500

@@ -1,0 +1,178 @@
+"""The op of shared experts, and the layer that calls it."""
+
+import pytest
+import torch
+
+from moefp8.functional.feed_forward import _body, feed_forward, launch_feed_forward
+from moefp8.layers import moe
+from moefp8.layers.moe import SharedExperts
+from moefp8.quant import quantize_1x128, quantize_128x128
+from moefp8.testing import assert_matches_reference
+from tests.fakes.emulator import emulated
+from tests.gpu import no_synchronisation, on_gpu
+from tests.layers.cases import assert_close, assert_matches_up_to_codes
+
+SIZES = [(1, 128, 128), (3, 200, 72), (17, 136, 264), (40, 1024, 512), (130, 256, 384)]
+
+
+def operands(t: int, h: int, i: int, device: str = "cpu") -> list[torch.Tensor]:
+    torch.manual_seed(t + h + i)
+    x = torch.randn(t, h, device=device).bfloat16()
+    weights = [
+        torch.randn(shape, device=device) / shape[1] ** 0.5 for shape in ((i, h), (i, h), (h, i))
+    ]
+    return [x, *(part for weight in weights for part in quantize_128x128(weight))]
+
+
+def values(data: torch.Tensor, scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    """fp64, with a scale for each `rows` x 128 block."""
+    scale = scale_inv.double().repeat_interleave(rows, 0).repeat_interleave(128, 1)
+    return data.double() * scale[: data.shape[0], : data.shape[1]]
+
+
+def exact(x, gate, gate_s, up, up_s, down, down_s, limit) -> torch.Tensor:
+    """In FP64, of the same FP8 numbers."""
+    tokens = values(*quantize_1x128(x), 1)
+    gated, ungated = tokens @ values(gate, gate_s, 128).T, tokens @ values(up, up_s, 128).T
+    if limit is not None:
+        gated, ungated = gated.clamp(max=limit), ungated.clamp(-limit, limit)
+    activated = (gated / (1 + (-gated).exp()) * ungated).float()
+    return values(*quantize_1x128(activated), 1) @ values(down, down_s, 128).T
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize(("t", "h", "i"), SIZES)
+def test_is_right(t, h, i, limit):
+    made = operands(t, h, i)
+    y = feed_forward(*made, limit)
+    assert (y.dtype, y.shape) == (torch.bfloat16, (t, h))
+    assert_matches_up_to_codes(y, exact(*made, limit))
+    swapped = exact(made[0], *made[3:5], *made[1:3], *made[5:], limit)
+    with pytest.raises(AssertionError):
+        assert_matches_up_to_codes(y, swapped)
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (0, lambda x: x.double(), "x must be"),
+        (1, lambda x: x[:, 1:], r"gate must be \[I, H\]"),
+        (2, lambda x: x[:, :0], "gate_scale_inv must be the blocks of gate"),
+        (3, lambda x: x.float(), "up must be"),
+        (5, lambda x: x.T, "down must be|last dimension of down"),
+        (6, lambda x: x.half(), "down_scale_inv must be"),
+        (7, lambda x: -1.0, "swiglu_limit must be at least 0"),
+    ],
+)
+def test_bad_input_is_named(at, wrong, message):
+    made = [*operands(4, 256, 128), 1.0]
+    made[at] = wrong(made[at])
+    with pytest.raises((TypeError, ValueError), match=f"feed_forward: .*({message})"):
+        feed_forward(*made)
+
+
+def test_op_is_well_formed():
+    checks = ("test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+    made = (*operands(4, 256, 128), None)
+    torch.library.opcheck(torch.ops.moefp8.feed_forward.default, made, test_utils=checks)
+
+
+@pytest.mark.parametrize(("t", "i"), [(0, 128), (3, 0)])
+def test_nothing_to_do(t, i):
+    assert not feed_forward(*operands(max(t, 1), 128, max(i, 1)), None)[:t].isnan().any()
+    experts = SharedExperts(128, i)
+    assert torch.equal(experts(torch.ones(t, 128)), torch.zeros(t, 128))
+
+
+def test_a_hook_is_called():
+    experts, called = SharedExperts(128, 128), []
+    experts.up_proj.register_forward_hook(lambda *_: called.append(1))
+    x = torch.randn(3, 128)
+    with torch.no_grad():
+        y = experts(x)
+    assert called == [1]
+    experts.up_proj._forward_hooks.clear()
+    with torch.no_grad():
+        assert_matches_reference(experts(x), y, 0.05)
+
+
+def test_a_gradient_is_refused_aloud():
+    y = SharedExperts(128, 128)(torch.randn(3, 128, requires_grad=True))
+    with pytest.raises(NotImplementedError):
+        y.sum().backward()
+
+
+# ---- The launcher, without a GPU ----
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize(("t", "h", "i"), [*SIZES, (140, 128, 256), (700, 128, 128), (5, 100, 36)])
+def test_launches_compute_what_the_body_does(t, h, i, limit):
+    made = operands(t, h, i)
+    with emulated() as gpu:
+        for calls in (1, 2):
+            y = launch_feed_forward(*made, limit)
+            assert_matches_up_to_codes(y, _body(*made, limit))
+            assert len(gpu.launched) == 3 * calls
+    quantization, gate_up, down = gpu.launched[-3:]
+    assert quantization.kernel.name.startswith("quantize")
+    assert (gate_up.config.gate_up, down.config.grouped) == (True, False)
+    assert gate_up.programmatic
+    assert down.programmatic == (i % 16 == 0)  # else down was copied right before it
+
+
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_one_number_may_be_the_scale_of_all_blocks(at):
+    made = operands(5, 256, 264)
+    made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
+    with emulated():
+        assert_matches_up_to_codes(launch_feed_forward(*made, None), _body(*made, None))
+
+
+def test_tokens_behind_128_rows_are_a_tail():
+    with emulated() as gpu:
+        for t in (128, 129, 152, 153):
+            launch_feed_forward(*operands(t, 128, 128), None)
+    assert [made.config.tail > 0 for made in gpu.launched[1::3]] == [False, True, True, False]
+
+
+# ---- On a GPU ----
+
+
+@on_gpu
+@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize(
+    ("t", "h", "i"), [*SIZES, (700, 512, 640), (2049, 384, 1408), (5, 100, 36)]
+)
+def test_gpu_is_right(t, h, i, limit):
+    made = operands(t, h, i, "cuda")
+    expected = _body(*made, limit)
+    for _ in range(2):
+        with no_synchronisation():
+            y = feed_forward(*made, limit)
+        assert_close(y, expected, i)
+
+
+@on_gpu
+def test_layer_in_a_graph_as_alone(monkeypatch):
+    torch.manual_seed(0)
+    layer = moe.MoE(256, 128, 8, 2, shared_intermediate_size=384).cuda()
+    x = torch.randn(33, 256, device="cuda").bfloat16()
+    with torch.inference_mode():
+        expected = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for _ in range(3):
+            x.copy_(torch.randn(33, 256, device="cuda"))
+            expected = layer(x)
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 0, 128), (2, 3, 128)])
+def test_tokens_may_have_any_shape(shape):
+    layer = SharedExperts(128, 128)
+    x = torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x.view(-1, 128)).view(shape))

@@ -1,0 +1,185 @@
+"""What the fuzz tests draw for layers, the router and its plans: see `fuzz_cases.py`.
+
+T tokens, k choices each, E experts, H hidden, I intermediate.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from moefp8.kernels import num_blocks
+from tests.fuzz import cases as fuzz
+
+IDS = "distinct", "any", "few", "out of range", "nowhere"
+_FAR = -1, -5, 2**31 - 1, -(2**31)
+_LIMITS = None, None, 0.0, 0.5, 7.0, 1e30, fuzz.INF
+
+
+class Weights(NamedTuple):
+    """Of a linear [K, N], of shared experts [H, I] or of routed ones."""
+
+    seed: int
+    num_experts: int
+    columns: int
+    rows: int
+    codes: str
+    scales: str
+    place: str
+    scale_place: str
+
+    @property
+    def are_ordinary(self) -> bool:
+        """And large enough for a few codes to be lost among the others."""
+        kinds, places = {self.codes, self.scales}, {self.place, self.scale_place}
+        is_large = min(self.columns, self.rows) >= 64
+        return is_large and kinds == {"ordinary"} and not fuzz.REPEATED & places
+
+    def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """[E, rows, columns] and its scales."""
+        fuzz.seeded(self.seed)
+        blocks = num_blocks(self.rows), num_blocks(self.columns)
+        return self._placed(device, (self.rows, self.columns), blocks)
+
+    def make_experts(self, device: str) -> list[torch.Tensor]:
+        """gate_up, its scales, down, its scales."""
+        fuzz.seeded(self.seed)
+        h, i = self.columns, self.rows
+        of_h, of_i = num_blocks(h), num_blocks(i)
+        gate_up = self._placed(device, (2 * i, h), (2 * of_i, of_h))
+        return [*gate_up, *self._placed(device, (h, i), (of_h, of_i))]
+
+    def _placed(
+        self, device: str, shape: tuple[int, int], blocks: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        data = fuzz.codes(self.codes, self.num_experts, *shape).to(device)
+        scale_inv = fuzz.scales(self.scales, self.num_experts, *blocks).to(device)
+        return (
+            fuzz.placed(fuzz.OPERAND_PLACES, self.place, data),
+            fuzz.placed(fuzz.SCALE_PLACES, self.scale_place, scale_inv),
+        )
+
+
+class Layer(NamedTuple):
+    """x [T, H] and weights."""
+
+    x: fuzz.Matrices
+    weights: Weights
+    bias: torch.dtype | None
+    limit: float | None
+
+    @property
+    def is_ordinary(self) -> bool:
+        is_ordinary = self.x.kind == "ordinary" and self.x.place not in fuzz.REPEATED
+        return is_ordinary and self.weights.are_ordinary
+
+    def make_bias(self, device: str) -> torch.Tensor | None:
+        fuzz.seeded(self.x.seed + 1)
+        if self.bias is None:
+            return None
+        return fuzz.floats(self.x.kind, self.bias, self.weights.rows).to(device)
+
+
+def _layer(sizes, seeds, kinds, dtype, places, bias, limit) -> Layer:
+    num_experts, num_tokens, columns, rows = sizes
+    x = fuzz.Matrices(seeds[0], (num_tokens, columns), kinds[0], dtype, places[0])
+    return Layer(
+        x, Weights(seeds[1], num_experts, columns, rows, *kinds[1:], *places[1:]), bias, limit
+    )
+
+
+def layers(most_experts: int = 1) -> st.SearchStrategy[Layer]:
+    columns, rows = fuzz.size(300, 1000), fuzz.size(260, 800)
+    sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), columns, rows)
+    most_numbers, most_products = (2**20, 2**26) if fuzz.HAS_GPU else (2**18, 2**21)
+    sizes = sizes.filter(lambda x: x[0] * x[2] * x[3] <= most_numbers)
+    sizes = sizes.filter(lambda x: math.prod(x[1:]) <= most_products // most_experts)
+    ordinary = st.just(("ordinary",) * 3)
+    wild = st.tuples(*(st.sampled_from(x) for x in (fuzz.FLOATS, fuzz.CODES, fuzz.SCALES)))
+    tokens = st.tuples(st.sampled_from(fuzz.FLOATS), st.just("ordinary"), st.just("ordinary"))
+    known = fuzz.FLOAT_PLACES, fuzz.OPERAND_PLACES, fuzz.SCALE_PLACES
+    return st.builds(
+        _layer,
+        *(sizes, st.tuples(fuzz.SEEDS, fuzz.SEEDS), st.one_of(ordinary, tokens, wild)),
+        *(st.sampled_from(fuzz.DTYPES), st.tuples(*map(fuzz.place_in, known))),
+        *(st.sampled_from(fuzz.BIASES), st.sampled_from(_LIMITS)),
+    )
+
+
+# ---- Routing ----
+
+
+class Choices(NamedTuple):
+    """Of T tokens; their weights are of any kind."""
+
+    seed: int
+    kind: str
+    top_k: int
+    wide: bool
+    transposed: bool
+    weights: fuzz.Matrices  # of another shape: kind and dtype count
+
+    def make_ids(self, num_tokens: int, num_experts: int, device: str) -> torch.Tensor:
+        """[T, k], int32 or int64; also ids that only a GPU takes."""
+        fuzz.seeded(self.seed)
+        shape = num_tokens, self.top_k
+        ids = torch.randint(0, num_experts + 1, shape)
+        if self.kind == "distinct":
+            scores = torch.rand(num_tokens, max(num_experts, self.top_k))
+            ids = scores.argsort(1)[:, : self.top_k]
+        elif self.kind == "few":
+            ids = ids % 2
+        elif self.kind == "nowhere":
+            ids = torch.full(shape, num_experts)
+        elif self.kind == "out of range":
+            far = torch.tensor((*_FAR, num_experts + 1))[torch.randint(5, shape)]
+            ids = torch.where(torch.rand(shape) < 0.3, far, ids)
+            if self.wide:
+                ids = torch.where(torch.rand(shape) < 0.1, ids * 2**32 + 1, ids)
+        ids = ids.to(torch.int64 if self.wide else torch.int32).to(device)
+        return ids.mT.contiguous().mT if self.transposed else ids
+
+    def make_weights(self, num_tokens: int, device: str) -> torch.Tensor:
+        return self.weights._replace(shape=(num_tokens, self.top_k)).make(device)
+
+
+def choices(most: int = 8) -> st.SearchStrategy[Choices]:
+    flags = st.booleans(), st.booleans()
+    return st.builds(
+        Choices, fuzz.SEEDS, st.sampled_from(IDS), st.integers(1, most), *flags, fuzz.matrices()
+    )
+
+
+def known_to_cpu(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Other ids are errors there, and on a GPU as if they were E."""
+    return ids.masked_fill((ids < 0) | (ids > num_experts), num_experts)
+
+
+class Router(NamedTuple):
+    logits: fuzz.Matrices
+    bias: fuzz.Matrices | None
+    k: int
+    num_groups: int
+    topk_groups: int
+    renormalize: bool
+    factor: float
+
+    @property
+    def rest(self) -> tuple:
+        return self.k, self.num_groups, self.topk_groups, self.renormalize, self.factor
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> Router:
+    num_groups = draw(st.sampled_from((1, 1, 2, 3, 8)))
+    size = draw(st.integers(1, (512 if fuzz.HAS_GPU else 64) // num_groups))
+    topk_groups = draw(st.integers(1, num_groups))
+    k = min(draw(st.integers(1, topk_groups * size)), draw(st.sampled_from((1, 8, 40, 512))))
+    num_experts = num_groups * size
+    logits = draw(fuzz.matrices())._replace(shape=(draw(fuzz.size(12, 300)), num_experts))
+    bias = draw(st.one_of(st.none(), fuzz.matrices()))
+    if bias is not None:
+        bias = bias._replace(shape=(1, num_experts))
+    options = draw(st.booleans()), draw(st.sampled_from((1.0, 2.5, -3e38)))
+    return Router(logits, bias, k, num_groups, topk_groups, *options)

@@ -1,0 +1,161 @@
+"""Router, plans, dispatch and combine with numbers of every bit pattern: see `test_fuzz.py`."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8.routing import RoutingPlan, combine, dispatch, sigmoid_group_topk, softmax_topk
+from moefp8.routing import plan_op as routing_plan
+from tests import naive
+from tests.fuzz import cases as fuzz
+from tests.fuzz import layers as fuzz_layers
+from tests.fuzz.layers import known_to_cpu
+from tests.gpu import on_cpu_and_gpu, on_gpu, same_bits
+from tests.routing.cases import (
+    check_dispatch,
+    expected_combine,
+    on_this_gpu,
+    plan_of,
+    run_combine,
+    run_dispatch,
+)
+
+pytestmark = pytest.mark.filterwarnings("error:.*portable PyTorch body")
+EXPERTS, TOKENS = fuzz.size(30, 300, 1), fuzz.size(40, 600)
+LAYOUTS = st.sampled_from(((1, None), (4, None), (128, None), (1, 0), (1, 3)))
+
+
+def build(ids: torch.Tensor, num_experts: int, layout: tuple[int, int | None]) -> RoutingPlan:
+    """layout: alignment, and rows of each expert beyond T."""
+    alignment, spare = layout
+    max_m = None if spare is None else len(ids) + spare
+    if ids.device.type == "cpu":
+        ids = known_to_cpu(ids, num_experts)
+    return RoutingPlan(*routing_plan.build_plan(ids, num_experts, alignment, max_m), max_m)
+
+
+@on_cpu_and_gpu
+@given(choices=fuzz_layers.choices(40), num_tokens=TOKENS, num_experts=EXPERTS, layout=LAYOUTS)
+def test_plan(device, choices, num_tokens, num_experts, layout):
+    plan = build(choices.make_ids(num_tokens, num_experts, device), num_experts, layout)
+    ids = known_to_cpu(choices.make_ids(num_tokens, num_experts, "cpu"), num_experts)
+    if device != "cpu":
+        expected = build(ids, num_experts, layout)
+        for name in RoutingPlan.__annotations__:
+            ours, theirs = getattr(plan, name), getattr(expected, name)
+            assert ours == theirs if name == "max_m" else torch.equal(ours.cpu(), theirs), name
+        return
+    num_rows = len(plan.row_to_token)
+    maps = naive.plan(ids.tolist(), num_experts, layout[0], plan.max_m, num_rows)
+    ours = plan.tokens_per_expert, plan.expert_offsets, plan.row_to_token, plan.row_to_expert
+    assert [x.tolist() for x in (*ours, plan.token_to_row)] == maps
+
+
+@on_cpu_and_gpu
+@given(
+    x=fuzz.matrices(),
+    choices=fuzz_layers.choices(),
+    num_experts=fuzz.size(9, 40, 1),
+    layout=LAYOUTS,
+)
+def test_dispatch_and_combine(device, x, choices, num_experts, layout):
+    x = x._replace(shape=x.shape[-2:])
+    num_tokens, _ = x.shape
+    tokens = x.make(device)
+    plan = build(choices.make_ids(num_tokens, num_experts, device), num_experts, layout)
+    weights = choices.make_weights(num_tokens, device)
+    moved = dispatch(tokens, plan)
+    expected = torch.zeros(len(plan.row_to_token), x.shape[1], dtype=x.dtype)
+    for row, token in enumerate(plan.row_to_token.tolist()):
+        if token >= 0:
+            expected[row] = tokens[token].cpu()
+    assert same_bits(moved.flatten(0, -2), expected)
+    spoilt = expected.masked_fill((plan.row_to_token < 0).cpu()[:, None], torch.nan)
+    summed = naive.combine(spoilt, plan.token_to_row.tolist(), weights.cpu())
+    ours = combine(spoilt.to(device).view(moved.shape), plan, weights)
+    assert same_bits(ours, summed)
+
+
+@on_gpu
+@given(
+    x=fuzz.matrices(), choices=fuzz_layers.choices(40), num_experts=EXPERTS, masked=st.booleans()
+)
+def test_the_kernels_of_layers(x, choices, num_experts, masked):
+    """Which quantize what they dispatch, and sum rows of BF16."""
+    num_tokens, hidden_size = x.shape[-2:]
+    if num_tokens * hidden_size == 0 or num_tokens * num_experts > 2**16:
+        return
+    tokens = x._replace(shape=x.shape[-2:]).make("cuda")
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    ids = choices.make_ids(num_tokens, num_experts, "cuda")
+    max_m = num_tokens + choices.seed % 3 if masked else None
+    done = run_dispatch(tokens, ids, num_experts, max_m, **on_this_gpu())
+    check_dispatch(done, tokens, ids, num_experts, max_m)
+    plan, weights = plan_of(ids, num_experts, max_m), choices.make_weights(num_tokens, "cuda")
+    y = fuzz.floats(x.kind, torch.bfloat16, len(plan.row_to_token), (hidden_size + 15) // 8 * 8)
+    y[plan.row_to_token < 0] = torch.nan
+    ours = run_combine(y.cuda(), hidden_size, plan, weights, **on_this_gpu())
+    assert same_bits(ours, expected_combine(y, hidden_size, plan, weights))
+
+
+# ---- The router ----
+
+
+@on_cpu_and_gpu
+@given(case=fuzz_layers.routers())
+def test_softmax_topk(device, case):
+    logits = case.logits.make("cpu")
+    index, weights = softmax_topk(case.logits.make(device), case.k, case.renormalize)
+    if device == "cpu":
+        pairs = [naive.softmax_topk(x, case.k, case.renormalize) for x in logits.tolist()]
+        assert index.tolist() == [chosen for chosen, _ in pairs]
+        # Differences of logits are rounded to FP32: up to 104 * 2^-24 of an exponential.
+        expected = torch.tensor([x for _, x in pairs]).view(index.shape)
+        tolerance = 2.0**-16
+    else:
+        expected_index, expected = softmax_topk(logits, case.k, case.renormalize)
+        assert torch.equal(index.cpu(), expected_index)
+        tolerance = 2.0**-19
+    torch.testing.assert_close(
+        weights.cpu(), expected, rtol=tolerance, atol=2.0**-144, equal_nan=True
+    )
+
+
+def exact_sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().sigmoid().float()
+
+
+@on_cpu_and_gpu
+@given(case=fuzz_layers.routers())
+def test_sigmoid_group_topk(device, case):
+    def make(place: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = None if case.bias is None else case.bias.make(place)[0]
+        return case.logits.make(place), bias
+
+    index, weights = sigmoid_group_topk(*make(device), *case.rest)
+    logits, bias = make("cpu")
+    if device != "cpu":
+        expected_index, expected = sigmoid_group_topk(logits, bias, *case.rest)
+        assert torch.equal(index.cpu(), expected_index)
+        assert same_bits(weights, expected)
+        return
+    scores = scores_of(logits)
+    torch.testing.assert_close(
+        scores, exact_sigmoid(logits), rtol=2.0**-23, atol=2.0**-149, equal_nan=True
+    )
+    biased = scores if bias is None else scores + bias.float()
+    k, *groups = case.rest[:3]
+    assert index.tolist() == [naive.group_choice(x, k, *groups) for x in biased.tolist()]
+    chosen = scores.gather(1, index).double()
+    if case.renormalize:
+        chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
+    expected = (chosen * case.factor).float()
+    of_denormals = 2.0**-148 * max(1.0, abs(case.factor))
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=of_denormals, equal_nan=True)
+
+
+def scores_of(logits: torch.Tensor) -> torch.Tensor:
+    """All sigmoids of FP32 as the op has them, with the order of experts undone."""
+    index, weights = sigmoid_group_topk(logits, None, logits.shape[1], renormalize=False)
+    return torch.empty_like(weights).scatter_(1, index, weights)

@@ -1,0 +1,383 @@
+"""`experts_implementation="moefp8"`: whatever experts module transformers has, against its own."""
+
+import copy
+from inspect import signature
+
+import pytest
+import torch
+import transformers
+from small_checkpoint import FAMILIES, small_config
+from torch import nn
+from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, PretrainedConfig
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import use_experts_implementation
+
+import moefp8.hf
+from moefp8 import GroupedExperts
+from moefp8.quant import quantize_128x128
+from moefp8.testing import assert_matches_reference, reference_model, row_errors
+from tests.hf.model_cases import prompt
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+T, H, I, E = 33, 256, 192, 5
+
+
+def other_config(family: str) -> PretrainedConfig:
+    """Biases, interleaved and transposed weights and a gate of its own; or no gate at all."""
+    if family == "gpt_oss":
+        return GptOssConfig(
+            **SIZES, intermediate_size=192, num_hidden_layers=1, num_local_experts=4
+        )
+    return NemotronHConfig(
+        **SIZES,
+        layers_block_type=["moe", "attention"],
+        n_routed_experts=4,
+        moe_intermediate_size=192,
+        moe_shared_expert_intermediate_size=128,
+        intermediate_size=256,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def first_experts(model: nn.Module) -> nn.Module:
+    experts = next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return experts
+
+
+def run(experts: nn.Module, implementation: str, *inputs: torch.Tensor) -> torch.Tensor:
+    experts.config._experts_implementation = implementation
+    with torch.no_grad():
+        return experts(*inputs)
+
+
+def inputs_for(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(T, 256).bfloat16()
+    top_k_index = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(T)])
+    return x, top_k_index, torch.rand(T, 2).bfloat16()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
+def test_every_kind_of_experts(family):
+    config = small_config(family) if family in FAMILIES else other_config(family)
+    experts = first_experts(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    inputs = inputs_for(experts)
+    expected = run(experts, "eager", *inputs)
+    before = {*experts.state_dict()}
+    ours = run(experts, "moefp8", *inputs)
+    assert ours.dtype == torch.bfloat16
+    assert_matches_reference(ours, expected, 0.12)
+    assert {*experts.state_dict()} == before
+    if family in FAMILIES:
+        quantized = experts.__dict__["_moefp8_experts"].experts
+        assert type(quantized) is GroupedExperts
+        assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)
+
+
+class Plain(nn.Module):
+    """Experts with nothing particular, but for what `decorated` says."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = E, nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * I, H).bfloat16() * 0.05)
+        self.down_proj = nn.Parameter(torch.randn(E, H, I).bfloat16() * 0.05)
+
+    def forward(self, x, top_k_index, top_k_weights):
+        result = torch.zeros_like(x, dtype=torch.float32)
+        for token in range(x.shape[0]):
+            for expert, weight in zip(top_k_index[token], top_k_weights[token], strict=True):
+                if expert < E:
+                    gate_up = self.gate_up_proj[expert].float() @ x[token].float()
+                    y = self.down_proj[expert].float() @ self._apply_gate(gate_up)
+                    result[token] += weight * self.post_expert_norm(y)
+        return result.to(x.dtype)
+
+    def post_expert_norm(self, y):
+        return y * torch.rsqrt(y.float().square().mean(-1, keepdim=True)) if self.norm else y
+
+
+def decorated(norm: bool = False, cls: type = Plain, **flags: bool) -> nn.Module:
+    """A class of its own, since the decorator changes the one that it is given."""
+    own = type("Own", (cls,), {"norm": norm})
+    if norm:
+        flags["has_post_expert_norm"] = True
+    if unknown := flags.keys() - signature(use_experts_implementation).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} has no {', '.join(unknown)}")
+    return use_experts_implementation(own, **flags)(PretrainedConfig())
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm": True}])
+def test_experts_held_elsewhere_count_nothing(flags):
+    experts = decorated(**flags)
+    x, top_k_index, weights = inputs_for(experts)
+    top_k_index[::3, 0] = E
+    top_k_index[1] = E
+    expected = run(experts, "eager", x, top_k_index, weights)
+    ours = run(experts, "moefp8", x, top_k_index, weights)
+    assert_matches_reference(ours, expected, 0.12)
+    assert ours[1].abs().max() == 0
+
+
+def test_an_interleaved_swiglu_runs_fast():
+    plain = decorated()
+    experts = decorated(is_concatenated=False)
+    experts._apply_gate = lambda x: nn.functional.silu(x[..., ::2]) * x[..., 1::2]
+    halves = plain.gate_up_proj.data.unflatten(1, (2, I))
+    experts.gate_up_proj.data = halves.transpose(1, 2).flatten(1, 2).contiguous()
+    experts.down_proj.data = plain.down_proj.data
+    inputs = inputs_for(plain)
+    assert torch.equal(run(experts, "moefp8", *inputs), run(plain, "moefp8", *inputs))
+    assert type(experts.__dict__["_moefp8_experts"].experts) is GroupedExperts
+
+
+def test_changed_weights_are_quantized_again():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    first = run(experts, "moefp8", *inputs)
+    kept = experts.__dict__["_moefp8_experts"].experts
+    assert torch.equal(run(experts, "moefp8", *inputs), first)
+    assert experts.__dict__["_moefp8_experts"].experts is kept
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+    assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
+    experts.load_state_dict(decorated().state_dict())
+    changed = run(experts, "moefp8", *inputs)
+    assert float(row_errors(changed, first).min()) > 0.5
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_weights_that_a_fused_optimizer_changed_are_quantized_again(name):
+    """It does not bump their version. In FP32: torch 2.13's SGD leaves BF16 as it is on the CPU."""
+    experts, other = decorated().float(), decorated()
+    inputs = inputs_for(experts)
+    first, beside = run(experts, "moefp8", *inputs), run(other, "moefp8", *inputs)
+    kept = other.__dict__["_moefp8_experts"].experts
+    optimizer = getattr(torch.optim, name)(experts.parameters(), lr=1.0, fused=True)
+    experts.down_proj.grad = torch.randn_like(experts.down_proj)
+    optimizer.step()
+    experts.requires_grad_(False)
+    changed = run(experts, "moefp8", *inputs)
+    assert float(row_errors(changed, first).min()) > 0.5
+    assert_matches_reference(changed, run(experts, "eager", *inputs), 0.12)
+    kept_now = experts.__dict__["_moefp8_experts"].experts
+    assert torch.equal(run(experts, "moefp8", *inputs), changed)
+    assert experts.__dict__["_moefp8_experts"].experts is kept_now
+    assert torch.equal(run(other, "moefp8", *inputs), beside)
+    assert other.__dict__["_moefp8_experts"].experts is kept
+
+
+def test_weights_that_an_optimizer_leaves_are_not_quantized_again():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    run(experts, "moefp8", *inputs)
+    kept = experts.__dict__["_moefp8_experts"].experts
+    torch.optim.AdamW(experts.parameters(), fused=True).step()  # without gradients
+    run(experts, "moefp8", *inputs)
+    assert experts.__dict__["_moefp8_experts"].experts is kept
+
+
+def test_new_weights_in_the_place_of_old_ones_are_quantized():
+    """The allocator gives a freed block to the next parameter of its size, at the same address."""
+    experts = decorated()
+    inputs = inputs_for(experts)
+    first = run(experts, "moefp8", *inputs)
+    with torch.no_grad():
+        address = experts.down_proj.data_ptr()
+        changed = experts.down_proj * 2
+        values = torch.frombuffer(bytearray(changed.nbytes), dtype=changed.dtype)
+        del experts.down_proj, values
+        experts.down_proj = nn.Parameter(changed, requires_grad=False)
+        for _ in range(50):  # until it lies there
+            if experts.down_proj.data_ptr() == address:
+                break
+            experts.down_proj = nn.Parameter(experts.down_proj.clone(), requires_grad=False)
+    assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
+
+
+def test_a_copy_quantizes_its_own():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    first = run(experts, "moefp8", *inputs)
+    twin = copy.deepcopy(experts)
+    with torch.no_grad():
+        twin.down_proj.mul_(2)
+    assert_matches_reference(run(twin, "moefp8", *inputs), 2 * first.float(), 0.01)
+    assert torch.equal(run(experts, "moefp8", *inputs), first)
+
+
+def test_made_in_inference_mode_and_used_outside():
+    experts = decorated()
+    inputs = inputs_for(experts)
+    with torch.inference_mode():
+        first = run(experts, "moefp8", *inputs)
+    assert torch.equal(run(experts, "moefp8", *inputs), first)
+    experts.config._experts_implementation = "moefp8"
+    x = inputs[0].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="training"):
+        experts(x, *inputs[1:]).sum().backward()
+
+
+def fp8_experts(sizes: tuple[int, int, int] = (E, H, I), **arguments) -> nn.Module:
+    """transformers' own FP8 module, filled by hand."""
+    num_experts, hidden_size, intermediate_size = sizes
+    config = PretrainedConfig()
+    config.num_experts, config.hidden_size = num_experts, hidden_size
+    config.moe_intermediate_size, config.hidden_act = intermediate_size, "silu"
+    own = type("OwnFP8", (FP8Experts,), {})
+    cls = use_experts_implementation(own, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    experts = cls(config, **{"block_size": (128, 128), **arguments})
+    rows = experts.gate_up_proj_scale_inv.shape[1]
+    halves = rows == 2 * -(-intermediate_size // 128)
+    weights = torch.randn(num_experts, 2 * intermediate_size, hidden_size) * 0.05
+    parts = weights.unflatten(1, (2, -1)) if halves else weights.unsqueeze(1)
+    q = quantize_128x128(parts)
+    experts.gate_up_proj.data = q.data.flatten(1, 2)
+    experts.gate_up_proj_scale_inv.data = q.scale_inv.flatten(1, 2)
+    q = quantize_128x128(torch.randn(num_experts, hidden_size, intermediate_size) * 0.05)
+    experts.down_proj.data, experts.down_proj_scale_inv.data = q
+    return experts
+
+
+def test_fp8_modules_are_used_as_they_are():
+    experts = fp8_experts((E, H, 256))
+    inputs = inputs_for(experts)
+    ours = run(experts, "moefp8", *inputs)
+    quantized = experts.__dict__["_moefp8_experts"].experts
+    assert quantized.gate_up_proj.data_ptr() == experts.gate_up_proj.data_ptr()
+    assert quantized.down_proj_scale_inv.data_ptr() == experts.down_proj_scale_inv.data_ptr()
+    assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)
+
+
+def test_fp8_modules_with_e8m0_scales():
+    experts = fp8_experts((E, H, 256))
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        scale = experts.get_parameter(name)
+        scale.data = scale.data.log2().round().exp2()
+    inputs = inputs_for(experts)
+    expected = run(experts, "moefp8", *inputs)
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        e8m0 = experts.get_parameter(name).data.to(torch.float8_e8m0fnu)
+        setattr(experts, name, nn.Parameter(e8m0, requires_grad=False))
+    assert torch.equal(run(experts, "moefp8", *inputs), expected)
+
+
+def test_fp8_modules_with_a_gate_of_their_own():
+    experts = fp8_experts((E, H, 256))
+    experts.swiglu_alpha, experts.swiglu_limit = 1.702, 7.0
+    inputs = inputs_for(experts)
+    bf16 = decorated()
+    bf16.gate_up_proj.data = dequantized(experts, "gate_up_proj")
+    bf16.down_proj.data = dequantized(experts, "down_proj")
+    bf16._apply_gate = experts._apply_gate
+    assert_matches_reference(run(experts, "moefp8", *inputs), run(bf16, "eager", *inputs), 0.12)
+
+
+def dequantized(experts: nn.Module, name: str) -> torch.Tensor:
+    data, scale = experts.get_parameter(name), experts.get_parameter(f"{name}_scale_inv")
+    each = scale.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+    return data.float() * each
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"block_size": (64, 64)}, r"block_size must be \(128, 128\), got \(64, 64\)"),
+        ({"block_size": None}, "got None"),
+        ({"activation_scheme": "static"}, "must be 'dynamic'"),
+    ],
+)
+def test_fp8_modules_of_another_make_are_refused(arguments, rule):
+    experts = fp8_experts((E, H, 256))
+    inputs = inputs_for(experts)
+    for name, value in arguments.items():
+        setattr(experts, name, value)
+    with pytest.raises(ValueError, match=rule):
+        run(experts, "moefp8", *inputs)
+
+
+def test_fp8_scales_of_gate_and_up_in_one_block_are_refused():
+    """I = 192: block 1 holds rows of both."""
+    experts = fp8_experts((E, H, 192))
+    with pytest.raises(ValueError, match=r"must be \[E, 4, 2\] for 2 parts of 192 rows"):
+        run(experts, "moefp8", *inputs_for(experts))
+
+
+def test_fp8_scales_of_two_meanings_are_refused():
+    """I = 96: [E, 2, 2] may be one block each of gate and up, or those of 192 rows."""
+    experts = fp8_experts((E, H, 96))
+    inputs = inputs_for(experts)
+    run(experts, "moefp8", *inputs)  # SwiGLU takes them for those of gate and up
+    del experts.__dict__["_moefp8_experts"]
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.Identity()
+    with pytest.raises(ValueError, match="must not be 96"):
+        run(experts, "moefp8", *inputs)
+
+
+@torch.inference_mode()
+def test_a_whole_model_and_torch_compile():
+    config = small_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation="moefp8"
+    ).eval()
+    ids = prompt()[:, :9]
+    ours = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert float(row_errors(compiled(ids, use_cache=False).logits, ours).median()) < 0.02
+    model.set_experts_implementation("eager")
+    eager = model(ids, use_cache=False).logits
+    assert 0 < float(row_errors(ours, eager).median()) < 0.15
+
+
+@torch.inference_mode()
+def test_compiled_before_the_first_call():
+    """The graph breaks once, where weights are quantized, and is whole from then on."""
+    torch._dynamo.reset()
+    experts = decorated()
+    inputs = inputs_for(experts)
+    expected = run(decorated_twin(experts), "moefp8", *inputs)
+    experts.config._experts_implementation = "moefp8"
+    compiled = torch.compile(experts, backend="aot_eager")
+    for _ in range(2):
+        assert_matches_reference(compiled(*inputs), expected, 0.02)
+    assert "_moefp8_experts" in experts.__dict__
+
+
+def decorated_twin(experts: nn.Module) -> nn.Module:
+    twin = decorated()
+    twin.load_state_dict(experts.state_dict())
+    return twin
+
+
+def test_the_name_is_known_to_both_interfaces():
+    assert "moefp8" in ALL_FP8_EXPERTS_FUNCTIONS
+    assert moefp8.hf.experts_forward is not moefp8.hf.fp8_experts_forward
+    with pytest.raises(KeyError, match="not a valid experts implementation"):
+        run(fp8_experts((E, H, 256)), "moefp9", *inputs_for(fp8_experts((E, H, 256))))
+
+
+@pytest.mark.parametrize("frozen", ["weights", "tokens"])
+def test_no_gradient_passes_by_experts_without_a_word(frozen):
+    config = other_config("gpt_oss")
+    experts = first_experts(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    x, *choice = inputs_for(experts)
+    experts.requires_grad_(frozen != "weights")
+    x.requires_grad_(frozen != "tokens")
+    experts.config._experts_implementation = "moefp8"
+    with torch.no_grad():
+        expected = experts(x, *choice)
+    y = experts(x, *choice)
+    assert torch.equal(y, expected)
+    with pytest.raises(NotImplementedError, match="training is not supported yet"):
+        (y + x).sum().backward()

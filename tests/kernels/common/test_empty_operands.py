@@ -1,0 +1,114 @@
+"""Empty tensors from numpy, whose strides are all zero: every op takes them as any other empty one.
+
+M rows, N out, K in, E experts, I intermediate, T tokens.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from moefp8 import FP8Linear, kernels, routing
+from moefp8.functional.experts import experts
+from moefp8.functional.feed_forward import feed_forward
+from moefp8.functional.linear import fp8_linear
+from moefp8.quant import quantize_1x128, quantize_128x128
+
+
+def from_numpy(x: torch.Tensor) -> torch.Tensor:
+    """x, and if it is empty, as numpy lays out such an array."""
+    if x.numel():
+        return x
+    array = np.zeros(x.shape, dtype=f"V{x.element_size()}").view(f"i{x.element_size()}")
+    found = torch.from_numpy(array).view(x.dtype)
+    assert found.is_contiguous()
+    assert not any(found.stride())
+    return found
+
+
+def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q = quantize_1x128(torch.randn(shape).bfloat16())
+    return from_numpy(q.data), from_numpy(q.scale_inv)
+
+
+def weight(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q = quantize_128x128(torch.randn(shape).bfloat16())
+    return from_numpy(q.data), from_numpy(q.scale_inv)
+
+
+def result(*shape: int) -> torch.Tensor:
+    return from_numpy(torch.full(shape, 7, dtype=torch.bfloat16))
+
+
+def ints(*values: int) -> torch.Tensor:
+    return from_numpy(torch.tensor(values, dtype=torch.int32))
+
+
+def dense(m: int, n: int, k: int) -> torch.Tensor:
+    d = result(m, n)
+    kernels.fp8_gemm_nt(pair(m, k), weight(n, k), d)
+    return d
+
+
+def contiguous(m: int, n: int, k: int) -> torch.Tensor:
+    d = result(m, n)
+    kernels.m_grouped_fp8_gemm_nt_contiguous(pair(m, k), weight(2, n, k), d, ints(*[0] * m))
+    return d
+
+
+def masked(m: int, n: int, k: int) -> torch.Tensor:
+    d = result(2, m, n)
+    kernels.m_grouped_fp8_gemm_nt_masked(pair(2, m, k), weight(2, n, k), d, ints(m, m), m)
+    return d
+
+
+def linear(m: int, n: int, k: int) -> torch.Tensor:
+    return fp8_linear(result(m, k), *weight(n, k), None)
+
+
+def layer(m: int, n: int, k: int) -> torch.Tensor:
+    if not n or not k:
+        return result(m, n).zero_()  # no such layer can be made
+    return FP8Linear(k, n)(result(m, k))
+
+
+def shared(m: int, n: int, k: int) -> torch.Tensor:
+    return feed_forward(result(m, k), *weight(n, k), *weight(n, k), *weight(k, n), None)
+
+
+def routed(m: int, n: int, k: int) -> torch.Tensor:
+    ids, weights = ints(*[0, 1] * m).view(m, 2), from_numpy(torch.ones(m, 2))
+    stacks = (*weight(2, 2 * n, k), *weight(2, k, n))
+    return experts(result(m, k), ids, weights, *stacks, None, False)
+
+
+OPS = (dense, contiguous, masked, linear, layer, shared, routed)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("shape", [(0, 128, 128), (4, 0, 128), (4, 128, 0), (0, 0, 0)])
+def test_gemms_and_layers(op, shape):
+    """No products, so zeros, if there is anything at all."""
+    assert not op(*shape).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (0, 0), (2, 0, 128)])
+def test_quantization(shape):
+    x = from_numpy(torch.randn(shape).bfloat16())
+    for quantized in (quantize_1x128(x), quantize_128x128(x)):
+        assert quantized.data.shape == shape
+
+
+def test_routing():
+    logits = from_numpy(torch.randn(0, 8))
+    index, weights = routing.softmax_topk(logits, 2, True)
+    assert index.shape == weights.shape == (0, 2)
+    plan = routing.build_plan(from_numpy(index), 8)
+    rows = routing.dispatch(result(0, 128), plan)
+    assert rows.shape[1] == 128
+    assert routing.combine(rows, plan, from_numpy(weights)).shape == (0, 128)
+
+
+def test_what_is_not_empty_must_still_be_contiguous():
+    d = torch.zeros(128, 4, dtype=torch.bfloat16).T
+    with pytest.raises(ValueError, match="last dimension of d must be contiguous"):
+        kernels.fp8_gemm_nt(pair(4, 128), weight(128, 128), d)

@@ -1,0 +1,348 @@
+"""The launcher of the grouped GEMMs without a GPU: `Emulator` stands for libcuda."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefp8 import kernels
+from moefp8.kernels.gemm import config as gemm_config
+from moefp8.kernels.gemm import grouped as grouped_gemm
+from moefp8.kernels.gemm import grouped_launch as room
+from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.launch import Operands
+from moefp8.testing import sizes
+from tests.fakes.emulated_gemm import kind_of
+from tests.fakes.emulator import emulated
+from tests.gpu import NUM_SMS
+from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm.cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, stacked
+from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
+    by_offsets,
+    by_rows,
+    expected_of,
+    launch,
+    launch_and_compare,
+    masked,
+    only_groups_are_written,
+    operands,
+    routing_of,
+    routings,
+)
+
+KINDS = tuple(Kind)
+
+
+@settings(max_examples=200)
+@given(
+    routing=routings(),
+    n=sizes(300, 1),
+    k=sizes(500, 1),
+    places=st.tuples(*[st.sampled_from(sorted(GROUPED_PLACES))] * 3),
+    scale_places=st.tuples(*[st.sampled_from(sorted(GROUPED_SCALE_PLACES))] * 2),
+    bounds_step=st.sampled_from((1, 2)),
+    expected_m=st.sampled_from((1, 40, 64, 65, 5000)),
+)
+def test_every_layout_is_addressed_rightly(
+    routing, n, k, places, scale_places, bounds_step, expected_m
+):
+    a, a_scale_inv, b, b_scale_inv, d = operands(routing, n, k)
+    a, b, d = (
+        stacked(GROUPED_PLACES[place].make, x) for place, x in zip(places, (a, b, d), strict=True)
+    )
+    a_scale_inv, b_scale_inv = (
+        stacked(GROUPED_SCALE_PLACES[place], x)
+        for place, x in zip(scale_places, (a_scale_inv, b_scale_inv), strict=True)
+    )
+    bounds = routing.bounds_on().repeat_interleave(bounds_step)[::bounds_step]
+    made = Operands(a, a_scale_inv, b, b_scale_inv, d)
+    with emulated() as gpu:
+        launch_and_compare(routing, made, bounds, expected_m)
+    assert len(gpu.launched) == (d.numel() > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", GROUPED_PLACES)
+def test_what_tma_can_address_is_not_copied(gpu, kind, place):
+    routing = routing_of(kind, (5, 0, 9))
+    a, a_scale_inv, b, b_scale_inv, d = operands(routing, 48, 256)
+    made, fits = GROUPED_PLACES[place]
+    a, b, d = (stacked(made, x) for x in (a, b, d))
+    launch_and_compare(routing, Operands(a, a_scale_inv, b, b_scale_inv, d))
+    (made,) = gpu.launched
+    for x, its_map in zip((a, b, d), (made.a_maps[0], made.b_maps[0], made.d_map), strict=True):
+        # What is at odd steps is copied if there are two.
+        assert (its_map.address == x.data_ptr()) == (fits or (place == "odd steps" and x.ndim == 2))
+    assert made.arguments.weight_scales == b_scale_inv.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("place", "copied"),
+    [
+        *(("as quantized", False), ("wider", False), ("halves", False), ("rows in turn", False)),
+        *(("K innermost", True), ("odd", True), ("steps of 2", True)),
+    ],
+)
+def test_scales_are_copied_only_if_they_must(gpu, kind, place, copied):
+    routing = routing_of(kind, (5, 0, 9))
+    a, a_scale_inv, b, b_scale_inv, d = operands(routing, 48, 512)
+    a_scale_inv, b_scale_inv = (
+        stacked(GROUPED_SCALE_PLACES[place], x) for x in (a_scale_inv, b_scale_inv)
+    )
+    launch_and_compare(routing, Operands(a, a_scale_inv, b, b_scale_inv, d))
+    (made,) = gpu.launched
+    assert (made.scale_map.address != a_scale_inv.data_ptr()) == copied
+    assert made.arguments.weight_scales == b_scale_inv.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halves_of_weights_are_taken_where_they_lie(gpu, kind):
+    """As of gate_up_proj, whose first rows are the gate's."""
+    routing = routing_of(kind, (3, 0, 20))
+    a, a_scale_inv, b, b_scale_inv, _ = operands(routing, 512, 384)
+    for first in (0, 256):
+        weights, blocks = b[:, first : first + 256], b_scale_inv[:, first // 128 :][:, :2]
+        d = torch.empty(*routing.rows_of_a(), 256, dtype=torch.bfloat16)
+        launch_and_compare(routing, Operands(a, a_scale_inv, weights, blocks, d))
+        made = gpu.launched[-1]
+        assert made.b_maps[0].address == weights.data_ptr()
+        assert made.b_maps[0].strides == [384, 512 * 384]
+        assert made.arguments.weight_scales == blocks.data_ptr()
+        assert made.arguments.groups.weight_scale_stride == 4 * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stride", [0, 1, 7, 2**50])
+def test_what_one_row_or_one_group_says_of_its_stride_is_void(gpu, kind, stride):
+    routing = routing_of(kind, (1,), 0)
+    made = operands(routing, 8, 112)
+    void = (
+        x.as_strided(x.shape, [stride if x.shape[i] == 1 else x.stride(i) for i in range(x.ndim)])
+        for x in made
+    )
+    launch_and_compare(routing, Operands(*void))
+    (launched,) = gpu.launched
+    maps = launched.a_maps[0], launched.scale_map, launched.b_maps[0], launched.d_map
+    tensors = made.a, made.a_scale_inv, made.b, made.d
+    assert [x.address for x in maps] == [x.data_ptr() for x in tensors]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 5, 130])
+def test_rows_of_no_group_survive_a_copy_of_d(gpu, kind, n):
+    """Whatever they hold: their bits do."""
+    routing = routing_of(kind, (5, 0, 9), 5)
+    made = operands(routing, n, 40)
+    others = ~routing.is_of_group()
+    made.d.copy_(torch.randint(-(2**15), 2**15, made.d.shape).short().view(torch.bfloat16))
+    before = made.d.clone()
+    launch(routing, made)
+    assert torch.equal(made.d[others].view(torch.int16), before[others].view(torch.int16))
+    assert torch.equal(made.d[~others], expected_of(routing, made)[~others])
+    assert gpu.launched[0].d_map.address != made.d.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_d_is_not_copied(gpu, kind):
+    routing = routing_of(kind, (5, 0, 9), 5)
+    made = operands(routing, 5, 40)
+    d = made.d.new_full((*made.d.shape[:-1], 8), UNTOUCHED)[..., :5]
+    launch(routing, made._replace(d=d), d_is_padded=True)
+    assert torch.equal(d, expected_of(routing, made))
+    assert gpu.launched[0].d_map.address == d.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
+@pytest.mark.parametrize("limit", [None, 1])
+def test_every_family_is_launched_rightly(kind, name, limit):
+    config = sanitizer_cases.GROUPED_FAMILIES[name]
+    shapes = sanitizer_cases.shapes_of(config)
+    for (_, n, k), counts in zip(shapes, sanitizer_cases.COUNTS, strict=True):
+        routing = routing_of(kind, counts)
+        with emulated(config) as gpu:
+            kernels.set_num_sms(limit)
+            launch_and_compare(routing, operands(routing, n, k))
+        (launched,) = gpu.launched
+        assert launched.config == config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "shared columns"])
+def test_pairs_of_tiles_are_walked_whole_also_the_last(kind, family):
+    routing = routing_of(kind, (300, 0, 1, 65, 8, 64 * 6))
+    with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
+        launch_and_compare(routing, operands(routing, 200, 48))
+    assert len(gpu.launched) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_m_changes_no_result(gpu, kind):
+    routing = routing_of(kind, (70, 0, 1, 130))
+    made = operands(routing, 136, 272)
+    for expected_m in (1, 2, 8, 16, 33, 64, 65, 128, 200, 1000, 100_000):
+        launch_and_compare(routing, made, None, expected_m)
+        limit = 128 if kind == Kind.ROWS else routing.num_tokens
+        expected = min(expected_m, limit)
+        assert gpu.chosen[-1] == (expected, limit, 4, 136, 272, NUM_SMS)
+        launched = gpu.launched[-1]
+        guessed = kernels.ceil_div(expected, launched.config.tile[0])
+        assert launched.arguments.groups.expected_tiles == guessed
+        assert kind_of(launched) == kind
+        l2_bytes = 128 if expected_m <= 64 else 256
+        assert {x.l2_bytes for x in launched.a_maps} == {l2_bytes}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", [None, *sanitizer_cases.GROUPED_FAMILIES])
+def test_a_launch_serves_all_routings(kind, family):
+    """So may a CUDA graph: what the device is told depends on no number in `bounds`."""
+    m, config = 384, sanitizer_cases.GROUPED_FAMILIES.get(family)
+    routings_of_kind = {
+        Kind.OFFSETS: [
+            by_offsets((m, 0, 0)),
+            by_offsets((0, 0, m)),
+            by_offsets((0, 0, 0), 0, m),
+            by_offsets((1, 2, 1), 77, m - 81),
+            by_offsets((127, 130, 127)),
+        ],
+        Kind.MASKED: [
+            masked((m, 0, 0)),
+            masked((m, m, m)),
+            masked((0, 0, 0), m),
+            masked((1, 2, 200), m - 200),
+        ],
+        Kind.ROWS: [
+            by_rows([(1, m)], 3),
+            by_rows([(2, 100), (0, 128), (1, 1)], 3, 127),
+            by_rows([(-1, m)], 3),
+            by_rows([(0, 128), (-1, 128), (0, 128)], 3),
+        ],
+    }
+    memory = None
+    with emulated(config) as gpu:
+        for routing in routings_of_kind[kind]:
+            fresh = (*operands(routing, 200, 144), routing.bounds_on())
+            memory = memory or fresh
+            for x, y in zip(memory, fresh, strict=True):
+                x.copy_(y)
+            *made, bounds = memory
+            launch_and_compare(routing, Operands(*made), bounds)
+        first, *others = gpu.launched
+        assert len(others) == len(routings_of_kind[kind]) - 1
+        assert all(bytes(x.arguments) == bytes(first.arguments) for x in others)
+        assert {x.grid for x in others} == {first.grid}
+        assert len(room._launches.prepared) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_work_nothing_is_launched(gpu, kind):
+    for counts, n, k in (((0, 0), 5, 9), ((5, 1), 0, 9), ((0, 0), 0, 0)):
+        routing = routing_of(kind, counts, 0)
+        launch(routing, operands(routing, n, k))
+    assert gpu.launched == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", GROUPED_PLACES)
+def test_without_k_rows_of_groups_are_zero(gpu, kind, place):
+    routing = routing_of(kind, (3, 0, 130, 1))
+    made = operands(routing, 7, 0)
+    d = stacked(GROUPED_PLACES[place].make, made.d)
+    launch_and_compare(routing, made._replace(d=d))
+    assert gpu.launched == []
+
+
+def test_scales_that_want_a_gradient_record_nothing(gpu):
+    routing = by_offsets((3, 0, 9))
+    for k in (0, 40):
+        made = operands(routing, 7, k)
+        scales = GROUPED_SCALE_PLACES["odd"](made.a_scale_inv[None])[0].requires_grad_()
+        launch(routing, made._replace(a_scale_inv=scales))
+        assert not made.d.requires_grad
+
+
+def test_num_sms_limits_the_grid():
+    config = gemm_config.GemmConfig(128, 64, 0, ctas_per_sm=2, grouped=True)
+    routing = by_offsets((300, 0, 400))
+    made = operands(routing, 640, 128)
+    most = (700 // 128 + 2 * 3) * 10
+    with emulated(gemm_config.with_most_stages(config)) as gpu:
+        for limit in (None, 1, 5, 1000):
+            kernels.set_num_sms(limit)
+            launch_and_compare(routing, made)
+        assert [x.grid for x in gpu.launched] == [most, 1, 5, most]
+        assert [sms for *_, sms in gpu.chosen] == [NUM_SMS, 1, 5, NUM_SMS]
+
+
+def test_also_the_first_launch_is_programmatic(gpu):
+    routing = by_offsets((3, 0, 9))
+    launch(routing, operands(routing, 8, 16), programmatic=True)
+    assert gpu.launched[0].programmatic
+
+
+def test_without_groups_nothing_is_launched(gpu):
+    """As on a CPU, where that is no error."""
+    made = operands(by_offsets((3,)), 8, 16)
+    made = made._replace(b=made.b[:0], b_scale_inv=made.b_scale_inv[:0])
+    grouped_gemm._launch_contiguous(*made, None, torch.zeros(1, dtype=torch.int32))
+    assert gpu.launched == []
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_a_launch_says_whether_it_waits_for_the_kernel_before(gpu, programmatic):
+    routing = by_offsets((300, 0, 400))
+    made, bounds = operands(routing, 64, 128), routing.bounds_on()
+    for _ in range(2):
+        launch_and_compare(routing, made, bounds, programmatic=programmatic)
+    assert gpu.launched[-1].programmatic == programmatic
+
+
+def test_sizes_beyond_the_coordinates_are_refused():
+    rows = torch.zeros(1, 16, dtype=torch.float8_e4m3fn).expand(2**31, 16)
+    scales, d = torch.zeros(1, 1), torch.zeros(1, 8, dtype=torch.bfloat16)
+    b, b_scale_inv = rows[None, :8], torch.zeros(1, 1, 1)
+    huge = Operands(rows, scales.expand(2**31, 1), b, b_scale_inv, d.expand(2**31, 8))
+    with pytest.raises(ValueError, match=r"^op: M, N and K must be .* got 2147483648, 8 and 16"):
+        room._plan("op", Kind.OFFSETS, huge, 4, ())
+
+
+# ---- The ops' bodies ----
+
+
+@settings(max_examples=40)
+@given(routing=routings(), n=sizes(140, 1), k=sizes(300, 1), expected_m=st.integers(-3, 500))
+def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m):
+    made, bounds = operands(routing, n, k), routing.bounds_on()
+    with emulated() as gpu, only_groups_are_written(routing, made.d):
+        if routing.kind == Kind.MASKED:
+            grouped_gemm._launch_masked(*made, bounds, expected_m)
+        elif routing.kind == Kind.OFFSETS:
+            grouped_gemm._launch_contiguous(*made, None, bounds)
+        else:
+            grouped_gemm._launch_contiguous(*made, bounds, None)
+        assert torch.equal(made.d, expected_of(routing, made))
+    if gpu.chosen:
+        mean = kernels.ceil_div(routing.num_tokens, routing.num_groups)
+        limit, num_segments = routing.num_tokens, routing.num_groups
+        if routing.kind == Kind.MASKED:
+            mean = min(max(expected_m, 1), routing.num_tokens)
+        if routing.kind == Kind.ROWS:  # 128 rows at most are known to be of one group
+            limit, num_segments = 128, kernels.ceil_div(routing.num_tokens, 128)
+        assert gpu.chosen == [(min(mean, limit), limit, num_segments, n, k, NUM_SMS)]
+
+
+def test_bodies_of_the_ops_check_their_arguments(gpu):
+    routing = by_offsets((3, 0, 9))
+    made, bounds = operands(routing, 8, 16), routing.bounds_on()
+    with pytest.raises(ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"):
+        grouped_gemm._launch_contiguous(*made, None, bounds[:3])
+    with pytest.raises(ValueError, match="got both"):
+        grouped_gemm._launch_contiguous(*made, bounds, bounds)
+    routing = masked((3, 9))
+    made = operands(routing, 8, 16)
+    with pytest.raises(TypeError, match="masked_m must be int32, got int64"):
+        grouped_gemm._launch_masked(*made, routing.bounds_on().long(), 4)
+    assert gpu.launched == []

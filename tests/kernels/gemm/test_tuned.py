@@ -1,0 +1,259 @@
+"""Choices that were measured: kept, read back, and taken by the launchers; without a GPU."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moefp8.functional.experts_prepare import Sizes
+from moefp8.functional.linear import launch_linear
+from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm.launch import set_num_sms
+from moefp8.kernels.gemm.tuned import Choices, Dense, Experts, Table
+from moefp8.kernels.jit import write_beside_kernels
+from moefp8.quant.quantize import quantize_128x128
+from moefp8.tuning import tune as tuning
+from tests.functional.launched import launch
+from tests.gpu import NUM_SMS
+
+LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
+FLAT = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+WIDE = with_most_stages(GemmConfig(128, 256, 0, parts=2))
+PAIR = (
+    with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=True)),
+    with_most_stages(GemmConfig(192, 128, 0, grouped=True)),
+)
+FOUND = {
+    LINEAR: {8: None, 64: FLAT, 72: None, 128: WIDE, 192: FLAT},
+    EXPERTS: {1: None, 16: PAIR, 32: PAIR, 64: None},
+}
+
+
+@pytest.fixture
+def table(own_cache, monkeypatch):
+    """Kept in a cache folder of this test, and forgotten in memory."""
+    tuned.measured.cache_clear()
+    tuned.keep(0, FOUND)
+    yield
+    tuned.measured.cache_clear()
+
+
+@pytest.mark.usefixtures("table")
+def test_what_is_kept_is_found():
+    assert tuned.measured(0).found == FOUND
+    other = {Dense(8, 8): {8: None}}
+    tuned.keep(0, other)
+    assert tuned.measured(0).found == FOUND | other
+    assert tuned.keep(0, {LINEAR: {8: FLAT}}).endswith(tuned.file_name(0))
+    assert tuned.measured(0).found[LINEAR] == {8: FLAT}
+
+
+def test_a_choice_holds_where_it_was_measured_and_between_two_that_agree():
+    table = Table(FOUND)
+    of_experts = {n: table.look_up(EXPERTS, n) for n in (1, 2, 15, 16, 20, 31, 32, 33, 64, 1000)}
+    assert {n for n, config in of_experts.items() if config == PAIR} == {16, 20, 31, 32}
+    assert {config for n, config in of_experts.items() if config != PAIR} == {None}
+    assert table.look_up(Dense(1, 1), 8) is None
+
+
+def test_choices_are_the_tables_or_the_heuristic_s():
+    choices = Choices(NUM_SMS, NUM_SMS, Table(FOUND))
+    without = Choices(NUM_SMS, NUM_SMS)
+    assert choices.dense(60, *LINEAR) == choices.dense(64, *LINEAR) == FLAT
+    assert choices.dense(160, *LINEAR) == FLAT
+    for m in (1, 8, 70, 1000):
+        assert choices.dense(m, *LINEAR) == without.dense(m, *LINEAR)
+        assert without.dense(m, *LINEAR) == gemm_choice.choose_config(m, *LINEAR, NUM_SMS)
+    sizes = Sizes(20, 2, 4, 256, 128, masked=False)
+    assert choices.experts(sizes) == PAIR
+    assert without.experts(sizes) != PAIR
+    assert choices.experts(sizes._replace(masked=True)) != PAIR
+
+
+@pytest.mark.usefixtures("table", "workspaces")
+def test_launchers_take_them(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
+    weight, scales = quantize_128x128(torch.randn(*LINEAR), False)
+
+    def kernels() -> list[str]:
+        gpu.kernels.clear()
+        launch_linear(torch.zeros(60, LINEAR.k).bfloat16(), weight, scales, None)
+        e, k, h, i = EXPERTS
+        gate_up = torch.zeros(e, 2 * i, h).to(torch.float8_e4m3fn), torch.zeros(e, 2, 2)
+        down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
+        ids = torch.zeros(20, k, dtype=torch.int64)
+        launch(torch.zeros(20, h).bfloat16(), ids, torch.ones(20, k), (*gate_up, *down))
+        return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
+
+    expected = [FLAT.kernel_name("kNone")]
+    expected += [config.kernel_name("kNone", Kind.OFFSETS) for config in PAIR]
+    assert kernels() == expected
+    try:
+        set_num_sms(100)  # measured with all of them
+        assert not set(kernels()) & set(expected)
+    finally:
+        set_num_sms(None)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-20],
+        lambda data: b"[1]",
+        lambda data: b'[{"layer": "sparse"}]',
+        lambda data: data.replace(b'"rows": 64', b'"rows": 65'),
+        lambda data: data.replace(b'"rows": 64', b'"height": 64'),
+        lambda data: data.replace(b'"cols": 256', b'"cols": 2048'),
+        lambda data: data.replace(b'"gate_up": true', b'"gate_up": false'),
+        lambda data: data.replace(b'"n": 512', b'"n": 1e999'),
+        lambda data: data.replace(b'"parts": 2', b'"parts": 0'),
+        lambda data: data.replace(b'"parts": 2', b'"share": 0'),
+        lambda data: data.replace(b'"parts": 2', b'"ctas_per_sm": 0'),
+        lambda data: data.replace(b'"grouped": true', b'"grouped": true, "split": 1000000000000'),
+        lambda data: data.replace(b'"grouped": true', b'"grouped": 1'),
+        lambda data: data.replace(b'"rows": 64', b'"rows": 64.0'),
+    ],
+)
+def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
+    path = tmp_path / "cache" / tuned.file_name(0)
+    assert json.loads(path.read_bytes())
+    damaged = damage(path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match="so the heuristic chooses; `python -m moefp8 bench"):
+        assert tuned.measured(0).found == {}
+    tuned.keep(0, FOUND)
+    assert tuned.measured(0).found == FOUND
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "symbolic links"),
+        (lambda path: path.mkdir(), "directory"),
+        (lambda path: [path.touch(), os.truncate(path, 1 << 40)], "1,099,511,627,776 bytes"),
+    ],
+)
+def test_what_is_no_file_of_ours_is_not_read(tmp_path, put, told):
+    path = tmp_path / "cache" / tuned.file_name(0)
+    path.unlink()
+    put(path)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match=f"cannot be used .*{told}.*so the heuristic chooses"):
+        assert tuned.measured(0).found == {}
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_without_a_file_the_heuristic_chooses():
+    tuned.measured.cache_clear()
+    assert tuned.measured(0).found == {}
+
+
+def test_another_kernel_source_has_another_file(monkeypatch):
+    before = tuned.file_name(0)
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
+    tuned._digest.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    name = tuned.file_name(0)
+    tuned._digest.cache_clear()
+    assert name != before
+    assert name.startswith("tuned-nvidia-h200-132-")
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "another")
+    assert tuned.file_name(0) != name
+    tuned._digest.cache_clear()
+
+
+# Measuring
+
+
+def test_tokens_are_powers_of_two_and_half_way_between_them():
+    assert tuning.tokens_to_tune(200) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192]
+    assert tuning.tokens_to_tune(1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"a": 10, "b": 9, "c": 11}, {"a": 10, "b": 9.5}, (10, 9.5, "b")),
+        ({"a": 10, "b": 9, "c": 11}, {"a": 10, "b": 9.95}, (10, 10, None)),  # once is no proof
+        ({"a": 10, "b": 9.95, "c": 11}, {}, (10, 10, None)),
+        ({"a": 10, "b": 12, "c": 11}, {}, (10, 10, None)),
+    ],
+)
+def test_what_is_faster_must_be_so_twice(monkeypatch, first, second, expected):
+    rounds = iter((first, second))
+
+    def us_in_turns(calls, repeats):
+        us = next(rounds)
+        assert set(us) == set(calls)
+        return us
+
+    monkeypatch.setattr(tuning, "us_in_turns", us_in_turns)
+    assert tuning._faster(dict.fromkeys("abc", lambda: None), "a") == expected
+
+
+def test_what_is_compared_begins_with_the_heuristic_s_choice():
+    base = Choices(NUM_SMS, NUM_SMS)
+    for m in (1, 64, 512, 4096):
+        first, *rest = tuning._dense_configs(m, 4096, 7168, base)
+        assert first == base.dense(m, 4096, 7168)
+        assert 1 <= len(rest) <= 12
+        assert first not in rest
+    for tokens in (1, 32, 1024, 8192):
+        sizes = Sizes(tokens, 8, 128, 2048, 768, masked=False)
+        both = tuning._experts_configs(sizes, base)
+        assert (both[0][0], both[1][0]) == base.experts(sizes)
+        for configs, gate_up in zip(both, (True, False), strict=True):
+            assert len(set(configs)) == len(configs) >= 2
+            assert all(c.grouped and c.gate_up == gate_up and c.stages >= 2 for c in configs)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 5000 + b"]" * 5000, b'[{"layer": "' + b"x" * 10**6 + b'"}]']
+)
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_that_cannot_be_parsed_is_told_in_short(data):
+    write_beside_kernels(tuned.file_name(0), data)
+    tuned.measured.cache_clear()
+    with pytest.warns(UserWarning, match="cannot be used") as told:
+        assert tuned.measured(0).found == {}
+    assert len(str(told[0].message)) < 1000
+    tuned.measured.cache_clear()
+
+
+# What `precompile` asks: all choices, without asking for each number of tokens
+
+LAYERS = [(4, 2, 256, 128), (256, 8, 7168, 2048), (128, 8, 2048, 768), (8, 8, 64, 64), (1, 1, 9, 9)]
+
+
+@pytest.mark.parametrize("num_sms", [1, 78, 132])
+@pytest.mark.parametrize("layer", [*LAYERS, (64, 1, 4096, 16384), (3, 5, 8192, 8192)])
+@pytest.mark.parametrize("most", [1, 7, 33, 70, 6000])
+def test_all_choices_of_experts_are_listed(num_sms, layer, most):
+    experts = Experts(*layer)
+    measured = {1: None, 16: PAIR, 32: PAIR, 64: None, 2000: PAIR}
+    table = Table({experts: measured}) if num_sms == 132 else Table()
+    choices = Choices(num_sms, num_sms, table)
+    for masked in (True, False):
+        sizes = Sizes(most, layer[1], layer[0], *layer[2:], masked)
+        each = {choices.experts(sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
+        assert choices.all_experts(sizes) == each
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+@pytest.mark.parametrize(("h", "i"), [(9, 9), (7168, 2048), (16384, 53248)])
+@pytest.mark.parametrize("most", [1, 200, 20000])
+def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
+    choices = Choices(num_sms, num_sms)
+    each = {choices.gate_up(tokens, h, i) for tokens in range(1, most + 1)}
+    assert choices.all_gate_up(most, h, i) == each

@@ -1,0 +1,73 @@
+"""The bound of the cache of kernels: what was used longest ago goes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moefp8.cli.main import main
+from moefp8.kernels import jit
+from moefp8.kernels.jit import cache
+from tests.kernels.jit.cases import CUBIN, forget
+
+pytestmark = pytest.mark.usefixtures("fresh_jit")
+
+SIZE = len(CUBIN.to_bytes("key"))
+
+
+def get(key: str) -> None:
+    """As a new process would, one second after the last one."""
+    forget()
+    for path in cache.cache_folder().glob("*.cubin"):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+    cache.cached(key, lambda: CUBIN)
+
+
+def kept(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.cubin")}
+
+
+@pytest.fixture
+def three_fit(monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(3 * SIZE))
+
+
+@pytest.mark.usefixtures("three_fit")
+def test_what_was_used_longest_ago_goes(folder):
+    for key in "abcad":
+        get(key)
+    assert kept(folder) == {"a", "c", "d"}
+
+
+@pytest.mark.usefixtures("three_fit")
+def test_only_kernels_go(folder):
+    jit.write_beside_kernels("tuned.json", b" " * 10 * SIZE)
+    for key in "abcd":
+        get(key)
+    assert kept(folder) == {"b", "c", "d"}
+    assert jit.read_beside_kernels("tuned.json") == b" " * 10 * SIZE
+
+
+def test_a_kernel_that_is_more_than_the_bound_stays(folder, monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "1")
+    get("a")
+    get("b")
+    assert kept(folder) == {"b"}
+
+
+@pytest.mark.parametrize("told", [None, "0"])
+def test_without_a_low_bound_all_stay(folder, monkeypatch, told):
+    if told:
+        monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
+    for key in "abcdefgh":
+        get(key)
+    assert kept(folder) == set("abcdefgh")
+
+
+@pytest.mark.parametrize("told", ["-1", "1GB", "", "1.5", "²"])
+def test_a_bound_that_is_no_number_is_refused(folder, monkeypatch, capsys, told):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
+    with pytest.raises(jit.JitError, match="MOEFP8_CACHE_MAX_BYTES must be a number of bytes"):
+        get("a")
+    assert main(["info"]) == 0
+    assert "MOEFP8_CACHE_MAX_BYTES must be" in capsys.readouterr().out

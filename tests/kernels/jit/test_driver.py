@@ -1,0 +1,307 @@
+"""The JIT room without a GPU: loading, launches and tensor maps; libcuda is `FakeDriver`."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit import driver, launch
+from tests.kernels.jit.cases import write_kernel
+
+pytestmark = pytest.mark.usefixtures("fresh_jit")
+
+
+class FakeDriver:
+    """libcuda as far as we use it. `fails` maps a function's name to results yet to return."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: dict[str, list[int]] = {}
+        self.launched: list[tuple] = []
+        self.maps: list[tuple] = []
+        self.capability = {75: 9, 76: 0}
+
+    def __getattr__(self, name):
+        answer = getattr(type(self), f"_{name}", lambda self, *arguments: None)
+
+        def call(*arguments):
+            self.calls.append(name)
+            if self.fails.get(name):
+                return self.fails[name].pop(0)
+            answer(self, *arguments)
+            return 0
+
+        return call
+
+    def _cuGetErrorName(self, result, out):
+        out._obj.value = b"CUDA_ERROR_FAKE"
+
+    def _cuDriverGetVersion(self, out):
+        out._obj.value = 12080
+
+    def _cuDeviceGet(self, out, index):
+        out._obj.value = index
+
+    def _cuDeviceGetAttribute(self, out, attribute, device):
+        out._obj.value = {97: 232448, **self.capability}[attribute]
+
+    def _cuDevicePrimaryCtxRetain(self, out, device):
+        out._obj.value = 0x7F00_0000_1000 + device.value
+
+    def _cuModuleLoadData(self, out, image):
+        assert image.startswith(b"\x7fELF")
+        out._obj.value = 0x7F00_0000_2000
+
+    def _cuModuleGetFunction(self, out, module, symbol):
+        out._obj.value = 0x7F00_0000_3000 if symbol == b"_ZN1a4fillILi3EEEvPff" else 0
+
+    def _cuFuncGetAttribute(self, out, attribute, function):
+        out._obj.value = {1: 48}[attribute]
+
+    def _cuLaunchKernelEx(self, config, function, parameters, extra):
+        self.launched.append((config._obj, function.value, list(parameters), extra))
+
+    def _cuTensorMapEncodeTiled(self, at, *arguments):
+        ctypes.memset(at, 7, 128)
+        plain = [list(x) if isinstance(x, ctypes.Array) else x for x in arguments]
+        self.maps.append((at, *plain))
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeDriver:
+    made = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: made)
+    return made
+
+
+def test_structures_are_those_of_cuda_h():
+    """Printed by a C program with CUDA 13.0's cuda.h: sizeof, offsetof."""
+    assert ctypes.sizeof(launch.Config) == 56
+    offsets = {name: getattr(launch.Config, name).offset for name, _ in launch.Config._fields_}
+    assert offsets == {
+        **{"grid_x": 0, "grid_y": 4, "grid_z": 8, "block_x": 12, "block_y": 16, "block_z": 20},
+        **{"shared_bytes": 24, "stream": 32, "attributes": 40, "num_attributes": 48},
+    }
+    assert ctypes.sizeof(launch.Attribute) == 72
+    assert launch.Attribute.value.offset == 8
+
+
+def test_load_once_per_kernel_and_gpu(tmp_path, fake):
+    kernel = write_kernel(tmp_path)
+    function = jit.load(kernel, 0)
+    assert jit.load(kernel, 0) is function
+    assert function.handle.value == 0x7F00_0000_3000
+    assert driver.primary_context(0) == 0x7F00_0000_1000
+    assert function.max_shared_bytes == 232448 - 48
+    jit.load(kernel, 1)
+    assert driver.primary_context(1) == 0x7F00_0000_1001
+    assert fake.calls.count("cuModuleLoadData") == 2
+    load = fake.calls.index("cuModuleLoadData")
+    around = [x for x in fake.calls[:load] if x.startswith(("cuCtx", "cuThread"))]
+    assert around == ["cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent_v2"]
+    for name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+        assert fake.calls.count(name) == 2
+    assert fake.calls.count("cuThreadExchangeStreamCaptureMode") == 4
+
+
+@pytest.mark.parametrize(
+    ("result", "capability", "error", "told"),
+    [
+        (1, 9, jit.JitError, r"fill<3> on cuda:0: cannot be loaded: CUDA_ERROR_FAKE \(1\)"),
+        (2, 9, torch.cuda.OutOfMemoryError, r"torch\.cuda\.empty_cache"),
+        (200, 9, jit.JitError, r"driver knows CUDA 12\.8.* 580 .*nvidia-cuda-nvrtc-cu12"),
+        (209, 8, jit.JitError, r"compiled for sm_90a, the GPU has compute capability 8\.0"),
+        (222, 9, jit.JitError, r"driver knows CUDA 12\.8"),
+    ],
+)
+def test_a_failed_load_says_what_to_do(tmp_path, fake, result, capability, error, told):
+    fake.fails["cuModuleLoadData"] = [result]
+    fake.capability[75] = capability
+    kernel = write_kernel(tmp_path)
+    with pytest.raises(error, match=told):
+        jit.load(kernel, 0)
+    assert fake.calls[-2:].count("cuThreadExchangeStreamCaptureMode") == 1  # all is put back
+    assert fake.calls.count("cuCtxPushCurrent_v2") == fake.calls.count("cuCtxPopCurrent_v2") == 1
+    assert jit.load(kernel, 0).handle  # and once the cause is gone, it loads
+
+
+def test_without_a_driver_the_error_says_so(monkeypatch):
+    def no_library(name, *arguments, **options):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    driver.library.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    with pytest.raises(jit.JitError, match=r"no NVIDIA driver .*libcuda\.so\.1.*install one"):
+        driver.library()
+
+
+def make_launch(tmp_path: Path, *arguments, **options) -> jit.Launch:
+    function = jit.load(write_kernel(tmp_path), 0)
+    return jit.Launch(function, 132, 384, arguments, stream=0x7F00_DEAD_BEE0, **options)
+
+
+def test_a_launch_is_one_call(tmp_path, fake):
+    pointer, number = ctypes.c_void_p(16), ctypes.c_float(1.5)
+    mapped = jit.tensor_map(64, torch.uint8, (64, 8), (64,), (64, 8), 64)
+    once = make_launch(
+        tmp_path, mapped, pointer, number, shared_bytes=1000, cluster=2, programmatic=True
+    )
+    fake.calls.clear()
+    once()
+    once()
+    assert fake.calls == ["cuLaunchKernelEx"] * 2
+    config, function, parameters, extra = fake.launched[0]
+    grid = (config.grid_x, config.grid_y, config.grid_z)
+    block = (config.block_x, config.block_y, config.block_z)
+    assert (grid, block, config.shared_bytes) == ((132, 1, 1), (384, 1, 1), 1000)
+    assert (config.stream, function, extra) == (0x7F00_DEAD_BEE0, 0x7F00_0000_3000, None)
+    assert parameters == [mapped.address, ctypes.addressof(pointer), ctypes.addressof(number)]
+    attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes)
+    found = [(x.id, list(x.value), x.rest) for x in attributes]
+    assert found == [(4, [2, 1, 1], b""), (6, [1, 0, 0], b"")]
+
+
+def test_a_plain_launch_has_no_attributes(tmp_path, fake):
+    make_launch(tmp_path)()
+    ((config, _, parameters, _),) = fake.launched
+    assert (config.num_attributes, config.attributes, parameters) == (0, None, [])
+
+
+@pytest.mark.parametrize("result", [201, 400])
+def test_a_thread_without_the_context_launches_too(tmp_path, fake, result):
+    prepared = make_launch(tmp_path)
+    fake.calls.clear()
+    fake.fails["cuLaunchKernelEx"] = [result]
+    prepared()
+    push, pop = "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
+    assert fake.calls == ["cuLaunchKernelEx", push, "cuLaunchKernelEx", pop]
+    assert len(fake.launched) == 1
+
+
+@pytest.mark.parametrize("results", [[1], [400, 400]])
+def test_a_failed_launch_names_kernel_and_configuration(tmp_path, fake, results):
+    prepared = make_launch(tmp_path, cluster=4)
+    fake.fails["cuLaunchKernelEx"] = list(results)
+    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*grid=132.*cluster=4.*FAKE"):
+        prepared()
+    assert fake.launched == []
+
+
+LOSSES = {
+    "the context is gone": {"cuLaunchKernelEx": [709], "cuCtxPushCurrent_v2": [709]},
+    "it cannot be the current one": {"cuLaunchKernelEx": [201], "cuCtxPushCurrent_v2": [201]},
+    "there is another": {"cuLaunchKernelEx": [400, 400], "cuFuncGetAttribute": [400]},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_after_the_loss_of_a_context_kernels_are_loaded_again(tmp_path, fake, loss):
+    prepared, other = make_launch(tmp_path), make_launch(tmp_path)
+    fake.fails.update({name: list(results) for name, results in LOSSES[loss].items()})
+    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*make them anew, then call again"):
+        prepared()
+    assert (fake.launched, bool(jit.load(write_kernel(tmp_path), 0).handle)) == ([], False)
+    fake.fails["cuLaunchKernelEx"] = [400]  # for want of a function
+    prepared()
+    other()
+    assert [function for _, function, *_ in fake.launched] == [0x7F00_0000_3000] * 2
+    for name in ("cuModuleLoadData", "cuFuncSetAttribute", "cuDevicePrimaryCtxRetain"):
+        assert fake.calls.count(name) == 2
+    assert fake.calls.count("cuCtxPopCurrent_v2") == fake.calls.count("cuCtxPushCurrent_v2") - (
+        "cuCtxPushCurrent_v2" in LOSSES[loss]
+    )
+
+
+def test_another_lost_handle_is_no_loss_of_the_context(tmp_path, fake):
+    """That of a stream, for instance."""
+    prepared = make_launch(tmp_path)
+    fake.fails["cuLaunchKernelEx"] = [400, 400]
+    with pytest.raises(jit.JitError, match=r"cannot be launched with .*FAKE \(400\)"):
+        prepared()
+    prepared()
+    assert fake.calls.count("cuModuleLoadData") == 1
+
+
+@pytest.mark.parametrize("result", [214, 700, 719])
+def test_what_fails_for_good_says_so(tmp_path, fake, result):
+    prepared = make_launch(tmp_path)
+    fake.fails["cuLaunchKernelEx"] = [result]
+    with pytest.raises(jit.JitError, match=rf"FAKE \({result}\).*restart the process"):
+        prepared()
+
+
+def test_too_much_shared_memory_is_refused_at_once(tmp_path, fake):
+    make_launch(tmp_path, shared_bytes=232400)
+    with pytest.raises(jit.JitError, match="shared_bytes must be at most 232400, got 232401"):
+        make_launch(tmp_path, shared_bytes=232401)
+
+
+# Tensor maps
+
+GOOD = {
+    "address": 0x7F00_0000_0010,
+    "dtype": torch.float8_e4m3fn,
+    "shape": (7168, 100),
+    "strides_bytes": (7168,),
+    "box": (128, 64),
+    "swizzle_bytes": 128,
+}
+
+
+def test_a_tensor_map_is_encoded_once(fake):
+    made = jit.tensor_map(**GOOD)
+    assert jit.tensor_map(**{**GOOD, "shape": [7168, 100], "box": [128, 64]}) is made
+    assert made.address % 128 == 0
+    assert ctypes.string_at(made.address, 128) == b"\7" * 128
+    ((at, *rest),) = fake.maps
+    assert at == made.address
+    # type, rank, address, shape, strides, box, element strides, then interleave: none, swizzle:
+    # 128 B, L2 promotion: 256 B, out of bounds: zeros
+    assert rest[:4] == [0, 2, GOOD["address"], [7168, 100]]
+    assert rest[4][:1] == [7168]
+    assert rest[5:] == [[128, 64], [1, 1], 0, 3, 3, 0]
+
+
+@pytest.mark.parametrize(("l2_bytes", "number"), [(64, 1), (128, 2), (256, 3)])
+def test_what_l2_fetches_at_a_time(fake, l2_bytes, number):
+    jit.tensor_map(**GOOD, l2_bytes=l2_bytes)
+    assert fake.maps[0][-2] == number
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(torch.uint8, 0), (torch.float32, 7), (torch.bfloat16, 9)]
+)
+def test_data_types_of_tensor_maps(fake, dtype, number):
+    jit.tensor_map(16, dtype, (64,), (), (16,), 0)
+    assert fake.maps[0][1] == number
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "rule"),
+    [
+        ({"dtype": torch.int64}, TypeError, "dtype must be one of float8_e4m3fn.* got torch.int64"),
+        ({"address": 8}, ValueError, "address must be a multiple of 16 bytes, got 0x8"),
+        ({"shape": ()}, ValueError, "1 to 5 dimensions"),
+        ({"shape": (7168,)}, ValueError, "strides_bytes one shorter"),
+        ({"shape": (7168, 0)}, ValueError, r"sizes must be .* got \[7168, 0\]"),
+        ({"strides_bytes": (7100,)}, ValueError, r"multiples of 16 .*pad the rows.* got \[7100\]"),
+        ({"box": (128, 257)}, ValueError, r"sides of box must be 1 to 256, got \[128, 257\]"),
+        ({"box": (128,)}, ValueError, "box must be as long as shape"),
+        ({"box": (24, 64)}, ValueError, "inner side of box must be a multiple of 16 bytes, got 24"),
+        ({"box": (144, 64)}, ValueError, "at most swizzle_bytes = 128, got 144 bytes"),
+        ({"dtype": torch.bfloat16}, ValueError, "at most swizzle_bytes = 128, got 256 bytes"),
+        ({"swizzle_bytes": 96}, ValueError, "swizzle_bytes must be 0, 32, 64 or 128, got 96"),
+        ({"l2_bytes": 32}, ValueError, "l2_bytes must be 64, 128 or 256, got 32"),
+    ],
+)
+def test_the_rules_of_the_tma_are_explained(change, error, rule):
+    with pytest.raises(error, match=f"^tensor_map: .*{rule}"):
+        jit.tensor_map(**{**GOOD, **change})
+
+
+def test_what_the_driver_refuses_is_shown(fake):
+    fake.fails["cuTensorMapEncodeTiled"] = [1]
+    with pytest.raises(jit.JitError, match=r"\[7168, 100\].*\[128, 64\].*0x7f0000000010.*FAKE"):
+        jit.tensor_map(**GOOD)

@@ -1,0 +1,294 @@
+"""The cache of kernels on disks that are full or read-only, and entries that are damaged."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit import cache
+from tests.kernels.jit.cases import (
+    CUBIN,
+    GET,
+    files_in,
+    forget,
+    output_of,
+    python_without_torch,
+    write_kernel,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_jit")
+
+ENTRY = CUBIN.to_bytes("key")
+STRANGER = 4711
+
+
+@pytest.fixture
+def get(builds):
+    """`get(key)`: a made-up kernel, from disk, else built."""
+
+    def get(key: str = "key") -> jit.Cubin:
+        forget()
+        return cache.cached(key, lambda: (builds.append(key), CUBIN)[1])
+
+    return get
+
+
+def only_entry(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    assert path.suffix == ".cubin"
+    return path
+
+
+# Damage
+
+
+@given(st.integers(0, 8 * len(ENTRY) - 1))
+def test_every_bit_counts(bit):
+    data = bytearray(ENTRY)
+    data[bit // 8] ^= 1 << (bit % 8)
+    assert jit.Cubin.from_bytes("key", bytes(data)) is None
+
+
+@given(st.integers(0, len(ENTRY) - 1))
+def test_every_byte_counts(length):
+    assert jit.Cubin.from_bytes("key", ENTRY[:length]) is None
+
+
+def test_an_entry_under_another_kernel_s_key_is_refused():
+    assert jit.Cubin.from_bytes("key", ENTRY) == CUBIN
+    assert jit.Cubin.from_bytes("yek", ENTRY) is None
+
+
+def flip(at: int):
+    def flipped(data: bytes) -> bytes:
+        data = bytearray(data)
+        data[at] ^= 1
+        return bytes(data)
+
+    return flipped
+
+
+DAMAGES = {
+    "checksum": flip(0),
+    "length of symbol": flip(32),
+    "length of log": flip(47),
+    "symbol": flip(48),
+    "log": flip(48 + len("_ZN1a4fillILi3EEEvPff")),
+    "image": flip(-1),
+    "all but the end": lambda data: data[:-1],
+    "half of the header": lambda data: data[:40],
+    "nothing": lambda data: b"",
+    "something else": lambda data: b"?",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_replaced(tmp_path, folder, compiles, damage):
+    kernel = write_kernel(tmp_path)
+    cubin = jit.compile_kernel(kernel)
+    path = only_entry(folder)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    forget()
+    again = jit.compile_kernel(kernel)
+    assert (again.image, again.symbol) == (cubin.image, cubin.symbol)
+    assert len(compiles) == 2
+    forget()
+    assert jit.compile_kernel(kernel) == again
+    assert len(compiles) == 2
+    assert only_entry(folder) == path
+
+
+# Folders that are of no use
+
+
+def below_a_file(folder, monkeypatch):
+    folder.parent.joinpath("file").touch()
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(folder.parent / "file" / "cache"))
+
+
+def without_a_home(folder, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MOEFP8_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/paths/are/ignored")
+    monkeypatch.setattr(Path, "home", home)
+
+
+def home_of_nobody(folder, monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", "~no-such-user/cache")
+
+
+def a_link_to_nowhere(folder, monkeypatch):
+    link = folder.with_name("link")
+    link.symlink_to("nowhere")
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(link))
+
+
+def open_to_all(folder, monkeypatch):
+    folder.mkdir()
+    folder.chmod(0o707)
+
+
+def open_to_the_group(folder, monkeypatch):
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+def owned_by_another(folder, monkeypatch):
+    folder.mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder, STRANGER, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+
+
+def failing(code: int, when=lambda *_: True):
+    def call(real):
+        def fail(*arguments, **options):
+            if when(*arguments):
+                raise OSError(code, os.strerror(code))
+            return real(*arguments, **options)
+
+        return fail
+
+    return call
+
+
+def full_when_flushed(folder, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC)(os.fsync))
+
+
+def full_when_renamed(folder, monkeypatch):
+    monkeypatch.setattr(os, "replace", failing(errno.EDQUOT)(os.replace))
+
+
+def full_when_made(folder, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", failing(errno.ENOSPC)(Path.mkdir))
+
+
+def writes(path, flags=0, *_, **__) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def read_only(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "open", failing(errno.EROFS, writes)(os.open))
+    for name in ("mkdir", "unlink"):
+        monkeypatch.setattr(Path, name, failing(errno.EROFS)(getattr(Path, name)))
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "told"),
+    [
+        (below_a_file, "Not a directory"),
+        (without_a_home, "home directory"),
+        (home_of_nobody, "home directory"),
+        (a_link_to_nowhere, "File exists.*link"),
+        (open_to_all, "others may write to .*cache; chmod go-w it"),
+        (open_to_the_group, "others may write to .*cache; chmod go-w it"),
+        (owned_by_another, "cache belongs to another user .uid "),
+        (full_when_flushed, "cache: .*No space left"),
+        (full_when_renamed, "cache: .*quota"),
+        (full_when_made, "No space left"),
+        (read_only, "Read-only"),
+    ],
+)
+def test_without_a_folder_it_works_from_memory_and_says_so_once(
+    tmp_path, folder, compiles, monkeypatch, obstacle, told
+):
+    obstacle(folder, monkeypatch)
+    kernels = [write_kernel(tmp_path, f"a::fill<{i}>") for i in (1, 2, 1)]
+    message = f"^moefp8: .*{told}.*; set MOEFP8_CACHE_DIR to a folder of your own"
+    with pytest.warns(UserWarning, match=message) as caught:
+        cubins = jit.compile_kernels(kernels, num_threads=1)
+    assert len(caught) == 1
+    assert cubins[0] is cubins[2]
+    assert compiles == ["a::fill<1>", "a::fill<2>"]
+    assert not folder.exists() or files_in(folder) == []
+
+
+def test_nothing_is_written_where_nothing_is_missing(folder, builds, get, monkeypatch):
+    get()
+    tried = []
+
+    def refuse(owner, name, when=lambda *_: True):
+        real = getattr(owner, name)
+
+        def call(*arguments, **options):
+            if when(*arguments):
+                tried.append((name, arguments))
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    refuse(os, "open", writes)
+    for name in ("mkdir", "unlink", "replace", "chmod"):
+        refuse(os, name)
+        refuse(Path, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get() == CUBIN
+    assert (builds, tried) == (["key"], [])
+    with pytest.warns(UserWarning, match="Read-only"):
+        get("missing")
+    assert (get("missing"), builds) == (CUBIN, ["key", "missing", "missing"])
+
+
+# Real disks
+
+
+def mounted(script: str) -> list[str]:
+    """The beginning of a command that runs another where it has mounted disks of its own."""
+    return ["unshare", "-rm", "sh", "-ec", f'{script}\nexec "$@"', "sh"]
+
+
+def skip_unless_it_runs(command: list[str]) -> None:
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("no right to mount")
+
+
+TWO_KERNELS = GET + "tell(get('key') + get('other') + get('key'))"
+
+
+def test_a_full_disk(folder):
+    folder.mkdir(mode=0o700)
+    within = mounted(f"mount -t tmpfs -o size=4k,mode=700 none {folder}")
+    skip_unless_it_runs(within)
+    code = f"{TWO_KERNELS}; tell(os.listdir({str(folder)!r}))"
+    output = output_of(python_without_torch(code, within))
+    assert output.count("built\n") == 2
+    assert "symbolsymbolsymbol\n[]\n" in output
+    assert output.count("UserWarning: moefp8") == 1
+    assert "No space left on device" in output
+
+
+def test_a_read_only_disk(folder, get):
+    folder.mkdir(mode=0o700)
+    within = mounted(f"mount --bind {folder} {folder}; mount -o remount,bind,ro {folder}")
+    skip_unless_it_runs(within)
+    get()
+    assert output_of(python_without_torch(f"{GET}tell(get('key'))", within)) == "symbol\n"
+    output = output_of(python_without_torch(TWO_KERNELS, within))
+    assert output.count("built\n") == output.count("UserWarning: moefp8") == 1
+    assert "symbolsymbolsymbol\n" in output
+    assert "Read-only file system" in output
+    assert files_in(folder) == ["key.cubin"]
+
+
+def test_a_limit_on_the_size_of_files(folder):
+    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (1000, 1000))\n"
+    output = output_of(python_without_torch(limit + TWO_KERNELS))
+    assert output.count("built\n") == 2
+    assert output.count("UserWarning: moefp8") == 1
+    assert "File too large" in output
+    assert files_in(folder) == []

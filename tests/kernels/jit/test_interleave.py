@@ -1,0 +1,187 @@
+"""`jit.interleave` against what nvdisasm reads in the same cubins, instruction by instruction."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import cuda.pathfinder
+import pytest
+
+from moefp8.kernels import jit
+from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.jit.elf import code_ranges
+from moefp8.kernels.jit.interleave import interleaved, promotions
+
+YIELD, REUSE = 1 << 45, 7 << 58
+
+
+def kernels() -> dict[str, jit.Kernel]:
+    """Tokens as rows and as columns; one math warpgroup, two, and three."""
+    dense = {m: gemm_choice.choose_config(m, 4096, 7168, 132) for m in (16, 128, 4096)}
+    gate_up, down = gemm_choice.choose_experts_configs(128, 256, 7168, 2048, 132)
+    return {
+        **{f"dense, {m} tokens": kernel_of(config, None) for m, config in dense.items()},
+        "gate and up": kernel_of(gate_up, None, Kind.OFFSETS),
+        "down": kernel_of(down, None, Kind.OFFSETS),
+    }
+
+
+@pytest.fixture(scope="module", params=kernels())
+def image(request, tmp_path_factory) -> bytes:
+    """As the compiler made it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEFP8_INTERLEAVE", "0")
+        return jit.compile_kernel(kernels()[request.param]).image
+
+
+def disassembled(image: bytes, folder: Path) -> list[tuple[str, list[str]]]:
+    """Opcode and operands of every instruction, in the order of the file."""
+    nvdisasm = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
+    assert nvdisasm, "make test installs nvidia-cuda-nvdisasm"
+    (folder / "image.cubin").write_bytes(image)
+    command = [nvdisasm, "-json", str(folder / "image.cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (function,) = json.loads(text)[1]
+    return [_parts(x) for x in function["sass-instructions"]]
+
+
+def _parts(instruction: dict[str, Any]) -> tuple[str, list[str]]:
+    operands = instruction.get("operands", "")
+    return instruction["opcode"], operands.split(",") if operands else []
+
+
+def is_promotion(opcode: str, operands: list[str]) -> bool:
+    """`FFMA R4, R5, R6.reuse, R4`"""
+    registers = [x.removesuffix(".reuse") for x in operands]
+    of_registers = all(x[0] == "R" and x[1:].isdigit() for x in registers)
+    return opcode == "FFMA" and of_registers and registers[0] == registers[3]
+
+
+def runs_in(instructions: list[tuple[str, list[str]]], least: int = 4) -> list[list[int]]:
+    """Indices of promotions that follow one another."""
+    runs: list[list[int]] = [[]]
+    for i, instruction in enumerate(instructions):
+        if is_promotion(*instruction):
+            runs[-1].append(i)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if len(run) >= least]
+
+
+def test_the_runs_are_those_that_nvdisasm_shows(image, tmp_path):
+    ((begin, end),) = code_ranges(image)
+    instructions = disassembled(image, tmp_path)
+    assert len(instructions) == (end - begin) // 16
+    expected = runs_in(instructions)
+    assert sum(map(len, expected)) >= 32
+    found = [[(x.at - begin) // 16 for x in run] for run in promotions(image)]
+    assert found == expected
+    for run in promotions(image):
+        for x in run:
+            factor = instructions[(x.at - begin) // 16][1][2]
+            assert f"R{x.factor}" == factor.removesuffix(".reuse")
+
+
+@pytest.mark.parametrize("pattern", ["01", "01111", "1", "0"])
+def test_only_yield_and_reuse_of_promotions_change(image, tmp_path, pattern):
+    made = interleaved(image, pattern)
+    ((begin, _),) = code_ranges(image)
+    before, after = disassembled(image, tmp_path), disassembled(made, tmp_path)
+    runs = runs_in(before)
+    for run in runs:
+        for i, at in enumerate(run):
+            place = slice(begin + at * 16, begin + at * 16 + 16)
+            old, new = (int.from_bytes(x[place], "little") >> 64 for x in (image, made))
+            goes_on = pattern[i % len(pattern)] == "1"
+            assert bool(new & YIELD) == goes_on
+            assert (old ^ new) & ~(YIELD | REUSE) == 0
+            assert image[place][:8] == made[place][:8]
+            check_reuse(before[at], after[at], after[at + 1], goes_on)
+    inside = {at for run in runs for at in run}
+    outside = [i for i in range(len(before)) if i not in inside]
+    assert [before[i] for i in outside] == [after[i] for i in outside]
+    untouched = bytearray(made)
+    for at in inside:
+        place = slice(begin + at * 16, begin + at * 16 + 16)
+        untouched[place] = image[place]
+    assert bytes(untouched) == image
+
+
+def check_reuse(
+    before: tuple[str, list[str]],
+    after: tuple[str, list[str]],
+    following: tuple[str, list[str]],
+    goes_on: bool,
+) -> None:
+    """What yields keeps nothing; what goes on keeps what the next instruction reads there."""
+    plain = [x.removesuffix(".reuse") for x in before[1]]
+    assert [x.removesuffix(".reuse") for x in after[1]] == plain
+    kept = [x for x in after[1] if x.endswith(".reuse")]
+    if not goes_on:
+        assert kept == []
+    elif kept and kept != [x for x in before[1] if x.endswith(".reuse")]:
+        assert kept == [f"{plain[2]}.reuse"]
+        assert following[1][2].removesuffix(".reuse") == plain[2]
+
+
+def test_twice_is_as_once(image):
+    once = interleaved(image, "01111")
+    assert interleaved(once, "01111") == once
+    assert once != image
+
+
+def test_without_a_promotion_nothing_changes(tmp_path):
+    image = jit.compile_kernel(jit.Kernel(gemm_source(tmp_path), "nothing")).image
+    assert list(promotions(image)) == []
+    assert interleaved(image, "0") == image
+
+
+def gemm_source(folder: Path) -> Path:
+    path = folder / "nothing.cu"
+    path.write_text("__global__ void nothing(float* x, float y) { *x = *x * y + 1; }")
+    return path
+
+
+# How a kernel asks for it
+
+
+@pytest.mark.parametrize(("setting", "is_on"), [(None, True), ("1", True), ("0", False)])
+def test_it_can_be_switched_off(monkeypatch, setting, is_on):
+    kernel = kernels()["dense, 4096 tokens"]
+    monkeypatch.setenv("MOEFP8_INTERLEAVE", "0")
+    plain = jit.compile_kernel(kernel).image
+    if setting is None:
+        monkeypatch.delenv("MOEFP8_INTERLEAVE")
+    else:
+        monkeypatch.setenv("MOEFP8_INTERLEAVE", setting)
+    expected = interleaved(plain, kernel.interleaving) if is_on else plain
+    assert expected != plain or not is_on
+    assert jit.compile_kernel(kernel).image == expected
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_pattern_and_pass_are_part_of_the_key(tmp_path, monkeypatch):
+    source = gemm_source(tmp_path)
+
+    def num_entries() -> int:
+        return len(list((tmp_path / "cache").glob("*.cubin")))
+
+    for expected, pattern in enumerate(("", "01", "011"), start=1):
+        jit.compile_kernel(jit.Kernel(source, "nothing", pattern))
+        assert num_entries() == expected
+    monkeypatch.setattr("moefp8.kernels.jit.kernel.VERSION", 1000)
+    jit.compile_kernel(jit.Kernel(source, "nothing", "011"))
+    assert num_entries() == 4
+    jit.compile_kernel(jit.Kernel(source, "nothing"))  # as compiled: the same whatever the pass
+    assert num_entries() == 4
+
+
+def test_kernels_whose_sums_two_warpgroups_promote_are_interleaved():
+    of = {name: kernel.interleaving for name, kernel in kernels().items()}
+    assert of == {
+        **{"dense, 16 tokens": "", "dense, 128 tokens": "", "dense, 4096 tokens": "01111111"},
+        **{"gate and up": "01111", "down": "01111"},
+    }

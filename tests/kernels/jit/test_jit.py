@@ -1,0 +1,266 @@
+"""The JIT room: compiling with the real NVRTC, and the cache while all goes well."""
+
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import cuda.pathfinder
+import pytest
+import torch
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit import cache, kernel
+from moefp8.kernels.jit.once import Once
+from tests.kernels.jit.cases import SOURCE, forget, write_kernel
+
+pytestmark = pytest.mark.usefixtures("fresh_jit")
+
+
+# Compiling
+
+
+def test_a_kernel_becomes_a_cubin(tmp_path):
+    cubin = jit.compile_kernel(write_kernel(tmp_path))
+    assert cubin.image.startswith(b"\x7fELF")
+    assert cubin.symbol == "_ZN1a4fillILi3EEEvPff"
+    assert cubin.symbol.encode() in cubin.image
+    assert "Used" in cubin.log  # registers
+    assert cubin.problems() == []
+
+
+def test_several_at_once_keep_their_order(tmp_path, compiles):
+    names = [f"a::fill<{i}>" for i in range(4)]
+    kernels = [write_kernel(tmp_path, name) for name in names]
+    cubins = jit.compile_kernels([*kernels, kernels[0]], num_threads=2)
+    assert [cubin.symbol for cubin in cubins] == [f"_ZN1a4fillILi{i}EEEvPff" for i in "01230"]
+    assert sorted(compiles) == names
+    assert jit.compile_kernels([]) == []
+
+
+def test_a_compile_error_shows_kernel_options_and_log(tmp_path):
+    broken = write_kernel(tmp_path, "a::fill<1>", SOURCE.replace("kValue *", "no_such_name *"))
+    with pytest.raises(jit.JitError) as caught:
+        jit.compile_kernel(broken)
+    for part in ("fill.cu: a::fill<1>", str(broken.source), *kernel.OPTIONS, "no_such_name"):
+        assert part in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a::nothing<3>", "a::fill<", "a::fill<void>"])
+def test_a_wrong_name_is_a_compile_error(tmp_path, name):
+    with pytest.raises(jit.JitError, match=r"fill\.cu: a::.* does not compile"):
+        jit.compile_kernel(write_kernel(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", ["nowhere.cuh", "../outside.cuh"])
+def test_an_include_comes_from_beside_or_from_device(tmp_path, name):
+    (tmp_path / "outside.cuh").touch()
+    (tmp_path / "in").mkdir()
+    kernel = write_kernel(tmp_path / "in", source=f'  #  include "{name}"\n')
+    with pytest.raises(jit.JitError, match=f"{name}.*not found in .*device"):
+        jit.compile_kernel(kernel)
+
+
+def test_a_missing_source_is_named(tmp_path):
+    with pytest.raises(jit.JitError, match=r"none\.cu cannot be read"):
+        jit.compile_kernel(jit.Kernel(tmp_path / "none.cu", "k"))
+
+
+SPILLS = """
+__global__ void __launch_bounds__(1024) spills(float* p) {
+  float x[128];
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(p + i));
+#pragma unroll
+  for (int i = 0; i < 128; ++i) p[i] = x[127 - i] * x[i];
+}
+"""
+# An accumulator is touched while WGMMAs are in flight.
+SERIAL = """
+__global__ void __launch_bounds__(128) serial(float* p, unsigned long long a) {
+  float x = p[0], y = p[1], z = p[2], w = p[3];
+  asm volatile("wgmma.fence.sync.aligned;");
+  for (int i = 0; i < 2; ++i, x += 1)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %4, "
+                 "1, 1, 1;" : "+f"(x), "+f"(y), "+f"(z), "+f"(w) : "l"(a));
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");
+  p[0] = x + y + z + w;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "problem"),
+    [("spills", SPILLS, "bytes spill stores"), ("serial", SERIAL, "are serialized")],
+)
+def test_the_log_scan_sees_what_costs_speed(tmp_path, name, source, problem):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a user is not bothered
+        cubin = jit.compile_kernel(write_kernel(tmp_path, name, source))
+    assert any(problem in line for line in cubin.problems()), cubin.log
+
+
+def test_the_log_scan_sees_an_ignored_setmaxnreg():
+    log = "ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to allow debugging"
+    assert jit.Cubin(b"", "", f"fine\n  {log}\n").problems() == [log]
+
+
+def test_without_nvrtc_the_error_says_what_to_install(tmp_path, monkeypatch):
+    def find(name):
+        raise cuda.pathfinder.DynamicLibNotFoundError("not on this machine")
+
+    monkeypatch.setattr(torch.version, "cuda", None)  # else that of torch is found, which has one
+    monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", find)
+    monkeypatch.setattr(kernel, "_found", Once())
+    with pytest.raises(jit.JitError, match=r"pip install nvidia-cuda-nvrtc(.|\n)*not on this mach"):
+        jit.compile_kernel(write_kernel(tmp_path))
+
+
+# Pretends that torch was built for another CUDA, for which there is a library of that name.
+OTHER_CUDA = """
+import sys, torch
+torch.version.cuda = MAJOR and f"{MAJOR}.8"
+sys.path.insert(0, HERE)
+from moefp8.kernels.jit.nvrtc import Nvrtc
+print(Nvrtc().path)
+"""
+
+
+@pytest.mark.parametrize("major", ["12", "13", ""])
+def test_nvrtc_is_of_the_cuda_of_torch(tmp_path, major):
+    real = Path(kernel._compiler().path)
+    for number, package in (("12", "cuda_nvrtc"), ("13", "cu13")):
+        (tmp_path / "nvidia" / package / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / package / "lib" / f"libnvrtc.so.{number}").symlink_to(real)
+    code = OTHER_CUDA.replace("MAJOR", repr(major)).replace("HERE", repr(str(tmp_path)))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    package = {"12": "cuda_nvrtc", "13": "cu13"}.get(major)
+    assert not package or f"/{package}/lib/libnvrtc.so.{major}" in ran.stdout
+    assert ran.stdout.strip()
+
+
+def test_the_version_tells_builds_apart():
+    assert kernel._compiler().version.startswith("nvrtc CL-")
+
+
+# nvcc
+
+
+def test_an_unknown_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEFP8_COMPILER", "gcc")
+    with pytest.raises(jit.JitError, match="must be nvrtc or nvcc, got 'gcc'"):
+        jit.compile_kernel(write_kernel(tmp_path))
+
+
+def test_without_nvcc_the_error_says_where_it_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEFP8_COMPILER", "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernel, "_found", Once())
+    with pytest.raises(jit.JitError, match=r"no nvcc is in \$CUDA_HOME/bin or PATH"):
+        jit.compile_kernel(write_kernel(tmp_path))
+
+
+def test_nvcc_s_kernel_is_found_in_its_elf_file(tmp_path, monkeypatch):
+    """nvcc is a script that hands out what NVRTC made of the same source, `refill` included."""
+    (tmp_path / "bin").mkdir()
+    image, nvcc = tmp_path / "image", tmp_path / "bin" / "nvcc"
+    by_nvrtc = jit.compile_kernel(write_kernel(tmp_path))
+    image.write_bytes(by_nvrtc.image)
+    nvcc.write_text(f"""#!/bin/sh
+test "$1" = --version && echo V1.2.3 && exit
+while [ "$1" != -o ]; do shift; done
+cat "$3" && test -e "$(dirname "$3")/inner.cuh" && cp {image} "$2"
+""")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("MOEFP8_COMPILER", "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel, "_found", Once())
+    cubin = jit.compile_kernel(write_kernel(tmp_path))
+    assert (cubin.image, cubin.symbol) == (by_nvrtc.image, by_nvrtc.symbol)
+    assert "(a::fill<3>)" in cubin.log
+    with pytest.raises(jit.JitError, match="one kernel ill"):
+        jit.compile_kernel(write_kernel(tmp_path, "a::ill<3>"))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on PATH")
+def test_a_real_nvcc_agrees_on_the_symbol(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEFP8_COMPILER", "nvcc")
+    monkeypatch.setattr(kernel, "_found", Once())
+    cubin = jit.compile_kernel(write_kernel(tmp_path))
+    assert cubin.symbol == "_ZN1a4fillILi3EEEvPff"
+    assert "Used" in cubin.log
+
+
+# The cache
+
+
+def test_the_second_process_finds_it_on_disk(tmp_path, compiles):
+    kernel = write_kernel(tmp_path)
+    first = jit.compile_kernel(kernel)
+    assert jit.compile_kernel(kernel) is first
+    forget()
+    assert jit.compile_kernel(kernel) == first
+    assert len(compiles) == 1
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["fill.cu", "value.cuh", "inner.cuh"])
+def test_a_change_of_any_file_compiles_anew(tmp_path, compiles, name):
+    kernel = write_kernel(tmp_path)
+    jit.compile_kernel(kernel)
+    with open(tmp_path / name, "a") as file:
+        file.write("// changed\n")
+    jit.compile_kernel(kernel)
+    assert len(compiles) == 2
+
+
+def test_the_place_of_the_source_does_not_matter(tmp_path, compiles):
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        jit.compile_kernel(write_kernel(folder))
+    assert len(compiles) == 1
+
+
+def test_whoever_compiles_publishes_the_same_bytes(tmp_path):
+    published = []
+    for folder in (cache.cache_folder(), cache.cache_folder()):
+        forget()
+        jit.compile_kernel(write_kernel(tmp_path))
+        (entry,) = folder.glob("*.cubin")
+        published.append(entry.read_bytes())
+        entry.unlink()
+    assert published[0] == published[1]
+    assert b"registers" in published[0]
+    assert b"ompile time" not in published[0]
+
+
+def test_another_compiler_compiles_anew(tmp_path, compiles, monkeypatch):
+    jit.compile_kernel(write_kernel(tmp_path))
+    monkeypatch.setattr(kernel._compiler(), "version", "nvrtc of tomorrow")
+    jit.compile_kernel(write_kernel(tmp_path))
+    assert len(compiles) == 2
+
+
+def test_the_folder_is_the_user_s_cache_folder(monkeypatch):
+    monkeypatch.delenv("MOEFP8_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert cache.cache_folder() == Path("/some/cache/moefp8")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_folder() == Path.home() / ".cache" / "moefp8"
+
+
+def test_importing_opens_no_library_and_no_folder(tmp_path):
+    code = """
+import torch
+def opened():
+    return {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+before = opened()
+import moefp8.kernels.jit
+print([name for name in opened() - before if "nvrtc" in name or "libcuda" in name])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,215 @@
+"""The cache of kernels that is somebody else's, or elsewhere: whose code do we run."""
+
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit import cache
+from tests.kernels.jit.cases import CUBIN, GET, files_in, forget, output_of, python_without_torch
+
+pytestmark = pytest.mark.usefixtures("fresh_jit")
+
+ENTRY = CUBIN.to_bytes("key")
+STRANGER = 4711
+
+
+@pytest.fixture
+def get(builds):
+    """`get(key)`: a made-up kernel, from disk, else built."""
+
+    def get(key: str = "key") -> jit.Cubin:
+        forget()
+        return cache.cached(key, lambda: (builds.append(key), CUBIN)[1])
+
+    return get
+
+
+def only_entry(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    assert path.suffix == ".cubin"
+    return path
+
+
+# Whose code we run
+
+
+def a_link(path, monkeypatch):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def writable_by_the_group(path, monkeypatch):
+    path.chmod(0o660)
+
+
+def writable_by_others(path, monkeypatch):
+    path.chmod(0o606)
+
+
+def given_by_another(path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, -1)
+        return
+    real = os.fstat
+
+    def fstat(descriptor):
+        status = real(descriptor)
+        ours = path.exists() and os.path.samestat(status, stolen)
+        return os.stat_result([*status[:4], STRANGER if ours else status[4], *status[5:]])
+
+    stolen = path.stat()
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+@pytest.mark.parametrize(
+    "change", [a_link, writable_by_the_group, writable_by_others, given_by_another]
+)
+def test_an_entry_that_others_may_have_written_is_replaced(
+    folder, builds, get, monkeypatch, change
+):
+    get()
+    path = only_entry(folder)
+    change(path, monkeypatch)
+    assert get() == CUBIN
+    assert builds == ["key", "key"]
+    assert only_entry(folder).read_bytes() == ENTRY
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert path.stat().st_uid == os.geteuid()
+    get()
+    assert builds == ["key", "key"]
+
+
+@pytest.mark.parametrize("content", [b"", ENTRY], ids=["empty", "full"])
+def test_a_pipe_is_no_entry(folder, get, content):
+    get()
+    path = only_entry(folder)
+    path.unlink()
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+    try:
+        os.write(pipe, content)
+        if not content:  # nor is there a writer
+            os.close(pipe)
+        process = python_without_torch(f"{GET}signal.alarm(10); tell(get('key'))")
+        assert output_of(process) == "built\nsymbol\n"
+    finally:
+        if content:
+            os.close(pipe)
+    assert path.read_bytes() == ENTRY
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "told"),
+    [
+        (1000, 0o100644, None),
+        (0, 0o100644, None),
+        (0, 0o40755, None),
+        (1001, 0o100644, "another user"),
+        (0, 0o100664, "others may write"),
+        (1000, 0o100646, "others may write"),
+    ],
+)
+def test_root_may_own_what_we_run(monkeypatch, owner, mode, told):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    status = os.stat_result([mode, 1, 1, 1, owner, 1, 1, 0, 0, 0])
+    if told:
+        with pytest.raises(PermissionError, match=told):
+            cache.require_ours(Path("entry"), status)
+    else:
+        cache.require_ours(Path("entry"), status)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_cache_of_root_s_is_read_by_others(get, builds, monkeypatch):
+    """As in a container whose image holds a warm cache. pytest's own folders are private."""
+    with tempfile.TemporaryDirectory() as place:
+        monkeypatch.setenv("MOEFP8_CACHE_DIR", f"{place}/cache")
+        get()
+        for path in (place, f"{place}/cache"):
+            os.chmod(path, 0o755)
+        stranger = f"os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})"
+        output = output_of(python_without_torch(f"{GET}{stranger}; tell(get('key'))"))
+        assert output == "symbol\n"
+        output = output_of(
+            python_without_torch(f"{GET}{stranger}; tell(get('key') + get('other'))")
+        )
+        assert output.count("built\n") == output.count("UserWarning: moefp8") == 1
+        assert "symbolsymbol\n" in output
+        assert "Permission denied" in output
+        assert files_in(Path(place, "cache")) == ["key.cubin"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o644), (0o002, 0o644), (0o077, 0o600)])
+def test_no_umask_makes_entries_writable_by_others(folder, builds, get, umask, mode):
+    before = os.umask(umask)
+    try:
+        get()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert only_entry(folder).stat().st_mode & 0o777 == mode
+    get()
+    assert builds == ["key"]
+
+
+def test_a_folder_that_is_there_keeps_its_mode(folder, builds, get):
+    folder.mkdir()
+    folder.chmod(0o755)
+    get()
+    get()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert builds == ["key"]
+
+
+# Where it is
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", "kept/here")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    cache.cached("key", lambda: (os.chdir("elsewhere"), CUBIN)[1])
+    assert files_in(tmp_path / "kept" / "here") == ["key.cubin"]
+    assert files_in(tmp_path / "elsewhere") == []
+
+
+def test_a_tilde_is_the_home(tmp_path, get, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", "~/kept")
+    get()
+    assert files_in(tmp_path / "kept") == ["key.cubin"]
+
+
+def test_a_link_to_the_folder_is_followed(tmp_path, builds, get, monkeypatch):
+    (tmp_path / "large").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to("large")
+    get()
+    get()
+    assert (files_in(tmp_path / "large"), builds) == (["key.cubin"], ["key"])
+
+
+def test_a_folder_that_is_removed_comes_back(folder, builds):
+    def build(key):
+        builds.append(key)
+        if key == "during":
+            shutil.rmtree(folder)
+        return CUBIN
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.cached("before", lambda: build("before"))
+        shutil.rmtree(folder)
+        for key in ("before", "during"):
+            cache.cached(key, lambda key=key: build(key))
+        assert files_in(folder) == ["during.cubin"]
+        shutil.rmtree(folder)
+        cache.cached("after", lambda: build("after"))
+    assert builds == ["before", "during", "after"]
+    assert files_in(folder) == ["after.cubin"]
+    assert folder.stat().st_mode & 0o777 == 0o700

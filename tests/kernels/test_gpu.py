@@ -1,0 +1,171 @@
+"""What needs a GPU: every op there equals the CPU body, and routing never waits for the device."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from moefp8 import FP8Linear, GroupedExperts, MoE, load_checkpoint, save_checkpoint
+from moefp8.kernels import (
+    fp8_gemm_nt,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from moefp8.quant import quantize_1x128, quantize_128x128
+from moefp8.routing import build_plan, combine, dispatch, sigmoid_group_topk, softmax_topk
+from moefp8.testing import assert_matches_reference
+from tests.gpu import NEEDS_GPU, no_synchronisation
+
+pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
+
+NAN = float("nan")
+
+
+def to_gpu(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.cuda() for x in tensors]
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("shape", [(0, 128), (5, 1), (33, 300), (2, 130, 257)])
+@pytest.mark.parametrize("quantize", [quantize_1x128, quantize_128x128])
+def test_quantize_equals_the_cpu(quantize, shape, ue8m0):
+    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1)))
+    x = x.bfloat16()
+    ours, expected = quantize(x.cuda(), ue8m0=ue8m0), quantize(x, ue8m0=ue8m0)
+    assert torch.equal(ours.scale_inv.cpu(), expected.scale_inv)
+    assert ours.scale_inv.stride() == expected.scale_inv.stride()
+    assert torch.equal(ours.data.view(torch.uint8).cpu(), expected.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 9), (7, 5, 0), (1, 130, 260), (300, 576, 7168)])
+def test_gemm_equals_the_cpu(shape):
+    m, n, k = shape
+    a, b = quantize_1x128(torch.randn(m, k)), quantize_128x128(torch.randn(n, k))
+    bias = torch.randn(n)
+    expected, d = (torch.full((m, n), NAN, dtype=torch.bfloat16) for _ in range(2))
+    fp8_gemm_nt(a, b, expected, bias=bias)
+    d = d.cuda()
+    fp8_gemm_nt(to_gpu(*a), to_gpu(*b), d, bias=bias.cuda())
+    assert_matches_reference(d.cpu(), expected, 8e-3)
+
+
+def test_grouped_gemms_equal_the_cpu():
+    b = quantize_128x128(torch.randn(3, 200, 260))
+    a = quantize_1x128(torch.randn(9, 260))
+    offsets = torch.tensor([1, 4, 4, 8], dtype=torch.int32)
+    expected = torch.full((9, 200), 7.0, dtype=torch.bfloat16)
+    d = expected.cuda()
+    m_grouped_fp8_gemm_nt_contiguous(a, b, expected, expert_offsets=offsets)
+    m_grouped_fp8_gemm_nt_contiguous(to_gpu(*a), to_gpu(*b), d, expert_offsets=offsets.cuda())
+    assert_matches_reference(d.cpu(), expected, 8e-3)
+    a = quantize_1x128(torch.randn(3, 5, 260))
+    masked_m = torch.tensor([5, 0, 2], dtype=torch.int32)
+    expected = torch.full((3, 5, 200), 7.0, dtype=torch.bfloat16)
+    d = expected.cuda()
+    m_grouped_fp8_gemm_nt_masked(a, b, expected, masked_m, 2)
+    m_grouped_fp8_gemm_nt_masked(to_gpu(*a), to_gpu(*b), d, masked_m.cuda(), 2)
+    assert_matches_reference(d.cpu(), expected, 8e-3)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_routing_never_waits_and_equals_the_cpu(layout):
+    logits, x = torch.randn(50, 16), torch.randn(50, 32).bfloat16()
+    gpu_logits, gpu_x = to_gpu(logits, x)
+    bias = torch.zeros(16, device="cuda")
+    with no_synchronisation():
+        softmax_topk(gpu_logits, 4, True)
+        choice = sigmoid_group_topk(gpu_logits, bias, 4, 4, 2, True, 2.5)
+        plan = build_plan(choice.top_k_index, 16, layout)
+        y = combine(dispatch(gpu_x, plan), plan, choice.top_k_weights)
+        quantized = dispatch(quantize_1x128(gpu_x).data, plan)
+    assert quantized.dtype == torch.float8_e4m3fn
+    on_cpu = sigmoid_group_topk(logits, bias.cpu(), 4, 4, 2, True, 2.5)
+    assert torch.equal(choice.top_k_index.cpu(), on_cpu.top_k_index)
+    expected = build_plan(on_cpu.top_k_index, 16, layout)
+    for field in fields(expected):
+        ours, theirs = getattr(plan, field.name), getattr(expected, field.name)
+        assert ours == theirs if field.name == "max_m" else torch.equal(ours.cpu(), theirs)
+    rows = dispatch(x, expected)
+    assert_matches_reference(y.cpu(), combine(rows, expected, on_cpu.top_k_weights))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_one_graph_serves_every_routing(layout):
+    x, index = (
+        torch.randn(40, 64, device="cuda").bfloat16(),
+        torch.zeros(40, 2, device="cuda").long(),
+    )
+    weights = torch.rand(40, 2, device="cuda")
+
+    def move() -> torch.Tensor:
+        plan = build_plan(index, 8, layout)
+        return combine(dispatch(x, plan), plan, weights)
+
+    move()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = move()
+    for _ in range(3):
+        index.copy_(torch.randint(0, 9, (40, 2)))
+        graph.replay()
+        factor = (weights * (index < 8)).sum(1, keepdim=True)
+        assert_matches_reference(y, x * factor, 8e-3)
+
+
+def test_ids_out_of_range_count_as_held_elsewhere():
+    plan = build_plan(torch.tensor([[0, -5], [99, 1]], device="cuda"), 2)
+    assert plan.token_to_row.tolist() == [[0, -1], [-1, 1]]
+
+
+def test_modules_equal_the_cpu():
+    moe = MoE(256, 200, 8, 2, shared_intermediate_size=130, shared_expert_gate=True)
+    x = torch.randn(30, 256).bfloat16()
+    expected = moe(x)
+    on_gpu = moe.cuda()
+    assert all(p.is_cuda for p in on_gpu.parameters())
+    assert_matches_reference(on_gpu(x.cuda()).detach().cpu(), expected.detach(), 8e-2)
+    linear = FP8Linear(300, 200)
+    z = torch.randn(4, 300)
+    expected = linear(z)
+    assert_matches_reference(linear.to("cuda")(z.cuda()).cpu(), expected, 8e-3)
+
+
+def test_checkpoints_load_onto_the_gpu(tmp_path):
+    moe = MoE(256, 200, 8, 2, shared_intermediate_size=130)
+    save_checkpoint(moe, tmp_path / "moe")
+    with torch.device("meta"):
+        on_gpu = MoE(256, 200, 8, 2, shared_intermediate_size=130)
+    load_checkpoint(on_gpu, tmp_path / "moe", device="cuda")
+    in_place = MoE(256, 200, 8, 2, shared_intermediate_size=130).cuda()
+    load_checkpoint(in_place, tmp_path / "moe")
+    expected = moe.state_dict()
+    for model in (on_gpu, in_place):
+        for name, tensor in model.state_dict().items():
+            assert tensor.is_cuda
+            assert torch.equal(tensor.cpu().view(torch.uint8), expected[name].view(torch.uint8))
+
+
+def test_mixed_devices_are_named():
+    experts = GroupedExperts(4, 64, 64).cuda()
+    index, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    with pytest.raises(ValueError, match=r"hidden_states on cpu, .*gate_up_proj on cuda:0"):
+        experts(torch.randn(3, 64), index, weights)
+
+
+def test_portable_bodies_are_announced(monkeypatch):
+    from moefp8.kernels.common import registry
+
+    a = quantize_1x128(torch.ones(2, 128, device="cuda"))
+    b = quantize_128x128(torch.ones(1, 8, 128, device="cuda"))
+    d = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+    offsets = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    name = "m_grouped_fp8_gemm_nt_contiguous"
+    monkeypatch.setattr(registry, "runs_our_kernels", lambda device_index: False)
+    registry._announce_portable.cache_clear()
+    with pytest.warns(UserWarning, match=f"{name} runs its portable PyTorch body on NVIDIA"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
+    registry._announce_portable.cache_clear()
+    monkeypatch.setenv("MOEFP8_STRICT", "1")
+    with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
+    registry._announce_portable.cache_clear()

@@ -1,0 +1,98 @@
+"""On a GPU a million calls leak nothing, and one that finds no memory leaves nothing behind.
+
+`MOEFP8_NUM_CALLS` makes another number of it.
+"""
+
+import gc
+import os
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from moefp8.functional import experts_launch
+from moefp8.functional.experts_prepare import Sizes, Workspace
+from moefp8.kernels.jit import tma
+from tests.functional.cases import run, tokens_of, weights_of
+from tests.gpu import NEEDS_GPU
+from tests.kernels.leaks import OPS, Mix, resident_bytes, watch
+from tests.kernels.ruin import full_memory
+
+pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
+MIB = 1 << 20
+NUM_CALLS = int(os.environ.get("MOEFP8_NUM_CALLS", "1000000"))
+
+
+class Usage(NamedTuple):
+    """Bytes: resident on the host; on the GPU of tensors, of the allocator, of all else."""
+
+    host: int
+    tensors: int
+    allocator: int
+    driver: int
+
+
+def usage() -> Usage:
+    torch.cuda.synchronize()
+    host = resident_bytes()
+    free, total = torch.cuda.mem_get_info()
+    allocator = torch.cuda.memory_reserved()
+    return Usage(host, torch.cuda.memory_allocated(), allocator, total - free - allocator)
+
+
+def test_a_million_calls_leak_nothing(monkeypatch):
+    """Of all ops in turn, on two streams, of ever-new shapes, strides and addresses."""
+    most = max(64, NUM_CALLS // 2000)
+    kept, mix = watch(monkeypatch, most), Mix(OPS, "cuda", fresh=0.01)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    sample = tokens_of(40, 264, "cuda"), weights_of(4, 264, 512, "cuda")
+    ids, of_choices = torch.randint(5, (40, 2), device="cuda"), torch.rand(40, 2, device="cuda")
+    expected = run(sample[0], ids, of_choices, sample[1])
+    mix.fill(kept, most)
+    before, begin = usage(), time.perf_counter()
+    for i in range(NUM_CALLS):
+        if i % 1000 == 0:  # what waits to run is bounded
+            torch.cuda.synchronize()
+            torch.cuda.set_stream(streams[i // 1000 % 2])
+        if i == NUM_CALLS // 5:
+            before, begin = usage(), time.perf_counter()
+        mix.call()
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    after = usage()
+    microseconds = (time.perf_counter() - begin) / (0.8 * NUM_CALLS) * 1e6
+    print(f"{microseconds:.0f} us a call; {before} -> {after}; {[x.num_forgotten for x in kept]}")
+    assert all(len(x) <= most and x.num_forgotten > 1 for x in kept)
+    assert tma._encode.cache_info().currsize <= 4096
+    assert after.host - before.host < 32 * MIB
+    assert after.tensors == before.tensors
+    assert after.allocator - before.allocator < 64 * MIB  # two streams, and any order of sizes
+    assert after.driver - before.driver < 8 * MIB
+    assert torch.equal(run(sample[0], ids, of_choices, sample[1]), expected)
+
+
+# ---- No memory ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [1024, 1000])  # the latter's weights are copied in each call
+def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
+    x, weights = tokens_of(12000, 2048, "cuda"), weights_of(8, 2048, size, "cuda")
+    ids, of_choices = (
+        torch.randint(8, (12000, 2), device="cuda"),
+        torch.rand(12000, 2, device="cuda"),
+    )
+    expected = run(x, ids, of_choices, weights, None, masked)
+    workspace = Workspace.of(Sizes(12000, 2, 8, 2048, size, masked)).size
+    assert workspace > 64 * MIB
+    prepared = len(experts_launch._prepared)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with full_memory(spare=expected.nbytes + 2 * MIB):  # the result alone finds a place
+        for _ in range(3):
+            with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+                run(x, ids, of_choices, weights, None, masked)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    assert len(experts_launch._prepared) == prepared
+    assert torch.equal(run(x, ids, of_choices, weights, None, masked), expected)

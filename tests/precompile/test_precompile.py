@@ -1,0 +1,237 @@
+"""`precompile`: what launchers load is what was compiled ahead, for all numbers of tokens."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import moefp8
+from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
+from moefp8.functional import experts as experts_room
+from moefp8.functional.feed_forward import launch_feed_forward
+from moefp8.functional.linear import launch_linear
+from moefp8.kernels import jit
+from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.jit.nvrtc import Nvrtc
+from moefp8.precompile import layers as ahead
+from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
+from tests.gpu import on_gpu
+from tests.kernels.jit.cases import forget
+from tests.routing.cases import ids_of
+
+MAX_TOKENS = 3000
+
+
+class Model(nn.Module):
+    """Every kind of layer; sizes that 8 divides and sizes that it does not."""
+
+    def __init__(self, layout: str = "auto") -> None:
+        super().__init__()
+        scoring = {"scoring": "sigmoid", "num_groups": 2}
+        self.moe = MoE(256, 144, 12, 3, shared_intermediate_size=264, layout=layout, **scoring)
+        self.odd = nn.ModuleDict(
+            {"router": TopKRouter(100, 5, 2), "experts": GroupedExperts(5, 100, 36, layout=layout)}
+        )
+        self.linears = nn.ModuleList(
+            FP8Linear(k, n, bias=dtype is not None, dtype=dtype or torch.bfloat16)
+            for n, k, dtype in (
+                *((2000, 512, None), (136, 1024, torch.bfloat16)),
+                *((77, 130, torch.float32), (300, 60, torch.float16)),
+            )
+        )
+
+
+def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """As a Hopper GPU would, of `tokens` tokens."""
+    for linear in model.linears:
+        x = torch.zeros(tokens, linear.in_features, dtype=dtype)
+        launch_linear(x, linear.weight, linear.weight_scale_inv, linear.bias)
+    shared = model.moe.shared_experts
+    x = torch.zeros(tokens, 256, dtype=dtype)
+    projections = (shared.gate_proj, shared.up_proj, shared.down_proj)
+    weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
+    launch_feed_forward(x, *weights, None)
+    logits = torch.randn(tokens, 12)
+    launch_sigmoid_group_topk(logits, None, 3, 2, 1, True, 1.0)
+    launch_softmax_topk(logits[:, :5], 2, True)
+    for experts, top_k in ((model.moe.experts, 3), (model.odd["experts"], 2)):
+        x = torch.zeros(tokens, experts.hidden_size, dtype=dtype)
+        ids = ids_of("distinct", tokens, top_k, experts.num_experts)
+        weights = [getattr(experts, name) for name in _WEIGHTS]
+        masked = experts.layout == "masked"
+        experts_room._launch(x, ids, torch.ones(tokens, top_k), *weights, None, masked)
+
+
+_WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+
+
+@pytest.fixture
+def launches_nothing(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
+    return gpu
+
+
+@pytest.fixture(scope="module", params=["auto", "masked"])
+def model(request) -> Model:
+    return Model(request.param)
+
+
+@given(tokens=st.integers(1, MAX_TOKENS))
+def test_launchers_need_nothing_else(model, tokens):
+    from tests.fakes.emulator import emulated
+
+    expected = set(ahead.kernels_of(model, MAX_TOKENS, dtype=torch.bfloat16))
+    with emulated() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
+        run(model, tokens)
+    assert set(gpu.kernels) - expected == set()
+
+
+def test_every_kernel_is_needed_by_some_number_of_tokens(launches_nothing, model):
+    """But those of tokens that lie unaligned."""
+    for tokens in (*range(1, 130), *range(130, 513, 21), *range(513, MAX_TOKENS, 45), MAX_TOKENS):
+        run(model, tokens)
+    named = set(ahead.kernels_of(model, MAX_TOKENS)) - set(launches_nothing.kernels)
+    unaligned = re.compile(r"quantize_1x128_kernel<.*, false>|dispatch_kernel<\S+ false, ")
+    other_weights = re.compile(r"combine_kernel<Input::kBFloat16")
+    rest = [k.name for k in named if not (unaligned.match(k.name) or other_weights.match(k.name))]
+    assert len(rest) <= 2, rest
+
+
+@pytest.mark.usefixtures("fresh_jit")
+def test_after_it_the_first_request_compiles_nothing(launches_nothing, monkeypatch, capsys):
+    model = Model()
+    done = moefp8.precompile(model, 20, progress=True)
+    assert done.num_kernels == len(ahead.kernels_of(model, 20)) > 15
+    assert f"{done.num_kernels}/{done.num_kernels} kernels" in capsys.readouterr().err
+    forget()  # as a new process
+
+    def compile_anything(self, program, options):
+        raise AssertionError(f"{program.expression} is compiled")
+
+    monkeypatch.setattr(Nvrtc, "compile", compile_anything)
+    for tokens in range(1, 21):
+        run(model, tokens)
+    for kernel in launches_nothing.kernels:
+        jit.compile_kernel(kernel)
+    run(model, 1000)
+    with pytest.raises(AssertionError, match="is compiled"):
+        jit.compile_kernels(launches_nothing.kernels)
+
+
+@on_gpu
+@pytest.mark.usefixtures("fresh_jit")
+@torch.inference_mode()
+def test_on_a_gpu_the_first_request_compiles_nothing(monkeypatch):
+    model = Model().cuda()
+    moefp8.precompile(model, 300)
+    forget()
+
+    def compile_anything(self, program, options):
+        raise AssertionError(f"{program.expression} is compiled")
+
+    monkeypatch.setattr(Nvrtc, "compile", compile_anything)
+    for tokens in (1, 2, 7, 33, 64, 65, 129, 300):
+        for linear in model.linears:
+            linear(torch.randn(tokens, linear.in_features, device="cuda").bfloat16())
+        model.moe(torch.randn(tokens, 256, device="cuda").bfloat16())
+        x = torch.randn(tokens, 100, device="cuda").bfloat16()
+        model.odd["experts"](x, *model.odd["router"](x))
+
+
+# What it takes
+
+
+def test_dtypes_are_those_of_the_model():
+    class Mixed(nn.Module):
+        def __init__(self, dtype: torch.dtype | None) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)  # fp32
+            if dtype is not None:
+                self.embedding = nn.Embedding(2, 8, dtype=dtype)
+            self.linear = FP8Linear(128, 128, bias=False)
+
+    def inputs(model: nn.Module, **options) -> set[str]:
+        names = (kernel.name for kernel in ahead.kernels_of(model, 1, **options))
+        return {match[1] for name in names if (match := re.search(r"quantize.*Input::(\w+)", name))}
+
+    assert inputs(Mixed(torch.float16)) == {"kHalf"}
+    assert inputs(Mixed(None)) == {"kFloat"}
+    assert inputs(FP8Linear(128, 128, bias=False)) == {"kBFloat16"}
+    assert inputs(Mixed(None), dtype=torch.bfloat16) == {"kBFloat16"}
+
+
+def test_top_k_is_found_beside_the_experts_or_in_the_config():
+    def choices(model: nn.Module, **options) -> set:
+        return set(ahead.kernels_of(model, 64, **options))
+
+    experts = GroupedExperts(64, 128, 128, device="meta")
+    with pytest.raises(ValueError, match="top_k="):
+        ahead.kernels_of(experts, 64)
+    expected = choices(experts, top_k=8)
+    assert expected != choices(experts, top_k=1)
+    beside = nn.ModuleDict({"gate": TopKRouter(128, 64, 8, device="meta"), "experts": experts})
+    assert choices(beside) > expected  # and the router's
+    told = nn.ModuleDict({"experts": experts})
+    with pytest.raises(ValueError, match="GroupedExperts experts: nothing beside it says"):
+        ahead.kernels_of(told, 64)
+    told.config = SimpleNamespace(num_experts_per_tok=8)
+    assert choices(told) == expected
+    told.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=8))
+    assert choices(told) == expected
+
+
+def test_models_without_our_layers_need_nothing():
+    done = moefp8.precompile(nn.Linear(8, 8), 100)
+    assert done.num_kernels == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 1, "num_sms": 0}, "num_sms must be at least 1, got 0"),
+        ({"max_tokens": 1, "top_k": -1}, "top_k must be at least 1, got -1"),
+        ({"max_tokens": 1, "num_threads": 0}, "num_threads must be at least 1, got 0"),
+    ],
+)
+def test_wrong_numbers_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        moefp8.precompile(FP8Linear(8, 8), **options)
+
+
+def test_a_wrong_dtype_is_refused():
+    with pytest.raises(TypeError, match=r"bf16, fp16 or fp32, got torch\.float64"):
+        moefp8.precompile(FP8Linear(8, 8), 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 64])  # 40 is no first one of its load
+def test_tuned_choices_are_among_them(monkeypatch, tokens):
+    linear = FP8Linear(512, 2000, bias=False, device="meta")
+    experts = GroupedExperts(16, 256, 144, device="meta")
+    flat = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+    pair = tuple(
+        with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=gate_up))
+        for gate_up in (True, False)
+    )
+    found = {tuned.Dense(2000, 512): {tokens + -tokens % 8: flat}}
+    found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
+    choices = tuned.Choices(132, 132, tuned.Table(found))
+    monkeypatch.setattr(ahead, "_choices", lambda num_sms: [choices])
+    kernels = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2)
+    expected = {kernel_of(flat, None), *(kernel_of(x, None, Kind.OFFSETS) for x in pair)}
+    assert expected <= set(kernels)
+    monkeypatch.undo()
+    by_default = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2, num_sms=132)
+    assert not expected & set(by_default)
+
+
+def test_other_numbers_of_sms_need_other_kernels():
+    linear = FP8Linear(7168, 2048, bias=False, device="meta")
+    assert set(ahead.kernels_of(linear, 2000)) != set(ahead.kernels_of(linear, 2000, num_sms=78))

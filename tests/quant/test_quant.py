@@ -1,0 +1,173 @@
+"""Quantization against a bit-by-bit reference, and what it promises about memory and bad input."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8 import kernels
+from moefp8.kernels import per_block_cast_to_fp8, per_token_cast_to_fp8
+from moefp8.quant import BlockScaled, dequantize, quantize_1x128, quantize_128x128
+from moefp8.testing import sizes, spread
+from tests import naive
+
+DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
+
+
+def codes(q: BlockScaled) -> torch.Tensor:
+    return with_one_zero(q.data.view(torch.uint8).long())
+
+
+def with_one_zero(values: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes, with -0 written as 0."""
+    return values.masked_fill(values == 0x80, 0)
+
+
+@pytest.mark.parametrize(("quantize", "block_rows"), [(quantize_1x128, 1), (quantize_128x128, 128)])
+@given(data=st.data(), values=spread(), dtype=DTYPES, ue8m0=st.booleans())
+def test_equals_the_reference_bit_for_bit(quantize, block_rows, data, values, dtype, ue8m0):
+    rows, k = data.draw(sizes(20 if block_rows == 1 else 300)), data.draw(sizes(300))
+    x = values.tensor(rows, k, dtype=dtype)
+    q = quantize(x, ue8m0=ue8m0)
+    expected_codes, expected_scales = naive.quantize(x, block_rows, ue8m0)
+    assert torch.equal(q.scale_inv, expected_scales)
+    assert torch.equal(codes(q), with_one_zero(expected_codes))
+
+
+@given(shape=st.lists(st.integers(0, 3), max_size=3), k=sizes(300), data=spread())
+def test_leading_axes_are_independent(shape, k, data):
+    x = data.tensor(*shape, k)
+    q = quantize_1x128(x)
+    assert q.data.shape == x.shape
+    assert q.scale_inv.shape == (*shape, -(-k // 128))
+    rows = quantize_1x128(x.reshape(-1, k) if x.numel() else x.new_zeros(0, k))
+    assert torch.equal(codes(q).flatten(), codes(rows).flatten())
+    assert torch.equal(q.scale_inv.flatten(), rows.scale_inv.flatten())
+
+
+@given(batch=st.integers(0, 3), n=sizes(200), k=sizes(200), data=spread())
+def test_batched_weights_are_quantized_one_by_one(batch, n, k, data):
+    w = data.tensor(batch, n, k)
+    q = quantize_128x128(w)
+    assert q.scale_inv.shape == (batch, -(-n // 128), -(-k // 128))
+    for i in range(batch):
+        one = quantize_128x128(w[i])
+        assert torch.equal(codes(q)[i], codes(one))
+        assert torch.equal(q.scale_inv[i], one.scale_inv)
+
+
+@given(m=sizes(20), k=sizes(300), data=spread(), ue8m0=st.booleans())
+def test_dequantize_is_within_half_a_step(m, k, data, ue8m0):
+    x = data.tensor(m, k, dtype=torch.float32)
+    q = quantize_1x128(x, ue8m0=ue8m0)
+    scale = q.scale_inv.repeat_interleave(128, dim=-1)[:, :k]
+    # Half a step of E4M3: 2**-4 of a normal number, 2**-10 scales of a subnormal one.
+    bound = torch.maximum(x.abs() * 2**-4, scale * 2**-10) * (1 + 1e-5)
+    assert bool(((dequantize(q) - x).abs() <= bound).all())
+
+
+def test_dequantize_multiplies_by_the_scale_of_the_block():
+    q = quantize_128x128(torch.randn(2, 200, 300))
+    expected = torch.stack([naive.values(q.data[i], q.scale_inv[i], 128) for i in range(2)])
+    torch.testing.assert_close(dequantize(q).double(), expected, rtol=1e-7, atol=0)
+    assert dequantize(q, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_every_code_decodes_to_its_value():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    expected = naive.E4M3_VALUES.float()
+    torch.testing.assert_close(
+        kernels.e4m3_to_float(every), expected, equal_nan=True, rtol=0, atol=0
+    )
+    torch.testing.assert_close(every.float(), expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_scales_of_zeros_have_the_floor():
+    assert torch.equal(quantize_1x128(torch.zeros(3, 5)).scale_inv, torch.full((3, 1), 1e-4) / 448)
+
+
+def test_ue8m0_rounds_scales_up_and_then_quantizes():
+    x = torch.randn(64, 256) * torch.exp2(torch.randint(-30, 30, (64, 1)))
+    plain, rounded = quantize_1x128(x), quantize_1x128(x, ue8m0=True)
+    mantissa, _ = torch.frexp(rounded.scale_inv)
+    assert bool((mantissa == 0.5).all())
+    ratio = rounded.scale_inv / plain.scale_inv
+    assert bool(((ratio >= 1) & (ratio < 2)).all())
+    power_of_two = torch.full((1, 128), 448.0 * 2**-5)  # an exact power of two stays
+    assert quantize_1x128(power_of_two, ue8m0=True).scale_inv.item() == 2**-5
+    assert bool((decoded_max(rounded) <= 448).all())
+
+
+def decoded_max(q: BlockScaled) -> torch.Tensor:
+    return kernels.e4m3_to_float(q.data).abs().amax(dim=-1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_nan_and_inf_spoil_their_own_block_only(bad, ue8m0):
+    x = torch.randn(4, 384)
+    clean = dequantize(quantize_1x128(x, ue8m0=ue8m0))
+    x[1, 130] = bad
+    values = dequantize(quantize_1x128(x, ue8m0=ue8m0))
+    assert bool(values[1, 130].isnan())
+    touched = torch.zeros(4, 384, dtype=torch.bool)
+    touched[1, 128:256] = True
+    assert torch.equal(values[~touched], clean[~touched])
+
+
+@given(batch=st.lists(st.integers(0, 3), max_size=1), m=sizes(20, min_size=1), k=sizes(300, 1))
+def test_activation_scales_lie_as_tma_wants_them(batch, m, k):
+    scale_inv = quantize_1x128(torch.ones(*batch, m, k)).scale_inv
+    pitch = (m + 3) // 4 * 4
+    assert scale_inv.stride()[-2:] == (1, pitch)
+    if batch:
+        assert scale_inv.stride(0) == pitch * scale_inv.shape[-1]
+
+
+def test_tma_aligned_keeps_the_values():
+    scale_inv = torch.rand(5, 3)
+    copy = kernels.tma_aligned(scale_inv)
+    assert copy.stride() == (1, 8)
+    assert torch.equal(copy, scale_inv)
+
+
+def test_views_are_quantized_as_their_values():
+    base = torch.randn(300, 40)
+    assert torch.equal(codes(quantize_1x128(base.T)), codes(quantize_1x128(base.T.contiguous())))
+    assert torch.equal(
+        codes(quantize_128x128(base.T)), codes(quantize_128x128(base.T.contiguous()))
+    )
+
+
+def test_deep_gemm_names_give_the_same():
+    x = torch.randn(5, 200)
+    for ours, theirs in (
+        (quantize_1x128, per_token_cast_to_fp8),
+        (quantize_128x128, per_block_cast_to_fp8),
+    ):
+        data, scale_inv = theirs(x, use_ue8m0=True)
+        assert torch.equal(codes(BlockScaled(data, scale_inv)), codes(ours(x, ue8m0=True)))
+        with pytest.raises(ValueError, match=r"gran_k must be 128.*got 64"):
+            theirs(x, use_ue8m0=False, gran_k=64)
+
+
+@pytest.mark.parametrize("quantize", [quantize_1x128, quantize_128x128])
+def test_bad_input_is_named(quantize):
+    with pytest.raises(TypeError, match=r"must be bfloat16 or float16 or float32, got float64"):
+        quantize(torch.ones(4, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match="got int64"):
+        quantize(torch.ones(4, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got shape \[\]"):
+        quantize(torch.tensor(1.0))
+
+
+def test_dequantize_refuses_scales_that_fit_no_block():
+    q = quantize_1x128(torch.randn(4, 300))
+    with pytest.raises(ValueError, match=r"\[4, 300\], got \[4, 2\]"):
+        dequantize(BlockScaled(q.data, q.scale_inv[:, :2]))
+    with pytest.raises(TypeError, match="data must be float8_e4m3fn, got uint8"):
+        dequantize(BlockScaled(q.data.view(torch.uint8), q.scale_inv))
+    with pytest.raises(TypeError, match="scale_inv must be float32, got uint8"):
+        dequantize(BlockScaled(q.data, torch.ones(4, 3, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=r"data must be \[\.\.\., K\], got shape \[\]"):
+        dequantize(BlockScaled(q.data[0, 0], q.scale_inv[0, 0]))

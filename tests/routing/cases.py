@@ -1,0 +1,193 @@
+"""Inputs of dispatch and combine, the buffers that they fill, and what these must hold."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moefp8.kernels import num_blocks, round_up
+from moefp8.kernels.jit import Launch, current_stream
+from moefp8.quant.quantize import quantize_1x128
+from moefp8.routing import RoutingPlan, combine, combine_launch, dispatch_launch
+from moefp8.routing.plan_op import _build
+
+_GUARD = 64
+POISON = 0x7F  # a code, and in each byte of a scale or of a map
+
+
+def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """int64 [T, k] on the CPU."""
+    shape = num_tokens, top_k
+    if kind == "nowhere":
+        return torch.full(shape, num_experts)
+    if kind == "one expert":
+        return torch.full(shape, num_experts - 1)
+    if kind == "out of range":  # and repeated
+        ids = torch.randint(-2, num_experts + 2, shape)
+        return ids.masked_fill(ids == -2, -(2**40)).masked_fill(ids == num_experts + 1, 2**40 + 1)
+    if kind == "distinct":
+        scores = torch.rand(num_tokens, max(num_experts, top_k))
+        return scores.argsort(1)[:, :top_k]
+    return torch.randint(0, num_experts, shape)  # "repeated"
+
+
+def on_this_gpu(programmatic: bool = False) -> dict[str, int | bool]:
+    device_index = torch.cuda.current_device()
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    stream = current_stream(device_index)
+    return {"num_sms": num_sms, "stream": stream, "programmatic": programmatic}
+
+
+def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:
+    """As dispatch makes it: without max_m, every choice has a row of its own."""
+    ids = ids.cpu()
+    if max_m is not None:
+        return RoutingPlan(*_build(ids, num_experts, 1, max_m), max_m)
+    maps = _build(ids.reshape(-1, 1), num_experts, 1, None)
+    counts, offsets, row_to_choice, row_to_expert, choice_to_row = maps
+    row_to_token = row_to_choice.div(ids.shape[1], rounding_mode="floor").int()  # -1 stays -1
+    token_to_row = choice_to_row.view(ids.shape)
+    return RoutingPlan(counts, offsets, row_to_token, row_to_expert, token_to_row, None)
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.full((size,), POISON, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+@dataclass
+class Dispatched:
+    rows: torch.Tensor  # uint8 [R, pitch]
+    row_scales: torch.Tensor  # [..., num_k_blocks, scale_pitch]
+    expert_offsets: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    token_to_row: torch.Tensor
+    zeros: torch.Tensor  # int32 [2 + _GUARD]
+    counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
+    launches: tuple[Launch, ...]
+
+
+def run_dispatch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    max_m: int | None,
+    *,
+    num_sms: int,
+    stream: int,
+    programmatic: bool = False,
+) -> Dispatched:
+    (num_tokens, hidden_size), top_k, device = x.shape, ids.shape[1], x.device
+    num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
+    pitch, num_k_blocks = round_up(hidden_size, 16) + 16, num_blocks(hidden_size)
+    scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
+    matrices = () if max_m is None else (num_experts,)
+    count_bytes = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
+    filled = (
+        poisoned((num_rows, pitch), torch.uint8, device),
+        poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, device),
+        poisoned((num_experts + 1,), torch.int32, device),
+        poisoned((num_experts,), torch.int32, device),
+        poisoned((num_tokens, top_k), torch.int32, device),
+        poisoned((2 + _GUARD,), torch.int32, device),
+        poisoned((count_bytes + _GUARD,), torch.uint8, device),
+    )
+    rows, row_scales, expert_offsets, tokens_per_expert, token_to_row, zeros, counts = filled
+    launches = dispatch_launch.prepare_dispatch(
+        x.get_device(),
+        x=x.data_ptr(),
+        x_dtype=x.dtype,
+        x_row_stride_bytes=x.stride(0) * x.element_size(),
+        ids=ids.data_ptr(),
+        id_bytes=ids.element_size(),
+        id_strides=ids.stride(),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        max_m=max_m,
+        rows=rows.data_ptr(),
+        row_pitch=pitch,
+        row_scales=row_scales.data_ptr(),
+        scale_pitch=scale_pitch,
+        expert_offsets=expert_offsets.data_ptr(),
+        tokens_per_expert=tokens_per_expert.data_ptr(),
+        token_to_row=token_to_row.data_ptr(),
+        zeros=zeros.data_ptr(),
+        stream=stream,
+        num_sms=num_sms,
+        counts=counts.data_ptr(),
+        programmatic=programmatic,
+    )
+    for launch in launches:
+        launch.on(x.get_device())
+    return Dispatched(*filled, launches)
+
+
+def check_dispatch(
+    done: Dispatched, x: torch.Tensor, ids: torch.Tensor, num_experts: int, max_m: int | None
+) -> None:
+    """Bit for bit; nothing else is written."""
+    plan = plan_of(ids, num_experts, max_m)
+    for name in ("expert_offsets", "tokens_per_expert", "token_to_row"):
+        assert torch.equal(getattr(done, name), getattr(plan, name).to(x.device)), name
+    data, scale_inv = quantize_1x128(x, False)
+    hidden_size, unit_end = x.shape[1], round_up(x.shape[1], 16)
+    row_to_token = plan.row_to_token.to(x.device)
+    row_to_token = row_to_token[: done.rows.shape[0]]
+    is_row, token = (row_to_token >= 0)[:, None], row_to_token.clamp(min=0)
+    codes = torch.where(is_row, data.view(torch.uint8)[token], POISON)
+    assert torch.equal(done.rows[:, :hidden_size], codes)
+    assert (done.rows[:, unit_end:] == POISON).all()
+    untouched = poisoned((1,), torch.int32, x.device)
+    scales = torch.where(is_row, scale_inv.view(torch.int32)[token], untouched)  # [R, H/128]
+    ours = done.row_scales.view(torch.int32).transpose(-1, -2)
+    if max_m is not None:
+        scales = scales.view(num_experts, max_m, -1)
+    num_rows = scales.shape[-2]
+    assert torch.equal(ours[..., :num_rows, :], scales)
+    assert (ours[..., num_rows:, :] == untouched).all()
+    assert (done.zeros[:2] == 0).all()
+    assert (done.zeros[2:] == untouched).all()
+    assert (done.counts[-_GUARD:] == POISON).all()
+
+
+def run_combine(
+    y: torch.Tensor,
+    hidden_size: int,
+    plan: RoutingPlan,
+    weights: torch.Tensor,
+    *,
+    num_sms: int,
+    stream: int,
+    programmatic: bool = False,
+) -> torch.Tensor:
+    """y [R, pitch] of which `hidden_size` columns count."""
+    num_tokens, top_k = weights.shape
+    token_to_row = plan.token_to_row.to(y.device)
+    out = poisoned((num_tokens, hidden_size), torch.bfloat16, y.device)
+    combine_launch.prepare_combine(
+        y.get_device(),
+        y=y.data_ptr(),
+        y_row_pitch=y.stride(0),
+        token_to_row=token_to_row.data_ptr(),
+        weights=weights.data_ptr(),
+        weights_dtype=weights.dtype,
+        weight_strides=weights.stride(),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        out=out.data_ptr(),
+        stream=stream,
+        num_sms=num_sms,
+        programmatic=programmatic,
+    ).on(y.get_device())
+    return out
+
+
+def expected_combine(
+    y: torch.Tensor, hidden_size: int, plan: RoutingPlan, weights: torch.Tensor
+) -> torch.Tensor:
+    """On the CPU, of the same rows."""
+    rows = y.cpu()[:, :hidden_size]
+    return combine(rows.reshape(*plan.row_shape, hidden_size), plan, weights.cpu())

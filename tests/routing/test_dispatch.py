@@ -1,0 +1,341 @@
+"""The kernels of plan, dispatch and combine, without a GPU: how they are cut, what they compute."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8.kernels.jit import compile_kernels
+from moefp8.routing import combine_launch, dispatch_launch
+from moefp8.routing import plan_launch as routing_plan_launch
+from moefp8.routing import plan_op as routing_plan
+from moefp8.testing import sizes
+from tests.fakes import cuda_on_cpu
+from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.routing.cases import (
+    check_dispatch,
+    expected_combine,
+    ids_of,
+    plan_of,
+    run_combine,
+    run_dispatch,
+)
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+OF_DISPATCH = [kernel for dtype in DTYPES for kernel in dispatch_launch.kernels_of(dtype)]
+MODULES = {
+    routing_plan_launch: routing_plan_launch.kernels_of(),
+    dispatch_launch: list(dict.fromkeys(OF_DISPATCH)),
+    combine_launch: combine_launch.kernels_of(),
+}
+KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
+
+# ---- Compiling ----
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("module", MODULES)
+def test_every_variant_compiles_and_spills_nothing(module):
+    for cubin in compile_kernels(MODULES[module]):
+        assert cubin.problems() == []
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("module", MODULES)
+def test_arguments_lie_in_memory_as_the_kernels_read_them(module, tmp_path):
+    assert_arguments_fit(module._Arguments, MODULES[module][0], tmp_path)
+
+
+# ---- How the kernels are cut ----
+
+
+dispatches = st.tuples(  # T, k, E, k-blocks, SMs
+    *(sizes(2**18, 1), st.integers(1, 64), st.integers(1, 2000)),
+    *(st.integers(1, 200), st.integers(1, 256)),
+)
+
+
+@given(shape=dispatches)
+def test_each_block_of_each_token_has_a_cta(shape):
+    num_tokens, top_k, _, num_k_blocks, num_sms = shape
+    cut = dispatch_launch.cut_dispatch(*shape)
+    chunks, parts = -(-num_tokens // cut.tokens), -(-num_k_blocks // cut.k_blocks)
+    assert (cut.threads % 32, 32 <= cut.threads <= 1024) == (0, True)
+    assert cut.tokens * top_k <= routing_plan_launch.MAX_CHOICES
+    if num_tokens * top_k <= num_sms * routing_plan_launch.MAX_CHOICES // 2:
+        assert chunks * parts <= num_sms
+    if parts > 1:
+        assert cut.k_blocks >= 8
+    assert cut.group.bit_count() == 1
+    at_once = cut.threads // 8  # blocks
+    assert at_once >= min(64, cut.tokens * cut.k_blocks)
+    assert cut.group == 1 or cut.tokens * cut.group <= at_once
+
+
+@given(shape=dispatches)
+def test_counts_of_all_chunks_have_room(shape):
+    num_tokens, top_k, num_experts, *_ = shape
+    cut = dispatch_launch.cut_dispatch(*shape)
+    slots = routing_plan_launch.num_slots_of(num_experts)
+    assert cut.is_counted == (num_tokens * top_k > 2**13 and num_experts < 1024)
+    if cut.is_counted:  # a thread for each two experts
+        assert (cut.threads, slots // 2 <= 512) == (1024, True)
+    room = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
+    assert room >= -(-num_tokens // cut.tokens) * slots * 2
+
+
+@given(num_tokens=st.integers(0, 2**20), top_k=st.integers(1, 9000))
+def test_a_plan_fits_into_shared_memory(num_tokens, top_k):
+    cut = routing_plan_launch.cut_plan(num_tokens, top_k, NUM_SMS)
+    assert cut.tokens >= 1
+    assert cut.tokens == 1 or cut.tokens * top_k <= routing_plan_launch.MAX_CHOICES
+    assert cut.threads in range(128, 1025, 32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden_blocks", "expected"),
+    [
+        (1, 56, (1, 8, 8, 64, False)),
+        (16, 56, (1, 8, 8, 64, False)),
+        (128, 56, (1, 56, 64, 512, False)),
+        (128, 16, (1, 16, 16, 512, False)),
+        (1024, 56, (8, 56, 16, 1024, False)),
+        (1025, 56, (8, 56, 16, 1024, True)),
+        (4096, 56, (32, 56, 4, 1024, True)),
+        (65536, 56, (497, 56, 1, 1024, True)),
+    ],
+)
+def test_cuts_of_common_shapes(tokens, hidden_blocks, expected):
+    assert dispatch_launch.cut_dispatch(tokens, 8, 256, hidden_blocks, NUM_SMS) == expected
+
+
+@pytest.mark.parametrize("top_k", range(1, 70))
+def test_lanes_find_their_token(top_k):
+    routing = routing_of(top_k)
+    for lane in range(32):
+        assert lane * routing.reciprocal_of_k >> 16 == lane // top_k
+    assert routing.tokens_at_once == max(1, 32 // top_k)
+
+
+def routing_of(top_k: int, num_experts: int = 8, **changes: int) -> routing_plan_launch.Routing:
+    known = {"ids": 0, "id_bytes": 8, "id_strides": (top_k, 1), "num_tokens": 5, "max_m": None}
+    maps = dict.fromkeys(("tokens_per_expert", "expert_offsets", "token_to_row"), 0)
+    known = {**known, **maps, "top_k": top_k, "num_experts": num_experts, **changes}
+    return routing_plan_launch.routing_of("op", 2, **known)
+
+
+@pytest.mark.parametrize("num_experts", [1, 127, 128, 384])
+def test_slots_hold_all_experts_and_one_more(num_experts):
+    routing = routing_of(4, num_experts)
+    assert routing.num_slots % 128 == 0
+    assert num_experts < routing.num_slots <= num_experts + 128
+    assert routing_plan_launch.shared_bytes(routing, 2) == 8 * (routing.num_slots + 2 * 4)
+
+
+@pytest.mark.parametrize(("top_k", "places"), [(1, 4), (4, 4), (5, 8), (8, 8), (10, 12), (41, 44)])
+def test_rows_of_a_token_can_be_read_four_at_once(top_k, places):
+    routing = routing_of(top_k)
+    assert routing.rows_of_token == places
+    assert routing_plan_launch.shared_bytes(routing) == 8 * routing.num_slots + 4 * 2 * places
+
+
+@pytest.mark.parametrize(
+    ("top_k", "num_experts", "rankers"),
+    [(8, 8, 1), (16, 8, 1), (17, 8, 2), (600, 8, 32), (600, 1023, 16), (600, 20000, 1)],
+)
+def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
+    """Of two tokens."""
+    routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
+    assert (routing.num_rankers, without.num_rankers) == (rankers, 0)
+    more = (routing_plan_launch.shared_bytes(x) for x in (routing, without))
+    assert next(more) - next(more) == 2 * rankers * routing.num_slots
+
+
+def test_more_rows_than_a_kernel_counts_are_refused():
+    with pytest.raises(ValueError, match=r"op: one call takes fewer than 2\*\*31 rows, got T = 5"):
+        routing_of(4, max_m=2**30)
+
+
+# ---- What the kernels compute ----
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    if not cuda_on_cpu.is_possible():
+        pytest.skip("needs g++")
+    functions = {}
+    for module, kernels in MODULES.items():
+        folder = tmp_path_factory.mktemp(module.__name__)
+        functions |= cuda_on_cpu.build(kernels, folder)
+    return functions
+
+
+@pytest.fixture
+def on_cpu(functions, monkeypatch):
+    launch = cuda_on_cpu.launch_class(functions)
+    for module in MODULES:
+        monkeypatch.setattr(module, "Launch", launch)
+        monkeypatch.setattr(module, "load", lambda kernel, device_index: kernel)
+
+
+@pytest.fixture
+def build_on_cpu(on_cpu, monkeypatch):
+    """`launch_build_plan` for a CPU tensor and a GPU of some SMs."""
+
+    class Properties:
+        multi_processor_count = 5
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(routing_plan_launch, "current_stream", lambda device_index: 0)
+
+    def build(ids, num_experts, alignment, max_m):
+        allocated = routing_plan._allocate(ids, num_experts, alignment, max_m)
+        for x in allocated:
+            x.fill_(-7)
+        monkeypatch.setattr(routing_plan, "_allocate", lambda *_: allocated)
+        return routing_plan.launch_build_plan(ids, num_experts, alignment, max_m)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "alignment", "spare"),
+    [
+        (0, 2, 3, 4, 0),
+        (1, 8, 8, 1, None),
+        (7, 1, 130, 16, None),
+        (33, 8, 256, 1, None),
+        (40, 10, 7, 128, None),
+        (300, 3, 40, 5, None),
+        (21, 40, 64, 3, None),
+        (9, 3, 5, 1, 0),
+        (30, 70, 9, 1, 3),
+        (50, 2, 384, 1, 1),
+    ],
+)
+def test_plan_equals_the_portable_body(
+    build_on_cpu, kind, num_tokens, top_k, num_experts, alignment, spare
+):
+    ids = ids_of(kind, num_tokens, top_k, num_experts)
+    max_m = None if spare is None else num_tokens + spare
+    expected = routing_plan._build(ids, num_experts, alignment, max_m)
+    ours = build_on_cpu(ids, num_experts, alignment, max_m)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "hidden_size", "dtype", "num_sms"),
+    [
+        (1, 2, 8, 128, torch.float32, 4),
+        (2, 8, 130, 2104, torch.bfloat16, 7),
+        (3, 10, 5, 200, torch.float16, 2),
+        (37, 1, 8, 333, torch.float32, 6),
+        (50, 40, 64, 8, torch.bfloat16, 3),
+        (130, 8, 256, 264, torch.bfloat16, 3),
+        (20, 3, 4, 1500, torch.float32, 30),
+        (70, 5, 20, 16, torch.bfloat16, 1),
+        *((1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40)),
+        *((1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5)),
+    ],
+)
+def test_dispatch_equals_its_parts(
+    kind, masked, num_tokens, top_k, num_experts, hidden_size, dtype, num_sms
+):
+    x = torch.randn(num_tokens, hidden_size + 8)[:, :hidden_size].to(dtype)
+    ids = ids_of(kind, num_tokens, top_k, num_experts)
+    if kind != "out of range":
+        ids = torch.stack([ids, ids + 1], 2).int()[..., 0]  # strides of 2 k and 2
+    max_m = num_tokens + 1 if masked else None
+    if masked and num_experts * num_tokens > 2**18:
+        pytest.skip("too much memory")
+    done = run_dispatch(x, ids, num_experts, max_m, num_sms=num_sms, stream=0)
+    check_dispatch(done, x, ids, num_experts, max_m)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("programmatic", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "names"),
+    [(2730, 4, ["dispatch"]), (2731, 4, ["count", "dispatch"]), (2731, 1024, ["dispatch"])],
+)
+def test_of_many_choices_a_kernel_before_counts(num_tokens, num_experts, names, programmatic):
+    x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, 3, num_experts)
+    where = {"num_sms": 2, "stream": 0, "programmatic": programmatic}
+    launches = run_dispatch(x, ids, num_experts, None, **where).launches
+    assert [launch.kernel.name.split("_")[0] for launch in launches] == names
+    assert [launch.programmatic for launch in launches] == [programmatic, True][: len(names)]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_second_kernel_takes_the_counts_of_the_first(masked):
+    """And does not count anew: what is in memory decides."""
+    x, ids = torch.randn(1100, 8), ids_of("distinct", 1100, 8, 20)
+    max_m = 1100 if masked else None
+    done = run_dispatch(x, ids, 20, max_m, num_sms=10, stream=0)
+    check_dispatch(done, x, ids, 20, max_m)
+    per_chunk = torch.stack([chunk.flatten().bincount(minlength=128) for chunk in ids.split(110)])
+    assert torch.equal(done.counts[: 10 * 128 * 2].view(torch.int16), per_chunk.short().flatten())
+    done.counts.zero_()
+    _, dispatch = done.launches
+    dispatch()
+    assert (done.tokens_per_expert == 0).all()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden_size"), [(1, 1, 8), (5, 8, 264), (9, 2, 333), (20, 19, 16)]
+)
+def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_size):
+    plan = plan_of(ids_of(kind, num_tokens, top_k, 6), 6, None)
+    y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16()
+    y[plan.row_to_token < 0] = torch.nan  # also row 0, if there is none
+    weights = torch.rand(top_k, num_tokens).to(weights_dtype).T
+    ours = run_combine(y, hidden_size, plan, weights, num_sms=2, stream=0)
+    assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_must_be_aligned():
+    x, ids = torch.randn(3, 24), torch.zeros(3, 1, dtype=torch.int64)
+    common = {"num_tokens": 3, "top_k": 1, "hidden_size": 24, "stream": 0, "num_sms": 2}
+    maps = dict.fromkeys(("expert_offsets", "tokens_per_expert", "token_to_row"), 0)
+    with pytest.raises(ValueError, match=r"dispatch: rows must begin at .* 0x10 and pitch 24"):
+        dispatch_launch.prepare_dispatch(
+            -1,
+            x=x.data_ptr(),
+            x_dtype=x.dtype,
+            x_row_stride_bytes=96,
+            ids=ids.data_ptr(),
+            id_bytes=8,
+            id_strides=(1, 1),
+            num_experts=2,
+            max_m=None,
+            rows=16,
+            row_pitch=24,
+            row_scales=0,
+            scale_pitch=4,
+            counts=0,
+            zeros=0,
+            **common,
+            **maps,
+        )
+    with pytest.raises(ValueError, match=r"combine: rows of y must begin at .* and pitch 28"):
+        combine_launch.prepare_combine(
+            -1,
+            y=16,
+            y_row_pitch=28,
+            token_to_row=0,
+            weights=0,
+            weights_dtype=torch.float32,
+            weight_strides=(1, 1),
+            out=0,
+            **common,
+        )
