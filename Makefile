@@ -26,19 +26,19 @@ test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that i
 	$(PYTHON) -m venv .venv-hf-oldest
 	.venv-hf-oldest/bin/pip install --quiet $(TORCH)
 	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) 'accelerate>=1.10'
-	.venv-hf-oldest/bin/python -m pytest -m 'not gpu' tests/test_hf*.py tests/test_models.py
+	.venv-hf-oldest/bin/python -m pytest -m 'not gpu' tests/hf
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
 fuzz: .venv/ready  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
-	MOEFP8_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_routing.py \
+	MOEFP8_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/fuzz \
 		-m "$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not ")')gpu"
 
 sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-sanitizer
 	for tool in memcheck racecheck synccheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
-			$(BIN)/python tests/sanitizer_cases.py || exit 1; \
+			$(BIN)/python -m tests.kernels.sanitizer || exit 1; \
 	done
 
 check: .venv/ready  ## formatting, lint, types

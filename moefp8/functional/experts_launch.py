@@ -23,11 +23,11 @@ import torch
 
 from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm import launch as gemm_plan
+from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.tuned import choices_of
 from ..kernels.jit import Launch, current_stream, launch_all
 from .experts_prepare import (
     Projections,
-    Sizes,
     Tokens,
     Weights,
     Workspace,

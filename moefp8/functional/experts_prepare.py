@@ -3,16 +3,15 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ..kernels.common.blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
 from ..kernels.common.tma_operands import fitting, lying_as
-from ..kernels.gemm import heuristic as gemm_choice
 from ..kernels.gemm import launch as gemm_plan
 from ..kernels.gemm.config import GemmConfig, Kind
+from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.grouped_launch import plan_of_groups
 from ..kernels.gemm.launch import GateUp, Operands, Plan, device_sms
 from ..kernels.jit import Launch
@@ -24,24 +23,6 @@ _ALIGNMENT = 256
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # as in `experts`
-
-
-class Sizes(NamedTuple):
-    """Of a layer, and of a part of its tokens."""
-
-    num_tokens: int
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    masked: bool  # every expert has as many rows as there are tokens
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(matrices, rows of each)"""
-        if self.masked:
-            return self.num_experts, self.num_tokens
-        return 1, self.num_tokens * self.top_k
 
 
 class Workspace(NamedTuple):
@@ -116,31 +97,6 @@ def fitting_weights(weights: Weights) -> Weights:
     """Each itself, or a copy that TMA can address."""
     gate = fitting(weights.gate)
     return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
-
-
-def mean_load(sizes: Sizes) -> tuple[int, int]:
-    """(experts that have a token, at most; tokens of each of them, about)"""
-    num_choices = sizes.num_tokens * sizes.top_k
-    active = min(sizes.num_experts, num_choices)
-    return active, ceil_div(num_choices, active)
-
-
-def deciding_numbers(sizes: Sizes) -> Iterator[int]:
-    """From each of these numbers of tokens up to the next, `choose_configs` chooses the same.
-
-    All that such a layer can have are begun by one of them, which may be above its number.
-    """
-    num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    for load in gemm_choice.deciding_loads(num_experts, h, i):
-        yield (load - 1) * num_experts // sizes.top_k + 1  # the first with that load or more
-
-
-def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
-    """For gate and up, and for down: by the mean load of an expert that has a token."""
-    groups, load = mean_load(sizes)
-    return gemm_choice.choose_experts_configs(
-        load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
-    )
 
 
 class Steps(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..functional.experts_prepare import Sizes
 from ..kernels.common.checks import FLOATS
 from ..kernels.common.registry import runs_our_kernels
+from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.launch import device_sms
 from ..kernels.gemm.tuned import Choices, choices_of
 from ..kernels.jit import Kernel, compile_kernels

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..functional.experts_prepare import Sizes
 from ..kernels.gemm.config import Kind
+from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import Choices

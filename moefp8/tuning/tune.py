@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..functional.experts_prepare import (
-    Sizes,
     Weights,
     Workspace,
     fitting_weights,
     make_steps,
-    mean_load,
     prepare_dispatch_and_combine,
     prepare_gemms,
     split_weights,
@@ -26,6 +24,7 @@ from ..functional.experts_prepare import (
 from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm import launch as gemm_plan
 from ..kernels.gemm.config import GemmConfig, Kind, is_possible, with_most_stages
+from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
 from ..kernels.gemm.launch import Operands, fitting_operands, kernel_of
 from ..kernels.gemm.tuned import Choices, Config, Dense, Experts, Layer, Pair, choices_of

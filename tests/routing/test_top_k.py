@@ -19,6 +19,7 @@ from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
 from moefp8.routing import top_k_op as top_k
 from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
 from tests import naive
+from tests.fakes import cuda_on_cpu
 from tests.gpu import assert_arguments_fit, no_synchronisation, on_gpu
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -200,7 +201,7 @@ def on_cpu(tmp_path_factory) -> ctypes.CDLL:
     variants = [(op, items) for op in OPS for items in {-(-e // 32) for e in SIZES}]
     code = RUN + "".join(RUN_KERNEL.format(op=op, items=items) for op, items in variants)
     (folder / "run.cpp").write_text(code)
-    folders = [Path(__file__).parent, top_k_launch._SOURCE.parent]
+    folders = [Path(cuda_on_cpu.__file__).parent, top_k_launch._SOURCE.parent]
     includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
     command = ["g++", *flags, *includes, "run.cpp", "-o", "run.so"]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...functional.experts_prepare import Sizes, choose_configs, deciding_numbers
 from ..jit import read_beside_kernels, source_digest, write_beside_kernels
 from . import heuristic as gemm_choice
 from . import launch as gemm_plan
 from .config import GemmConfig, is_possible, with_most_stages
+from .experts_sizes import Sizes, choose_configs, deciding_numbers
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
 

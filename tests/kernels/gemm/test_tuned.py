@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moefp8.functional.experts_prepare import Sizes
 from moefp8.functional.linear import launch_linear
 from moefp8.kernels.gemm import heuristic as gemm_choice
 from moefp8.kernels.gemm import tuned
 from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import Choices, Dense, Experts, Table
 from moefp8.kernels.jit import write_beside_kernels
