@@ -198,6 +198,38 @@ def test_nothing_is_installed_from_an_index_that_lacks_it(page):
     assert not re.search(r"pip install \S*moefp8", page.read_text())
 
 
+# Names of code
+
+CODE = re.compile(r"`(k[A-Z]\w+|[A-Z][a-z]+[A-Z]\w+|[a-z]\w+(?:/\w+)*\.(?:cuh?|py))`")
+DESIGN = [REPOSITORY / "docs" / "hopper-fp8-gemm.md", *(REPOSITORY / "docs/design").glob("*.md")]
+
+
+def unknown_names(text: str) -> list[str]:
+    """Constants, types and files of text that the sources do not have."""
+    sources = [
+        file
+        for folder in ("moefp8", "tests", "benchmarks")
+        for ending in ("py", "cu", "cuh")
+        for file in (REPOSITORY / folder).rglob(f"*.{ending}")
+        if file != Path(__file__)
+    ]
+    words = {word for file in sources for word in re.findall(r"\w+", file.read_text())}
+
+    def is_known(name: str) -> bool:
+        return name in words or any(f"/{file}".endswith(f"/{name}") for file in sources)
+
+    return sorted({name for name in CODE.findall(text) if not is_known(name)})
+
+
+def test_design_pages_name_what_the_code_has():
+    assert unknown_names("".join(page.read_text() for page in DESIGN)) == []
+
+
+def test_unknown_names_are_found():
+    text = "`kNoSuch` `NoSuchType` `kernels/no_such.py` `no_such.cuh` `GemmConfig` `gemm/gemm.cu`"
+    assert unknown_names(text) == ["NoSuchType", "kNoSuch", "kernels/no_such.py", "no_such.cuh"]
+
+
 # Links
 
 
