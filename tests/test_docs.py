@@ -228,8 +228,8 @@ def test_design_pages_name_what_the_code_has():
 
 
 def test_unknown_names_are_found():
-    text = "`kNoSuch` `NoSuchType` `no_such_name` `no_such.cuh` `GemmConfig` `scale_inv` `gemm.cu`"
-    assert unknown_names(text) == ["NoSuchType", "kNoSuch", "no_such.cuh", "no_such_name"]
+    text = "`kNoSuch` `NoSuchType` `no_such_field` `no_such.cuh` `GemmConfig` `scale_inv` `gemm.cu`"
+    assert unknown_names(text) == ["NoSuchType", "kNoSuch", "no_such.cuh", "no_such_field"]
 
 
 # Links
