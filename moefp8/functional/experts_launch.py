@@ -24,7 +24,7 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm import launch as gemm_plan
 from ..kernels.gemm.experts_sizes import Sizes
-from ..kernels.gemm.tuned import choices_of
+from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Launch, current_stream, launch_all
 from .experts_prepare import (
     Projections,
@@ -151,9 +151,9 @@ def _prepare(
     split = split_weights(weights)
     fitting = fitting_weights(split)
     fit = all(x is y for x, y in zip(fitting, split, strict=True))
-    choices = choices_of(memory.get_device())
-    sms = choices.num_sms, choices.all_sms
-    steps = make_steps(sizes, fitting, memory, choices.experts(sizes), sms)
+    configs = config_source_of(memory.get_device())
+    sms = configs.num_sms, configs.all_sms
+    steps = make_steps(sizes, fitting, memory, configs.experts(sizes), sms)
     first, second = prepare_gemms(steps, sizes, fitting, memory, limit, stream)
     dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
     launches = (*dispatch, first, second, combine)

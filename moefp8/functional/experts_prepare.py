@@ -10,7 +10,7 @@ import torch
 from ..kernels.common.blocks import E4M3, ceil_div, num_blocks, round_up, round_up_to_tma
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm import launch as gemm_plan
-from ..kernels.gemm.config import GemmConfig, Kind
+from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.grouped_launch import plan_of_groups
 from ..kernels.gemm.launch import GateUp, Operands, Plan, device_sms
@@ -36,7 +36,7 @@ class Workspace(NamedTuple):
     offsets: int
     counts: int
     token_to_row: int
-    taken: int
+    tile_counter: int
     size: int
 
     @classmethod
@@ -58,10 +58,10 @@ class Workspace(NamedTuple):
         starts = [0]
         for length in lengths:
             starts.append(round_up(starts[-1] + length, _ALIGNMENT))
-        tokens, activated, scales, offsets, counts, token_to_row, taken, size = starts
+        tokens, activated, scales, offsets, counts, token_to_row, tile_counter, size = starts
         return cls(
             *(tokens, tokens + token_bytes, activated, scales),
-            *(tokens, offsets, counts, token_to_row, taken, size),
+            *(tokens, offsets, counts, token_to_row, tile_counter, size),
         )
 
 
@@ -144,10 +144,15 @@ def make_steps(
     down = Operands(activated, activated_scales, weights.down, weights.down_scale_inv, results)
     load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
     all_have_some = load >= 4  # else nobody can guess which experts have none
-    of_experts = Kind.MASKED if sizes.masked else Kind.OFFSETS, sizes.num_experts, load, sms
+    of_experts = (
+        GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS,
+        sizes.num_experts,
+        load,
+        sms,
+    )
     plans = (
         plan_of_groups(configs[0], gate, *of_experts, guesses=all_have_some),
-        plan_of_groups(configs[1], down, *of_experts, guesses=False, bounds_are_old=True),
+        plan_of_groups(configs[1], down, *of_experts, guesses=False, bounds_ready=True),
     )
     first, second = map(takes_tiles, configs, plans, (sizes, sizes), (i, h))
     return Steps(*plans, (first, second))
@@ -167,13 +172,24 @@ def prepare_gemms(
     scales = start + at.activated_scales
     operands = (start + at.tokens, start + at.token_scales, gate, gate_scale_inv)
     gate_up = GateUp(up, up_scale_inv, limit, scales, scale_pitch(sizes.matrix[1]))
-    taken = [start + at.taken + 4 * i if take else None for i, take in enumerate(steps.take)]
+    tile_counter = [
+        start + at.tile_counter + 4 * i if take else None for i, take in enumerate(steps.take)
+    ]
     first = gemm_plan.prepare(
-        steps.gate_up, (*operands, start + at.activated, bounds), stream, True, gate_up, taken[0]
+        steps.gate_up,
+        (*operands, start + at.activated, bounds),
+        stream,
+        True,
+        gate_up,
+        tile_counter[0],
     )
     operands = (start + at.activated, scales, down, down_scale_inv)
     second = gemm_plan.prepare(
-        steps.down, (*operands, start + at.results, bounds), stream, True, taken=taken[1]
+        steps.down,
+        (*operands, start + at.results, bounds),
+        stream,
+        True,
+        tile_counter=tile_counter[1],
     )
     return first, second
 
@@ -210,7 +226,7 @@ def prepare_dispatch_and_combine(
         expert_offsets=start + at.offsets,
         tokens_per_expert=start + at.counts,
         token_to_row=token_to_row,
-        zeros=start + at.taken,
+        zeros=start + at.tile_counter,
         stream=stream,
         num_sms=num_sms,
         counts=start + at.activated,  # not yet in use

@@ -19,12 +19,12 @@ from ..kernels.common.checks import (
 from ..kernels.common.registry import register
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm import launch as gemm_plan
-from ..kernels.gemm.config import Kind
+from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.dense_launch import launch_gemm
 from ..kernels.gemm.grouped_launch import plan_of_groups
 from ..kernels.gemm.launch import GateUp, Operands
-from ..kernels.gemm.tuned import choices_of
+from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Launch, current_stream
 from ..quant.quantize import launch_quantize_1x128, quantize_1x128
 from .experts import check_limit, swiglu
@@ -136,10 +136,10 @@ def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
     """The grouped GEMM of a single group that has all tokens."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, i, h)
-    choices = choices_of(operands.a.get_device())
-    config, sms = choices.gate_up(m, h, i), (choices.num_sms, choices.all_sms)
+    configs = config_source_of(operands.a.get_device())
+    config, sms = configs.gate_up(m, h, i), (configs.num_sms, configs.all_sms)
     grouped = Operands(*(x[None] for x in operands))
-    plan = plan_of_groups(config, grouped, Kind.OFFSETS, 1, m, sms, bounds_are_old=True)
+    plan = plan_of_groups(config, grouped, GroupLayout.OFFSETS, 1, m, sms, bounds_ready=True)
     addresses = (*(x.data_ptr() for x in operands), 0)
     return gemm_plan.prepare(plan, addresses, stream, True, beside)
 

@@ -23,11 +23,11 @@ from ..functional.experts_prepare import (
 )
 from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm import launch as gemm_plan
-from ..kernels.gemm.config import GemmConfig, Kind, is_possible, with_most_stages
+from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
 from ..kernels.gemm.launch import Operands, fitting_operands, kernel_of
-from ..kernels.gemm.tuned import Choices, Config, Dense, Experts, Layer, Pair, choices_of
+from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
 from ..kernels.jit import Kernel, compile_kernels, current_stream, launch_all
 from ..layers import GroupedExperts
 from ..progress import Progress
@@ -92,23 +92,23 @@ def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iter
 
 def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
     """What serves now, be it tuned or not."""
-    choices, make = choices_of(torch.cuda.current_device()), _maker(layer, _heuristic())
+    configs, make = config_source_of(torch.cuda.current_device()), _maker(layer, _heuristic())
     for tokens in tokens_to_tune(max_tokens):
         config: Any
         if isinstance(layer, Dense):
-            config = choices.dense(tokens, *layer)
+            config = configs.dense(tokens, *layer)
         else:
-            config = choices.experts(_sizes(layer, tokens))
+            config = configs.experts(_sizes(layer, tokens))
         us = us_in_turns({"": make(tokens)(config)}, 2 * _REPEATS)[""]
         yield Measured(layer, tokens, us, us, None)
 
 
-def _heuristic() -> Choices:
+def _heuristic() -> ConfigSource:
     num_sms = gemm_plan.device_sms(torch.cuda.current_device())
-    return Choices(num_sms, num_sms)
+    return ConfigSource(num_sms, num_sms)
 
 
-def _maker(layer: Layer, base: Choices) -> Callable[[int], Callable[[Any], Call]]:
+def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
     """Number of tokens -> configuration -> a call on random data."""
     if isinstance(layer, Dense):
         return lambda tokens: partial(_dense_call, _random_operands(tokens, *layer), base)
@@ -137,7 +137,7 @@ def _faster(calls: Mapping[C, Call], chosen: C) -> tuple[float, float, C | None]
 
 
 def _tune_linear(
-    layer: Dense, max_tokens: int, base: Choices, shown: bool | None
+    layer: Dense, max_tokens: int, base: ConfigSource, shown: bool | None
 ) -> Iterator[Measured]:
     configs = {m: _dense_configs(m, *layer, base) for m in deciding_sizes(max_tokens)}
     _compile((kernel_of(c, None) for some in configs.values() for c in some), shown)
@@ -148,7 +148,7 @@ def _tune_linear(
         yield Measured(layer, m, *_faster(calls, base.dense(m, *layer)))
 
 
-def _dense_configs(m: int, n: int, k: int, base: Choices) -> list[GemmConfig]:
+def _dense_configs(m: int, n: int, k: int, base: ConfigSource) -> list[GemmConfig]:
     """The heuristic's, and those that may be as good by its estimate."""
 
     def estimate(config: GemmConfig) -> float:
@@ -171,7 +171,7 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
     return found
 
 
-def _dense_call(operands: list[Operands], base: Choices, config: GemmConfig) -> Call:
+def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """Several, since a single short one would drown in what events cost."""
     m, stream = operands[0].a.shape[0], current_stream(torch.cuda.current_device())
     plan = gemm_plan.make_plan(
@@ -198,12 +198,12 @@ def _dense_call(operands: list[Operands], base: Choices, config: GemmConfig) -> 
 
 
 def _tune_experts(
-    layer: Experts, max_tokens: int, base: Choices, shown: bool | None
+    layer: Experts, max_tokens: int, base: ConfigSource, shown: bool | None
 ) -> Iterator[Measured]:
     of_tokens = {n: _sizes(layer, n) for n in tokens_to_tune(max_tokens)}
     options = {n: _experts_configs(sizes, base) for n, sizes in of_tokens.items()}
     found = (x for pair in options.values() for some in pair for x in some)
-    _compile((kernel_of(c, None, Kind.OFFSETS) for c in found), shown)
+    _compile((kernel_of(c, None, GroupLayout.OFFSETS) for c in found), shown)
     make = _maker(layer, base)
     for n, sizes in of_tokens.items():
         yield Measured(layer, n, *_faster_pair(make(n), base.experts(sizes), options[n]))
@@ -214,23 +214,29 @@ def _sizes(layer: Experts, tokens: int) -> Sizes:
     return Sizes(tokens, top_k, num_experts, h, i, masked=False)
 
 
-def _experts_configs(sizes: Sizes, base: Choices) -> tuple[list[GemmConfig], list[GemmConfig]]:
+def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig], list[GemmConfig]]:
     """Of gate and up, and of down: the heuristic's and those that suit loads not far from it."""
     _, load = mean_load(sizes)
-    few = partial(GemmConfig, stages=0, depth=2, ctas_per_sm=2, grouped=True, weights_are_rows=True)
+    few = partial(
+        GemmConfig, stages=0, k_blocks_per_stage=2, ctas_per_sm=2, grouped=True, swap_ab=True
+    )
     grouped = partial(GemmConfig, stages=0, grouped=True)
     columns = [c for c in (8, 16, 24, 32, 40, 48) if load <= c <= 4 * load + 16]
     rows: list[GemmConfig] = []
     if load > 8:
-        rows.append(grouped(64, 128, batches=2))
+        rows.append(grouped(64, 128, num_product_buffers=2))
     if load > 32:
-        rows += [grouped(128, 128, batches=2), grouped(128, 128, tail=24), grouped(192, 128)]
+        rows += [
+            grouped(128, 128, num_product_buffers=2),
+            grouped(128, 128, tail=24),
+            grouped(192, 128),
+        ]
     if load > 192:
         rows += [
-            grouped(128, 128, batches=2, share=2, share_rows=True),
+            grouped(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
             grouped(128, 256, parts=2),
         ]
-    of_few = [few(rows=128, cols=c) for c in columns]
+    of_few = [few(wgmma_m=128, wgmma_n=c) for c in columns]
     gate_up = [replace(x, gate_up=True, parts=2) for x in of_few]
     gate_up += [replace(x, gate_up=True) for x in rows]
     down = [*of_few, *rows, *([grouped(128, 144), grouped(128, 160)] if load > 192 else [])]
@@ -249,7 +255,7 @@ def _random_weights(layer: Experts) -> Weights:
     return fitting_weights(split_weights((*gate_up, made.down_proj, made.down_proj_scale_inv)))
 
 
-def _layer_calls(sizes: Sizes, weights: Weights, base: Choices) -> Callable[[Pair], Call]:
+def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable[[Pair], Call]:
     memory = torch.empty(Workspace.of(sizes).size, dtype=torch.uint8, device="cuda")
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device="cuda").bfloat16()
     scores = torch.randn(sizes.num_tokens, sizes.num_experts, device="cuda").softmax(dim=-1)

@@ -20,10 +20,9 @@ from moefp8.kernels import jit
 from moefp8.kernels.common.inputs import INPUTS
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped_launch
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import grouped_launch, heuristic
 from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.jit import driver, launch, module, tma
 from moefp8.quant import quantize
 from moefp8.quant import quantize_launch as quantize_room
@@ -31,7 +30,7 @@ from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
 from moefp8.routing import top_k_op as top_k
 from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm.cases import KINDS
+from tests.kernels.gemm.cases import BIAS_NAMES
 
 
 class Emulator(GemmEmulator):
@@ -234,8 +233,8 @@ def emulated(
     made = Emulator()
 
     def remember(chosen):
-        kinds = Kind if chosen.grouped else [None]
-        names = [chosen.kernel_name(bias, kind) for bias in KINDS for kind in kinds]
+        layouts = GroupLayout if chosen.grouped else [None]
+        names = [chosen.kernel_name(bias, layout) for bias in BIAS_NAMES for layout in layouts]
         made.config_of.update(dict.fromkeys(names, chosen))
         return chosen
 
@@ -267,14 +266,14 @@ def emulated(
             ("choose_config", config),
             ("choose_grouped_config", config),
         ):
-            patch.setattr(gemm_choice, name, telling(getattr(gemm_choice, name), instead))
-        choose_both = gemm_choice.choose_experts_configs
+            patch.setattr(heuristic, name, telling(getattr(heuristic, name), instead))
+        choose_both = heuristic.choose_experts_configs
 
         def choose_both_and_tell(*arguments):
             chosen = choose_both(*arguments)
             return remember(gate_up or chosen[0]), remember(config or chosen[1])
 
-        patch.setattr(gemm_choice, "choose_experts_configs", choose_both_and_tell)
+        patch.setattr(heuristic, "choose_experts_configs", choose_both_and_tell)
         patch.setattr(torch.cuda, "current_device", AnyIndex)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         yield made

@@ -6,7 +6,7 @@ from ..common.blocks import ceil_div
 from ..common.checks import check_dense_gemm
 from . import launch as gemm_plan
 from .launch import Launches, Layouts, Operands, Plan, fitting_operands, make_plan
-from .tuned import choices_of
+from .tuned import config_source_of
 
 _OP = "fp8_gemm_nt"
 
@@ -77,15 +77,15 @@ def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Pl
     """For operands that fit."""
     (m, k), n = operands.a.shape, operands.b.shape[0]
     gemm_plan.check_sizes(_OP, m, n, k)
-    choices = choices_of(operands.a.get_device())
-    config = choices.dense(m, n, k)
+    configs = config_source_of(operands.a.get_device())
+    config = configs.dense(m, n, k)
     return make_plan(
         config,
         operands,
         None if bias is None else bias.dtype,
         layouts,
-        num_sms=choices.num_sms,
-        all_sms=choices.all_sms,
+        num_sms=configs.num_sms,
+        all_sms=configs.all_sms,
         token_tiles=ceil_div(m, config.tile[0]),
         tokens=m,
     )

@@ -16,7 +16,7 @@ import torch
 from ..common.blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
 from ..common.tma_operands import Box, are_aligned, box_of, empty_fitting, fits, fitting
 from ..jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
-from .config import GemmConfig, Kind, usable_ctas
+from .config import GemmConfig, GroupLayout, usable_ctas
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 BIASES = {
@@ -65,7 +65,7 @@ class Groups(ctypes.Structure):
         *(("num_tokens", c_int), ("expected_tiles", c_int)),
         ("weight_scale_stride", c_int64),
         *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
-        *(("bounds_are_old", c_int), ("taken", c_void_p)),
+        *(("bounds_ready", c_int), ("tile_counter", c_void_p)),
     )
 
 
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
     sizes: tuple[Any, ...]  # from num_weights to inverse in `Arguments`
     groups: tuple[int, ...] | None  # from num_groups to weight_scale_stride in `Groups`
     d_strides: tuple[int, ...]
-    bounds_are_old: bool
+    bounds_ready: bool
 
 
 def make_plan(
@@ -122,9 +122,9 @@ def make_plan(
     all_sms: int,
     token_tiles: int,
     tokens: int,
-    kind: Kind | None = None,
+    group_layout: GroupLayout | None = None,
     groups: tuple[int, ...] | None = None,
-    bounds_are_old: bool = False,
+    bounds_ready: bool = False,
 ) -> Plan:
     """num_sms, of all_sms: that may be busy. token_tiles: at most. tokens: of a group, about.
 
@@ -132,10 +132,10 @@ def make_plan(
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
     (m, k), n = a.shape[-2:], b.shape[-2]
-    function = load(kernel_of(config, bias, kind), a.get_device())
+    function = load(kernel_of(config, bias, group_layout), a.get_device())
     weight_tiles = config.weight_tiles(n)
     num_tiles = token_tiles, weight_tiles
-    num_row_tiles, num_col_tiles = reversed(num_tiles) if config.weights_are_rows else num_tiles
+    num_row_tiles, num_col_tiles = reversed(num_tiles) if config.swap_ab else num_tiles
     num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
     num_band = min(band(config, tokens, k), token_tiles)
     clusters = _num_clusters(config, token_tiles * weight_tiles, num_ctas)
@@ -151,7 +151,7 @@ def make_plan(
         config.shared_bytes,
         config.cluster,
         [box_of(a, E4M3, (128, box), 128, l2_bytes) for box in boxes],
-        box_of(a_scale_inv.mT, torch.float32, (config.token_scales, config.depth), 0),
+        box_of(a_scale_inv.mT, torch.float32, (config.token_scales, config.k_blocks_per_stage), 0),
         [box_of(b, E4M3, (128, box), 128, l2_bytes) for box in config.weight_boxes],
         # 16 bytes of a row are one unit of the swizzle.
         box_of(d, d.dtype, config.store_box, store_columns * size if store_columns > 8 else 0),
@@ -163,7 +163,7 @@ def make_plan(
         ),
         groups,
         (d.stride(-2), d.stride(0)),
-        bounds_are_old,
+        bounds_ready,
     )
 
 
@@ -172,13 +172,15 @@ def check_sizes(op: str, m: int, n: int, k: int) -> None:
         raise ValueError(f"{op}: M, N and K must be at most {_MAX_SIZE}, got {m}, {n} and {k}")
 
 
-def kernel_of(config: GemmConfig, bias: torch.dtype | None, kind: Kind | None = None) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(BIASES[bias], kind), config.interleaving)
+def kernel_of(
+    config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
+) -> Kernel:
+    return Kernel(SOURCE, config.kernel_name(BIASES[bias], group_layout), config.interleaving)
 
 
 def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
     """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
-    if config.split > 1:
+    if config.split_k > 1:
         return num_tiles
     return min(num_tiles, max(1, num_ctas // config.cluster))
 
@@ -192,7 +194,7 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     GEMM has an order of its own, and no bands.
     """
     tokens = config.tile[0]
-    if config.weights_are_rows or config.grouped:
+    if config.swap_ab or config.grouped:
         return 1
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
 
@@ -213,9 +215,9 @@ def prepare(
     stream: int,
     programmatic: bool,
     gate_up: GateUp | None = None,
-    taken: int | None = None,
+    tile_counter: int | None = None,
 ) -> Launch:
-    """taken: the address of a zero that becomes the count of tiles that were taken, see `Groups` in
+    """tile_counter: the address of a zero that becomes the count of tiles taken, see `Groups` in
     tile.cuh.
     """
     a, a_scale_inv, b, b_scale_inv, d, *rest = addresses
@@ -234,7 +236,7 @@ def prepare(
     )
     if plan.groups is not None:
         arguments.groups = Groups(
-            rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_are_old, taken
+            rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_ready, tile_counter
         )
     if gate_up is not None:
         arguments.activation = Activation(*gate_up[1:])
