@@ -78,20 +78,8 @@ def builds() -> list[str]:
 
 @pytest.fixture
 def gpu():
-    """`Emulator` stands for libcuda: launches work on tensors of the CPU."""
+    """A GPU that works on tensors of the CPU; no launch writes around its workspace."""
     from tests.fakes.emulator import emulated
 
     with emulated() as made:
         yield made
-
-
-@pytest.fixture
-def workspaces(monkeypatch):
-    """The memory that routed experts are given: nothing around it is written."""
-    from moefp8.functional import experts_launch
-    from tests.functional.launched import Workspaces
-
-    made = Workspaces()
-    monkeypatch.setattr(experts_launch, "torch", made)
-    yield made
-    made.check()

@@ -9,12 +9,12 @@ from .common.blocks import (
     BLOCK,
     E4M3,
     ceil_div,
-    e4m3_to_float,
     empty_tma_aligned,
     num_blocks,
     round_up,
     tma_aligned,
 )
+from .common.fp8 import e4m3_to_float
 from .gemm.dense import (
     fp8_gemm_nt,
     gemm_fp8_fp8_bf16_nt,

@@ -85,9 +85,12 @@ def launch_top_k(
         bias = bias.float().contiguous()
     key = (choice, layout_of(logits), bias is None, programmatic)
     launch = prepared(key, lambda: _prepare(choice, logits, bias is not None, programmatic))
-    addresses = (logits.data_ptr(), index.data_ptr(), weights.data_ptr())
-    if bias is not None:
-        addresses += (bias.data_ptr(),)
+    addresses = (
+        logits.data_ptr(),
+        index.data_ptr(),
+        weights.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
     launch_all((launch,), logits.get_device(), addresses)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..jit import Launch, current_driver, launch_all
+from ..jit import Launch, current_driver
 
 P = TypeVar("P")
 

@@ -7,12 +7,12 @@ import torch
 from ..common.blocks import (
     BLOCK,
     TMA_BYTES,
-    e4m3_to_float,
     num_blocks,
     round_up_to_tma,
     tma_aligned,
 )
 from ..common.checks import check_dense_gemm, check_pairs, check_tensor
+from ..common.fp8 import e4m3_to_float
 from ..common.registry import register
 from .dense_launch import launch_gemm
 

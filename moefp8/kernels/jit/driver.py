@@ -1,8 +1,8 @@
-"""The one object through which kernels reach a GPU: functions to launch, and what is kept of them."""
+"""The one object through which kernels reach a GPU: loaded functions and prepared launches."""
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
@@ -80,6 +80,13 @@ class Driver(Libcuda):
     def on_device(self, device_index: int) -> AbstractContextManager[object]:
         return torch.cuda.device(device_index)
 
+    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised uint8 [num_bytes], at a multiple of 256 bytes.
+
+        It comes from PyTorch's caching allocator, and so goes safely to any number of streams.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
     def num_sms(self, device_index: int) -> int:
         """How many streaming multiprocessors a GPU has."""
         if device_index not in self._num_sms:
@@ -104,9 +111,11 @@ class Driver(Libcuda):
 
         Raises JitError, or OutOfMemoryError.
         """
-        return self._functions.get(
-            (kernel, device_index), lambda: Function(kernel, device_index, *self._load(kernel, device_index))
-        )
+
+        def build() -> Function:
+            return Function(kernel, device_index, *self._load(kernel, device_index))
+
+        return self._functions.get((kernel, device_index), build)
 
     def restore(self, function: Function) -> None:
         """Load it again, into the context that the GPU has now."""

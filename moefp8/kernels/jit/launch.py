@@ -1,7 +1,7 @@
 """A prepared launch: its arguments lie ready, and a call writes the addresses that are new.
 
-The rule about threads: a prepared launch belongs to the thread that prepared it, since a call writes
-into it. `kernels/common/prepared.py` keeps them so.
+The rule about threads: a prepared launch belongs to the thread that prepared it, since a call
+writes into it. `kernels/common/prepared.py` keeps them so.
 """
 
 import ctypes
@@ -10,9 +10,9 @@ from ctypes import Structure, c_char, c_int, c_uint, c_void_p
 from typing import NamedTuple
 
 from .cubin import JitError
-from .driver import Driver, Function, current_driver
+from .driver import Function, current_driver
 from .libcuda import CONTEXT_IS_DESTROYED, INVALID_CONTEXT, INVALID_HANDLE
-from .tma import MAP_BYTES, TensorMaps
+from .tma import TensorMaps
 
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -47,9 +47,9 @@ class Config(Structure):
 
 
 class Source(NamedTuple):
-    """An address of a call: the `index`-th one that it is given, and `plus` bytes behind it."""
+    """`plus` bytes behind one of the addresses that a call is given; `which`, counted from 0."""
 
-    index: int
+    which: int
     plus: int = 0
 
 
@@ -138,7 +138,7 @@ class Launch:
         self._launch = self._driver.library.cuLaunchKernelEx
         self._what = (grid, block, shared_bytes, cluster)
         self._addresses: tuple[int, ...] = ()
-        starts = self._lay_out(arguments)
+        starts, memory = self._lay_out(arguments)
         # Addresses in structures are words that are written; those in tensor maps are words too
         # where the driver's own way to replace them does just that.
         self._write: list[tuple[int, int, int]] = []
@@ -149,10 +149,10 @@ class Launch:
                 self._maps.append((self._block + starts[argument] + offset, source))
             else:
                 self._write.append(((starts[argument] + offset) // _WORD, *source))
-        self._keep = (array, self._keep)
+        self._keep = (array, memory)
 
-    def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
-        """Copy the arguments into one block; where each begins in it."""
+    def _lay_out(self, arguments: Sequence[Argument]) -> tuple[list[int], object]:
+        """Copy the arguments into one block: where each begins in it, and the memory of all."""
         starts, size = [], 0
         for x in arguments:
             alignment = _ALIGNMENT if isinstance(x, TensorMaps) else 16
@@ -166,19 +166,18 @@ class Launch:
             ctypes.memmove(self._block + start, ctypes.addressof(held), ctypes.sizeof(held))
         words = (ctypes.c_uint64 * (size // _WORD)).from_address(self._block)
         self._words = memoryview(words).cast("B").cast("Q")
-        self._keep = memory
         self._parameters = (c_void_p * len(starts))(*(self._block + x for x in starts))
-        return starts
+        return starts, memory
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
         if addresses != self._addresses:
             words = self._words
-            for word, index, plus in self._write:
-                words[word] = addresses[index] + plus
-            for at, (index, plus) in self._maps:
+            for word, which, plus in self._write:
+                words[word] = addresses[which] + plus
+            for at, (which, plus) in self._maps:
                 replace = self._driver.library.cuTensorMapReplaceAddress
-                self._driver.check(replace(at, addresses[index] + plus), f"{self._function}: a map")
+                self._driver.check(replace(at, addresses[which] + plus), f"{self._function}: a map")
             self._addresses = addresses
         config = self._config
         config.stream = stream
@@ -211,9 +210,7 @@ class Launch:
         return int(self._launch(config, self._handle, self._parameters, None))
 
 
-def launch_all(
-    launches: Iterable[Launch], device_index: int, addresses: tuple[int, ...]
-) -> None:
+def launch_all(launches: Iterable[Launch], device_index: int, addresses: tuple[int, ...]) -> None:
     """In order, on the GPU's current stream; the thread's current GPU may be another one."""
     driver = current_driver()
     stream = driver.current_stream(device_index)
