@@ -146,11 +146,23 @@ class Emulator(GemmEmulator):
     def quantize(self, made, parameters):
         made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
         dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
-        assert x.num_matrices == 1
-        source = memory(x.x, dtype, [x.num_rows, x.k], [x.row_bytes // dtype.itemsize, 1])
-        data, scale_inv = fp8.quantize_1x128(source, bool(x.ue8m0))
-        memory(x.data, torch.float8_e4m3fn, [x.num_rows, x.k], [x.k, 1]).copy_(data)
-        memory(x.scale_inv, torch.float32, list(scale_inv.shape), [1, x.pitch]).copy_(scale_inv)
+        size, by_rows = dtype.itemsize, "1x128" in made.kernel.name
+        shape, blocks = [x.num_matrices, x.num_rows, x.k], kernels.num_blocks(x.k)
+        source = memory(x.x, dtype, shape, [x.matrix_bytes // size, x.row_bytes // size, 1])
+        data = memory(x.data, torch.float8_e4m3fn, shape, [x.num_rows * x.k, x.k, 1])
+        if by_rows:
+            strides = [blocks * x.pitch, 1, x.pitch]
+            scales = memory(x.scale_inv, torch.float32, [*shape[:2], blocks], strides)
+        else:
+            row_blocks = kernels.num_blocks(x.num_rows)
+            strides = [row_blocks * blocks, blocks, 1]
+            scales = memory(x.scale_inv, torch.float32, [shape[0], row_blocks, blocks], strides)
+        quantize = fp8.quantize_1x128 if by_rows else fp8.quantize_128x128
+        for matrix, codes, of_codes in zip(source, data, scales, strict=True):
+            for output, found in zip(
+                (codes, of_codes), quantize(matrix, bool(x.ue8m0)), strict=True
+            ):
+                output.copy_(found)
 
     def top_k(self, made, parameters):
         made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
