@@ -167,8 +167,8 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
         d: bf16 [M, N].
         grouped_layout: int32 [M], the group of each row, -1 for padding; groups start at multiples
             of `get_mk_alignment_for_contiguous_layout()`. With `use_psum_layout` int32 [G], the
-            row that each group ends before, where it starts at the next such multiple behind the
-            group before.
+            row that each group ends before; it starts at the first such multiple behind the group
+            before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
         m_indices: the same, under its name of 2025.
         ensure_zero_padding: rows from a group's end to the next such multiple become zeros, which
             costs a few small launches; other padding may become zeros. If False, no row of padding
@@ -201,7 +201,7 @@ def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: in
     """
     alignment = get_mk_alignment_for_contiguous_layout()
     num_blocks = len(layout) // alignment
-    blocks = layout[: num_blocks * alignment].view(num_blocks, alignment)
+    blocks = layout[: num_blocks * alignment].unflatten(0, (num_blocks, alignment))
     has_end = (blocks[:, 0] >= 0) & (blocks[:, -1] < 0)
     chosen = has_end.int().topk(min(num_groups, num_blocks)).indices
     d[: blocks.numel()].unflatten(0, (num_blocks, alignment)).index_fill_(0, chosen, 0)
