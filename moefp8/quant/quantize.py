@@ -6,7 +6,7 @@ The numerics are those of `kernels/common/fp8.py`.
 import torch
 
 from ..kernels.common import fp8
-from ..kernels.common.blocks import BLOCK, E4M3, empty_tma_aligned, num_blocks
+from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..kernels.common.registry import register
 from .quantize_launch import BLOCK_ROWS, Cut, launch_quantize
@@ -91,26 +91,3 @@ quantize_128x128 = register(
     _allocate_128x128,
     launch_quantize_128x128,
 )
-
-
-def per_token_cast_to_fp8(
-    x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_1x128` under DeepGEMM's name: x [M, K] -> (e4m3 [M, K], fp32 [M, ceil(K/128)])."""
-    _check_granularity("per_token_cast_to_fp8", gran_k)
-    return quantize_1x128(x, use_ue8m0)
-
-
-def per_block_cast_to_fp8(
-    x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_128x128` under DeepGEMM's name: x [N, K] -> (e4m3 [N, K], fp32 blocks)."""
-    _check_granularity("per_block_cast_to_fp8", gran_k)
-    return quantize_128x128(x, use_ue8m0)
-
-
-def _check_granularity(op: str, gran_k: int) -> None:
-    if gran_k != BLOCK:
-        raise ValueError(
-            f"{op}: gran_k must be {BLOCK}, the block size of the recipe, got {gran_k}"
-        )

@@ -336,8 +336,11 @@ def set_num_sms(num_sms: int | None) -> None:
     For what runs beside them, communication for instance. More than a GPU has means all of them.
 
     Raises:
+        TypeError: `num_sms` is neither an int nor None.
         ValueError: `num_sms` is below 1.
     """
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
+        raise TypeError(f"set_num_sms: num_sms must be an int, or None for all, got {num_sms!r}")
     if num_sms is not None and num_sms < 1:
         raise ValueError(f"set_num_sms: num_sms must be at least 1, or None for all, got {num_sms}")
     current_driver().max_sms = num_sms
