@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.kernels.jit.cases import forget
@@ -46,7 +47,8 @@ def fresh_jit(own_cache, monkeypatch):
     forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
     monkeypatch.setattr(cache, "_disk_fails", False)
-    yield
+    with jit.using(jit.Driver()):
+        yield
     forget()
 
 
