@@ -19,7 +19,7 @@ from benchmarks.timing import device_us_many
 from moefp8.kernels import jit, round_up
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_plan
 from moefp8.kernels.gemm.config import GemmConfig
 
@@ -38,27 +38,27 @@ def grid(case: Case) -> Iterator[GemmConfig]:
             for batches in (1, 2):
                 yield GemmConfig(
                     *(rows, round_up(m, 8), 0),
-                    depth=depth,
-                    split=split,
+                    k_blocks_per_stage=depth,
+                    split_k=split,
                     ctas_per_sm=ctas,
-                    weights_are_rows=True,
-                    batches=batches,
+                    swap_ab=True,
+                    num_product_buffers=batches,
                 )
     if m < 32:
         return
     shares = ((1, False), (2, False), (2, True))
     rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (64, 128, 192)
     for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
-        for (share, share_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
+        for (share, multicast_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
             yield GemmConfig(
                 *(row, col, 0),
                 parts=2 if col > 192 or (batches == 2 and col > 128) else 1,
-                depth=depth,
-                share=share,
-                share_rows=share_rows,
-                split=split,
+                k_blocks_per_stage=depth,
+                multicast=share,
+                multicast_rows=multicast_rows,
+                split_k=split,
                 ctas_per_sm=ctas,
-                batches=batches,
+                num_product_buffers=batches,
             )
 
 
@@ -66,9 +66,9 @@ def possible(case: Case) -> list[GemmConfig]:
     """The choice, then all of the grid whose CTAs can run as they must."""
     m, n, k = case
     num_sms = gemm_plan.get_num_sms()
-    found = {gemm_choice.choose_config(m, n, k, num_sms): None}
+    found = {heuristic.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
-        estimate = gemm_choice.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
+        estimate = heuristic.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
         if gemm_config.is_possible(config, k) and estimate < float("inf"):
             found[config] = None
     return list(found)
@@ -76,14 +76,14 @@ def possible(case: Case) -> list[GemmConfig]:
 
 def launch_of(config: GemmConfig, operands: Operands) -> jit.Launch:
     """A launch of this configuration, whatever would be chosen."""
-    chosen = gemm_choice.choose_config
+    chosen = heuristic.choose_config
     d = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0])
     gemm_launch._launches = gemm_plan.Launches()
-    gemm_choice.choose_config = lambda *shape: config  # type: ignore[assignment]
+    heuristic.choose_config = lambda *shape: config  # type: ignore[assignment]
     try:
         gemm_launch.launch_gemm(*operands.a, *operands.b, d, None)
     finally:
-        gemm_choice.choose_config = chosen
+        heuristic.choose_config = chosen
     (launch,) = gemm_launch._launches.prepared.values()
     return launch
 
@@ -122,7 +122,7 @@ def main() -> None:
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]
     summary = {"geomean": geomean(ratios), "worst": max(ratios), "kernels": len(kernels)}
     print(f"choose_config over the best of {len(kernels)} kernels: {summary}")
-    out.write_text(json.dumps({**circumstances(), **summary, "rows": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({**circumstances(), **summary, "wgmma_m": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from moefp8.functional import experts_launch
 from moefp8.kernels import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm import dense_launch as gemm_launch
 from moefp8.kernels.gemm import grouped_launch
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.heuristic import (
     choose_config,
     choose_experts_configs,
@@ -108,12 +108,12 @@ def kernels() -> list[Kernel]:
         for n, k in DEEPSEEK_V3:
             load = -(-tokens // num_groups)
             config = choose_grouped_config(load, tokens, num_groups, n, k, NUM_SMS)
-            found.add(kernel_of(config, None, Kind.OFFSETS))
+            found.add(kernel_of(config, None, GroupLayout.OFFSETS))
     for name, num_tokens in LAYERS:
         _, experts, top_k, h, i = MODELS[name]
         load = -(-num_tokens * top_k // experts)
         for config in choose_experts_configs(load, experts, h, i, NUM_SMS):
-            found.add(kernel_of(config, None, Kind.OFFSETS))
+            found.add(kernel_of(config, None, GroupLayout.OFFSETS))
     return sorted(found, key=lambda kernel: kernel.name)
 
 

@@ -23,6 +23,7 @@ ALLOWED = {
     "functional": {"kernels", "quant", "routing", "functional"},
     "layers": {"kernels", "quant", "routing", "functional", "layers", "progress"},
     "distributed": {"kernels", "layers", "distributed"},
+    "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},
     "checkpoint": {"kernels", "quant", "layers", "checkpoint", "progress"},
     "progress": {"progress"},

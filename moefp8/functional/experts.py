@@ -17,9 +17,9 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
+from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.registry import register
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..quant.quantize import quantize_1x128
 from .experts_launch import launch_experts
 
 _OP = "experts"
@@ -112,7 +112,7 @@ def _body(
         check_choices(_OP, top_k_index, num_experts)
     if i == 0:
         return y.zero_()
-    data, scale_inv = quantize_1x128(hidden_states, False)
+    data, scale_inv = quantize_1x128(hidden_states)
     rows = y.new_zeros(*top_k_index.shape, h)  # of every choice; zeros where it is held elsewhere
     for expert in range(num_experts):
         token, choice = torch.where(top_k_index == expert)
@@ -127,7 +127,7 @@ def _body(
                 strict=True,
             )
         )
-        activated, scales = quantize_1x128(swiglu(gate, up, swiglu_limit), False)
+        activated, scales = quantize_1x128(swiglu(gate, up, swiglu_limit))
         of_down = down_proj[expert], down_proj_scale_inv[expert]
         rows[token, choice] = block_scaled_matmul(activated, scales, *of_down).to(rows.dtype)
     result = torch.zeros(y.shape, dtype=torch.float32, device=y.device)

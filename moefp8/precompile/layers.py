@@ -11,9 +11,8 @@ from torch import nn
 from ..kernels.common.checks import FLOATS
 from ..kernels.common.registry import runs_our_kernels
 from ..kernels.gemm.experts_sizes import Sizes
-from ..kernels.gemm.launch import device_sms
-from ..kernels.gemm.tuned import Choices, choices_of
-from ..kernels.jit import Kernel, compile_kernels
+from ..kernels.gemm.tuned import ConfigSource, config_source_of
+from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
@@ -57,7 +56,7 @@ def precompile(
         dtype: of activations; None: those of the model's other parameters, or bf16 without any.
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
         num_sms: of the GPU to compile for; None: of every Hopper GPU here, or 132 (H100 SXM, H200)
-            without one. Choices that were tuned on a GPU here are compiled, too.
+            without one. ConfigSource that were tuned on a GPU here are compiled, too.
         num_threads: that compile; None: as many as there are processors.
         progress: show a line on stderr; None: where that is a terminal.
 
@@ -89,8 +88,8 @@ def kernels_of(
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
     found: dict[Kernel, None] = {}
-    for choices in _choices(num_sms):
-        demand = Demand(max_tokens, dtypes, choices)
+    for configs in _config_sources(num_sms):
+        demand = Demand(max_tokens, dtypes, configs)
         for layer in layers:
             found.update(dict.fromkeys(layer.kernels(demand)))
     return sorted(found, key=lambda kernel: kernel.source.name != "gemm.cu")
@@ -193,11 +192,11 @@ def _dtypes_of(model: nn.Module) -> frozenset[torch.dtype]:
     return frozenset(found - {torch.float32} or found or {torch.bfloat16})
 
 
-def _choices(num_sms: int | None) -> list[Choices]:
+def _config_sources(num_sms: int | None) -> list[ConfigSource]:
     """For each kind of GPU; None: those that are here, or else the most common one."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     hoppers = [i for i in gpus if runs_our_kernels(i)]
     if num_sms is not None:
-        hoppers = [i for i in hoppers if device_sms(i) == num_sms]
-    found = {choices_of(i): None for i in hoppers}
-    return list(found) or [Choices(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]
+        hoppers = [i for i in hoppers if current_driver().num_sms(i) == num_sms]
+    found = {config_source_of(i): None for i in hoppers}
+    return list(found) or [ConfigSource(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]

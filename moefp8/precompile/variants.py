@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.gemm.config import Kind
+from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
-from ..kernels.gemm.tuned import Choices
+from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
 from ..quant import quantize_launch
 from ..routing import combine_launch, dispatch_launch, top_k_launch
@@ -24,12 +24,12 @@ class Demand(NamedTuple):
 
     max_tokens: of one call, at least 1.
     dtypes: of activations; of bf16, fp16 and fp32.
-    choices: of configurations, by the GPU's number of SMs and what was measured on it.
+    configs: where those of GEMMs come from, by the GPU's number of SMs and what was measured on it.
     """
 
     max_tokens: int
     dtypes: frozenset[torch.dtype]
-    choices: Choices
+    configs: ConfigSource
 
 
 def linear_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> Iterator[Kernel]:
@@ -42,8 +42,8 @@ def linear_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> 
 def feed_forward_kernels(demand: Demand, h: int, i: int) -> Iterator[Kernel]:
     if h and i:
         yield from _quantize_kernels(demand, h)
-        for config in demand.choices.all_gate_up(demand.max_tokens, h, i):
-            yield kernel_of(config, None, Kind.OFFSETS)
+        for config in demand.configs.all_gate_up(demand.max_tokens, h, i):
+            yield kernel_of(config, None, GroupLayout.OFFSETS)
         yield from _dense_kernels(demand, h, i, None)
 
 
@@ -59,10 +59,10 @@ def experts_kernels(
     h, masked = sizes.hidden_size, sizes.masked
     if not (sizes.num_experts and h and sizes.intermediate_size):
         return
-    kind = Kind.MASKED if masked else Kind.OFFSETS
-    for pair in demand.choices.all_experts(sizes):
+    group_layout = GroupLayout.MASKED if masked else GroupLayout.OFFSETS
+    for pair in demand.configs.all_experts(sizes):
         for config in pair:
-            yield kernel_of(config, None, kind)
+            yield kernel_of(config, None, group_layout)
     for dtype in demand.dtypes:
         yield from dispatch_launch.needed_kernels(
             dtype,
@@ -83,10 +83,10 @@ def router_kernels(op: str, num_experts: int) -> Iterator[Kernel]:
 
 def _quantize_kernels(demand: Demand, k: int) -> Iterator[Kernel]:
     for dtype in demand.dtypes:
-        num_sms = demand.choices.all_sms
+        num_sms = demand.configs.all_sms
         yield from quantize_launch.needed_kernels(dtype, demand.max_tokens, k, num_sms)
 
 
 def _dense_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> Iterator[Kernel]:
     for m in deciding_sizes(demand.max_tokens):
-        yield kernel_of(demand.choices.dense(m, n, k), bias)
+        yield kernel_of(demand.configs.dense(m, n, k), bias)

@@ -12,23 +12,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.experts_prepare import (
-    Weights,
-    Workspace,
-    fitting_weights,
-    make_steps,
-    prepare_dispatch_and_combine,
-    prepare_gemms,
-    split_weights,
-)
+from ..functional.experts_launch import prepare_experts
+from ..functional.workspace import Weights, fitting_weights, split_weights
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm import launch as gemm_plan
-from ..kernels.gemm.config import GemmConfig, Kind, is_possible, with_most_stages
+from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import Operands, fitting_operands, kernel_of
-from ..kernels.gemm.tuned import Choices, Config, Dense, Experts, Layer, Pair, choices_of
-from ..kernels.jit import Kernel, compile_kernels, current_stream, launch_all
+from ..kernels.gemm.launch import (
+    GemmSources,
+    Operands,
+    fitting_operands,
+    kernel_of,
+    prepare_gemm,
+)
+from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
+from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
 from ..layers import GroupedExperts
 from ..progress import Progress
 from ..quant import quantize_1x128, quantize_128x128
@@ -92,23 +90,23 @@ def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iter
 
 def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
     """What serves now, be it tuned or not."""
-    choices, make = choices_of(torch.cuda.current_device()), _maker(layer, _heuristic())
+    configs, make = config_source_of(torch.cuda.current_device()), _maker(layer, _heuristic())
     for tokens in tokens_to_tune(max_tokens):
         config: Any
         if isinstance(layer, Dense):
-            config = choices.dense(tokens, *layer)
+            config = configs.dense(tokens, *layer)
         else:
-            config = choices.experts(_sizes(layer, tokens))
+            config = configs.experts(_sizes(layer, tokens))
         us = us_in_turns({"": make(tokens)(config)}, 2 * _REPEATS)[""]
         yield Measured(layer, tokens, us, us, None)
 
 
-def _heuristic() -> Choices:
-    num_sms = gemm_plan.device_sms(torch.cuda.current_device())
-    return Choices(num_sms, num_sms)
+def _heuristic() -> ConfigSource:
+    num_sms = current_driver().num_sms(torch.cuda.current_device())
+    return ConfigSource(num_sms, num_sms)
 
 
-def _maker(layer: Layer, base: Choices) -> Callable[[int], Callable[[Any], Call]]:
+def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
     """Number of tokens -> configuration -> a call on random data."""
     if isinstance(layer, Dense):
         return lambda tokens: partial(_dense_call, _random_operands(tokens, *layer), base)
@@ -137,7 +135,7 @@ def _faster(calls: Mapping[C, Call], chosen: C) -> tuple[float, float, C | None]
 
 
 def _tune_linear(
-    layer: Dense, max_tokens: int, base: Choices, shown: bool | None
+    layer: Dense, max_tokens: int, base: ConfigSource, shown: bool | None
 ) -> Iterator[Measured]:
     configs = {m: _dense_configs(m, *layer, base) for m in deciding_sizes(max_tokens)}
     _compile((kernel_of(c, None) for some in configs.values() for c in some), shown)
@@ -148,7 +146,7 @@ def _tune_linear(
         yield Measured(layer, m, *_faster(calls, base.dense(m, *layer)))
 
 
-def _dense_configs(m: int, n: int, k: int, base: Choices) -> list[GemmConfig]:
+def _dense_configs(m: int, n: int, k: int, base: ConfigSource) -> list[GemmConfig]:
     """The heuristic's, and those that may be as good by its estimate."""
 
     def estimate(config: GemmConfig) -> float:
@@ -171,25 +169,24 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
     return found
 
 
-def _dense_call(operands: list[Operands], base: Choices, config: GemmConfig) -> Call:
+def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """Several, since a single short one would drown in what events cost."""
-    m, stream = operands[0].a.shape[0], current_stream(torch.cuda.current_device())
-    plan = gemm_plan.make_plan(
-        *(config, operands[0], None, ()),
+    m, device_index = operands[0].a.shape[0], torch.cuda.current_device()
+    launch = prepare_gemm(
+        config,
+        operands[0],
+        GemmSources(*map(Source, range(5))),
         num_sms=base.num_sms,
         all_sms=base.all_sms,
         token_tiles=ceil_div(m, config.tile[0]),
         tokens=m,
     )
-    launches = [
-        gemm_plan.prepare(plan, tuple(x.data_ptr() for x in each), stream, False)
-        for each in operands
-    ]
+    addresses = [tuple(x.data_ptr() for x in each) for each in operands]
 
     def run(_: object = operands) -> int:  # which live as long as it does
-        for launch in launches:
-            launch()
-        return len(launches)
+        for each in addresses:
+            launch_all((launch,), device_index, each)
+        return len(addresses)
 
     return run
 
@@ -198,12 +195,12 @@ def _dense_call(operands: list[Operands], base: Choices, config: GemmConfig) -> 
 
 
 def _tune_experts(
-    layer: Experts, max_tokens: int, base: Choices, shown: bool | None
+    layer: Experts, max_tokens: int, base: ConfigSource, shown: bool | None
 ) -> Iterator[Measured]:
     of_tokens = {n: _sizes(layer, n) for n in tokens_to_tune(max_tokens)}
     options = {n: _experts_configs(sizes, base) for n, sizes in of_tokens.items()}
     found = (x for pair in options.values() for some in pair for x in some)
-    _compile((kernel_of(c, None, Kind.OFFSETS) for c in found), shown)
+    _compile((kernel_of(c, None, GroupLayout.OFFSETS) for c in found), shown)
     make = _maker(layer, base)
     for n, sizes in of_tokens.items():
         yield Measured(layer, n, *_faster_pair(make(n), base.experts(sizes), options[n]))
@@ -214,23 +211,29 @@ def _sizes(layer: Experts, tokens: int) -> Sizes:
     return Sizes(tokens, top_k, num_experts, h, i, masked=False)
 
 
-def _experts_configs(sizes: Sizes, base: Choices) -> tuple[list[GemmConfig], list[GemmConfig]]:
+def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig], list[GemmConfig]]:
     """Of gate and up, and of down: the heuristic's and those that suit loads not far from it."""
     _, load = mean_load(sizes)
-    few = partial(GemmConfig, stages=0, depth=2, ctas_per_sm=2, grouped=True, weights_are_rows=True)
+    few = partial(
+        GemmConfig, stages=0, k_blocks_per_stage=2, ctas_per_sm=2, grouped=True, swap_ab=True
+    )
     grouped = partial(GemmConfig, stages=0, grouped=True)
     columns = [c for c in (8, 16, 24, 32, 40, 48) if load <= c <= 4 * load + 16]
     rows: list[GemmConfig] = []
     if load > 8:
-        rows.append(grouped(64, 128, batches=2))
+        rows.append(grouped(64, 128, num_product_buffers=2))
     if load > 32:
-        rows += [grouped(128, 128, batches=2), grouped(128, 128, tail=24), grouped(192, 128)]
+        rows += [
+            grouped(128, 128, num_product_buffers=2),
+            grouped(128, 128, tail=24),
+            grouped(192, 128),
+        ]
     if load > 192:
         rows += [
-            grouped(128, 128, batches=2, share=2, share_rows=True),
+            grouped(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
             grouped(128, 256, parts=2),
         ]
-    of_few = [few(rows=128, cols=c) for c in columns]
+    of_few = [few(wgmma_m=128, wgmma_n=c) for c in columns]
     gate_up = [replace(x, gate_up=True, parts=2) for x in of_few]
     gate_up += [replace(x, gate_up=True) for x in rows]
     down = [*of_few, *rows, *([grouped(128, 144), grouped(128, 160)] if load > 192 else [])]
@@ -249,23 +252,22 @@ def _random_weights(layer: Experts) -> Weights:
     return fitting_weights(split_weights((*gate_up, made.down_proj, made.down_proj_scale_inv)))
 
 
-def _layer_calls(sizes: Sizes, weights: Weights, base: Choices) -> Callable[[Pair], Call]:
-    memory = torch.empty(Workspace.of(sizes).size, dtype=torch.uint8, device="cuda")
+def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable[[Pair], Call]:
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device="cuda").bfloat16()
     scores = torch.randn(sizes.num_tokens, sizes.num_experts, device="cuda").softmax(dim=-1)
     top_k_weights, index = scores.topk(sizes.top_k, dim=-1)
-    tokens, y = (x, index, top_k_weights), torch.empty_like(x)
-    device_index = torch.cuda.current_device()
-    stream = current_stream(device_index)
-    dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
+    tokens, y, device_index = (x, index, top_k_weights), torch.empty_like(x), x.get_device()
 
     def call_with(configs: Pair) -> Call:
-        steps = make_steps(sizes, weights, memory, configs, (base.num_sms, base.all_sms))
-        gemms = prepare_gemms(steps, sizes, weights, memory, math.inf, stream)
-        launches = (*dispatch, *gemms, combine)
+        launches, workspace_bytes = prepare_experts(
+            sizes, tokens, weights, math.inf, configs, (base.num_sms, base.all_sms)
+        )
+        memory = current_driver().workspace(workspace_bytes, x.device)
+        tensors = (*tokens, *weights, y, memory)
+        addresses = tuple(z.data_ptr() for z in tensors)
 
-        def run(_: object = (memory, tokens, y)) -> int:  # which live as long as it does
-            launch_all(launches, device_index)
+        def run(_: object = tensors) -> int:  # which live as long as it does
+            launch_all(launches, device_index, addresses)
             return 1
 
         return run

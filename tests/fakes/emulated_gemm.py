@@ -12,11 +12,12 @@ import torch
 
 from moefp8 import kernels
 from moefp8.functional import experts
+from moefp8.kernels import jit
+from moefp8.kernels.common import fp8
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import dense as gemm
 from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import Kind
-from moefp8.quant import quantize
+from moefp8.kernels.gemm.config import GroupLayout
 from tests.gpu import NUM_SMS
 
 
@@ -62,15 +63,17 @@ class GemmEmulator:
         self.config_of: dict[str, gemm_config.GemmConfig] = {}  # by the name of the kernel
 
     def maps_at(self, address, count=1):
+        """Maps behind each other, with the addresses that they were given last."""
+        words = (ctypes.c_uint64 * (16 * count)).from_address(address)
         return [
-            self.maps[ctypes.c_size_t.from_address(address + i * 128).value] for i in range(count)
+            self.maps[words[i + 1]]._replace(address=words[i]) for i in range(0, 16 * count, 16)
         ]
 
     def gemm(self, made, parameters):
         made.config = config = self.config_of[made.kernel.name]
         num_boxes = 1
         if config.begins_anywhere:  # as many times 64 tokens as a group has left
-            num_boxes = kernels.ceil_div(config.rows + config.tail, 64)
+            num_boxes = kernels.ceil_div(config.wgmma_m + config.tail, 64)
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
             self.maps_at(parameters[0], num_boxes),
             self.maps_at(parameters[1]),
@@ -104,37 +107,37 @@ class GemmEmulator:
             [*groups, kernels.num_blocks(n), k_blocks],
             strides,
         )
-        kind = re.search(r"Bias::(\w+)", made.kernel.name)[1]
-        assert (kind == "kNone") == (arguments.bias is None)
+        bias = re.search(r"Bias::(\w+)", made.kernel.name)[1]
+        assert (bias == "kNone") == (arguments.bias is None)
         if config.grouped:
             self.grouped_gemm(made, weight_scales, strides)
             return
         self.check_tiles(made, m, n)
         tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
         result = gemm.block_scaled_matmul(*tensors, weight_scales)
-        if kind != "kNone":
-            dtype = next(dtype for dtype, name in gemm_plan.BIASES.items() if name == kind)
+        if bias != "kNone":
+            dtype = next(dtype for dtype, name in gemm_plan.BIASES.items() if name == bias)
             result += memory(arguments.bias, dtype, [n], [1]).float()
         made.d_map.tensor().copy_(result)
 
     def grouped_gemm(self, made, weight_scales, scale_strides):
-        groups, kind = made.arguments.groups, kind_of(made)
+        groups, layout = made.arguments.groups, layout_of(made)
         a, token_scales, b, d = (
             x.tensor() for x in (made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map)
         )
         (num_matrices, m, _), num_groups = d.shape, b.shape[0]
         assert (groups.num_groups, groups.num_tokens) == (num_groups, m)
-        assert num_matrices == (num_groups if kind == Kind.MASKED else 1)
+        assert num_matrices == (num_groups if layout == GroupLayout.MASKED else 1)
         # Rows of tiles of which not all are the group's are stored without TMA.
         assert groups.d == d.data_ptr()
         assert groups.d_row_stride == d.stride(1) or m == 1
         assert groups.d_matrix_stride == d.stride(0) or num_matrices == 1
-        segments = self.segments(groups, kind)
+        segments = self.segments(groups, layout)
         self.check_group_tiles(made, segments)
-        if groups.taken is not None:
-            taken = memory(groups.taken, torch.int32, [1], [1])
-            assert taken == 0
-            taken += 1 + made.grid
+        if groups.tile_counter is not None:
+            tile_counter = memory(groups.tile_counter, torch.int32, [1], [1])
+            assert tile_counter == 0
+            tile_counter += 1 + made.grid
         activation = made.arguments.activation
         if made.config.gate_up:
             up = made.b_maps[1].tensor()
@@ -145,36 +148,40 @@ class GemmEmulator:
             strides = [blocks * activation.pitch, activation.pitch, 1]
             d_scales = memory(activation.scales, torch.float32, [num_matrices, blocks, m], strides)
         for begin, end, group in segments:
-            matrix, rows = group if kind == Kind.MASKED else 0, slice(begin, end)
+            matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
             result = gemm.block_scaled_matmul(*tokens, b[group], weight_scales[group])
             if made.config.gate_up:
                 others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
                 activated = experts.swiglu(result, others, activation.limit)
-                data, scale_inv = quantize._quantize_1x128(activated, False)
+                data, scale_inv = fp8.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T
             else:
                 d[matrix, rows] = result
 
     @staticmethod
-    def segments(groups, kind):
+    def segments(groups, layout):
         """As `segment` in groups.cuh; those with a token."""
         num_tokens, num_groups = groups.num_tokens, groups.num_groups
-        sizes = {Kind.OFFSETS: num_groups + 1, Kind.MASKED: num_groups, Kind.ROWS: num_tokens}
+        sizes = {
+            GroupLayout.OFFSETS: num_groups + 1,
+            GroupLayout.MASKED: num_groups,
+            GroupLayout.ROWS: num_tokens,
+        }
         if groups.bounds is None:  # of a single group
             bounds = [0, num_tokens]
-            assert (kind, num_groups) == (Kind.OFFSETS, 1)
+            assert (layout, num_groups) == (GroupLayout.OFFSETS, 1)
         else:
-            bounds = memory(groups.bounds, torch.int32, [sizes[kind]], [1]).tolist()
-        if kind == Kind.ROWS:
+            bounds = memory(groups.bounds, torch.int32, [sizes[layout]], [1]).tolist()
+        if layout == GroupLayout.ROWS:
             found = []
             for begin in range(0, num_tokens, 128):
                 rows = itertools.takewhile(bounds[begin].__eq__, bounds[begin : begin + 128])
                 found.append(Segment(begin, begin + len(list(rows)), bounds[begin]))
         else:
-            begins = bounds if kind == Kind.OFFSETS else [0] * num_groups
-            ends = bounds[1:] if kind == Kind.OFFSETS else bounds
+            begins = bounds if layout == GroupLayout.OFFSETS else [0] * num_groups
+            ends = bounds[1:] if layout == GroupLayout.OFFSETS else bounds
             found = [Segment(begins[i], ends[i], i) for i in range(num_groups)]
         assert groups.num_segments == len(found)
         assert min(x.begin for x in found) >= 0
@@ -184,21 +191,21 @@ class GemmEmulator:
     def check_tiles(self, made, m, n):
         """Every tile is walked once."""
         config, arguments = made.config, made.arguments
-        sizes = (n, m) if config.weights_are_rows else (m, n)
-        tile = reversed(config.tile) if config.weights_are_rows else config.tile
+        sizes = (n, m) if config.swap_ab else (m, n)
+        tile = reversed(config.tile) if config.swap_ab else config.tile
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         assert counts == tuple(-(-size // side) for size, side in zip(sizes, tile, strict=True))
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
         num_tiles = counts[0] * counts[1]
-        assert clusters == num_tiles if config.split > 1 else 1 <= clusters <= num_tiles
+        assert clusters == num_tiles if config.split_k > 1 else 1 <= clusters <= num_tiles
         assert 1 <= arguments.band <= counts[0]
         walked = sorted(self.walk(arguments, clusters))
         assert walked == sorted(itertools.product(*map(range, counts)))
 
     @staticmethod
     def walk(arguments, clusters):
-        """(row, column) of the tiles in the order of `Walk` in tile.cuh."""
+        """(row, column) of the tiles in the order of `StaticScheduler` in tile.cuh."""
         num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
         for cluster in range(clusters):
             for tile in range(cluster, num_rows * num_cols, clusters):
@@ -214,11 +221,15 @@ class GemmEmulator:
         """Every token of a group meets every weight, and each box holds its tile's tokens."""
         config, arguments = made.config, made.arguments
         counts = arguments.num_row_tiles, arguments.num_col_tiles
-        weight_tiles = counts[0 if config.weights_are_rows else 1]
-        in_cluster = config.cluster if config.shares_tokens or config.meets_peer else 1
+        weight_tiles = counts[0 if config.swap_ab else 1]
+        in_cluster = (
+            config.cluster if config.multicasts_tokens or config.shares_scale_with_peer else 1
+        )
         of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
-        loaded = [x.box[1] * (config.share if config.shares_tokens else 1) for x in made.a_maps]
+        loaded = [
+            x.box[1] * (config.multicast if config.multicasts_tokens else 1) for x in made.a_maps
+        ]
         num_tiles = 0
         for segment in segments:
             met = []
@@ -235,7 +246,7 @@ class GemmEmulator:
             assert sorted(set(met)) == list(itertools.product(*all_of_them))
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
-        limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
+        limit = min(jit.current_driver().max_sms or NUM_SMS, NUM_SMS)
         sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
         at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
         assert min(max(1, at_once), num_tiles // config.cluster) <= clusters <= max(1, at_once)
@@ -243,7 +254,7 @@ class GemmEmulator:
 
     @staticmethod
     def walk_group(made, segment, weight_tiles):
-        """(tile of weights, its first token, which are stored) of each CTA, as `Scheduler`."""
+        """(tile of weights, its first token, which are stored) per CTA, as `GroupedScheduler`."""
         config, arguments = made.config, made.arguments
         step, (begin, end, _) = config.cta_tile[0], segment
         start = begin if config.begins_anywhere else begin // 4 * 4
@@ -253,14 +264,14 @@ class GemmEmulator:
             weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
             first_token = start + (first + token_tile) * config.tile[0]
             for rank in range(config.cluster):
-                if config.shares_tokens or config.meets_peer:
+                if config.multicasts_tokens or config.shares_scale_with_peer:
                     own_tile, own_first = weight_tile * config.cluster + rank, first_token
                 else:
                     own_tile, own_first = weight_tile, first_token + rank * step
                 left = max(0, end - own_first)
                 own_first = min(own_first, arguments.last_token)
                 if config.begins_anywhere:
-                    in_rows = min(left, config.rows)
+                    in_rows = min(left, config.wgmma_m)
                     own_first = min(own_first, max(begin, end - kernels.round_up(in_rows, 64)))
                 is_last = first + token_tile == tall - 1
                 most = step + config.tail * is_last
@@ -272,8 +283,8 @@ class GemmEmulator:
         config, outer = made.config, [1] * made.config.grouped
         tokens, weights = config.cta_tile
         tokens += config.tail
-        shared = config.shares_tokens
-        of_tokens, of_weights = (config.share, 1) if shared else (1, config.share)
+        shared = config.multicasts_tokens
+        of_tokens, of_weights = (config.multicast, 1) if shared else (1, config.multicast)
         assert [x.box for x in made.b_maps] == [
             [128, size // of_weights, *outer] for size in config.weight_pieces
         ]
@@ -286,9 +297,14 @@ class GemmEmulator:
         of_l2 = {made.a_maps[0].l2_bytes} if config.grouped else {128 if m <= 64 else 256}
         for x in (*made.a_maps, *made.b_maps):
             assert (x.swizzle, {x.l2_bytes}) == (128, of_l2)
-        scales = tokens + 4 if config.grouped and not config.weights_are_rows else tokens
-        assert (made.scale_map.box, made.scale_map.swizzle) == ([scales, config.depth, *outer], 0)
-        stage_bytes = [config.depth * ((x + weights) * 128 + scales * 4) for x in loaded]
+        scales = tokens + 4 if config.grouped and not config.swap_ab else tokens
+        assert (made.scale_map.box, made.scale_map.swizzle) == (
+            [scales, config.k_blocks_per_stage, *outer],
+            0,
+        )
+        stage_bytes = [
+            config.k_blocks_per_stage * ((x + weights) * 128 + scales * 4) for x in loaded
+        ]
         assert list(made.arguments.stage_bytes)[: len(loaded)] == stage_bytes
         # Tiles of tokens overlap rather than leave bounds, as far as 16 bytes of scales allow.
         last = made.arguments.last_token
@@ -300,5 +316,5 @@ class GemmEmulator:
         assert made.d_map.swizzle == (span if span > 16 else 0)
 
 
-def kind_of(made) -> Kind:
-    return Kind(re.search(r"Kind::(\w+)", made.kernel.name)[1])
+def layout_of(made) -> GroupLayout:
+    return GroupLayout(re.search(r"GroupLayout::(\w+)", made.kernel.name)[1])

@@ -47,7 +47,8 @@ def run(
     limit: float | None = None,
     masked: bool = False,
 ) -> torch.Tensor:
-    return experts(x, ids, top_k_weights, *weights, limit, masked)
+    """Through the dispatcher: on tensors of the CPU, what its body computes."""
+    return experts.overload(x, ids, top_k_weights, *weights, limit, masked)
 
 
 # Of experts: where a tile, its rows, or the tail behind them begin to be too small. The last tokens
@@ -69,21 +70,21 @@ def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
     return _down(rows, cols, gate_up=True, **options)
 
 
-_FEW_OF_DOWN = {"depth": 2, "ctas_per_sm": 2, "weights_are_rows": True}
+_FEW_OF_DOWN = {"k_blocks_per_stage": 2, "ctas_per_sm": 2, "swap_ab": True}
 _FEW = {"parts": 2, **_FEW_OF_DOWN}
-_PAIRS = {"share": 2, "share_rows": True}
+_PAIRS = {"multicast": 2, "multicast_rows": True}
 # Every family of kernels for gate and up.
 GATE_UP_FAMILIES = {
     "weights are rows, 8": _gate_up(128, 8, **_FEW),
     "weights are rows, 16": _gate_up(128, 16, **_FEW),
     "weights are rows, 24": _gate_up(128, 24, **_FEW),
     "weights are rows, 32": _gate_up(128, 32, **_FEW),
-    "weights are rows, two math groups": _gate_up(256, 32, parts=2, weights_are_rows=True),
-    "two batches": _gate_up(64, 128, batches=2),
+    "weights are rows, two math groups": _gate_up(256, 32, parts=2, swap_ab=True),
+    "two batches": _gate_up(64, 128, num_product_buffers=2),
     "whole blocks": _gate_up(64, 256, parts=2),
     "whole blocks, two math groups": _gate_up(128, 256, parts=2),
-    "two batches, two math groups": _gate_up(128, 128, batches=2),
-    "two batches, shared rows": _gate_up(128, 128, batches=2, **_PAIRS),
+    "two batches, two math groups": _gate_up(128, 128, num_product_buffers=2),
+    "two batches, shared rows": _gate_up(128, 128, num_product_buffers=2, **_PAIRS),
     "three math groups": _gate_up(192, 128),
     "a tail": _gate_up(128, 128, tail=24),
     "three math groups, shared rows": _gate_up(192, 128, **_PAIRS),
@@ -94,9 +95,9 @@ DOWN_FAMILIES = {
     "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
     "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
     "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
-    "two batches": _down(64, 128, batches=2),
-    "two batches, two math groups": _down(128, 128, batches=2),
-    "two batches, shared rows": _down(128, 128, batches=2, **_PAIRS),
+    "two batches": _down(64, 128, num_product_buffers=2),
+    "two batches, two math groups": _down(128, 128, num_product_buffers=2),
+    "two batches, shared rows": _down(128, 128, num_product_buffers=2, **_PAIRS),
     "three math groups": _down(192, 128),
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),

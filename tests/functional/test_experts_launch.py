@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.functional import experts_launch as room
 from moefp8.kernels import num_blocks, round_up
-from moefp8.kernels.gemm import heuristic as gemm_choice
-from moefp8.kernels.gemm import tuned
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm import heuristic, tuned
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.routing.dispatch_launch import most_count_bytes
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
@@ -89,11 +88,11 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
     for _ in range(2):
         launch(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
-    first, second = (made.arguments.groups.taken for made in gpu.launched[-3:-1])
+    first, second = (made.arguments.groups.tile_counter for made in gpu.launched[-3:-1])
     assert (first is not None, second is not None) == takes
     assert first is None or first != second
     launch(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
-    assert [made.arguments.groups.taken for made in gpu.launched[-3:-1]] == [None, None]
+    assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
 FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
@@ -162,10 +161,10 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
     # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
-    olds = [made.arguments.groups.bounds_are_old for made in (first, second)]
+    olds = [made.arguments.groups.bounds_ready for made in (first, second)]
     assert olds == [False, True]
-    kind = Kind.MASKED if masked else Kind.OFFSETS
-    assert all(f"Kind::{kind.value}" in made.kernel.name for made in (first, second))
+    layout = GroupLayout.MASKED if masked else GroupLayout.OFFSETS
+    assert all(f"GroupLayout::{layout.value}" in made.kernel.name for made in (first, second))
     assert first.arguments.groups.bounds == second.arguments.groups.bounds
 
 
@@ -189,7 +188,7 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
 
 def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
     asked = []
-    monkeypatch.setattr(gemm_choice, "choose_experts_configs", lambda *shape: asked.append(shape))
+    monkeypatch.setattr(heuristic, "choose_experts_configs", lambda *shape: asked.append(shape))
 
     def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
         tuned.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
@@ -213,8 +212,8 @@ def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
     """Then tiles of 192; of one group, whose tokens are counted, other ones."""
 
     def tails_and_rows(tokens) -> set[tuple[int, int]]:
-        both = gemm_choice.choose_experts_configs(tokens, groups, h, i, NUM_SMS)
-        return {(config.tail, config.rows) for config in both}
+        both = heuristic.choose_experts_configs(tokens, groups, h, i, NUM_SMS)
+        return {(config.tail, config.wgmma_m) for config in both}
 
     assert tails_and_rows(129) == tails_and_rows(most) == {(24, 128)}
     assert tails_and_rows(most + 1) == {(0, 192 if groups > 1 else 128)}

@@ -13,7 +13,7 @@ from moefp8.functional import experts_prepare
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.quant import quantize
 from moefp8.testing import assert_matches_reference, row_errors
@@ -77,9 +77,9 @@ def test_gemm(device, case):
 def run_grouped(drawn: grouped_cases.Routing, operands: Operands, expected_m: int) -> None:
     a, b, d = operands[:2], operands[2:4], operands.d
     bounds = drawn.bounds_on(d.device)
-    if drawn.kind == Kind.MASKED:
+    if drawn.layout == GroupLayout.MASKED:
         kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
-    elif drawn.kind == Kind.ROWS:
+    elif drawn.layout == GroupLayout.ROWS:
         kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
     else:
         kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds)
@@ -97,7 +97,9 @@ def test_grouped_gemm(device, case, expected_m):
         return operands
 
     def rows_of(x: torch.Tensor, segment: grouped_cases.Segment) -> torch.Tensor:
-        return (x[segment.matrix] if drawn.kind == Kind.MASKED else x)[segment.begin : segment.end]
+        return (x[segment.matrix] if drawn.layout == GroupLayout.MASKED else x)[
+            segment.begin : segment.end
+        ]
 
     a, a_scale_inv, b, b_scale_inv, _ = make(device)
     of_groups = [side(*of_one, 128) for of_one in zip(b, b_scale_inv, strict=True)]

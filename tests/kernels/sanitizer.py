@@ -10,10 +10,9 @@ from moefp8.functional.experts import experts
 from moefp8.functional.linear import launch_linear
 from moefp8.kernels import empty_tma_aligned
 from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped_launch, tuned
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import grouped_launch, heuristic, tuned
 from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.kernels.jit import current_stream
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
@@ -29,65 +28,78 @@ FAMILIES = {
     "three math groups": GemmConfig(192, 112, 0),
     "uneven columns": GemmConfig(128, 176, 0),
     "two parts": GemmConfig(128, 256, 0, parts=2),
-    "shared columns": GemmConfig(128, 176, 0, share=2),
-    "shared rows": GemmConfig(128, 256, 0, parts=2, share=2, share_rows=True),
-    "split": GemmConfig(128, 192, 0, share=2, split=3),
+    "shared columns": GemmConfig(128, 176, 0, multicast=2),
+    "shared rows": GemmConfig(128, 256, 0, parts=2, multicast=2, multicast_rows=True),
+    "split_k": GemmConfig(128, 192, 0, multicast=2, split_k=3),
     "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2),
-    "one math group, deep": GemmConfig(64, 24, 0, depth=2),
+    "one math group, deep": GemmConfig(64, 24, 0, k_blocks_per_stage=2),
     "one math group, split and shared": GemmConfig(
-        64, 32, 0, depth=4, share=2, share_rows=True, split=2
+        64, 32, 0, k_blocks_per_stage=4, multicast=2, multicast_rows=True, split_k=2
     ),
-    "two batches": GemmConfig(128, 128, 0, batches=2),
-    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2),
-    "two batches, deep": GemmConfig(64, 48, 0, depth=2, batches=2),
-    "two batches, split and shared": GemmConfig(128, 64, 0, share=2, split=2, batches=2),
-    "two batches, narrow": GemmConfig(128, 32, 0, depth=2, batches=2),
-    "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split=2, batches=2),
-    "two batches, as few stages as can be": GemmConfig(64, 64, 2, ctas_per_sm=2, batches=2),
+    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2),
+    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, num_product_buffers=2),
+    "two batches, deep": GemmConfig(64, 48, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two batches, split and shared": GemmConfig(
+        128, 64, 0, multicast=2, split_k=2, num_product_buffers=2
+    ),
+    "two batches, narrow": GemmConfig(128, 32, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split_k=2, num_product_buffers=2),
+    "two batches, as few stages as can be": GemmConfig(
+        64, 64, 2, ctas_per_sm=2, num_product_buffers=2
+    ),
     "four math groups": GemmConfig(256, 32, 0),
     "four pieces": GemmConfig(128, 120, 0),
-    "three pieces, shared rows": GemmConfig(128, 112, 0, share=2, share_rows=True, batches=2),
-    "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, weights_are_rows=True),
+    "three pieces, shared rows": GemmConfig(
+        128, 112, 0, multicast=2, multicast_rows=True, num_product_buffers=2
+    ),
+    "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, swap_ab=True),
     "weights are rows, split": GemmConfig(
-        64, 16, 0, share=2, split=4, ctas_per_sm=2, weights_are_rows=True
+        64, 16, 0, multicast=2, split_k=4, ctas_per_sm=2, swap_ab=True
     ),
     "weights are rows, shared": GemmConfig(
-        128, 64, 0, share=4, split=2, ctas_per_sm=1, weights_are_rows=True
+        128, 64, 0, multicast=4, split_k=2, ctas_per_sm=1, swap_ab=True
     ),
     "weights are rows, two batches": GemmConfig(
-        64, 16, 0, depth=2, split=2, ctas_per_sm=2, weights_are_rows=True, batches=2
+        64,
+        16,
+        0,
+        k_blocks_per_stage=2,
+        split_k=2,
+        ctas_per_sm=2,
+        swap_ab=True,
+        num_product_buffers=2,
     ),
-    "weights are rows, two pieces": GemmConfig(192, 24, 0, weights_are_rows=True),
+    "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True),
     "weights are rows, deep": GemmConfig(
-        64, 16, 0, depth=4, split=4, ctas_per_sm=2, weights_are_rows=True
+        64, 16, 0, k_blocks_per_stage=4, split_k=4, ctas_per_sm=2, swap_ab=True
     ),
 }
 FAMILIES = {
     name: config if config.stages else with_most_stages(config) for name, config in FAMILIES.items()
 }
 GROUPED_FAMILIES = {
-    "two batches": GemmConfig(128, 128, 0, batches=2, grouped=True),
+    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2, grouped=True),
     "three math groups": GemmConfig(192, 112, 0, grouped=True),
     "two parts": GemmConfig(128, 256, 0, parts=2, grouped=True),
     "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2, grouped=True),
-    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, batches=2, grouped=True),
-    "shared columns": GemmConfig(128, 128, 0, share=2, grouped=True),
-    "shared rows": GemmConfig(128, 128, 0, share=2, share_rows=True, grouped=True),
+    "two batches, parts of a stage": GemmConfig(
+        128, 192, 0, parts=2, num_product_buffers=2, grouped=True
+    ),
+    "shared columns": GemmConfig(128, 128, 0, multicast=2, grouped=True),
+    "shared rows": GemmConfig(128, 128, 0, multicast=2, multicast_rows=True, grouped=True),
     "two batches, shared rows": GemmConfig(
-        128, 128, 0, share=2, share_rows=True, batches=2, grouped=True
+        128, 128, 0, multicast=2, multicast_rows=True, num_product_buffers=2, grouped=True
     ),
     "three math groups, shared rows": GemmConfig(
-        192, 128, 0, share=2, share_rows=True, grouped=True
+        192, 128, 0, multicast=2, multicast_rows=True, grouped=True
     ),
-    "weights are rows": GemmConfig(64, 8, 0, weights_are_rows=True, grouped=True),
-    "weights are rows, two math groups": GemmConfig(
-        128, 64, 0, weights_are_rows=True, grouped=True
+    "weights are rows": GemmConfig(64, 8, 0, swap_ab=True, grouped=True),
+    "weights are rows, two math groups": GemmConfig(128, 64, 0, swap_ab=True, grouped=True),
+    "weights are rows, deep": GemmConfig(
+        64, 16, 0, k_blocks_per_stage=2, swap_ab=True, grouped=True
     ),
-    "weights are rows, deep": GemmConfig(64, 16, 0, depth=2, weights_are_rows=True, grouped=True),
-    "weights are rows, two pieces": GemmConfig(192, 24, 0, weights_are_rows=True, grouped=True),
-    "weights are rows, shared": GemmConfig(
-        128, 64, 0, share=4, weights_are_rows=True, grouped=True
-    ),
+    "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True, grouped=True),
+    "weights are rows, shared": GemmConfig(128, 64, 0, multicast=4, swap_ab=True, grouped=True),
 }
 GROUPED_FAMILIES = {name: with_most_stages(config) for name, config in GROUPED_FAMILIES.items()}
 # Tokens of each group: few groups, and more than a warp has lanes.
@@ -99,24 +111,24 @@ def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
 
     In the first a pipeline is not even full; in the second each of its stages is filled again.
     """
-    k = 128 * max(3, config.split * config.depth) + 40
-    rounds = 128 * config.depth * config.split * (config.stages + 2) + 40
+    k = 128 * max(3, config.split_k * config.k_blocks_per_stage) + 40
+    rounds = 128 * config.k_blocks_per_stage * config.split_k * (config.stages + 2) + 40
     return [(77, 200, k), (130, 331, rounds)]
 
 
 def main() -> None:
     torch.manual_seed(0)
-    chosen = gemm_choice.choose_config
+    chosen = heuristic.choose_config
     for name, config in FAMILIES.items():
         for m, n, k in shapes_of(config):
-            gemm_choice.choose_config = lambda *shape, config=config: config
+            heuristic.choose_config = lambda *shape, config=config: config
             gemm_launch._launches = gemm_plan.Launches()  # without another family's plan
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
-        if config.split == 1:  # one cluster walks over all tiles
+        if config.split_k == 1:  # one cluster walks over all tiles
             gemm_plan.set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
             gemm_plan.set_num_sms(None)
-    gemm_choice.choose_config = chosen
+    heuristic.choose_config = chosen
     run_grouped_families()
     run_experts_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -188,20 +200,20 @@ def run_gemm(name: str, m: int, n: int, k: int) -> None:
 
 
 def run_grouped_families() -> None:
-    chosen = gemm_choice.choose_grouped_config
+    chosen = heuristic.choose_grouped_config
     for name, config in GROUPED_FAMILIES.items():
-        gemm_choice.choose_grouped_config = lambda *shape, config=config: config
+        heuristic.choose_grouped_config = lambda *shape, config=config: config
         grouped_launch._launches = gemm_plan.Launches()
         shapes = [shape[1:] for shape in shapes_of(config)]
         for (n, k), counts, limit in zip(shapes, COUNTS, (None, 1), strict=True):
             gemm_plan.set_num_sms(limit)  # of one: one cluster walks over all tiles
-            for kind in Kind:
-                what = f"grouped, {name}, {kind.name}, {n}x{k}"
-                run_grouped_gemm(what, routing_of(kind, counts), n, k)
+            for layout in GroupLayout:
+                what = f"grouped, {name}, {layout.name}, {n}x{k}"
+                run_grouped_gemm(what, routing_of(layout, counts), n, k)
             gemm_plan.set_num_sms(None)
-    gemm_choice.choose_grouped_config = chosen
-    for kind in Kind:
-        run_broken_bounds(kind)
+    heuristic.choose_grouped_config = chosen
+    for layout in GroupLayout:
+        run_broken_bounds(layout)
 
 
 def run_experts_families() -> None:
@@ -253,9 +265,9 @@ def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> Non
         raise SystemExit(1)
 
 
-def run_broken_bounds(kind: Kind) -> None:
+def run_broken_bounds(layout: GroupLayout) -> None:
     """Numbers that break the rules: nothing outside of the tensors may be read or written."""
-    routing = routing_of(kind, (50,) * 6)
+    routing = routing_of(layout, (50,) * 6)
     bounds = routing.bounds_on("cuda")
     bounds[1::3], bounds[2::5] = 2**31 - 1, -(2**31)
     a = torch.zeros(*routing.rows_of_a(), 272, dtype=torch.uint8, device="cuda")
@@ -265,8 +277,8 @@ def run_broken_bounds(kind: Kind) -> None:
     d = torch.zeros(*routing.rows_of_a(), 136, dtype=torch.bfloat16, device="cuda")
     operands = Operands(a.view(torch.float8_e4m3fn), a_scale_inv, b, b_scale_inv, d)
     for expected_m in (4, 60, 1000):
-        grouped_launch.launch_grouped_gemm("broken", kind, operands, bounds, expected_m)
-    print(f"grouped, broken bounds, {kind.name}", flush=True)
+        grouped_launch.launch_grouped_gemm("broken", layout, operands, bounds, expected_m)
+    print(f"grouped, broken bounds, {layout.name}", flush=True)
 
 
 def run_grouped_gemm(name: str, routing: Routing, n: int, k: int) -> None:
@@ -281,7 +293,7 @@ def run_grouped_gemm(name: str, routing: Routing, n: int, k: int) -> None:
     d = torch.full((*rows, n), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
     operands = Operands(a, a_scale_inv, b.view(torch.float8_e4m3fn), b_scale_inv, d)
     bounds = routing.bounds_on("cuda")
-    grouped_launch.launch_grouped_gemm(name, routing.kind, operands, bounds, 64)
+    grouped_launch.launch_grouped_gemm(name, routing.layout, operands, bounds, 64)
     expected = torch.where(is_of_group, float(k), UNTOUCHED).bfloat16()[..., None]
     wrong = int((d.cpu() != expected).sum())
     print(f"{name}: {wrong} wrong", flush=True)

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.jit import tma
 from moefp8.routing import plan_launch as routing_plan_launch
 from tests.fakes.emulator import Emulator
@@ -13,7 +13,7 @@ from tests.kernels.leaks import LAUNCHERS, Mix, resident_bytes, watch
 
 MIB = 1 << 20
 CHOICES = "choose_config", "choose_grouped_config", "choose_experts_configs"
-CHOOSE = {name: getattr(gemm_choice, name) for name in CHOICES}  # before any emulator wraps them
+CHOOSE = {name: getattr(heuristic, name) for name in CHOICES}  # before any emulator wraps them
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def idle_gpu(gpu, monkeypatch) -> Emulator:
     gpu.cuLaunchKernelEx = gpu.cuTensorMapEncodeTiled = lambda *arguments: 0
     gpu.kernels = deque(maxlen=0)
     for name, choose in CHOOSE.items():
-        monkeypatch.setattr(gemm_choice, name, choose)
+        monkeypatch.setattr(heuristic, name, choose)
     monkeypatch.setattr(routing_plan_launch, "load", gpu.load)
     monkeypatch.setattr(routing_plan_launch, "current_stream", lambda device_index: 7)
     return gpu

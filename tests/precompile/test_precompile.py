@@ -16,7 +16,7 @@ from moefp8.functional.feed_forward import launch_feed_forward
 from moefp8.functional.linear import launch_linear
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
-from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
@@ -215,17 +215,17 @@ def test_a_wrong_dtype_is_refused():
 def test_tuned_choices_are_among_them(monkeypatch, tokens):
     linear = FP8Linear(512, 2000, bias=False, device="meta")
     experts = GroupedExperts(16, 256, 144, device="meta")
-    flat = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+    flat = with_most_stages(GemmConfig(64, 128, 0, num_product_buffers=2))
     pair = tuple(
         with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=gate_up))
         for gate_up in (True, False)
     )
     found = {tuned.Dense(2000, 512): {tokens + -tokens % 8: flat}}
     found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
-    choices = tuned.Choices(132, 132, tuned.Table(found))
-    monkeypatch.setattr(ahead, "_choices", lambda num_sms: [choices])
+    configs = tuned.ConfigSource(132, 132, tuned.Table(found))
+    monkeypatch.setattr(ahead, "_config_sources", lambda num_sms: [configs])
     kernels = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2)
-    expected = {kernel_of(flat, None), *(kernel_of(x, None, Kind.OFFSETS) for x in pair)}
+    expected = {kernel_of(flat, None), *(kernel_of(x, None, GroupLayout.OFFSETS) for x in pair)}
     assert expected <= set(kernels)
     monkeypatch.undo()
     by_default = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2, num_sms=132)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..jit import current_driver
+
 LIBRARY = torch.library.Library("moefp8", "DEF")
 
 # Scales keep the memory order they were made with, also under torch.compile.
@@ -27,8 +29,8 @@ def register(
     *,
     cuda: Callable[..., Any] | None = None,
     hopper_takes: Callable[..., bool] | None = None,
-) -> Any:
-    """Register the op `moefp8::<schema>` and return its overload, ready to be called.
+) -> "Op":
+    """Register the op `moefp8::<schema>` and return it, ready to be called.
 
     Args:
         schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`. The
@@ -52,7 +54,50 @@ def register(
     LIBRARY.impl(name, _writing(name, written, gpu), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.moefp8, name).default
+    direct = None if hopper is None else _writing(name, written, hopper)
+    return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, float, type(None)}
+
+
+class Op:
+    """A registered op.
+
+    A call goes through the dispatcher, unless nobody but it would notice: on a Hopper GPU, with
+    plain tensors, while nothing traces, transforms or profiles. Then the launcher is called at
+    once, which saves the host several microseconds.
+    """
+
+    def __init__(
+        self,
+        overload: Any,
+        direct: Callable[..., Any] | None,
+        takes: Callable[..., bool] | None,
+    ) -> None:
+        self.overload, self._direct, self._takes = overload, direct, takes
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or self._direct is None or not self._may_skip(args):
+            return self.overload(*args)
+        return self._direct(*args)
+
+    def _may_skip(self, args: tuple[Any, ...]) -> bool:
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
+            return False
+        if not _PLAIN.issuperset(map(type, args)):
+            return False
+        if self._takes is not None and not self._takes(*args):
+            return False
+        return not (
+            torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+            or torch.autograd._profiler_enabled()
+            or any(isinstance(x, torch.Tensor) and x.is_neg() for x in args)
+        )
 
 
 def _written(name: str) -> dict[int, str]:
@@ -130,12 +175,9 @@ def _on_gpu(
     return on_gpu
 
 
-@cache
 def runs_our_kernels(device_index: int) -> bool:
-    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else."""
-    if torch.version.hip is not None:  # AMD's GPUs count otherwise, and have reached 9
-        return False
-    return torch.cuda.get_device_capability(device_index)[0] == 9
+    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
+    return current_driver().runs_our_kernels(device_index)
 
 
 @cache

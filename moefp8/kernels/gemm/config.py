@@ -13,8 +13,8 @@ _SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the 
 _TILE_SLOTS = 4  # kTileSlots in tile.cuh
 
 
-class Kind(str, Enum):
-    """What tells which group a token is of: the grouped ones of `Kind` in tile.cuh."""
+class GroupLayout(str, Enum):
+    """What tells which group a token is of: the grouped ones of `GroupLayout` in tile.cuh."""
 
     OFFSETS = "kOffsets"
     MASKED = "kMasked"
@@ -28,31 +28,31 @@ class GemmConfig:
     rows, cols: the tile of one CTA, 64 rows for each math warpgroup but that of a tail.
     stages: how many are in flight.
     parts: WGMMAs beside each other that cover `cols`.
-    depth: k-blocks of a stage.
-    share: neighbouring CTAs of a cluster that share one operand.
-    share_rows: whether that is the row operand.
-    split: CTAs of a cluster that divide K among them.
-    batches: of products that a warpgroup has under way; of two, it promotes one while the tensor
-        cores compute the other.
+    k_blocks_per_stage: k-blocks of a stage.
+    multicast: neighbouring CTAs of a cluster that share one operand.
+    multicast_rows: whether that is the row operand.
+    split_k: CTAs of a cluster that divide K among them.
+    num_product_buffers: sets of accumulators of a warpgroup; with two, it promotes one while the
+        tensor cores compute into the other.
     ctas_per_sm: how many must fit on one SM.
-    weights_are_rows: whether the rows are weights (and the columns tokens) or the reverse.
+    swap_ab: whether the rows are weights (and the columns tokens) or the reverse.
     grouped: whether each group of tokens has weights of its own.
     gate_up: whether half of a tile's weights are gate's and half up's, for the same outputs, and
         SwiGLU and quantization follow. If weights are rows, parts are below each other.
     tail: tokens behind the rows of a tile, which are columns of a math warpgroup of their own.
     """
 
-    rows: int
-    cols: int
+    wgmma_m: int
+    wgmma_n: int
     stages: int
     parts: int = 1
-    depth: int = 1
-    share: int = 1
-    share_rows: bool = False
-    split: int = 1
+    k_blocks_per_stage: int = 1
+    multicast: int = 1
+    multicast_rows: bool = False
+    split_k: int = 1
     ctas_per_sm: int = 1
-    weights_are_rows: bool = False
-    batches: int = 1
+    swap_ab: bool = False
+    num_product_buffers: int = 1
     grouped: bool = False
     gate_up: bool = False
     tail: int = 0
@@ -60,7 +60,7 @@ class GemmConfig:
     @property
     def stacked(self) -> bool:
         """Whether each math warpgroup has rows of gate and rows of up."""
-        return self.gate_up and self.weights_are_rows
+        return self.gate_up and self.swap_ab
 
     @property
     def outputs(self) -> int:
@@ -68,13 +68,13 @@ class GemmConfig:
         return self.cta_tile[1] // (2 if self.gate_up else 1)
 
     @property
-    def meets_peer(self) -> bool:
+    def shares_scale_with_peer(self) -> bool:
         """Whether the CTA beside it has the other half of the outputs that have one scale."""
         return self.gate_up and self.outputs < BLOCK
 
     @property
     def cluster(self) -> int:
-        return max(self.share, 2 if self.meets_peer else 1) * self.split
+        return max(self.multicast, 2 if self.shares_scale_with_peer else 1) * self.split_k
 
     @property
     def math_groups(self) -> int:
@@ -83,7 +83,7 @@ class GemmConfig:
     @property
     def row_groups(self) -> int:
         """Math warpgroups that have rows."""
-        return self.rows // 64 // (self.parts if self.stacked else 1)
+        return self.wgmma_m // 64 // (self.parts if self.stacked else 1)
 
     @property
     def threads(self) -> int:
@@ -92,7 +92,7 @@ class GemmConfig:
     @property
     def cta_tile(self) -> tuple[int, int]:
         """(tokens, weights) of the tile of one CTA, without a tail."""
-        return (self.cols, self.rows) if self.weights_are_rows else (self.rows, self.cols)
+        return (self.wgmma_n, self.wgmma_m) if self.swap_ab else (self.wgmma_m, self.wgmma_n)
 
     @property
     def most_tokens(self) -> int:
@@ -102,11 +102,11 @@ class GemmConfig:
     @property
     def tile(self) -> tuple[int, int]:
         """(tokens, weights) of the tile of one cluster, without a tail."""
-        if self.meets_peer:
+        if self.shares_scale_with_peer:
             return self.cta_tile[0], 2 * self.cta_tile[1]
-        rows = self.rows * (1 if self.share_rows else self.share)
-        cols = self.cols * (self.share if self.share_rows else 1)
-        return (cols, rows) if self.weights_are_rows else (rows, cols)
+        rows = self.wgmma_m * (1 if self.multicast_rows else self.multicast)
+        cols = self.wgmma_n * (self.multicast if self.multicast_rows else 1)
+        return (cols, rows) if self.swap_ab else (rows, cols)
 
     def token_tiles(self, tokens: int) -> int:
         """Of a group of `tokens` that begins where a tile may: the last one takes the tail too."""
@@ -117,21 +117,21 @@ class GemmConfig:
         return ceil_div(n, self.outputs * self.tile[1] // self.cta_tile[1])
 
     @property
-    def store_cols(self) -> int:
+    def store_n(self) -> int:
         """Columns of one output slice: of a part, or of one of the CTAs that divided K."""
-        if self.split == 1:
-            return self.cols // (1 if self.stacked else self.parts)
-        groups = self.cols // 8
-        owners = max(x for x in range(1, self.split + 1) if groups % x == 0)
-        return self.cols // owners
+        if self.split_k == 1:
+            return self.wgmma_n // (1 if self.stacked else self.parts)
+        groups = self.wgmma_n // 8
+        owners = max(x for x in range(1, self.split_k + 1) if groups % x == 0)
+        return self.wgmma_n // owners
 
     @property
-    def shares_tokens(self) -> bool:
-        return self.share > 1 and self.share_rows != self.weights_are_rows
+    def multicasts_tokens(self) -> bool:
+        return self.multicast > 1 and self.multicast_rows != self.swap_ab
 
     @property
     def weight_pieces(self) -> list[int]:
-        """Of a tile: whole blocks, then powers of two; see `Place` in tile.cuh."""
+        """Of a tile: whole blocks, then powers of two; see `TileCoord` in tile.cuh."""
         if self.gate_up:
             return [self.outputs] * 2
         rest = self.cta_tile[1] % BLOCK
@@ -151,14 +151,14 @@ class GemmConfig:
         in the tile only as many times 64 are loaded as there are, or all, so there are several.
         """
         tokens = self.most_tokens
-        step = tokens if self.weights_are_rows or not self.grouped else 64
+        step = tokens if self.swap_ab or not self.grouped else 64
         boxes = [min(box, tokens) for box in range(step, round_up(tokens, step) + 1, step)]
-        return [box // self.share if self.shares_tokens else min(m, box) for box in boxes]
+        return [box // self.multicast if self.multicasts_tokens else min(m, box) for box in boxes]
 
     @property
     def weight_boxes(self) -> list[int]:
         """Weights in each TMA load of a k-block: a piece, or a slice of it if CTAs share them."""
-        slices = 1 if self.shares_tokens else self.share
+        slices = 1 if self.multicasts_tokens else self.multicast
         return [x // slices for x in self.weight_pieces]
 
     @property
@@ -168,7 +168,7 @@ class GemmConfig:
         If not, at a multiple of 16 bytes in each row of scales: where its box of them begins
         elsewhere, TMA is an illegal instruction.
         """
-        return self.grouped and not self.weights_are_rows
+        return self.grouped and not self.swap_ab
 
     @property
     def token_scales(self) -> int:
@@ -183,44 +183,56 @@ class GemmConfig:
     def stage_bytes(self, token_box: int) -> int:
         """What TMA writes in one stage: both operands, and the scales of the tokens."""
         _tokens, weights = self.cta_tile
-        loaded = token_box * (self.share if self.shares_tokens else 1)
-        return self.depth * ((loaded + weights) * BLOCK + self.token_scales * 4)
+        loaded = token_box * (self.multicast if self.multicasts_tokens else 1)
+        return self.k_blocks_per_stage * ((loaded + weights) * BLOCK + self.token_scales * 4)
 
     @property
     def store_box(self) -> tuple[int, int]:
         """(weights, tokens) of D in one TMA store."""
         if self.gate_up:
             return self.outputs, 64
-        if self.weights_are_rows:
-            return 64, self.store_cols
-        return gcd(self.store_cols, 64), 64
+        if self.swap_ab:
+            return 64, self.store_n
+        return gcd(self.store_n, 64), 64
 
     @property
     def accumulators(self) -> int:
         """FP32 registers of a thread that hold sums."""
         if self.stacked:
-            return self.cols // 2 * (self.parts + self.batches * self.depth)
-        return self.cols // 2 + self.batches * self.depth * self.cols // self.parts // 2
+            return (
+                self.wgmma_n
+                // 2
+                * (self.parts + self.num_product_buffers * self.k_blocks_per_stage)
+            )
+        return (
+            self.wgmma_n // 2
+            + self.num_product_buffers * self.k_blocks_per_stage * self.wgmma_n // self.parts // 2
+        )
 
     @property
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<Config>)`, which the kernel asserts."""
-        operands = self.stages * self.depth * (self.rows + self.tail + self.cols) * BLOCK
-        output = (self.row_groups * 64 + self.tail) * self.store_cols * 2
+        operands = (
+            self.stages
+            * self.k_blocks_per_stage
+            * (self.wgmma_m + self.tail + self.wgmma_n)
+            * BLOCK
+        )
+        output = (self.row_groups * 64 + self.tail) * self.store_n * 2
         magnitudes = 0
         if self.gate_up:
             output = self.most_tokens * self.outputs
-            in_turn = 2 if self.meets_peer else 1
+            in_turn = 2 if self.shares_scale_with_peer else 1
             if self.stacked:
-                magnitudes = in_turn * BLOCK // 16 * self.cols * 4
-            elif self.meets_peer:
-                magnitudes = in_turn * self.rows * 4
+                magnitudes = in_turn * BLOCK // 16 * self.wgmma_n * 4
+            elif self.shares_scale_with_peer:
+                magnitudes = in_turn * self.wgmma_m * 4
             magnitudes += in_turn * BLOCK // 16 * self.tail * 4
-            if self.meets_peer:
+            if self.shares_scale_with_peer:
                 magnitudes += in_turn * self.math_groups * 8
-        inbox = self.math_groups * 64 * self.store_cols * 4 * (self.split - 1)
-        scales = self.stages * round_up(self.depth * self.token_scales * 4, 128)
-        scales += self.stages * round_up(self.depth * self.weight_scales * 4, 16)
+        inbox = self.math_groups * 64 * self.store_n * 4 * (self.split_k - 1)
+        scales = self.stages * round_up(self.k_blocks_per_stage * self.token_scales * 4, 128)
+        scales += self.stages * round_up(self.k_blocks_per_stage * self.weight_scales * 4, 16)
         tiles = _TILE_SLOTS * (32 + 2 * 8) + 32 if self.grouped else 0
         barriers = (2 * self.stages + 1) * 8
         used = round_up(operands, 1024) + round_up(output + inbox, 128) + scales + tiles
@@ -238,11 +250,24 @@ class GemmConfig:
             return ""
         return "01111" if self.grouped else "01111111"
 
-    def kernel_name(self, bias: str, kind: Kind | None = None) -> str:
+    def kernel_name(self, bias: str, group_layout: GroupLayout | None = None) -> str:
         arguments = (
-            *(self.rows, self.cols, self.parts, self.depth, self.stages, self.share),
-            *(self.share_rows, self.split, self.batches, self.ctas_per_sm, self.weights_are_rows),
-            *(f"Bias::{bias}", f"Kind::{kind.value if kind else 'kDense'}"),
+            *(
+                self.wgmma_m,
+                self.wgmma_n,
+                self.parts,
+                self.k_blocks_per_stage,
+                self.stages,
+                self.multicast,
+            ),
+            *(
+                self.multicast_rows,
+                self.split_k,
+                self.num_product_buffers,
+                self.ctas_per_sm,
+                self.swap_ab,
+            ),
+            *(f"Bias::{bias}", f"GroupLayout::{group_layout.value if group_layout else 'kDense'}"),
             *(self.gate_up, self.tail, self.shared_bytes),
         )
         template = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
@@ -262,15 +287,17 @@ def is_possible(config: GemmConfig, k: int) -> bool:
     registers = {1: 248, 2: 232, 3: 160, 4: 112}.get(config.math_groups, 0)
     if config.ctas_per_sm > 1:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
-    token_scales = config.depth * config.cols // 16 if config.weights_are_rows else 0
+    token_scales = config.k_blocks_per_stage * config.wgmma_n // 16 if config.swap_ab else 0
     if config.accumulators + token_scales + 32 > registers or config.stages < 2:
         return False
-    slices = [config.cta_tile[0]] if config.shares_tokens else config.weight_pieces
-    if any(size % (8 * config.share) for size in slices):  # 8 rows are what the swizzle is made of
+    slices = [config.cta_tile[0]] if config.multicasts_tokens else config.weight_pieces
+    if any(
+        size % (8 * config.multicast) for size in slices
+    ):  # 8 rows are what the swizzle is made of
         return False
     if config.cluster > 8:  # what every GPU of compute capability 9 can run
         return False
-    return config.split == 1 or config.split * config.depth <= ceil_div(k, BLOCK)
+    return config.split_k == 1 or config.split_k * config.k_blocks_per_stage <= ceil_div(k, BLOCK)
 
 
 def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..common.blocks import ceil_div
-from . import heuristic as gemm_choice
+from . import heuristic
 from .config import GemmConfig
 
 
@@ -42,13 +42,13 @@ def deciding_numbers(sizes: Sizes) -> Iterator[int]:
     All that such a layer can have are begun by one of them, which may be above its number.
     """
     num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    for load in gemm_choice.deciding_loads(num_experts, h, i):
+    for load in heuristic.deciding_loads(num_experts, h, i):
         yield (load - 1) * num_experts // sizes.top_k + 1  # the first with that load or more
 
 
 def choose_configs(sizes: Sizes, num_sms: int) -> tuple[GemmConfig, GemmConfig]:
     """For gate and up, and for down: by the mean load of an expert that has a token."""
     groups, load = mean_load(sizes)
-    return gemm_choice.choose_experts_configs(
+    return heuristic.choose_experts_configs(
         load, groups, sizes.hidden_size, sizes.intermediate_size, num_sms
     )

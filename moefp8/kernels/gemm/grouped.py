@@ -13,7 +13,7 @@ import torch
 from ..common.blocks import BLOCK
 from ..common.checks import check_contiguous_gemm, check_masked_gemm, check_pairs
 from ..common.registry import register
-from .config import Kind
+from .config import GroupLayout
 from .dense import Operand, block_scaled_matmul, check_recipe
 from .grouped_launch import launch_grouped_gemm
 from .launch import Operands
@@ -122,9 +122,9 @@ def _launch_contiguous(
 ) -> None:
     operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
     if expert_offsets is not None and grouped_layout is None:
-        launch_grouped_gemm(_CONTIGUOUS, Kind.OFFSETS, operands, expert_offsets)
+        launch_grouped_gemm(_CONTIGUOUS, GroupLayout.OFFSETS, operands, expert_offsets)
     elif grouped_layout is not None and expert_offsets is None:
-        launch_grouped_gemm(_CONTIGUOUS, Kind.ROWS, operands, grouped_layout)
+        launch_grouped_gemm(_CONTIGUOUS, GroupLayout.ROWS, operands, grouped_layout)
     else:
         _check_contiguous(*operands, grouped_layout, expert_offsets)
 
@@ -139,7 +139,7 @@ def _launch_masked(
     expected_m: int,
 ) -> None:
     operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-    launch_grouped_gemm(_MASKED, Kind.MASKED, operands, masked_m, max(1, expected_m))
+    launch_grouped_gemm(_MASKED, GroupLayout.MASKED, operands, masked_m, max(1, expected_m))
 
 
 _contiguous_op = register(

@@ -1,8 +1,8 @@
 // The tiles of a grouped GEMM: which there are depends on numbers that only the device knows.
 //
-// One warp reads them and finds the tiles of this CTA (`Scheduler`); all others follow it, through a ring of
-// places in shared memory (`Follower`). So nobody waits for memory or divides where a tile ends. Tiles take unequal
-// times, so clusters that take one after the other from a common counter end together (`Groups::taken`).
+// One warp reads them and finds the tiles of this CTA (`GroupedScheduler`); all others follow it, through a ring of
+// places in shared memory (`SchedulerClient`). So nobody waits for memory or divides where a tile ends. Tiles take unequal
+// times, so clusters that take one after the other from a common counter end together (`Groups::tile_counter`).
 #pragma once
 #include "tile.cuh"
 
@@ -29,11 +29,11 @@ __device__ inline Segment rows_of_block(const Groups& groups, int block) {
 }
 
 // Whatever `bounds` holds, nothing outside of the tensors is touched.
-template <Kind kKind>
+template <GroupLayout kGroupLayout>
 __device__ Segment segment(const Groups& groups, int i) {
   if (i >= groups.num_segments) return {0, 0, i};
-  if constexpr (kKind == Kind::kRows) return rows_of_block(groups, i);
-  else if constexpr (kKind == Kind::kMasked) return {0, min(groups.bounds[i], groups.num_tokens), i};
+  if constexpr (kGroupLayout == GroupLayout::kRows) return rows_of_block(groups, i);
+  else if constexpr (kGroupLayout == GroupLayout::kMasked) return {0, min(groups.bounds[i], groups.num_tokens), i};
   else if (groups.bounds == nullptr) return {0, groups.num_tokens, i};  // of a single group
   else return {max(groups.bounds[i], 0), min(groups.bounds[i + 1], groups.num_tokens), i};
 }
@@ -53,13 +53,13 @@ struct Cell {
 // Whether this CTA takes tiles from the counter, for all of its cluster.
 template <class C>
 __device__ bool takes_for_cluster(const Arguments& args) {
-  return args.groups.taken != nullptr && (C::kTogether == 1 || cluster_rank() % C::kTogether == 0);
+  return args.groups.tile_counter != nullptr && (C::kTogether == 1 || cluster_rank() % C::kTogether == 0);
 }
 
 // One warp: finds the tiles of this CTA, one after the other. Each lane keeps one of 32 segments. Tiles are counted
 // segment by segment.
 template <class C>
-struct Scheduler {
+struct GroupedScheduler {
   // From one tile of a cluster to the next.
   static constexpr int kStep = C::kTokenStep * (C::kSameTokens ? 1 : C::kTogether);
 
@@ -72,20 +72,20 @@ struct Scheduler {
 
   // As early as can be, for the answer takes long.
   __device__ void prepare() {
-    if (!args.groups.bounds_are_old) wait_for_previous_kernel();
-    next_mine = segment<C::kKind>(args.groups, lane);
+    if (!args.groups.bounds_ready) wait_for_previous_kernel();
+    next_mine = segment<C::kGroupLayout>(args.groups, lane);
   }
   __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
     for (int i = 0;; next_tile(shared.tiles, i++)) {
-      const Place<C> place = find();
+      const TileCoord<C> coord = find();
       const int slot = i % kTileSlots;
       shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
       if (lane == 0) {
-        shared.tiles.places[slot].place = place;
+        shared.tiles.coords[slot].coord = coord;
         shared.tiles.full[slot].arrive();
       }
-      if (place.is_none()) return;
+      if (coord.is_none()) return;
     }
   }
 
@@ -93,11 +93,11 @@ struct Scheduler {
   // The one after the tile number `i` of this CTA. In a cluster all have the same.
   __device__ void next_tile(Tiles<C>& tiles, int i) {
     const int num_clusters = gridDim.x / C::kTogether;
-    if (args.groups.taken == nullptr) {
+    if (args.groups.tile_counter == nullptr) {
       tile += num_clusters;
     } else if (takes_for_cluster<C>(args)) {
       tiles.wanted.wait(i % 2);
-      if (lane == 0) tile = num_clusters + atomicAdd(args.groups.taken, 1);
+      if (lane == 0) tile = num_clusters + atomicAdd(args.groups.tile_counter, 1);
       tile = __shfl_sync(~0u, tile, 0);
       if constexpr (C::kTogether > 1) {
         if (i > 0) tiles.heard.wait((i - 1) % 2);
@@ -112,10 +112,10 @@ struct Scheduler {
       tile = tiles.tile;
     }
   }
-  __device__ Place<C> find() {
+  __device__ TileCoord<C> find() {
     uint32_t found;
     while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
-      if (first_segment + kWarp >= args.groups.num_segments) return Place<C>::none();
+      if (first_segment + kWarp >= args.groups.num_segments) return TileCoord<C>::none();
       next_segments();
     }
     const int owner = __ffs(found) - 1;
@@ -126,26 +126,26 @@ struct Scheduler {
     const int rank = C::kTogether == 1 ? 0 : cluster_rank() % C::kTogether;
 
     const int from = first_token_of(begin) + cell.token * kStep + (C::kSameTokens ? 0 : rank * C::kTokenStep);
-    Place<C> place;
-    place.first_token = min(from, args.last_token);
+    TileCoord<C> coord;
+    coord.first_token = min(from, args.last_token);
     // The last two tiles of tokens rather overlap than that the last one ends within 64 of them, which TMA could not
     // store. What is computed and stored twice is the same.
     if (C::kBeginsAnywhere) {
-      const int in_rows = min(end - from, C::kRows);  // the tail is stored without TMA
-      place.first_token = min(place.first_token, max(begin, end - ceil_div(in_rows, 64) * 64));
+      const int in_rows = min(end - from, C::kWgmmaM);  // the tail is stored without TMA
+      coord.first_token = min(coord.first_token, max(begin, end - ceil_div(in_rows, 64) * 64));
     }
-    place.tile = C::kSameTokens ? cell.weight * C::kTogether + rank : cell.weight;
+    coord.tile = C::kSameTokens ? cell.weight * C::kTogether + rank : cell.weight;
     const int most = cell.token < height - 1 ? C::kTokenStep : C::kTokens;
-    place.set_rows(max(begin, place.first_token), min(end, place.first_token + most));
-    place.group = __shfl_sync(~0u, mine.group, owner);
-    place.matrix = C::kKind == Kind::kMasked ? place.group : 0;
-    place.is_only = height == 1;
-    return place;
+    coord.set_rows(max(begin, coord.first_token), min(end, coord.first_token + most));
+    coord.group = __shfl_sync(~0u, mine.group, owner);
+    coord.matrix = C::kGroupLayout == GroupLayout::kMasked ? coord.group : 0;
+    coord.is_only = height == 1;
+    return coord;
   }
   __device__ void next_segments() {
     const int tiles_before = __shfl_sync(~0u, tiles_end, kWarp - 1);
     first_segment += kWarp, mine = next_mine;
-    next_mine = segment<C::kKind>(args.groups, first_segment + kWarp + lane);  // in time
+    next_mine = segment<C::kGroupLayout>(args.groups, first_segment + kWarp + lane);  // in time
     tiles_end = token_tiles(mine.begin, mine.end) * weight_tiles();
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
@@ -159,10 +159,10 @@ struct Scheduler {
   static __device__ int token_tiles(int begin, int end) {
     return begin < end ? ceil_div(max(end - first_token_of(begin) - C::kTail, 1), kStep) : 0;
   }
-  __device__ int weight_tiles() const { return C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles; }
+  __device__ int weight_tiles() const { return C::kSwapAb ? args.num_row_tiles : args.num_col_tiles; }
 };
 
-struct NoScheduler {
+struct NoGroupedScheduler {
   const Arguments& args;
   const int lane;
   __device__ void prepare() {}
@@ -170,30 +170,30 @@ struct NoScheduler {
   __device__ void run(Memory&) {}
 };
 
-// As `Walk`, on the heels of the scheduler.
+// As `StaticScheduler`, on the heels of the scheduler.
 template <class C>
-struct Follower : Ring<C> {
+struct SchedulerClient : Ring<C> {
   static constexpr int k_begin = 0;
 
   Shared<C>* shared;
   const Arguments* args;
   int k_end;
-  Place<C> place;
+  TileCoord<C> coord;
   int k;  // which stage along K
   int num_tiles = 0;
 
-  __device__ Follower(Shared<C>& memory, const Arguments& arguments)
-      : shared(&memory), args(&arguments), k_end(ceil_div(args->num_k_blocks, C::kDepth)) {}
+  __device__ SchedulerClient(Shared<C>& memory, const Arguments& arguments)
+      : shared(&memory), args(&arguments), k_end(ceil_div(args->num_k_blocks, C::kKBlocksPerStage)) {}
   __device__ void start() { next_tile(); }
-  __device__ bool done() const { return place.is_none(); }
+  __device__ bool done() const { return coord.is_none(); }
   __device__ void next_tile() {
     auto& tiles = shared->tiles;
     const int slot = num_tiles % kTileSlots;
     tiles.full[slot].wait(num_tiles / kTileSlots % 2);
-    const Place<C> told = tiles.places[slot].place;
-    place.first_token = warp_uniform(told.first_token), place.tile = warp_uniform(told.tile);
-    place.rows = warp_uniform(told.rows), place.matrix = warp_uniform(told.matrix);
-    place.group = warp_uniform(told.group), place.is_only = warp_uniform(told.is_only);
+    const TileCoord<C> told = tiles.coords[slot].coord;
+    coord.first_token = warp_uniform(told.first_token), coord.tile = warp_uniform(told.tile);
+    coord.rows = warp_uniform(told.rows), coord.matrix = warp_uniform(told.matrix);
+    coord.group = warp_uniform(told.group), coord.is_only = warp_uniform(told.is_only);
     fence_cta();  // the arrival would overtake the reads: see `release` in gemm.cu
     tiles.empty[slot].arrive();
     ++num_tiles, k = 0;

@@ -19,47 +19,53 @@ def candidates(m: int) -> Iterator[GemmConfig]:
     """What has been the best for some shape, or near it. `stages` is left open."""
     splits = (1, 2) if m <= 512 else (1,)
     if m <= 32:  # tokens are few: they are the columns, which come in eights
-        few = partial(GemmConfig, cols=round_up(m, 8), stages=0, weights_are_rows=True)
+        few = partial(GemmConfig, wgmma_n=round_up(m, 8), stages=0, swap_ab=True)
         for split in (1, 2, 3, 4):
-            yield few(64, depth=2, split=split, ctas_per_sm=2)
-            yield few(128, depth=2, split=split)
+            yield few(64, k_blocks_per_stage=2, split_k=split, ctas_per_sm=2)
+            yield few(128, k_blocks_per_stage=2, split_k=split)
         for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
-            yield few(64, depth=depth, ctas_per_sm=ctas)
+            yield few(64, k_blocks_per_stage=depth, ctas_per_sm=ctas)
         yield few(128, ctas_per_sm=3)
         return
     if m <= 64:
         for split in splits:
             for cols in (32, 48, 64, 96):
-                yield GemmConfig(64, cols, 0, depth=2, split=split, ctas_per_sm=2)
-            yield GemmConfig(64, 96, 0, depth=2, split=split)
+                yield GemmConfig(64, cols, 0, k_blocks_per_stage=2, split_k=split, ctas_per_sm=2)
+            yield GemmConfig(64, 96, 0, k_blocks_per_stage=2, split_k=split)
             for cols in (32, 48, 64, 80):
-                yield GemmConfig(64, cols, 0, depth=2, split=split, batches=2)
+                yield GemmConfig(
+                    64, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=2
+                )
         for cols in (48, 64, 96):
             yield GemmConfig(64, cols, 0, ctas_per_sm=2)
-        yield GemmConfig(64, 96, 0, batches=2)
+        yield GemmConfig(64, 96, 0, num_product_buffers=2)
         return
     if m <= 128:
         for split in splits:
-            yield GemmConfig(64, round_up(m, 8), 0, depth=2, split=split, weights_are_rows=True)
-            yield GemmConfig(64, 32, 0, depth=2, split=split, batches=2)
+            yield GemmConfig(
+                64, round_up(m, 8), 0, k_blocks_per_stage=2, split_k=split, swap_ab=True
+            )
+            yield GemmConfig(64, 32, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=2)
         for cols in (64, 80):
-            yield GemmConfig(64, cols, 0, depth=2, batches=2)
+            yield GemmConfig(64, cols, 0, k_blocks_per_stage=2, num_product_buffers=2)
     else:
-        yield GemmConfig(64, 64, 0, ctas_per_sm=2, batches=2)
+        yield GemmConfig(64, 64, 0, ctas_per_sm=2, num_product_buffers=2)
         yield GemmConfig(64, 144, 0)
-        yield GemmConfig(192, 64, 0, batches=2)
+        yield GemmConfig(192, 64, 0, num_product_buffers=2)
         for cols in (96, 112, 128):
             yield GemmConfig(192, cols, 0)
-        yield GemmConfig(128, 192, 0, parts=2, batches=2)
-    yield GemmConfig(64, 128, 0, batches=2)
+        yield GemmConfig(128, 192, 0, parts=2, num_product_buffers=2)
+    yield GemmConfig(64, 128, 0, num_product_buffers=2)
     for split in splits:
         for cols in (32, 48):
             for batches in (1, 2):
-                yield GemmConfig(128, cols, 0, depth=2, split=split, batches=batches)
-        yield GemmConfig(128, 64, 0, depth=2, split=split)
-        yield GemmConfig(128, 96, 0, split=split)
+                yield GemmConfig(
+                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=batches
+                )
+        yield GemmConfig(128, 64, 0, k_blocks_per_stage=2, split_k=split)
+        yield GemmConfig(128, 96, 0, split_k=split)
     for cols in (80, 96, 112, 128):
-        yield GemmConfig(128, cols, 0, batches=2)
+        yield GemmConfig(128, cols, 0, num_product_buffers=2)
     for cols in (144, 160, 176, 192):
         yield GemmConfig(128, cols, 0)
     for cols in (224, 256):
@@ -80,32 +86,36 @@ def _estimate_us(
 ) -> float:
     num_ctas = num_tiles * config.cluster
     at_once = usable_ctas(config, num_sms, all_sms)
-    if at_once < (num_ctas if config.split > 1 else config.cluster):
+    if at_once < (num_ctas if config.split_k > 1 else config.cluster):
         return float("inf")
     waves = ceil_div(num_ctas, at_once)
-    num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.depth), config.split)
+    num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.k_blocks_per_stage), config.split_k)
     ctas_per_sm = config.ctas_per_sm if all_sms else 1
     on_sm = min(ctas_per_sm, ceil_div(num_ctas, num_sms))
     # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
     # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
-    area, loaded = config.rows * config.cols, config.rows + config.cols
-    reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.cols)
-    stage = on_sm * config.depth * (0.658 * area / 32 + 0.276 * (reads + BLOCK * loaded) / 128)
-    if config.batches == 2:
+    area, loaded = config.wgmma_m * config.wgmma_n, config.wgmma_m + config.wgmma_n
+    reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.wgmma_n)
+    stage = (
+        on_sm
+        * config.k_blocks_per_stage
+        * (0.658 * area / 32 + 0.276 * (reads + BLOCK * loaded) / 128)
+    )
+    if config.num_product_buffers == 2:
         stage *= 0.921
     else:  # or one warpgroup's products and what it does before its next ones
-        stage = max(stage, 1.043 * config.cols * config.depth + 327 * config.parts)
+        stage = max(stage, 1.043 * config.wgmma_n * config.k_blocks_per_stage + 327 * config.parts)
     # 1960 is what starting a tile takes; storing the last one, 22 for each column.
-    compute = waves * (1960 + num_stages * stage) + 22 * config.cols
+    compute = waves * (1960 + num_stages * stage) + 22 * config.wgmma_n
     compute /= 1600
-    if compute > 300 and config.batches == 1:
+    if compute > 300 and config.num_product_buffers == 1:
         compute *= 1.14  # the power limit lowers the clock of long kernels, with one batch more
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
-    into_sms = num_ctas * num_stages * config.depth * BLOCK * loaded
+    into_sms = num_ctas * num_stages * config.k_blocks_per_stage * BLOCK * loaded
     memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
     result = 1.45 + max(compute, memory) + 0.087 * min(compute, memory)
-    if config.split > 1:
-        result += 0.077 + 0.055 * (config.split - 1) + 2.58e-4 * area * (1 - 1 / config.split)
+    if config.split_k > 1:
+        result += 0.077 + 0.055 * (config.split_k - 1) + 2.58e-4 * area * (1 - 1 / config.split_k)
     return result
 
 
@@ -171,14 +181,14 @@ def choose_grouped_config(
     grouped = partial(GemmConfig, stages=0, grouped=True)
     if tokens <= _FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
-        return with_most_stages(grouped(128, cols, depth=2, weights_are_rows=True))
-    flat, square = grouped(64, 128, batches=2), grouped(128, 128, batches=2)
+        return with_most_stages(grouped(128, cols, k_blocks_per_stage=2, swap_ab=True))
+    flat, square = grouped(64, 128, num_product_buffers=2), grouped(128, 128, num_product_buffers=2)
     tall = grouped(192, 128)
     rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
     if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
         config = tall if tokens >= _MANY_TOKENS else square
         if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
-            return with_most_stages(replace(config, share=2, share_rows=True))
+            return with_most_stages(replace(config, multicast=2, multicast_rows=True))
 
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n
 
@@ -196,11 +206,14 @@ def choose_grouped_config(
 
     candidates = [square, grouped(128, 144), grouped(128, 160)]
     if num_groups == 1 or num_groups * ceil_div(tokens, 128) * weight_tiles <= num_sms:
-        narrow = grouped(128, 96, batches=2), grouped(64, 64, depth=2, batches=2)
+        narrow = (
+            grouped(128, 96, num_product_buffers=2),
+            grouped(64, 64, k_blocks_per_stage=2, num_product_buffers=2),
+        )
         candidates += [flat, tall, *narrow]
     else:  # what is not estimated is that in later waves each tile reads its weights anew
         for config in flat, square, tall:
-            if min(_PEAK_LOAD * tokens, limit) <= config.rows:
+            if min(_PEAK_LOAD * tokens, limit) <= config.wgmma_m:
                 return with_most_stages(config)
     return min(map(with_most_stages, candidates), key=estimate)
 
@@ -227,24 +240,24 @@ def choose_experts_configs(
     most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
     if tokens <= _FEW_TOKENS:  # as in `choose_grouped_config`
         cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
-        few = partial(down, 128, cols, depth=2, ctas_per_sm=2, weights_are_rows=True)
+        few = partial(down, 128, cols, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
         configs = few(gate_up=True, parts=2), few()
     elif _PEAK_LOAD * tokens <= 64:
-        configs = gate_up(64, 128, batches=2), down(64, 128, batches=2)
+        configs = gate_up(64, 128, num_product_buffers=2), down(64, 128, num_product_buffers=2)
     elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
         configs = gate_up(192, 128), down(192, 128)
     elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
     elif many:
         configs = (
-            gate_up(128, 128, batches=2, share=2, share_rows=True),
-            down(128, 128, batches=2, share=2, share_rows=True),
+            gate_up(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
+            down(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
         )
     elif tokens < 2 * _SOME_TOKENS:
-        configs = gate_up(128, 128, batches=2), down(128, 128, batches=2)
+        configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
     else:
         configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
     if num_sms == 1:  # there is no second CTA for half of the outputs, or to share tokens
-        alone = gate_up(256, 32, parts=2, weights_are_rows=True), down(128, 128, batches=2)
+        alone = gate_up(256, 32, parts=2, swap_ab=True), down(128, 128, num_product_buffers=2)
         configs = alone if tokens <= _FEW_TOKENS else (gate_up(128, 256, parts=2), alone[1])
     return with_most_stages(configs[0]), with_most_stages(configs[1])

@@ -15,13 +15,13 @@ struct Tail {
   static constexpr int kParts = C::kWeights / 64, kSize = C::kTail / 2;
   float total[kParts][kSize];
 
-  // Adds a k-block, as `Batch` in gemm.cu does.
-  __device__ void add(Shared<C>& shared, const WalkOf<C>& walk, const Thread<C>& thread) {
-    const int stage = walk.stage;
+  // Adds a k-block, as `ProductBuffer` in gemm.cu does.
+  __device__ void add(Shared<C>& shared, const SchedulerOf<C>& schedule, const Thread<C>& thread) {
+    const int stage = schedule.stage;
     const uint32_t weights = wgmma_descriptor_low(shared.weight_operand(stage, 0));
-    const uint32_t tokens = wgmma_descriptor_low(shared.token_operand(stage, 0) + C::kRows * kBlock);
+    const uint32_t tokens = wgmma_descriptor_low(shared.token_operand(stage, 0) + C::kWgmmaM * kBlock);
     float products[kParts][kSize];
-    shared.full[stage].wait(walk.parity);
+    shared.full[stage].wait(schedule.parity);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) pin_registers(products[part]);
     wgmma_fence();
@@ -34,7 +34,7 @@ struct Tail {
       }
     }
     wgmma_commit();
-    const float* token_scales = shared.tokens[stage].scales[0] + walk.place.scale_offset() + C::kRows + thread.col;
+    const float* token_scales = shared.tokens[stage].scales[0] + schedule.coord.scale_offset() + C::kWgmmaM + thread.col;
     float scales[C::kTail / 8][2], weight_scales[C::kWeightScales];
 #pragma unroll
     for (int i = 0; i < C::kWeightScales; ++i) weight_scales[i] = shared.weights[stage].scales[0][i];
@@ -53,7 +53,7 @@ struct Tail {
   }
 
   // In BF16, as `store` in epilogue/store.cuh does where weights are rows: a part is a box.
-  __device__ void store(Shared<C>& shared, const Arguments& args, const Place<C>& place,
+  __device__ void store(Shared<C>& shared, const Arguments& args, const TileCoord<C>& coord,
                         const Thread<C>& thread) const {
     constexpr int kBarrier = 1 + C::kRowGroups, kGroups = C::kTail / 8;
     named_barrier<kWarpgroup>(kBarrier);
@@ -73,30 +73,30 @@ struct Tail {
     named_barrier<kWarpgroup>(kBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      store_rows<C, uint16_t, 64, kWarpgroup>(shared.tail_output.tail[part], args, place, C::kRows, C::kTail,
-                                              place.weight(args, part * 64), thread.index);
+      store_rows<C, uint16_t, 64, kWarpgroup>(shared.tail_output.tail[part], args, coord, C::kWgmmaM, C::kTail,
+                                              coord.weight(args, part * 64), thread.index);
     }
   }
 };
 
 template <class C>
-__device__ void multiply_tail(Shared<C>& shared, const Arguments& args, WalkOf<C> walk) {
+__device__ void consume_tail(Shared<C>& shared, const Arguments& args, SchedulerOf<C> schedule) {
   const Thread<C> thread;
   int num_activated = 0;
 #pragma unroll 1
-  for (; !walk.done(); walk.next_tile()) {
-    if (!walk.place.has_tail()) {
-      skip_tile(shared, walk, thread);
+  for (; !schedule.done(); schedule.next_tile()) {
+    if (!schedule.coord.has_tail()) {
+      skip_tile(shared, schedule, thread);
       continue;
     }
     Tail<C> tail = {};
 #pragma unroll 1
-    for (int k = 0; k < walk.k_end; ++k, walk.next_stage()) tail.add(shared, walk, thread);
+    for (int k = 0; k < schedule.k_end; ++k, schedule.next_stage()) tail.add(shared, schedule, thread);
     if constexpr (C::kGateUp) {
       swiglu(tail.total[0], tail.total[1], args.activation.limit);
-      activate_columns(tail.total[0], shared, args, walk.place, num_activated++, thread);
+      swiglu_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {
-      tail.store(shared, args, walk.place, thread);
+      tail.store(shared, args, schedule.coord, thread);
     }
   }
 }

@@ -9,7 +9,7 @@ enum class Bias { kNone, kFloat, kBFloat16, kHalf };
 
 // Whether all tokens have the same weights, or what tells which group a token is of: see `Groups`. Known to the
 // compiler, for each instruction that a CTA meets on the way to its first load costs time: no cache holds it.
-enum class Kind {
+enum class GroupLayout {
   kDense,
   kOffsets,  // group g has the rows from bounds[g] to bounds[g + 1]
   kMasked,   // group g has the first bounds[g] rows of its own matrix
@@ -26,33 +26,33 @@ __host__ __device__ constexpr int largest_divisor(int x, int limit) {
 }
 
 // What the configuration chooses.
-template <int kRows_, int kCols_, int kParts_, int kDepth_, int kStages_, int kShare_, bool kShareRows_, int kSplit_,
-          int kBatches_, int kCtasPerSm_, bool kWeightsAreRows_, Bias kBias_, Kind kKind_, bool kGateUp_,
+template <int kWgmmaM_, int kWgmmaN_, int kParts_, int kKBlocksPerStage_, int kStages_, int kMulticast_, bool kMulticastRows_, int kSplitK_,
+          int kNumProductBuffers_, int kCtasPerSm_, bool kSwapAb_, Bias kBias_, GroupLayout kGroupLayout_, bool kGateUp_,
           int kTail_, int kSharedBytes_>
 struct Config {
-  static constexpr int kRows = kRows_;             // of the CTA's tile: 64 for each math warpgroup that has rows
-  static constexpr int kCols = kCols_;             // of the CTA's tile
-  static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kCols; kStacked: kRows
-  static constexpr int kDepth = kDepth_;           // k-blocks of a stage
+  static constexpr int kWgmmaM = kWgmmaM_;             // of the CTA's tile: 64 for each math warpgroup that has rows
+  static constexpr int kWgmmaN = kWgmmaN_;             // of the CTA's tile
+  static constexpr int kParts = kParts_;           // WGMMAs beside each other that cover kWgmmaN; kStacked: kWgmmaM
+  static constexpr int kKBlocksPerStage = kKBlocksPerStage_;           // k-blocks of a stage
   static constexpr int kStages = kStages_;         // stages in flight
-  static constexpr int kShare = kShare_;           // neighbouring CTAs that share one operand by multicast
-  static constexpr bool kShareRows = kShareRows_;  // which one
-  static constexpr int kSplit = kSplit_;           // CTAs that divide K among them, and meet in one tile
-  static constexpr int kBatches = kBatches_;       // of products that a warpgroup has under way
+  static constexpr int kMulticast = kMulticast_;           // neighbouring CTAs that share one operand by multicast
+  static constexpr bool kMulticastRows = kMulticastRows_;  // which one
+  static constexpr int kSplitK = kSplitK_;           // CTAs that divide K among them, and meet in one tile
+  static constexpr int kNumProductBuffers = kNumProductBuffers_;       // of products that a warpgroup has under way
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kWeightsAreRows = kWeightsAreRows_;
+  static constexpr bool kSwapAb = kSwapAb_;
   static constexpr Bias kBias = kBias_;
-  static constexpr Kind kKind = kKind_;
-  static constexpr bool kGrouped = kKind != Kind::kDense;  // each group of tokens has weights of its own
+  static constexpr GroupLayout kGroupLayout = kGroupLayout_;
+  static constexpr bool kGrouped = kGroupLayout != GroupLayout::kDense;  // each group of tokens has weights of its own
   // Half of the tile's weights are gate's, the others up's for the same outputs: epilogue/swiglu.cuh.
   static constexpr bool kGateUp = kGateUp_;
-  // Tokens behind the kRows of the tile, which are columns of a math warpgroup of their own: tail.cuh.
+  // Tokens behind the kWgmmaM of the tile, which are columns of a math warpgroup of their own: tail.cuh.
   static constexpr int kTail = kTail_;
   static constexpr int kSharedBytes = kSharedBytes_;  // as the host counts them
 
   static constexpr int kDimensions = kGrouped ? 3 : 2;  // of a, b, d
-  static constexpr bool kStacked = kGateUp && kWeightsAreRows;  // each math warpgroup has rows of gate and of up
-  static constexpr int kRowGroups = kRows / 64 / (kStacked ? kParts : 1);  // math warpgroups: those with rows
+  static constexpr bool kStacked = kGateUp && kSwapAb;  // each math warpgroup has rows of gate and of up
+  static constexpr int kRowGroups = kWgmmaM / 64 / (kStacked ? kParts : 1);  // math warpgroups: those with rows
   static constexpr int kMathGroups = kRowGroups + (kTail > 0);             // all of them
   static constexpr int kThreads = (kMathGroups + 1) * kWarpgroup;
   // Of a thread, if registers move. At launch all have the same number, a multiple of 8; these use it up. A scheduler
@@ -62,27 +62,27 @@ struct Config {
   static constexpr int kTailRegisters = 104;
   static constexpr int kLoadRegisters =
       kTail > 0 ? 40 : (kMathGroups == 2 ? 24 : 32) + (kGrouped ? 8 * kMathGroups : 0);
-  static constexpr int kPartCols = kStacked ? kCols : kCols / kParts;
-  static constexpr int kTokenStep = kWeightsAreRows ? kCols : kRows;  // from one tile to the next of a group
+  static constexpr int kPartN = kStacked ? kWgmmaN : kWgmmaN / kParts;
+  static constexpr int kTokenStep = kSwapAb ? kWgmmaN : kWgmmaM;  // from one tile to the next of a group
   static constexpr int kTokens = kTokenStep + kTail;                  // of the last one
   // Whether a tile may begin at any token: then its box of scales begins up to three tokens before it.
-  static constexpr bool kBeginsAnywhere = kGrouped && !kWeightsAreRows;
+  static constexpr bool kBeginsAnywhere = kGrouped && !kSwapAb;
   static constexpr int kTokenScales = kTokens + (kBeginsAnywhere ? 4 : 0);
   // Of a group that ends within a tile, some math warpgroups may have no tokens. And only as many times 64 are loaded
   // as there are, or all with a tail, where no other CTA needs more.
   static constexpr bool kHasShortTiles = kBeginsAnywhere && kMathGroups > 1;
-  static constexpr bool kSharesTokens = kShare > 1 && kShareRows != kWeightsAreRows;
+  static constexpr bool kMulticastsTokens = kMulticast > 1 && kMulticastRows != kSwapAb;
   // Registers do not suffice to activate a tile while products of the next one are under way.
   static constexpr bool kStoresFirst = kGateUp && kRowGroups == 3 && kParts == 1;
   static constexpr int kTokenBoxes = kHasShortTiles ? kMathGroups : 1;
-  static constexpr int kWeights = kWeightsAreRows ? kRows : kCols;
+  static constexpr int kWeights = kSwapAb ? kWgmmaM : kWgmmaN;
   static constexpr int kOutputs = kGateUp ? kWeights / 2 : kWeights;  // values of a token that the tile computes
   static constexpr int kTailBoxes = kGateUp ? 1 : kWeights / 64;      // in which the tail leaves, 64 outputs wide
   // A tile of 64 outputs and its neighbour are computed side by side, by two CTAs of a cluster: they have one scale.
-  static constexpr bool kMeetsPeer = kGateUp && kOutputs != kBlock;
-  static constexpr int kTogether = kMeetsPeer ? 2 : kShare;  // neighbouring CTAs that walk over the same tiles
-  static constexpr bool kSameTokens = kSharesTokens || kMeetsPeer;  // whether it is the tokens that these have in common
-  // The weights of a tile come in pieces: see `Place`.
+  static constexpr bool kSharesScaleWithPeer = kGateUp && kOutputs != kBlock;
+  static constexpr int kTogether = kSharesScaleWithPeer ? 2 : kMulticast;  // neighbouring CTAs that walk over the same tiles
+  static constexpr bool kSameTokens = kMulticastsTokens || kSharesScaleWithPeer;  // whether it is the tokens that these have in common
+  // The weights of a tile come in pieces: see `TileCoord`.
   static constexpr int kBlockWeights = kWeights / kBlock * kBlock;  // of the first piece, if there is a whole block
   static constexpr int kPieces = kGateUp ? 2 : (kBlockWeights > 0) + count_bits(kWeights % kBlock);
   static constexpr int kSmallestPiece = kGateUp ? kOutputs : gcd(kWeights, kBlock);
@@ -90,26 +90,26 @@ struct Config {
 
   // The sums of the CTAs that divided K meet. Each writes out a slice of the columns, as many as get equal
   // slices.
-  static constexpr int kOwners = largest_divisor(kCols / 8, kSplit);
-  static constexpr int kStoreCols = kSplit == 1 ? kPartCols : kCols / kOwners;
+  static constexpr int kOwners = largest_divisor(kWgmmaN / 8, kSplitK);
+  static constexpr int kStoreN = kSplitK == 1 ? kPartN : kWgmmaN / kOwners;
   // The output leaves in boxes that are one swizzle span wide.
-  static constexpr int kBoxCols = kGateUp ? kOutputs : kWeightsAreRows ? 64 : gcd(kStoreCols, 64);
-  static constexpr int kBoxRows = kWeightsAreRows ? kStoreCols : 64;
+  static constexpr int kBoxCols = kGateUp ? kOutputs : kSwapAb ? 64 : gcd(kStoreN, 64);
+  static constexpr int kBoxRows = kSwapAb ? kStoreN : 64;
   static constexpr int kBoxBytes = kBoxCols * kBoxRows * (kGateUp ? 1 : 2) / (kStacked ? kMathGroups : 1);
-  static constexpr int kBoxes = kWeightsAreRows || kGateUp ? 1 : kStoreCols / kBoxCols;
+  static constexpr int kBoxes = kSwapAb || kGateUp ? 1 : kStoreN / kBoxCols;
 
-  static_assert(kRows % 64 == 0 && kRows <= 256 && kCols <= 256 && kPartCols % 8 == 0, "WGMMA and TMA boxes");
-  static_assert(kBatches == 1 || (kBatches == 2 && kParts <= 2), "a part keeps its place among the batches");
+  static_assert(kWgmmaM % 64 == 0 && kWgmmaM <= 256 && kWgmmaN <= 256 && kPartN % 8 == 0, "WGMMA and TMA boxes");
+  static_assert(kNumProductBuffers == 1 || (kNumProductBuffers == 2 && kParts <= 2), "a part keeps its coord among the buffers");
   static_assert(kTokenScales <= 256, "TMA boxes");
-  static_assert(!kGrouped || (kSplit == 1 && kBias == Bias::kNone), "what a grouped GEMM has no use for");
-  static_assert(!kGateUp || (kGrouped && kParts * kPartCols == (kStacked ? 2 * kCols : kCols)), "see `activate`");
-  static_assert(!kGateUp || kOutputs * (kMeetsPeer ? 2 : 1) == kBlock, "a scale for each 128 outputs");
-  static_assert(!kGateUp || kShare == 1 || (kShare == 2 && kSharesTokens && kMeetsPeer), "who shares is the peer");
-  static_assert(kTail == 0 || (kBeginsAnywhere && kRows == 128 && kCols == 128), "64 rows of weights, twice");
-  static_assert(kTail == 0 || kParts * kBatches * kDepth * kShare * kCtasPerSm == 1, "what registers suffice for");
+  static_assert(!kGrouped || (kSplitK == 1 && kBias == Bias::kNone), "what a grouped GEMM has no use for");
+  static_assert(!kGateUp || (kGrouped && kParts * kPartN == (kStacked ? 2 * kWgmmaN : kWgmmaN)), "see `swiglu_epilogue`");
+  static_assert(!kGateUp || kOutputs * (kSharesScaleWithPeer ? 2 : 1) == kBlock, "a scale for each 128 outputs");
+  static_assert(!kGateUp || kMulticast == 1 || (kMulticast == 2 && kMulticastsTokens && kSharesScaleWithPeer), "who shares is the peer");
+  static_assert(kTail == 0 || (kBeginsAnywhere && kWgmmaM == 128 && kWgmmaN == 128), "64 rows of weights, twice");
+  static_assert(kTail == 0 || kParts * kNumProductBuffers * kKBlocksPerStage * kMulticast * kCtasPerSm == 1, "what registers suffice for");
   static_assert(kTail % 8 == 0 && kTail <= 32, "WGMMA's columns, and registers");
-  static_assert(kStages >= kBatches, "a batch may wait for the stage after that of the batch before it");
-  static_assert((kShareRows == kWeightsAreRows ? kSmallestPiece : kTokens) % (8 * kShare) == 0, "swizzle atoms");
+  static_assert(kStages >= kNumProductBuffers, "a batch may wait for the stage after that of the batch before it");
+  static_assert((kMulticastRows == kSwapAb ? kSmallestPiece : kTokens) % (8 * kMulticast) == 0, "swizzle atoms");
 };
 
 // Which rows of a grouped GEMM are of which group: `bounds` says so, and a kernel before it may have written that.
@@ -122,10 +122,10 @@ struct Groups {
   int64_t weight_scale_stride;
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
-  int bounds_are_old;  // whether they were complete before the previous kernel began
+  int bounds_ready;  // whether they were complete before the previous kernel began
   // How many tiles were taken: zero before the kernel starts. Each cluster has its first one, and takes another when it
   // needs one. Null: it has every n-th.
-  int* taken;
+  int* tile_counter;
 };
 
 // What gate and up become: E4M3 with a scale for each token and 128 outputs.
@@ -145,7 +145,7 @@ struct Arguments {
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // that TMA writes, with each box of tokens
-  int num_row_tiles, num_col_tiles;  // of a cluster: kShare CTAs are one tile; grouped, those of tokens are a bound
+  int num_row_tiles, num_col_tiles;  // of a cluster: kMulticast CTAs are one tile; grouped, those of tokens are a bound
   int band;                          // of a dense GEMM: row tiles that are walked together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up: a division takes long. Exact for all
                                      // x < 2^33 / band: (x * inverse) >> 33 == x / band
@@ -163,7 +163,7 @@ struct Arguments {
 //
 // Promotion takes 3 scales. Were the tiles to lie side by side, it could change scales after any 16 weights.
 template <class C>
-struct Place {
+struct TileCoord {
   int first_token;
   int tile;  // of weights
   // Of a grouped GEMM:
@@ -172,7 +172,7 @@ struct Place {
   int group;    // of weights
   int is_only;  // whether no other tile of its segment takes these weights
 
-  static __device__ Place none() { return {-1}; }
+  static __device__ TileCoord none() { return {-1}; }
   __device__ bool is_none() const { return first_token < 0; }
   __device__ void set_rows(int begin, int end) {
     rows = begin < end ? begin - first_token | (end - first_token) << 16 : 0;
@@ -185,7 +185,7 @@ struct Place {
   __device__ int box_tokens() const {
     return C::kTokenBoxes == 1 ? C::kTokens : min(64 * (token_box() + 1), C::kTokens);
   }
-  __device__ bool has_tail() const { return end() > C::kRows; }
+  __device__ bool has_tail() const { return end() > C::kWgmmaM; }
 
   struct Piece {
     int begin, size, index;
@@ -207,16 +207,16 @@ struct Place {
   // Where the weight `i` of the tile lies among all weights; of gate and up, among its own.
   __device__ int weight(const Arguments& args, int i) const {
     if (C::kGateUp) return tile * C::kOutputs + i % C::kOutputs;
-    constexpr int kOfCluster = C::kShareRows == C::kWeightsAreRows ? 1 : C::kShare;
-    const int num_tiles = (C::kWeightsAreRows ? args.num_row_tiles : args.num_col_tiles) * kOfCluster;
+    constexpr int kOfCluster = C::kMulticastRows == C::kSwapAb ? 1 : C::kMulticast;
+    const int num_tiles = (C::kSwapAb ? args.num_row_tiles : args.num_col_tiles) * kOfCluster;
     return piece(i).begin * num_tiles + tile * piece(i).size + i - piece(i).begin;
   }
 };
 
 // Where the other CTAs that divided K put their sums of this one's slice.
-template <class C, bool kNeeded = (C::kSplit > 1)>
+template <class C, bool kNeeded = (C::kSplitK > 1)>
 struct Inbox {
-  float4 inbox[(C::kSplit - 1) * C::kStoreCols / 8][C::kMathGroups * kWarpgroup];
+  float4 inbox[(C::kSplitK - 1) * C::kStoreN / 8][C::kMathGroups * kWarpgroup];
 };
 template <class C>
 struct Inbox<C, false> {};
@@ -226,8 +226,8 @@ constexpr int kTileSlots = 4;
 template <class C, bool kNeeded = C::kGrouped>
 struct Tiles {
   struct alignas(16) {
-    Place<C> place;
-  } places[kTileSlots];
+    TileCoord<C> coord;
+  } coords[kTileSlots];
   Barrier full[kTileSlots], empty[kTileSlots];
   // Where tiles are taken: soon the next one is needed. In a cluster, the first CTA takes it and tells the others.
   Barrier wanted, told, heard;
@@ -246,24 +246,24 @@ struct Tiles<C, false> {};
 template <class C>
 struct Columns {
   static constexpr int kFirstGroup = C::kTail > 0 ? C::kRowGroups : 0, kGroups = C::kMathGroups - kFirstGroup;
-  static constexpr int kFirst = C::kTail > 0 ? C::kRows : 0, kSize = C::kTail > 0 ? C::kTail : C::kCols;
+  static constexpr int kFirst = C::kTail > 0 ? C::kWgmmaM : 0, kSize = C::kTail > 0 ? C::kTail : C::kWgmmaN;
 };
 
 // Where the magnitudes meet that decide a token's scale, where they are in several warps or CTAs. Of what peers
 // deliver, there is room for two tiles in turn.
-template <class C, bool kNeeded = C::kMeetsPeer && !C::kStacked>
+template <class C, bool kNeeded = C::kSharesScaleWithPeer && !C::kStacked>
 struct RowMagnitudes {
-  alignas(16) uint32_t of_peer[2][C::kRows];
+  alignas(16) uint32_t of_peer[2][C::kWgmmaM];
 };
 template <class C>
 struct RowMagnitudes<C, false> {};
 template <class C, bool kNeeded = C::kStacked || (C::kGateUp && C::kTail > 0)>
 struct ColumnMagnitudes {
-  alignas(16) uint32_t of_warps[C::kMeetsPeer ? 2 : 1][kBlock / 16][Columns<C>::kSize];  // a warp has 16 outputs
+  alignas(16) uint32_t of_warps[C::kSharesScaleWithPeer ? 2 : 1][kBlock / 16][Columns<C>::kSize];  // a warp has 16 outputs
 };
 template <class C>
 struct ColumnMagnitudes<C, false> {};
-template <class C, bool kNeeded = C::kMeetsPeer>
+template <class C, bool kNeeded = C::kSharesScaleWithPeer>
 struct Deliveries {
   Barrier delivered[2][C::kMathGroups];
 };
@@ -282,18 +282,18 @@ struct TailOutput<C, false> {};
 
 template <class C>
 struct Shared : Inbox<C> {
-  __device__ uint8_t* token_operand(int stage, int i) { return C::kWeightsAreRows ? cols[stage][i] : rows[stage][i]; }
-  __device__ uint8_t* weight_operand(int stage, int i) { return C::kWeightsAreRows ? rows[stage][i] : cols[stage][i]; }
+  __device__ uint8_t* token_operand(int stage, int i) { return C::kSwapAb ? cols[stage][i] : rows[stage][i]; }
+  __device__ uint8_t* weight_operand(int stage, int i) { return C::kSwapAb ? rows[stage][i] : cols[stage][i]; }
 
-  alignas(1024) uint8_t rows[C::kStages][C::kDepth][(C::kRows + C::kTail) * kBlock];  // required by the 128 B swizzle
-  alignas(1024) uint8_t cols[C::kStages][C::kDepth][C::kCols * kBlock];
+  alignas(1024) uint8_t rows[C::kStages][C::kKBlocksPerStage][(C::kWgmmaM + C::kTail) * kBlock];  // required by the 128 B swizzle
+  alignas(1024) uint8_t cols[C::kStages][C::kKBlocksPerStage][C::kWgmmaN * kBlock];
   alignas(1024) uint8_t output[C::kRowGroups][C::kBoxes][C::kBoxBytes];
   [[no_unique_address]] TailOutput<C> tail_output;
   struct alignas(128) {  // 128 B: required by TMA
-    float scales[C::kDepth][C::kTokenScales];
+    float scales[C::kKBlocksPerStage][C::kTokenScales];
   } tokens[C::kStages];
   struct alignas(16) {
-    float scales[C::kDepth][C::kWeightScales];
+    float scales[C::kKBlocksPerStage][C::kWeightScales];
   } weights[C::kStages];
   [[no_unique_address]] Tiles<C> tiles;
   [[no_unique_address]] Magnitudes<C> magnitudes;
@@ -316,23 +316,23 @@ struct Ring {
 // Walks over the stages of all tiles of this CTA, in the order in which they are computed; the
 // loading and the multiplying warps each walk for themselves and meet at the barriers.
 template <class C>
-struct Walk : Ring<C> {
+struct StaticScheduler : Ring<C> {
   const Arguments* args;
   int k_begin, k_end, num_clusters, tile;
-  Place<C> place;
+  TileCoord<C> coord;
   int k;  // which stage along K
 
-  __device__ Walk(const Shared<C>&, const Arguments& arguments) : args(&arguments) {
-    const int split = C::kSplit == 1 ? 0 : cluster_rank() / C::kShare;
-    const int num_k = ceil_div(args->num_k_blocks, C::kDepth);  // < 2^24
-    k_begin = num_k * split / C::kSplit;
-    k_end = num_k * (split + 1) / C::kSplit;
-    num_clusters = gridDim.x / (C::kShare * C::kSplit);
-    tile = blockIdx.x / (C::kShare * C::kSplit);
+  __device__ StaticScheduler(const Shared<C>&, const Arguments& arguments) : args(&arguments) {
+    const int split = C::kSplitK == 1 ? 0 : cluster_rank() / C::kMulticast;
+    const int num_k = ceil_div(args->num_k_blocks, C::kKBlocksPerStage);  // < 2^24
+    k_begin = num_k * split / C::kSplitK;
+    k_end = num_k * (split + 1) / C::kSplitK;
+    num_clusters = gridDim.x / (C::kMulticast * C::kSplitK);
+    tile = blockIdx.x / (C::kMulticast * C::kSplitK);
     start_tile();
   }
   __device__ void start_tile() {
-    const int share = C::kShare == 1 ? 0 : cluster_rank() % C::kShare;
+    const int share = C::kMulticast == 1 ? 0 : cluster_rank() % C::kMulticast;
     int row, col;
     if (args->num_row_tiles == 1) {  // no divisions where latency counts
       row = 0, col = tile;
@@ -348,11 +348,11 @@ struct Walk : Ring<C> {
       col = height == args->band ? in_band * args->inverse >> 33 : in_band / height;
       row = first + in_band - col * height;
     }
-    if (C::kShareRows) col = col * C::kShare + share;
-    else row = row * C::kShare + share;
-    const int tokens = C::kWeightsAreRows ? col : row;
-    place.first_token = min(tokens * C::kTokens, args->last_token);  // some are computed and stored twice, the same
-    place.tile = C::kWeightsAreRows ? row : col;
+    if (C::kMulticastRows) col = col * C::kMulticast + share;
+    else row = row * C::kMulticast + share;
+    const int tokens = C::kSwapAb ? col : row;
+    coord.first_token = min(tokens * C::kTokens, args->last_token);  // some are computed and stored twice, the same
+    coord.tile = C::kSwapAb ? row : col;
     k = k_begin;
   }
   __device__ void start() {}
@@ -378,8 +378,8 @@ struct Thread {
   int group, index, warp, lane;
   int row, col;  // of the fragments: row and row + 8; col and col + 1 of 8
   int peer = -1;  // of the CTAs that share an operand, the one to which this lane signals, if any
-  __device__ bool has_rows(const Place<C>& place) const {
-    return place.begin() < (group + 1) * 64 && group * 64 < place.end();
+  __device__ bool has_rows(const TileCoord<C>& coord) const {
+    return coord.begin() < (group + 1) * 64 && group * 64 < coord.end();
   }
   __device__ Thread()
       : group(warp_uniform(threadIdx.x / kWarpgroup)),
@@ -388,9 +388,9 @@ struct Thread {
         lane(index % kWarp),
         row(group * 64 + warp * 16 + lane / 4),
         col(lane % 4 * 2) {
-    if constexpr (C::kShare > 1) {
-      const int rank = cluster_rank(), other = rank / C::kShare * C::kShare + lane;
-      if (lane < C::kShare && other != rank) peer = other;
+    if constexpr (C::kMulticast > 1) {
+      const int rank = cluster_rank(), other = rank / C::kMulticast * C::kMulticast + lane;
+      if (lane < C::kMulticast && other != rank) peer = other;
     }
   }
 };
@@ -402,20 +402,20 @@ template <class C>
 __device__ void release(Shared<C>& shared, int stage, const Thread<C>& thread) {
   // Nothing waits for reads in flight before an arrival, and it may overtake them while others keep the
   // shared memory busy. Where tokens are rows, the machine code has the scales in registers by then, as a
-  // test reads there; of two batches not those of the last one of a tile: see `end` in `multiply`, gemm.cu.
-  if constexpr (C::kWeightsAreRows) fence_cta();
+  // test reads there; of two batches not those of the last one of a tile: see `end` in `consume`, gemm.cu.
+  if constexpr (C::kSwapAb) fence_cta();
   shared.empty[stage].arrive();
-  if constexpr (C::kShare > 1) {
+  if constexpr (C::kMulticast > 1) {
     if (thread.peer >= 0) shared.empty[stage].arrive_in_cluster(thread.peer);
   }
 }
 
 // A math warpgroup has no tokens in a tile. On each of its stages the others wait for it all the same.
-template <class C, class Walk>
-__device__ void skip_tile(Shared<C>& shared, Walk& walk, const Thread<C>& thread) {
+template <class C, class StaticScheduler>
+__device__ void skip_tile(Shared<C>& shared, StaticScheduler& schedule, const Thread<C>& thread) {
 #pragma unroll 1
-  for (int k = walk.k_begin; k < walk.k_end; ++k, walk.next_stage()) {
-    shared.full[walk.stage].wait(walk.parity);
-    release(shared, walk.stage, thread);
+  for (int k = schedule.k_begin; k < schedule.k_end; ++k, schedule.next_stage()) {
+    shared.full[schedule.stage].wait(schedule.parity);
+    release(shared, schedule.stage, thread);
   }
 }

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..jit import read_beside_kernels, source_digest, write_beside_kernels
-from . import heuristic as gemm_choice
-from . import launch as gemm_plan
+from . import heuristic
 from .config import GemmConfig, is_possible, with_most_stages
 from .experts_sizes import Sizes, choose_configs, deciding_numbers
+from .launch import SOURCE, busy_sms
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
 
@@ -72,7 +72,7 @@ NOTHING = Table()
 
 
 @dataclass(frozen=True)
-class Choices:
+class ConfigSource:
     """num_sms: that may be busy, of all_sms. The table is of GEMMs on all of them."""
 
     num_sms: int
@@ -80,10 +80,10 @@ class Choices:
     table: Table = NOTHING
 
     def dense(self, m: int, n: int, k: int) -> GemmConfig:
-        tuned = self.table.look_up(Dense(n, k), gemm_choice.deciding_size(m))
+        tuned = self.table.look_up(Dense(n, k), heuristic.deciding_size(m))
         if isinstance(tuned, GemmConfig):
             return tuned
-        return gemm_choice.choose_config(m, n, k, self.num_sms, self.num_sms == self.all_sms)
+        return heuristic.choose_config(m, n, k, self.num_sms, self.num_sms == self.all_sms)
 
     def experts(self, sizes: Sizes) -> Pair:
         layer = Experts(sizes.num_experts, sizes.top_k, sizes.hidden_size, sizes.intermediate_size)
@@ -100,19 +100,19 @@ class Choices:
 
     def all_gate_up(self, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
         """What `gate_up` chooses for up to so many tokens."""
-        loads = gemm_choice.deciding_loads(1, h, i)
+        loads = heuristic.deciding_loads(1, h, i)
         return {self.gate_up(n, h, i) for n in loads if n <= max_tokens}
 
     def gate_up(self, tokens: int, h: int, i: int) -> GemmConfig:
         """Of experts that every token takes."""
-        return gemm_choice.choose_experts_configs(tokens, 1, h, i, self.num_sms)[0]
+        return heuristic.choose_experts_configs(tokens, 1, h, i, self.num_sms)[0]
 
 
-def choices_of(device_index: int) -> Choices:
-    num_sms, all_sms = gemm_plan.busy_sms(device_index)
+def config_source_of(device_index: int) -> ConfigSource:
+    num_sms, all_sms = busy_sms(device_index)
     if num_sms < all_sms:
-        return Choices(num_sms, all_sms)
-    return Choices(num_sms, all_sms, measured(device_index))
+        return ConfigSource(num_sms, all_sms)
+    return ConfigSource(num_sms, all_sms, measured(device_index))
 
 
 # ---- The file ----
@@ -169,7 +169,7 @@ def file_name(device_index: int) -> str:
 
 @cache
 def _digest() -> str:
-    return hashlib.sha256(source_digest(gemm_plan.SOURCE).encode()).hexdigest()[:12]
+    return hashlib.sha256(source_digest(SOURCE).encode()).hexdigest()[:12]
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def _possible(config: GemmConfig, k: int, *, grouped: bool, gate_up: bool) -> Ge
     """It is one that could have been measured. Raises ValueError."""
     if not all(map(_is_meant, fields(config), astuple(config))):
         raise ValueError(f"{config} is no configuration: its numbers are 1 to {_MOST}")
-    fits = config.rows % 64 == config.cols % 8 == 0
+    fits = config.wgmma_m % 64 == config.wgmma_n % 8 == 0
     fits = fits and (config.stages >= 2 if grouped else is_possible(config, k))
     is_kind = (config.grouped, config.gate_up) == (grouped, gate_up)
     if not (fits and is_kind) or config != with_most_stages(config):

@@ -12,7 +12,7 @@ from moefp8.kernels.gemm import dense as gemm
 from moefp8.quant import quantize_1x128, quantize_128x128
 
 NAN = float("nan")
-KINDS = "kNone", "kFloat", "kBFloat16", "kHalf"
+BIAS_NAMES = "kNone", "kFloat", "kBFloat16", "kHalf"
 BIASES = None, torch.float32, torch.bfloat16, torch.float16
 # Of weights, [N, K], and numbers of tokens, over which configurations are chosen.
 SHAPES = (

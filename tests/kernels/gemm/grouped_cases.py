@@ -12,7 +12,7 @@ import torch
 
 from moefp8.kernels import num_blocks, tma_aligned
 from moefp8.kernels.gemm import grouped_launch
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import Operands
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ class Segment(NamedTuple):
 
 
 class Routing(NamedTuple):
-    kind: Kind
+    layout: GroupLayout
     num_groups: int
     num_tokens: int  # rows of a, or of each of its matrices
     bounds: list[int]
     segments: list[Segment]
 
     def rows_of_a(self) -> tuple[int, ...]:
-        masked = self.kind == Kind.MASKED
+        masked = self.layout == GroupLayout.MASKED
         return (self.num_groups, self.num_tokens) if masked else (self.num_tokens,)
 
     def is_of_group(self) -> torch.Tensor:
         """Which rows of a and d are."""
         result = torch.zeros(self.rows_of_a(), dtype=torch.bool)
         for _, matrix, begin, end in self.segments:
-            (result[matrix] if self.kind == Kind.MASKED else result)[begin:end] = True
+            (result[matrix] if self.layout == GroupLayout.MASKED else result)[begin:end] = True
         return result
 
     def bounds_on(self, device: str = "cpu") -> torch.Tensor:
@@ -59,13 +59,13 @@ def by_offsets(counts: Sequence[int], before: int = 0, after: int = 0) -> Routin
     for count in counts:
         bounds.append(bounds[-1] + count)
     segments = [Segment(i, 0, bounds[i], bounds[i + 1]) for i in range(len(counts))]
-    return Routing(Kind.OFFSETS, len(counts), bounds[-1] + after, bounds, segments)
+    return Routing(GroupLayout.OFFSETS, len(counts), bounds[-1] + after, bounds, segments)
 
 
 def masked(counts: Sequence[int], spare: int = 0) -> Routing:
     """spare: how many rows the matrices have more than the largest group."""
     segments = [Segment(i, i, 0, count) for i, count in enumerate(counts)]
-    return Routing(Kind.MASKED, len(counts), max(counts) + spare, list(counts), segments)
+    return Routing(GroupLayout.MASKED, len(counts), max(counts) + spare, list(counts), segments)
 
 
 def by_rows(runs: Sequence[tuple[int, int]], num_groups: int, after: int = 0) -> Routing:
@@ -78,14 +78,14 @@ def by_rows(runs: Sequence[tuple[int, int]], num_groups: int, after: int = 0) ->
             segments.append(Segment(group, 0, len(bounds), len(bounds) + count))
         bounds += [group] * count
     bounds += [-1] * after
-    return Routing(Kind.ROWS, num_groups, len(bounds), bounds, segments)
+    return Routing(GroupLayout.ROWS, num_groups, len(bounds), bounds, segments)
 
 
-def routing_of(kind: Kind, counts: Sequence[int], spare: int = 3) -> Routing:
-    """One of this kind, with `spare` rows of no group where the kind has place for them."""
-    if kind == Kind.OFFSETS:
+def routing_of(layout: GroupLayout, counts: Sequence[int], spare: int = 3) -> Routing:
+    """Of this layout, with `spare` rows of no group where it has place for them."""
+    if layout == GroupLayout.OFFSETS:
         return by_offsets(counts, spare, spare)
-    if kind == Kind.MASKED:
+    if layout == GroupLayout.MASKED:
         return masked(counts, spare)
     return by_rows(list(enumerate(counts)), len(counts), spare)
 
@@ -156,7 +156,7 @@ def launch(
     **options: bool,
 ) -> None:
     bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    grouped_launch.launch_grouped_gemm("op", routing.kind, made, bounds, expected_m, **options)
+    grouped_launch.launch_grouped_gemm("op", routing.layout, made, bounds, expected_m, **options)
 
 
 def launch_and_compare(

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.testing import sizes
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.kernels import sanitizer as sanitizer_cases
-from tests.kernels.gemm.cases import KINDS, MS, SHAPES
+from tests.kernels.gemm.cases import BIAS_NAMES, MS, SHAPES
 
 
 def configs() -> list[gemm_config.GemmConfig]:
     """All that may be chosen for some of these M, and any N and K."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
-    all_of_them = (config for m in some for config in gemm_choice.candidates(m))
+    all_of_them = (config for m in some for config in heuristic.candidates(m))
     filled = dict.fromkeys(map(gemm_config.with_most_stages, all_of_them))
     return [config for config in filled if gemm_config.is_possible(config, 1 << 20)]
 
@@ -39,7 +39,7 @@ def grouped_configs() -> list[gemm_config.GemmConfig]:
     """Some of those that are chosen, and every family."""
     some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
     asked = itertools.product(some, (1, 8, 32, 256), SHAPES)
-    choose = gemm_choice.choose_grouped_config
+    choose = heuristic.choose_grouped_config
     chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
 
@@ -54,7 +54,7 @@ EXPERTS = {  # E, k, H, I
 def experts_configs() -> list[gemm_config.GemmConfig]:
     """All that are chosen for gate and up, and for down."""
     pairs = (
-        gemm_choice.choose_experts_configs(load, groups, h, i, num_sms)
+        heuristic.choose_experts_configs(load, groups, h, i, num_sms)
         for e, k, h, i in EXPERTS.values()
         for load, groups, num_sms in itertools.product(range(1, 4097), (1, k, e), (1, NUM_SMS))
     )
@@ -64,10 +64,10 @@ def experts_configs() -> list[gemm_config.GemmConfig]:
 class Variant(NamedTuple):
     config: gemm_config.GemmConfig
     bias: str = "kNone"
-    kind: Kind | None = None
+    layout: GroupLayout | None = None
 
     def kernel(self, source: Path = gemm_plan.SOURCE) -> jit.Kernel:
-        name = self.config.kernel_name(self.bias, self.kind)
+        name = self.config.kernel_name(self.bias, self.layout)
         return jit.Kernel(source, name, self.config.interleaving)
 
 
@@ -89,8 +89,8 @@ def cubins(tmp_path_factory) -> Cubins:
 
 @pytest.fixture(scope="module")
 def cubins_with_bias(tmp_path_factory) -> Cubins:
-    """It comes on top when most registers are in use. One kind for each configuration."""
-    pairs = zip(configs(), itertools.cycle(KINDS[1:]), strict=False)
+    """It comes on top when most registers are in use. One of them for each configuration."""
+    pairs = zip(configs(), itertools.cycle(BIAS_NAMES[1:]), strict=False)
     return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
 
 
@@ -98,20 +98,20 @@ def cubins_with_bias(tmp_path_factory) -> Cubins:
 def grouped_cubins(tmp_path_factory) -> Cubins:
     """All kinds of every family, and one of each other configuration."""
     families = sanitizer_cases.GROUPED_FAMILIES.values()
-    pairs = [*zip(grouped_configs(), itertools.cycle(Kind), strict=False)]
-    pairs += itertools.product(families, Kind)
-    variants = [Variant(config, kind=kind) for config, kind in dict.fromkeys(pairs)]
+    pairs = [*zip(grouped_configs(), itertools.cycle(GroupLayout), strict=False)]
+    pairs += itertools.product(families, GroupLayout)
+    variants = [Variant(config, layout=layout) for config, layout in dict.fromkeys(pairs)]
     return compiled(tmp_path_factory.mktemp("cache"), variants)
 
 
 @pytest.fixture(scope="module")
 def experts_cubins(tmp_path_factory) -> Cubins:
     """As the routed experts launch them: gate and up of both kinds, all else of one."""
-    kinds, chosen = (Kind.OFFSETS, Kind.MASKED), experts_configs()
+    kinds, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
     others = dict.fromkeys((*chosen, *GATE_UP_FAMILIES.values()))
     pairs = [*itertools.product((x for x in chosen if x.gate_up), kinds)]
     pairs += zip(others, itertools.cycle(kinds), strict=False)
-    variants = [Variant(config, kind=kind) for config, kind in dict.fromkeys(pairs)]
+    variants = [Variant(config, layout=layout) for config, layout in dict.fromkeys(pairs)]
     return compiled(tmp_path_factory.mktemp("cache"), variants)
 
 
@@ -134,14 +134,14 @@ def test_experts_compile_for_every_load_and_spill_nothing(experts_cubins):
     num_sms=st.integers(1, 200),
 )
 def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms):
-    both = gemm_choice.choose_experts_configs(tokens, num_groups, h, i, num_sms)
+    both = heuristic.choose_experts_configs(tokens, num_groups, h, i, num_sms)
     assert [config.gate_up for config in both] == [True, False]
     for config in both:
         assert config.grouped
-        assert config.split == 1
+        assert config.split_k == 1
         assert config.stages >= 2
         assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-        assert config.cols % config.store_cols == 0
+        assert config.wgmma_n % config.store_n == 0
         assert config.cluster <= min(2, num_sms)
         assert config in ALL_OF_EXPERTS
     gate_up, _ = both
@@ -159,15 +159,15 @@ def test_families_hold_every_configuration_of_experts():
 
 @given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
 def test_every_configuration_fits_an_sm(m, n, k, num_sms):
-    config = gemm_choice.choose_config(m, n, k, num_sms)
+    config = heuristic.choose_config(m, n, k, num_sms)
     assert config.stages >= 2
     assert config.shared_bytes <= 227 * 1024
     assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
     assert config.cluster <= 8
-    assert config.cols % config.store_cols == 0
-    assert config.split <= kernels.ceil_div(kernels.num_blocks(k), config.depth)
-    assert config.share == 1  # multicast was nowhere faster
-    assert config == gemm_choice.choose_config(m, n, k, num_sms)
+    assert config.wgmma_n % config.store_n == 0
+    assert config.split_k <= kernels.ceil_div(kernels.num_blocks(k), config.k_blocks_per_stage)
+    assert config.multicast == 1  # multicast was nowhere faster
+    assert config == heuristic.choose_config(m, n, k, num_sms)
 
 
 @given(
@@ -180,15 +180,15 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
 )
 def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k, num_sms):
     shape = tokens, max(tokens, limit), num_groups, n, k, num_sms
-    config = gemm_choice.choose_grouped_config(*shape)
+    config = heuristic.choose_grouped_config(*shape)
     assert config.grouped
-    assert config.split == 1
+    assert config.split_k == 1
     assert config.stages >= 2
     assert config.shared_bytes <= 227 * 1024
     assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-    assert config.cols % config.store_cols == 0
+    assert config.wgmma_n % config.store_n == 0
     assert config.cluster <= num_sms
-    assert config == gemm_choice.choose_grouped_config(*shape)
+    assert config == heuristic.choose_grouped_config(*shape)
 
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))
@@ -198,7 +198,7 @@ def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_t
     assert all(size.bit_count() == 1 for size in pieces if size < 128)
     covered, first = [], 0
     for size in pieces:
-        for tile in range(num_tiles):  # as `Place` in tile.cuh
+        for tile in range(num_tiles):  # as `TileCoord` in tile.cuh
             begin = first * num_tiles + tile * size
             covered += range(begin, begin + size)
             assert begin // 128 + kernels.ceil_div(size, 128) == kernels.ceil_div(begin + size, 128)
@@ -207,14 +207,14 @@ def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_t
 
 
 def test_what_is_shared_is_cut_into_whole_rows_of_the_swizzle():
-    rows, k = {"share": 2, "share_rows": True}, 4096
-    assert gemm_config.is_possible(gemm_config.GemmConfig(128, 112, 4, share=2), k)
+    rows, k = {"multicast": 2, "multicast_rows": True}, 4096
+    assert gemm_config.is_possible(gemm_config.GemmConfig(128, 112, 4, multicast=2), k)
     last_piece_is_8 = gemm_config.GemmConfig(128, 104, 4)
-    assert not gemm_config.is_possible(replace(last_piece_is_8, share=2), k)
+    assert not gemm_config.is_possible(replace(last_piece_is_8, multicast=2), k)
     assert gemm_config.is_possible(replace(last_piece_is_8, **rows), k)
-    tokens = gemm_config.GemmConfig(64, 24, 4, share=2, weights_are_rows=True)
+    tokens = gemm_config.GemmConfig(64, 24, 4, multicast=2, swap_ab=True)
     assert not gemm_config.is_possible(tokens, k)
-    assert gemm_config.is_possible(replace(tokens, cols=32), k)
+    assert gemm_config.is_possible(replace(tokens, wgmma_n=32), k)
 
 
 def test_a_bias_makes_nothing_spill(cubins_with_bias):
@@ -247,17 +247,17 @@ def disassemble(tmp_path) -> Callable[[jit.Cubin], str]:
 @pytest.fixture(scope="module")
 def family_cubins(tmp_path_factory) -> Cubins:
     """Of every family, and with every bias."""
-    pairs = zip(sanitizer_cases.FAMILIES.values(), itertools.cycle(KINDS), strict=False)
+    pairs = zip(sanitizer_cases.FAMILIES.values(), itertools.cycle(BIAS_NAMES), strict=False)
     return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
 
 
 @pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins", "experts_cubins"])
 def test_machine_code_is_what_was_meant(which, request, disassemble):
-    for (config, _, kind), cubin in request.getfixturevalue(which).items():
+    for (config, _, layout), cubin in request.getfixturevalue(which).items():
         code, dimensions = disassemble(cubin), "3D" if config.grouped else "2D"
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
         assert set(re.findall(r"UTMA(?:LDG|STG)\.(\dD)", code)) == {dimensions}, config
-        assert (f"UTMALDG.{dimensions}.MULTICAST" in code) == (config.share > 1), config
+        assert (f"UTMALDG.{dimensions}.MULTICAST" in code) == (config.multicast > 1), config
         assert (f"UTMASTG.{dimensions}" in code) != config.stacked, config
         assert not re.search(r"MEMBAR\S*\.(GPU|SYS)", code), config
         before, *after = code.split("ACQBULK")
@@ -265,17 +265,23 @@ def test_machine_code_is_what_was_meant(which, request, disassemble):
             assert not re.search(r"UTMALDG|\bLDG", before), config
             assert after, config
             # The first stage is prefetched, unless another CTA loads a part: before warps meet.
-            loads = len(config.weight_pieces) + (kind == Kind.MASKED)  # weights, tokens
-            own_weights = config.cluster == 1 or config.meets_peer or config.shares_tokens
-            of_a_stage = config.depth * loads * (own_weights and kind != Kind.ROWS)
+            loads = len(config.weight_pieces) + (layout == GroupLayout.MASKED)  # weights, tokens
+            own_weights = (
+                config.cluster == 1 or config.shares_scale_with_peer or config.multicasts_tokens
+            )
+            of_a_stage = (
+                config.k_blocks_per_stage * loads * (own_weights and layout != GroupLayout.ROWS)
+            )
             prefetches = [part.count("UTMAPF") for part in code.split("BAR.SYNC", 1)]
-            assert prefetches == [of_a_stage, 0], (config, kind)
+            assert prefetches == [of_a_stage, 0], (config, layout)
             # Multicast takes no policy, and nobody knows which blocks of rows share weights.
-            drops = (config.share == 1 or config.shares_tokens) and kind != Kind.ROWS
+            drops = (
+                config.multicast == 1 or config.multicasts_tokens
+            ) and layout != GroupLayout.ROWS
             found = re.search(r"UMOV \w+, 0x12[0f]", code)  # evict_first begins so
-            assert bool(found) == drops, (config, kind)
+            assert bool(found) == drops, (config, layout)
         else:  # before the wait for the previous kernel: the weights of one stage, and no tokens
-            of_a_stage = config.depth * len(config.weight_pieces)
+            of_a_stage = config.k_blocks_per_stage * len(config.weight_pieces)
             (after,) = after
             assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
 
@@ -380,9 +386,9 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
     [
         Variant(sanitizer_cases.FAMILIES["weights are rows"]),
         Variant(sanitizer_cases.FAMILIES["weights are rows, two batches"]),
-        Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], kind=Kind.OFFSETS),
-        Variant(GATE_UP_FAMILIES["weights are rows, 24"], kind=Kind.OFFSETS),
-        Variant(GATE_UP_FAMILIES["a tail"], kind=Kind.OFFSETS),
+        Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], layout=GroupLayout.OFFSETS),
+        Variant(GATE_UP_FAMILIES["weights are rows, 24"], layout=GroupLayout.OFFSETS),
+        Variant(GATE_UP_FAMILIES["a tail"], layout=GroupLayout.OFFSETS),
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.kernels.gemm import dense_launch as room
-from moefp8.kernels.gemm import heuristic as gemm_choice
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_plan
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
@@ -108,9 +108,9 @@ def test_large_shapes_are_right(m):
 def test_every_family_is_right(name, monkeypatch):
     """Also where it would not be chosen."""
     config = sanitizer_cases.FAMILIES[name]
-    monkeypatch.setattr(gemm_choice, "choose_config", lambda *shape: config)
+    monkeypatch.setattr(heuristic, "choose_config", lambda *shape: config)
     monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
-    k = 128 * config.split * config.depth
+    k = 128 * config.split_k * config.k_blocks_per_stage
     shapes = [
         *sanitizer_cases.shapes_of(config),
         *((1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168)),
@@ -126,7 +126,7 @@ def test_every_family_is_right(name, monkeypatch):
 @pytest.mark.parametrize("m", [3, 40, 70, 130, 200])
 def test_what_shared_memory_held_before_is_never_seen(m):
     """The box of tokens is smaller than a tile that holds more, and leaves the rest as it is."""
-    config = gemm_choice.choose_config(m, 2112, 7168, kernels.get_num_sms())
+    config = heuristic.choose_config(m, 2112, 7168, kernels.get_num_sms())
     poison, made = case(max(config.cta_tile[0], m), 2112, 7168), case(m, 2112, 7168)
     poison.arguments[0].view(torch.uint8).fill_(0x7F)  # NaN
     poison.arguments[1].fill_(NAN)
@@ -297,7 +297,7 @@ def test_a_limit_of_sms_changes_no_result(m):
 
 def test_a_last_band_of_tiles_that_is_cut_off():
     m, n, k = 128 * 9 + 5, 2112, 24000
-    config = gemm_choice.choose_config(m, n, k, kernels.get_num_sms())
+    config = heuristic.choose_config(m, n, k, kernels.get_num_sms())
     rows = kernels.ceil_div(m, config.tile[0])
     assert gemm_plan.band(config, m, k) < rows
     assert rows % gemm_plan.band(config, m, k)

@@ -129,11 +129,11 @@ def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "m", "k", "band"),
     [
-        ({"rows": 128, "cols": 128}, 4096, 6144, 32),  # 24 MiB of tokens
-        ({"rows": 128, "cols": 128}, 4096, 6145, 4),
-        ({"rows": 192, "cols": 128}, 4096, 6145, 2),
-        ({"rows": 128, "cols": 128}, 65536, 128, 128),
-        ({"rows": 64, "cols": 8, "weights_are_rows": True}, 8, 512, 1),
+        ({"wgmma_m": 128, "wgmma_n": 128}, 4096, 6144, 32),  # 24 MiB of tokens
+        ({"wgmma_m": 128, "wgmma_n": 128}, 4096, 6145, 4),
+        ({"wgmma_m": 192, "wgmma_n": 128}, 4096, 6145, 2),
+        ({"wgmma_m": 128, "wgmma_n": 128}, 65536, 128, 128),
+        ({"wgmma_m": 64, "wgmma_n": 8, "swap_ab": True}, 8, 512, 1),
     ],
 )
 def test_how_many_tokens_are_walked_together(config, m, k, band):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from moefp8.kernels.gemm import grouped_launch as room
-from moefp8.kernels.gemm import heuristic as gemm_choice
-from moefp8.kernels.gemm.config import GemmConfig, Kind
+from moefp8.kernels.gemm import heuristic
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import Launches, Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
@@ -32,7 +32,7 @@ from tests.kernels.gemm.grouped_cases import (
 )
 
 pytestmark = NEEDS_GPU
-KINDS = tuple(Kind)
+LAYOUTS = tuple(GroupLayout)
 
 
 def on_gpu(made: Operands, device: str = "cuda") -> Operands:
@@ -101,15 +101,15 @@ def test_any_routing_and_layout_is_right(routing, n, k, places, scale_places, m)
 @pytest.fixture
 def choose(monkeypatch):
     def take(config: GemmConfig) -> None:
-        monkeypatch.setattr(gemm_choice, "choose_grouped_config", lambda *shape: config)
+        monkeypatch.setattr(heuristic, "choose_grouped_config", lambda *shape: config)
         monkeypatch.setattr(room, "_launches", Launches())
 
     return take
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
-def test_every_family_is_right(name, kind, choose):
+def test_every_family_is_right(name, layout, choose):
     """Also where it would not be chosen; multicast too, where neighbours have tokens or not."""
     choose(sanitizer_cases.GROUPED_FAMILIES[name])
     for i, counts in enumerate(
@@ -118,7 +118,7 @@ def test_every_family_is_right(name, kind, choose):
             *((0,) * 40, (*[0] * 33, 9, 0, 500, 1), (1, 2, 3) * 40, (1000, 0, 700)),
         )
     ):
-        routing = routing_of(kind, counts, i % 4)
+        routing = routing_of(layout, counts, i % 4)
         for n, k in ((200, 424), (1111, 2000)):
             made = random(routing, n, k, octaves=i % 3 * 10.0)
             with no_synchronisation():
@@ -128,10 +128,10 @@ def test_every_family_is_right(name, kind, choose):
 
 
 @pytest.mark.parametrize("m", [1, 8, 30, 100, 200, 700, 3000])
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_shapes_are_right(kind, m):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_shapes_are_right(layout, m):
     counts = [int(m * f) for f in (0.7, 1.3, 0.0, 1.0, 2.1)]
-    routing = routing_of(kind, counts)
+    routing = routing_of(layout, counts)
     for n, k in ((4096, 7168), (7168, 2048), (2048, 768)):
         made = random(routing, n, k)
         launch(routing, made, expected_m=m)
@@ -139,23 +139,23 @@ def test_large_shapes_are_right(kind, m):
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 31, 32, 33, 64, 100, 511, 512])
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_groups(kind, num_groups):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_number_of_groups(layout, num_groups):
     """A warp looks at 32 of them at once."""
     counts = [0] * num_groups
     for i in {0, num_groups // 2, num_groups - 1}:
         counts[i] = 5 + i % 7
     for every in (counts, [1] * num_groups, [0] * num_groups):
-        routing = routing_of(kind, every)
+        routing = routing_of(layout, every)
         launch_and_compare(routing, on_gpu(operands(routing, 72, 144)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_group_with_everything(kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_group_with_everything(layout):
     for group in (0, 17, 39):
         counts = [0] * 40
         counts[group] = 3000
-        routing = routing_of(kind, counts)
+        routing = routing_of(layout, counts)
         made = on_gpu(operands(routing, 264, 272))
         for m in (1, 75, 3000):
             launch_and_compare(routing, made, m)
@@ -180,8 +180,8 @@ def test_weights_of_more_than_2_to_32_bytes():
     counts = [0] * groups
     for group in (0, 73, 74, 146, 147, 255):
         counts[group] = 20
-    for kind in (Kind.OFFSETS, Kind.MASKED):
-        routing = routing_of(kind, counts)
+    for layout in (GroupLayout.OFFSETS, GroupLayout.MASKED):
+        routing = routing_of(layout, counts)
         made = random(routing, 8, k)
         d = made.d.new_full((*routing.rows_of_a(), n), UNTOUCHED)
         made = made._replace(b=b, b_scale_inv=b_scale_inv, d=d)
@@ -204,12 +204,12 @@ def test_d_of_more_than_2_to_31_elements():
         assert torch.equal(d[rows], (a[rows].double() @ weights.T).bfloat16())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [1, 30, 700])
-def test_a_row_depends_on_no_other_and_no_run_on_another(kind, m):
+def test_a_row_depends_on_no_other_and_no_run_on_another(layout, m):
     """Not even on where in a tile it is."""
     counts = (m, 0, m + 77, 3)
-    routing = routing_of(kind, counts)
+    routing = routing_of(layout, counts)
     made, bounds = random(routing, 520, 1040), routing.bounds_on("cuda")
     launch(routing, made, bounds, m)
     first = made.d.clone()
@@ -217,7 +217,7 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(kind, m):
         made.d.fill_(UNTOUCHED)
         launch(routing, made, bounds, m)
         assert torch.equal(made.d, first)
-    if kind == Kind.MASKED:
+    if layout == GroupLayout.MASKED:
         return
     _, _, begin, end = routing.segments[2]
     for start in range(begin, begin + 9):
@@ -230,17 +230,17 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(kind, m):
         assert torch.equal(part.d, first[rows])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [4, 60, 1000])
-def test_one_graph_serves_all_loads(kind, m):
+def test_one_graph_serves_all_loads(layout, m):
     num_tokens, n, k = 512, 264, 528
     loads = [(512, 0, 0), (0, 0, 0), (0, 512, 0), (100, 200, 128), (1, 0, 1), (128, 127, 256)]
 
     def made_of(counts) -> tuple[Routing, Operands]:
-        routing = routing_of(kind, counts, 0)
-        if kind == Kind.MASKED:
+        routing = routing_of(layout, counts, 0)
+        if layout == GroupLayout.MASKED:
             routing = masked(counts, num_tokens - max(counts))
-        elif kind == Kind.OFFSETS:
+        elif layout == GroupLayout.OFFSETS:
             routing = by_offsets(counts, 0, num_tokens - sum(counts))
         else:
             spare = num_tokens - len(routing.bounds)
@@ -264,19 +264,19 @@ def test_one_graph_serves_all_loads(kind, m):
 
 @pytest.mark.parametrize("m", [4, 60, 1000])
 @pytest.mark.parametrize(
-    ("kind", "bounds"),
+    ("layout", "bounds"),
     [
-        (Kind.OFFSETS, [9, 3, 200, 50, 2**31 - 1, -7, 20]),
-        (Kind.OFFSETS, [-(2**31), 2**31 - 1, -1, -5, 0, 500, 499]),
-        (Kind.MASKED, [-1, 2**31 - 1, 0, -(2**31), 80, 81]),
-        (Kind.ROWS, [6, -2] * 150),
-        (Kind.ROWS, [2**31 - 1] * 128 + [-(2**31)] * 128 + [5] * 44),
+        (GroupLayout.OFFSETS, [9, 3, 200, 50, 2**31 - 1, -7, 20]),
+        (GroupLayout.OFFSETS, [-(2**31), 2**31 - 1, -1, -5, 0, 500, 499]),
+        (GroupLayout.MASKED, [-1, 2**31 - 1, 0, -(2**31), 80, 81]),
+        (GroupLayout.ROWS, [6, -2] * 150),
+        (GroupLayout.ROWS, [2**31 - 1] * 128 + [-(2**31)] * 128 + [5] * 44),
     ],
 )
-def test_numbers_that_break_the_rules_do_no_harm(kind, bounds, m):
+def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
     """On a GPU nobody checks them. That nothing else is read, `sanitizer_cases` shows."""
-    routing = routing_of(kind, (50,) * 6)._replace(segments=[])
-    if kind == Kind.ROWS:
+    routing = routing_of(layout, (50,) * 6)._replace(segments=[])
+    if layout == GroupLayout.ROWS:
         routing = routing._replace(num_tokens=len(bounds))
     guard, made = 1 << 20, on_gpu(operands(routing, 136, 144))
     memory = torch.full((made.d.numel() + 2 * guard,), UNTOUCHED).bfloat16().cuda()
@@ -289,16 +289,16 @@ def test_numbers_that_break_the_rules_do_no_harm(kind, bounds, m):
 
 def test_the_ops_take_our_kernels(monkeypatch):
     monkeypatch.setenv("MOEFP8_STRICT", "1")
-    for kind in KINDS:
-        routing = routing_of(kind, (5, 0, 130))
+    for layout in LAYOUTS:
+        routing = routing_of(layout, (5, 0, 130))
         made, bounds = on_gpu(operands(routing, 200, 264)), routing.bounds_on("cuda")
         monkeypatch.setattr(room, "_launches", Launches())
         a, b = (made.a, made.a_scale_inv), (made.b, made.b_scale_inv)
         for _ in range(2):
             made.d.fill_(UNTOUCHED)
-            if kind == Kind.MASKED:
+            if layout == GroupLayout.MASKED:
                 m_grouped_fp8_gemm_nt_masked(a, b, made.d, bounds, 50)
-            elif kind == Kind.ROWS:
+            elif layout == GroupLayout.ROWS:
                 m_grouped_fp8_gemm_nt_contiguous(a, b, made.d, bounds)
             else:
                 m_grouped_fp8_gemm_nt_contiguous(a, b, made.d, expert_offsets=bounds)
@@ -306,18 +306,18 @@ def test_the_ops_take_our_kernels(monkeypatch):
             assert len(room._launches.prepared) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_sizes(kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_empty_sizes(layout):
     for counts, n, k in (((0, 0), 5, 9), ((5, 1), 0, 9), ((5, 0, 1), 7, 0), ((0, 0), 0, 0)):
-        routing = routing_of(kind, counts)
+        routing = routing_of(layout, counts)
         launch_and_compare(routing, on_gpu(operands(routing, n, k)))
 
 
 def test_streams_and_threads_run_side_by_side():
     made = []
-    for kind in KINDS:
+    for layout in LAYOUTS:
         for counts in ((5, 0, 9), (300, 20, 0, 700)):
-            routing = routing_of(kind, counts)
+            routing = routing_of(layout, counts)
             made.append((routing, on_gpu(operands(routing, 520, 1040)), torch.cuda.Stream()))
     bounds = [routing.bounds_on("cuda") for routing, *_ in made]
     torch.cuda.synchronize()
@@ -337,17 +337,17 @@ def test_streams_and_threads_run_side_by_side():
 
 
 @NEEDS_TWO_GPUS
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_gpu_than_the_current_one(kind):
-    routing = routing_of(kind, (5, 0, 130))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_gpu_than_the_current_one(layout):
+    routing = routing_of(layout, (5, 0, 130))
     made = on_gpu(operands(routing, 200, 264), "cuda:1")
     launch(routing, made)
     assert torch.equal(made.d, expected_of(routing, made))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_of_sms_changes_no_result(kind):
-    routing = routing_of(kind, (5, 0, 300, 64))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_limit_of_sms_changes_no_result(layout):
+    routing = routing_of(layout, (5, 0, 300, 64))
     made = on_gpu(operands(routing, 1000, 1040))
     try:
         for limit in (1, 8, 131, 10_000, None):
@@ -361,11 +361,11 @@ def test_a_limit_of_sms_changes_no_result(kind):
 SHARED_TOKENS = "two batches, shared rows", "three math groups, shared rows"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHARED_TOKENS)
-def test_a_limit_of_sms_changes_no_result_of_clusters(kind, name, choose):
+def test_a_limit_of_sms_changes_no_result_of_clusters(layout, name, choose):
     choose(sanitizer_cases.GROUPED_FAMILIES[name])
-    routing = routing_of(kind, (5, 0, 300, 64, 700))
+    routing = routing_of(layout, (5, 0, 300, 64, 700))
     made = on_gpu(operands(routing, 1000, 1040))
     try:
         for limit in (2, 3, 131, None):
@@ -375,14 +375,14 @@ def test_a_limit_of_sms_changes_no_result_of_clusters(kind, name, choose):
         kernels.set_num_sms(None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [4, 60, 1000, *SHARED_TOKENS])
-def test_a_programmatic_launch_waits_for_what_it_reads(kind, m, choose):
+def test_a_programmatic_launch_waits_for_what_it_reads(layout, m, choose):
     """It starts when the kernel that quantizes its tokens does, while others are in that memory."""
     if m in SHARED_TOKENS:
         choose(sanitizer_cases.GROUPED_FAMILIES[m])
         m = 1000
-    routing = routing_of(kind, (400, 0, 1300, 10))
+    routing = routing_of(layout, (400, 0, 1300, 10))
     made, bounds = random(routing, 264, 2064), routing.bounds_on("cuda")
     of_group = routing.is_of_group().cuda()
     for _ in range(20):
@@ -391,7 +391,7 @@ def test_a_programmatic_launch_waits_for_what_it_reads(kind, m, choose):
         torch.cuda.synchronize()
         a = quantize_1x128(x)
         late = made._replace(a=a.data, a_scale_inv=a.scale_inv, d=d[0])
-        room.launch_grouped_gemm("op", kind, late, bounds, m, programmatic=True)
+        room.launch_grouped_gemm("op", layout, late, bounds, m, programmatic=True)
         torch.cuda.synchronize()
         launch(routing, late._replace(d=d[1]), bounds, m)
         assert torch.equal(d[0][of_group], d[1][of_group])

@@ -9,10 +9,10 @@ from moefp8 import kernels
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import grouped as grouped_gemm
 from moefp8.kernels.gemm import grouped_launch as room
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.testing import sizes
-from tests.fakes.emulated_gemm import kind_of
+from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
 from tests.kernels import sanitizer as sanitizer_cases
@@ -31,7 +31,7 @@ from tests.kernels.gemm.grouped_cases import (
     routings,
 )
 
-KINDS = tuple(Kind)
+LAYOUTS = tuple(GroupLayout)
 
 
 @settings(max_examples=200)
@@ -62,10 +62,10 @@ def test_every_layout_is_addressed_rightly(
     assert len(gpu.launched) == (d.numel() > 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", GROUPED_PLACES)
-def test_what_tma_can_address_is_not_copied(gpu, kind, place):
-    routing = routing_of(kind, (5, 0, 9))
+def test_what_tma_can_address_is_not_copied(gpu, layout, place):
+    routing = routing_of(layout, (5, 0, 9))
     a, a_scale_inv, b, b_scale_inv, d = operands(routing, 48, 256)
     made, fits = GROUPED_PLACES[place]
     a, b, d = (stacked(made, x) for x in (a, b, d))
@@ -77,7 +77,7 @@ def test_what_tma_can_address_is_not_copied(gpu, kind, place):
     assert made.arguments.weight_scales == b_scale_inv.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("place", "copied"),
     [
@@ -85,8 +85,8 @@ def test_what_tma_can_address_is_not_copied(gpu, kind, place):
         *(("K innermost", True), ("odd", True), ("steps of 2", True)),
     ],
 )
-def test_scales_are_copied_only_if_they_must(gpu, kind, place, copied):
-    routing = routing_of(kind, (5, 0, 9))
+def test_scales_are_copied_only_if_they_must(gpu, layout, place, copied):
+    routing = routing_of(layout, (5, 0, 9))
     a, a_scale_inv, b, b_scale_inv, d = operands(routing, 48, 512)
     a_scale_inv, b_scale_inv = (
         stacked(GROUPED_SCALE_PLACES[place], x) for x in (a_scale_inv, b_scale_inv)
@@ -97,10 +97,10 @@ def test_scales_are_copied_only_if_they_must(gpu, kind, place, copied):
     assert made.arguments.weight_scales == b_scale_inv.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_halves_of_weights_are_taken_where_they_lie(gpu, kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_of_weights_are_taken_where_they_lie(gpu, layout):
     """As of gate_up_proj, whose first rows are the gate's."""
-    routing = routing_of(kind, (3, 0, 20))
+    routing = routing_of(layout, (3, 0, 20))
     a, a_scale_inv, b, b_scale_inv, _ = operands(routing, 512, 384)
     for first in (0, 256):
         weights, blocks = b[:, first : first + 256], b_scale_inv[:, first // 128 :][:, :2]
@@ -113,10 +113,10 @@ def test_halves_of_weights_are_taken_where_they_lie(gpu, kind):
         assert made.arguments.groups.weight_scale_stride == 4 * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stride", [0, 1, 7, 2**50])
-def test_what_one_row_or_one_group_says_of_its_stride_is_void(gpu, kind, stride):
-    routing = routing_of(kind, (1,), 0)
+def test_what_one_row_or_one_group_says_of_its_stride_is_void(gpu, layout, stride):
+    routing = routing_of(layout, (1,), 0)
     made = operands(routing, 8, 112)
     void = (
         x.as_strided(x.shape, [stride if x.shape[i] == 1 else x.stride(i) for i in range(x.ndim)])
@@ -129,11 +129,11 @@ def test_what_one_row_or_one_group_says_of_its_stride_is_void(gpu, kind, stride)
     assert [x.address for x in maps] == [x.data_ptr() for x in tensors]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 5, 130])
-def test_rows_of_no_group_survive_a_copy_of_d(gpu, kind, n):
+def test_rows_of_no_group_survive_a_copy_of_d(gpu, layout, n):
     """Whatever they hold: their bits do."""
-    routing = routing_of(kind, (5, 0, 9), 5)
+    routing = routing_of(layout, (5, 0, 9), 5)
     made = operands(routing, n, 40)
     others = ~routing.is_of_group()
     made.d.copy_(torch.randint(-(2**15), 2**15, made.d.shape).short().view(torch.bfloat16))
@@ -144,9 +144,9 @@ def test_rows_of_no_group_survive_a_copy_of_d(gpu, kind, n):
     assert gpu.launched[0].d_map.address != made.d.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_padded_d_is_not_copied(gpu, kind):
-    routing = routing_of(kind, (5, 0, 9), 5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_padded_d_is_not_copied(gpu, layout):
+    routing = routing_of(layout, (5, 0, 9), 5)
     made = operands(routing, 5, 40)
     d = made.d.new_full((*made.d.shape[:-1], 8), UNTOUCHED)[..., :5]
     launch(routing, made._replace(d=d), d_is_padded=True)
@@ -154,14 +154,14 @@ def test_a_padded_d_is_not_copied(gpu, kind):
     assert gpu.launched[0].d_map.address == d.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
 @pytest.mark.parametrize("limit", [None, 1])
-def test_every_family_is_launched_rightly(kind, name, limit):
+def test_every_family_is_launched_rightly(layout, name, limit):
     config = sanitizer_cases.GROUPED_FAMILIES[name]
     shapes = sanitizer_cases.shapes_of(config)
     for (_, n, k), counts in zip(shapes, sanitizer_cases.COUNTS, strict=True):
-        routing = routing_of(kind, counts)
+        routing = routing_of(layout, counts)
         with emulated(config) as gpu:
             kernels.set_num_sms(limit)
             launch_and_compare(routing, operands(routing, n, k))
@@ -169,52 +169,52 @@ def test_every_family_is_launched_rightly(kind, name, limit):
         assert launched.config == config
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "shared columns"])
-def test_pairs_of_tiles_are_walked_whole_also_the_last(kind, family):
-    routing = routing_of(kind, (300, 0, 1, 65, 8, 64 * 6))
+def test_pairs_of_tiles_are_walked_whole_also_the_last(layout, family):
+    routing = routing_of(layout, (300, 0, 1, 65, 8, 64 * 6))
     with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
         launch_and_compare(routing, operands(routing, 200, 48))
     assert len(gpu.launched) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_expected_m_changes_no_result(gpu, kind):
-    routing = routing_of(kind, (70, 0, 1, 130))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_expected_m_changes_no_result(gpu, layout):
+    routing = routing_of(layout, (70, 0, 1, 130))
     made = operands(routing, 136, 272)
     for expected_m in (1, 2, 8, 16, 33, 64, 65, 128, 200, 1000, 100_000):
         launch_and_compare(routing, made, None, expected_m)
-        limit = 128 if kind == Kind.ROWS else routing.num_tokens
+        limit = 128 if layout == GroupLayout.ROWS else routing.num_tokens
         expected = min(expected_m, limit)
         assert gpu.chosen[-1] == (expected, limit, 4, 136, 272, NUM_SMS)
         launched = gpu.launched[-1]
         guessed = kernels.ceil_div(expected, launched.config.tile[0])
         assert launched.arguments.groups.expected_tiles == guessed
-        assert kind_of(launched) == kind
+        assert layout_of(launched) == layout
         l2_bytes = 128 if expected_m <= 64 else 256
         assert {x.l2_bytes for x in launched.a_maps} == {l2_bytes}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [None, *sanitizer_cases.GROUPED_FAMILIES])
-def test_a_launch_serves_all_routings(kind, family):
+def test_a_launch_serves_all_routings(layout, family):
     """So may a CUDA graph: what the device is told depends on no number in `bounds`."""
     m, config = 384, sanitizer_cases.GROUPED_FAMILIES.get(family)
     routings_of_kind = {
-        Kind.OFFSETS: [
+        GroupLayout.OFFSETS: [
             by_offsets((m, 0, 0)),
             by_offsets((0, 0, m)),
             by_offsets((0, 0, 0), 0, m),
             by_offsets((1, 2, 1), 77, m - 81),
             by_offsets((127, 130, 127)),
         ],
-        Kind.MASKED: [
+        GroupLayout.MASKED: [
             masked((m, 0, 0)),
             masked((m, m, m)),
             masked((0, 0, 0), m),
             masked((1, 2, 200), m - 200),
         ],
-        Kind.ROWS: [
+        GroupLayout.ROWS: [
             by_rows([(1, m)], 3),
             by_rows([(2, 100), (0, 128), (1, 1)], 3, 127),
             by_rows([(-1, m)], 3),
@@ -223,7 +223,7 @@ def test_a_launch_serves_all_routings(kind, family):
     }
     memory = None
     with emulated(config) as gpu:
-        for routing in routings_of_kind[kind]:
+        for routing in routings_of_kind[layout]:
             fresh = (*operands(routing, 200, 144), routing.bounds_on())
             memory = memory or fresh
             for x, y in zip(memory, fresh, strict=True):
@@ -231,24 +231,24 @@ def test_a_launch_serves_all_routings(kind, family):
             *made, bounds = memory
             launch_and_compare(routing, Operands(*made), bounds)
         first, *others = gpu.launched
-        assert len(others) == len(routings_of_kind[kind]) - 1
+        assert len(others) == len(routings_of_kind[layout]) - 1
         assert all(bytes(x.arguments) == bytes(first.arguments) for x in others)
         assert {x.grid for x in others} == {first.grid}
         assert len(room._launches.prepared) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_work_nothing_is_launched(gpu, kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_work_nothing_is_launched(gpu, layout):
     for counts, n, k in (((0, 0), 5, 9), ((5, 1), 0, 9), ((0, 0), 0, 0)):
-        routing = routing_of(kind, counts, 0)
+        routing = routing_of(layout, counts, 0)
         launch(routing, operands(routing, n, k))
     assert gpu.launched == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", GROUPED_PLACES)
-def test_without_k_rows_of_groups_are_zero(gpu, kind, place):
-    routing = routing_of(kind, (3, 0, 130, 1))
+def test_without_k_rows_of_groups_are_zero(gpu, layout, place):
+    routing = routing_of(layout, (3, 0, 130, 1))
     made = operands(routing, 7, 0)
     d = stacked(GROUPED_PLACES[place].make, made.d)
     launch_and_compare(routing, made._replace(d=d))
@@ -306,7 +306,7 @@ def test_sizes_beyond_the_coordinates_are_refused():
     b, b_scale_inv = rows[None, :8], torch.zeros(1, 1, 1)
     huge = Operands(rows, scales.expand(2**31, 1), b, b_scale_inv, d.expand(2**31, 8))
     with pytest.raises(ValueError, match=r"^op: M, N and K must be .* got 2147483648, 8 and 16"):
-        room._plan("op", Kind.OFFSETS, huge, 4, ())
+        room._plan("op", GroupLayout.OFFSETS, huge, 4, ())
 
 
 # ---- The ops' bodies ----
@@ -317,9 +317,9 @@ def test_sizes_beyond_the_coordinates_are_refused():
 def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m):
     made, bounds = operands(routing, n, k), routing.bounds_on()
     with emulated() as gpu, only_groups_are_written(routing, made.d):
-        if routing.kind == Kind.MASKED:
+        if routing.layout == GroupLayout.MASKED:
             grouped_gemm._launch_masked(*made, bounds, expected_m)
-        elif routing.kind == Kind.OFFSETS:
+        elif routing.layout == GroupLayout.OFFSETS:
             grouped_gemm._launch_contiguous(*made, None, bounds)
         else:
             grouped_gemm._launch_contiguous(*made, bounds, None)
@@ -327,9 +327,9 @@ def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m
     if gpu.chosen:
         mean = kernels.ceil_div(routing.num_tokens, routing.num_groups)
         limit, num_segments = routing.num_tokens, routing.num_groups
-        if routing.kind == Kind.MASKED:
+        if routing.layout == GroupLayout.MASKED:
             mean = min(max(expected_m, 1), routing.num_tokens)
-        if routing.kind == Kind.ROWS:  # 128 rows at most are known to be of one group
+        if routing.layout == GroupLayout.ROWS:  # 128 rows at most are known to be of one group
             limit, num_segments = 128, kernels.ceil_div(routing.num_tokens, 128)
         assert gpu.chosen == [(min(mean, limit), limit, num_segments, n, k, NUM_SMS)]
 

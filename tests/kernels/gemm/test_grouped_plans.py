@@ -8,7 +8,7 @@ import torch
 from moefp8 import kernels
 from moefp8.kernels.gemm import grouped_launch as room
 from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm.config import GroupLayout
 from tests.kernels.gemm.cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, flat, stacked
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -20,12 +20,12 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
 )
 
-KINDS = tuple(Kind)
+LAYOUTS = tuple(GroupLayout)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_call_is_one_call_of_the_driver(gpu, kind):
-    routing = routing_of(kind, (5, 0, 9))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_call_is_one_call_of_the_driver(gpu, layout):
+    routing = routing_of(layout, (5, 0, 9))
     made, bounds = operands(routing, 48, 256), routing.bounds_on()
     launch_and_compare(routing, made, bounds)
     num_maps, (prepared,) = len(gpu.maps), room._launches.prepared.values()
@@ -70,13 +70,13 @@ def test_whatever_decides_a_launch_is_in_its_key(gpu, monkeypatch):
     fewer_bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     rows = torch.zeros(6, dtype=torch.int32)
 
-    def call(made=made, bounds=bounds, kind=Kind.OFFSETS, expected_m=4, **options):
-        return lambda: room.launch_grouped_gemm("op", kind, made, bounds, expected_m, **options)
+    def call(made=made, bounds=bounds, layout=GroupLayout.OFFSETS, expected_m=4, **options):
+        return lambda: room.launch_grouped_gemm("op", layout, made, bounds, expected_m, **options)
 
     calls = [
         call(),
         call(expected_m=5),
-        call(kind=Kind.ROWS, bounds=rows),
+        call(layout=GroupLayout.ROWS, bounds=rows),
         call(bounds=bounds.clone()),
         call(d_is_padded=True),
         call(made._replace(a=wide)),

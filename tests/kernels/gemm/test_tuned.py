@@ -1,4 +1,4 @@
-"""Choices that were measured: kept, read back, and taken by the launchers; without a GPU."""
+"""ConfigSource that were measured: kept, read back, and taken by the launchers; without a GPU."""
 
 import json
 import os
@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from moefp8.functional.linear import launch_linear
-from moefp8.kernels.gemm import heuristic as gemm_choice
-from moefp8.kernels.gemm import tuned
-from moefp8.kernels.gemm.config import GemmConfig, Kind, with_most_stages
+from moefp8.kernels.gemm import heuristic, tuned
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.kernels.gemm.launch import set_num_sms
-from moefp8.kernels.gemm.tuned import Choices, Dense, Experts, Table
+from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.kernels.jit import write_beside_kernels
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
@@ -21,7 +20,7 @@ from tests.functional.launched import launch
 from tests.gpu import NUM_SMS
 
 LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
-FLAT = with_most_stages(GemmConfig(64, 128, 0, batches=2))
+FLAT = with_most_stages(GemmConfig(64, 128, 0, num_product_buffers=2))
 WIDE = with_most_stages(GemmConfig(128, 256, 0, parts=2))
 PAIR = (
     with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=True)),
@@ -61,17 +60,17 @@ def test_a_choice_holds_where_it_was_measured_and_between_two_that_agree():
 
 
 def test_choices_are_the_tables_or_the_heuristic_s():
-    choices = Choices(NUM_SMS, NUM_SMS, Table(FOUND))
-    without = Choices(NUM_SMS, NUM_SMS)
-    assert choices.dense(60, *LINEAR) == choices.dense(64, *LINEAR) == FLAT
-    assert choices.dense(160, *LINEAR) == FLAT
+    configs = ConfigSource(NUM_SMS, NUM_SMS, Table(FOUND))
+    without = ConfigSource(NUM_SMS, NUM_SMS)
+    assert configs.dense(60, *LINEAR) == configs.dense(64, *LINEAR) == FLAT
+    assert configs.dense(160, *LINEAR) == FLAT
     for m in (1, 8, 70, 1000):
-        assert choices.dense(m, *LINEAR) == without.dense(m, *LINEAR)
-        assert without.dense(m, *LINEAR) == gemm_choice.choose_config(m, *LINEAR, NUM_SMS)
+        assert configs.dense(m, *LINEAR) == without.dense(m, *LINEAR)
+        assert without.dense(m, *LINEAR) == heuristic.choose_config(m, *LINEAR, NUM_SMS)
     sizes = Sizes(20, 2, 4, 256, 128, masked=False)
-    assert choices.experts(sizes) == PAIR
+    assert configs.experts(sizes) == PAIR
     assert without.experts(sizes) != PAIR
-    assert choices.experts(sizes._replace(masked=True)) != PAIR
+    assert configs.experts(sizes._replace(masked=True)) != PAIR
 
 
 @pytest.mark.usefixtures("table", "workspaces")
@@ -90,7 +89,7 @@ def test_launchers_take_them(gpu, monkeypatch):
         return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
 
     expected = [FLAT.kernel_name("kNone")]
-    expected += [config.kernel_name("kNone", Kind.OFFSETS) for config in PAIR]
+    expected += [config.kernel_name("kNone", GroupLayout.OFFSETS) for config in PAIR]
     assert kernels() == expected
     try:
         set_num_sms(100)  # measured with all of them
@@ -106,17 +105,17 @@ def test_launchers_take_them(gpu, monkeypatch):
         lambda data: data[:-20],
         lambda data: b"[1]",
         lambda data: b'[{"layer": "sparse"}]',
-        lambda data: data.replace(b'"rows": 64', b'"rows": 65'),
-        lambda data: data.replace(b'"rows": 64', b'"height": 64'),
-        lambda data: data.replace(b'"cols": 256', b'"cols": 2048'),
+        lambda data: data.replace(b'"wgmma_m": 64', b'"wgmma_m": 65'),
+        lambda data: data.replace(b'"wgmma_m": 64', b'"height": 64'),
+        lambda data: data.replace(b'"wgmma_n": 256', b'"wgmma_n": 2048'),
         lambda data: data.replace(b'"gate_up": true', b'"gate_up": false'),
         lambda data: data.replace(b'"n": 512', b'"n": 1e999'),
         lambda data: data.replace(b'"parts": 2', b'"parts": 0'),
-        lambda data: data.replace(b'"parts": 2', b'"share": 0'),
+        lambda data: data.replace(b'"parts": 2', b'"multicast": 0'),
         lambda data: data.replace(b'"parts": 2', b'"ctas_per_sm": 0'),
-        lambda data: data.replace(b'"grouped": true', b'"grouped": true, "split": 1000000000000'),
+        lambda data: data.replace(b'"grouped": true', b'"grouped": true, "split_k": 1000000000000'),
         lambda data: data.replace(b'"grouped": true', b'"grouped": 1'),
-        lambda data: data.replace(b'"rows": 64', b'"rows": 64.0'),
+        lambda data: data.replace(b'"wgmma_m": 64', b'"wgmma_m": 64.0'),
     ],
 )
 def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
@@ -203,7 +202,7 @@ def test_what_is_faster_must_be_so_twice(monkeypatch, first, second, expected):
 
 
 def test_what_is_compared_begins_with_the_heuristic_s_choice():
-    base = Choices(NUM_SMS, NUM_SMS)
+    base = ConfigSource(NUM_SMS, NUM_SMS)
     for m in (1, 64, 512, 4096):
         first, *rest = tuning._dense_configs(m, 4096, 7168, base)
         assert first == base.dense(m, 4096, 7168)
@@ -243,17 +242,17 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
     experts = Experts(*layer)
     measured = {1: None, 16: PAIR, 32: PAIR, 64: None, 2000: PAIR}
     table = Table({experts: measured}) if num_sms == 132 else Table()
-    choices = Choices(num_sms, num_sms, table)
+    configs = ConfigSource(num_sms, num_sms, table)
     for masked in (True, False):
         sizes = Sizes(most, layer[1], layer[0], *layer[2:], masked)
-        each = {choices.experts(sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
-        assert choices.all_experts(sizes) == each
+        each = {configs.experts(sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
+        assert configs.all_experts(sizes) == each
 
 
 @pytest.mark.parametrize("num_sms", [1, 132])
 @pytest.mark.parametrize(("h", "i"), [(9, 9), (7168, 2048), (16384, 53248)])
 @pytest.mark.parametrize("most", [1, 200, 20000])
 def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
-    choices = Choices(num_sms, num_sms)
-    each = {choices.gate_up(tokens, h, i) for tokens in range(1, most + 1)}
-    assert choices.all_gate_up(most, h, i) == each
+    configs = ConfigSource(num_sms, num_sms)
+    each = {configs.gate_up(tokens, h, i) for tokens in range(1, most + 1)}
+    assert configs.all_gate_up(most, h, i) == each

@@ -9,8 +9,8 @@ import cuda.pathfinder
 import pytest
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import heuristic as gemm_choice
-from moefp8.kernels.gemm.config import Kind
+from moefp8.kernels.gemm import heuristic
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.elf import code_ranges
 from moefp8.kernels.jit.interleave import interleaved, promotions
@@ -20,12 +20,12 @@ YIELD, REUSE = 1 << 45, 7 << 58
 
 def kernels() -> dict[str, jit.Kernel]:
     """Tokens as rows and as columns; one math warpgroup, two, and three."""
-    dense = {m: gemm_choice.choose_config(m, 4096, 7168, 132) for m in (16, 128, 4096)}
-    gate_up, down = gemm_choice.choose_experts_configs(128, 256, 7168, 2048, 132)
+    dense = {m: heuristic.choose_config(m, 4096, 7168, 132) for m in (16, 128, 4096)}
+    gate_up, down = heuristic.choose_experts_configs(128, 256, 7168, 2048, 132)
     return {
         **{f"dense, {m} tokens": kernel_of(config, None) for m, config in dense.items()},
-        "gate and up": kernel_of(gate_up, None, Kind.OFFSETS),
-        "down": kernel_of(down, None, Kind.OFFSETS),
+        "gate and up": kernel_of(gate_up, None, GroupLayout.OFFSETS),
+        "down": kernel_of(down, None, GroupLayout.OFFSETS),
     }
 
 

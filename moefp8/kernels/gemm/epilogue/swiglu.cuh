@@ -11,7 +11,7 @@
 
 template <class C>
 __device__ void init_magnitudes(Magnitudes<C>& magnitudes) {
-  if constexpr (C::kMeetsPeer) {
+  if constexpr (C::kSharesScaleWithPeer) {
     for (int i = 0; i < 2 * C::kMathGroups; ++i) magnitudes.delivered[i / C::kMathGroups][i % C::kMathGroups].init(1);
   }
 }
@@ -53,18 +53,18 @@ __device__ void swiglu(float (&gate)[kSize], float (&up)[kSize], float limit) {
 __device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
 
 template <class C>
-__device__ void store_scale(const Arguments& args, const Place<C>& place, int token, float scale_inv) {
-  const int num_blocks = ceil_div(args.num_weights, kBlock), block = place.tile * C::kOutputs / kBlock;
-  if (token < place.begin() || token >= place.end()) return;
-  const int64_t row = static_cast<int64_t>(place.matrix) * num_blocks + block;
-  args.activation.scales[row * args.activation.pitch + place.first_token + token] = scale_inv;
+__device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, int token, float scale_inv) {
+  const int num_blocks = ceil_div(args.num_weights, kBlock), block = coord.tile * C::kOutputs / kBlock;
+  if (token < coord.begin() || token >= coord.end()) return;
+  const int64_t row = static_cast<int64_t>(coord.matrix) * num_blocks + block;
+  args.activation.scales[row * args.activation.pitch + coord.first_token + token] = scale_inv;
 }
 
 // Copies tokens from the staging, 16 bytes at a time: only those of the group.
 template <class C, int kThreads>
-__device__ void store_codes(const uint8_t* staging, const Arguments& args, const Place<C>& place, int first, int size,
+__device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first, int size,
                             int thread) {
-  store_rows<C, uint8_t, C::kOutputs, kThreads>(staging, args, place, first, size, place.tile * C::kOutputs, thread);
+  store_rows<C, uint8_t, C::kOutputs, kThreads>(staging, args, coord, first, size, coord.tile * C::kOutputs, thread);
 }
 
 // The larger of this CTA's magnitudes of a row and those of the CTA with the other 64 outputs. The slot of a tile is
@@ -86,8 +86,8 @@ __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles,
 
 // Tokens are rows: a thread has two columns of every eight of two rows.
 template <class C, int kSize>
-__device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
-                              const Place<C>& place, int num_tiles, const Thread<C>& thread) {
+__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
+                              const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
   uint32_t amax[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) amax[i / 2 % 2] = max(amax[i / 2 % 2], magnitude(v[i]));
@@ -97,7 +97,7 @@ __device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const 
     for (int half = 0; half < 2; ++half)
       amax[half] = max(amax[half], __shfl_xor_sync(0xffffffff, amax[half], distance));
   }
-  if constexpr (C::kMeetsPeer) meet_peer(shared, amax, num_tiles, thread);
+  if constexpr (C::kSharesScaleWithPeer) meet_peer(shared, amax, num_tiles, thread);
 
   constexpr int kPitch = C::kOutputs, kUnits = kPitch / 16;
   const Staging staging = output_staging(shared, thread);
@@ -106,8 +106,8 @@ __device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Scale scale(amax[half], false);
-    if (thread.lane % 4 == 0 && place.tile * C::kOutputs % kBlock == 0)
-      store_scale(args, place, thread.row + half * 8, scale.scale_inv);
+    if (thread.lane % 4 == 0 && coord.tile * C::kOutputs % kBlock == 0)
+      store_scale(args, coord, thread.row + half * 8, scale.scale_inv);
     const int y = thread.row % 64 + half * 8;
     uint8_t* row = staging.first + y * kPitch + thread.lane % 4 / 2 * 4 + odd * 8;
 #pragma unroll
@@ -124,11 +124,11 @@ __device__ void activate_rows(const float (&v)[kSize], Shared<C>& shared, const 
   const int first = thread.group * 64;
   fence_for_async();
   named_barrier<kWarpgroup>(1 + thread.group);
-  if (place.begin() > first || first + 64 > place.end()) {
-    store_codes<C, kWarpgroup>(staging.first, args, place, first, 64, thread.index);
+  if (coord.begin() > first || first + 64 > coord.end()) {
+    store_codes<C, kWarpgroup>(staging.first, args, coord, first, 64, thread.index);
   } else if (thread.index == 0) {
     tma_store<C::kDimensions>(d_map, staging.first,
-                              {place.tile * C::kOutputs, place.first_token + first, place.matrix});
+                              {coord.tile * C::kOutputs, coord.first_token + first, coord.matrix});
     tma_store_commit();
   }
 }
@@ -142,12 +142,12 @@ __device__ uint8_t* columns_staging(Shared<C>& shared) {
 
 // Tokens are columns: a thread has two of every eight, for outputs 8 apart.
 template <class C, int kSize>
-__device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
-                                 const Place<C>& place, int num_tiles, const Thread<C>& thread) {
+__device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
+                                 const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
   using Tokens = Columns<C>;
   constexpr int kMine = Tokens::kSize / 4, kThreads = Tokens::kGroups * kWarpgroup, kWarps = Tokens::kGroups * 4;
   constexpr int kAll = 1 + Tokens::kFirstGroup;
-  const int rank = C::kMeetsPeer ? cluster_rank() : 0, slot = C::kMeetsPeer ? num_tiles % 2 : 0;
+  const int rank = C::kSharesScaleWithPeer ? cluster_rank() : 0, slot = C::kSharesScaleWithPeer ? num_tiles % 2 : 0;
   const int group = thread.group - Tokens::kFirstGroup;
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, con
     for (int i = 0; i < kMine; i += 2)
       *reinterpret_cast<uint2*>(mine + i * 4 + thread.col) = {amax[i], amax[i + 1]};
   }
-  if constexpr (C::kMeetsPeer) {
+  if constexpr (C::kSharesScaleWithPeer) {
     auto& delivered = shared.magnitudes.delivered[slot][Tokens::kFirstGroup];
     delivered.arrive_and_expect(thread.index == 0, kWarps * Tokens::kSize * sizeof(uint32_t));
 #pragma unroll
@@ -183,7 +183,7 @@ __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, con
     for (int warp = 0; warp < kBlock / 16; ++warp) amax[i] = max(amax[i], of_warps[warp][token]);
     const Scale scale(amax[i], false);
     if (output == 0 && rank == 0)  // the four lanes that have it
-      store_scale(args, place, Tokens::kFirst + token, scale.scale_inv);
+      store_scale(args, coord, Tokens::kFirst + token, scale.scale_inv);
     const float* of_token = v + i / 2 * 4 + i % 2;
     const uint32_t codes = encode_e4m3(scale.divide(of_token[0]), scale.divide(of_token[2]), 0, 0);
     const int y = token * C::kOutputs, unit = output / 16 ^ y / 128 % (C::kOutputs / 16);
@@ -191,18 +191,18 @@ __device__ void activate_columns(const float (&v)[kSize], Shared<C>& shared, con
     staging[y + unit * 16 + output % 16 + 8] = codes >> 8;
   }
   named_barrier<kThreads>(kAll);
-  store_codes<C, kThreads>(staging, args, place, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
+  store_codes<C, kThreads>(staging, args, coord, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
 }
 
 template <class C>
-__device__ void activate(float (&total)[C::kParts][C::kPartCols / 2], Shared<C>& shared, const TensorMap& d_map,
-                         const Arguments& args, const Place<C>& place, int num_tiles, Thread<C> thread) {
+__device__ void swiglu_epilogue(float (&total)[C::kParts][C::kPartN / 2], Shared<C>& shared, const TensorMap& d_map,
+                         const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
   // No formulas any more, or addresses would be formed ahead of the loop over tiles, which has no registers for them.
   asm volatile("" : "+r"(thread.index), "+r"(thread.lane), "+r"(thread.row), "+r"(thread.warp));
-  constexpr int kSize = C::kParts * C::kPartCols / 4;  // gate's, then up's
+  constexpr int kSize = C::kParts * C::kPartN / 4;  // gate's, then up's
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C::kParts / 2][C::kParts == 1 ? kSize : 0]);
   swiglu(gate, up, args.activation.limit);
-  if constexpr (C::kStacked) activate_columns(gate, shared, args, place, num_tiles, thread);
-  else activate_rows(gate, shared, d_map, args, place, num_tiles, thread);
+  if constexpr (C::kStacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
+  else swiglu_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
 }
