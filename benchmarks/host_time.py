@@ -61,7 +61,9 @@ class _NullLibrary:
     def cuLaunchKernelEx(self, *arguments: object) -> int:
         return 0
 
-    def cuTensorMapEncodeTiled(self, at: int, dtype: int, rank: int, address: int, *_: object) -> int:
+    def cuTensorMapEncodeTiled(
+        self, at: int, dtype: int, rank: int, address: int, *_: object
+    ) -> int:
         ctypes.c_uint64.from_address(at).value = address
         return 0
 
@@ -140,7 +142,10 @@ def main() -> None:
     device = "cuda" if has_gpu else "cpu"
     rows = {}
     with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
-        cases = {"FP8Linear": linear_calls(device, FP8Linear), "GroupedExperts": experts_calls(device)}
+        cases = {
+            "FP8Linear": linear_calls(device, FP8Linear),
+            "GroupedExperts": experts_calls(device),
+        }
         if has_gpu:
             cases["nn.Linear, BF16"] = linear_calls(device, nn.Linear)
         for name, (layers, call) in cases.items():
