@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from model_cases import RELEASE, prompt, states_differ, tensors_of
-from quantize_cases import quantization_of
 from small_checkpoint import small_config
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
+from tests.checkpoint.quantize_cases import quantization_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

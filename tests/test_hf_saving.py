@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from model_cases import states_differ, tensors_of
-from quantize_cases import quantization_of
 from small_checkpoint import small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.hf import FP8Config
+from tests.checkpoint.quantize_cases import quantization_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
-from .config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .errors import CheckpointError, raise_if_any
-from .header import DTYPE_NAMES
-from .names import SCALE_SUFFIX, scale_of_weight
-from .record import Record, recall
-from .slots import Inventory, ModelTensor, Role, Slot, not_dense
-from .target import shard_name, target_of, write_index, write_json
-from .workplace import workplace
+from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
+from .files.header import DTYPE_NAMES
+from .files.names import SCALE_SUFFIX, scale_of_weight
+from .files.target import shard_name, target_of, write_index, write_json
+from .files.workplace import workplace
+from .model.record import Record, recall
+from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
 
 
 def save_checkpoint(

@@ -5,7 +5,7 @@ import argparse
 from .. import ahead
 from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
-from ..checkpoint.layers import Layers
+from ..checkpoint.inspect.layers import Layers
 from ..kernels.jit import cache_state
 from ..layers import GroupedExperts
 

@@ -1,0 +1,136 @@
+"""A move: pieces of the source that become one tensor of the target, or two.
+
+The two are an FP8 weight and its scales. E experts, H hidden, I intermediate.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels import num_blocks
+from ..errors import CheckpointError
+from ..files.header import FP8, TORCH_DTYPES, Entry
+from ..files.names import scale_of_weight
+
+
+@dataclass(frozen=True)
+class Piece:
+    """num_bytes from byte begin on of entry's file; is_transposed: they hold a matrix [K, N]."""
+
+    entry: Entry
+    begin: int
+    num_bytes: int
+    is_transposed: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.entry.dtype]
+
+    def num_rows(self, num_columns: int) -> int:
+        """Of the matrix that it becomes."""
+        return self.num_bytes // max(num_columns * self.dtype.itemsize, 1)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Pieces, one above the other, as the tensor key of this shape.
+
+    One that becomes FP8 is a matrix, or a stack of matrices whose rows are multiples of 128; all
+    of its pieces but the last have such rows. Any other has one piece, which is copied.
+    """
+
+    pieces: tuple[Piece, ...]
+    key: str
+    shape: tuple[int, ...]
+    is_fp8: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """The first, where messages name one."""
+        return self.pieces[0].entry
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(key, dtype, shape) of what it becomes; scales have one number per 128x128 block."""
+        if not self.is_fp8:
+            return [(self.key, self.entry.dtype, self.shape)]
+        *stack, n, k = self.shape
+        scale = (scale_of_weight(self.key), "F32", (*stack, num_blocks(n), num_blocks(k)))
+        return [(self.key, FP8, self.shape), scale]
+
+    def matrix(self) -> tuple[int, int]:
+        """(N, K), of a stack as one matrix above the other."""
+        *stack, n, k = self.shape
+        return math.prod(stack) * n, k
+
+    def num_output_bytes(self) -> int:
+        sizes = ((TORCH_DTYPES[dtype].itemsize, shape) for _, dtype, shape in self.outputs())
+        return sum(itemsize * math.prod(shape) for itemsize, shape in sizes)
+
+
+def whole(entry: Entry, key: str, *, is_fp8: bool) -> Move:
+    """All of entry, as it lies there."""
+    return Move((Piece(entry, entry.begin, entry.num_bytes),), key, entry.shape, is_fp8)
+
+
+def transposed(entry: Entry) -> Move:
+    """A matrix that is stored as [K, N]."""
+    piece = Piece(entry, entry.begin, entry.num_bytes, is_transposed=True)
+    return Move((piece,), entry.key, entry.shape[::-1], is_fp8=True)
+
+
+def apart(entry: Entry) -> Iterator[Move]:
+    """The matrices of `X.experts.gate_up_proj` [E, 2I, H] or `X.experts.down_proj` [E, H, I].
+
+    Two for each expert where gate and up lie above each other, under DeepSeek's names.
+    """
+    if not entry.num_bytes:  # it may claim any number of experts
+        raise CheckpointError(f"{entry}: an empty stack cannot be quantized; skip it")
+    module, _, name = entry.key.rpartition(".")
+    num_experts, num_rows, num_columns = entry.shape
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+    shape = (num_rows // len(names), num_columns)
+    cut = iter(_cut(entry, num_experts * len(names)))
+    for expert in range(num_experts):
+        for name in names:
+            yield Move((next(cut),), f"{module}.{expert}.{name}.weight", shape, is_fp8=True)
+
+
+def fused(gate: Entry, up: Entry, key: str, num_experts: int) -> Move:
+    """[E, 2I, H] of gate and up, each [E * I, H] or [E, I, H]."""
+    pairs = zip(_cut(gate, num_experts), _cut(up, num_experts), strict=True)
+    *rows, num_columns = gate.shape
+    shape = (num_experts, 2 * math.prod(rows) // num_experts, num_columns)
+    return Move(tuple(piece for pair in pairs for piece in pair), key, shape, is_fp8=True)
+
+
+def transposed_stack(down: Entry, key: str, num_experts: int) -> Move:
+    """[E, H, I] of the transposes of its matrices, which are stored as [E * I, H]."""
+    pieces = tuple(_cut(down, num_experts, is_transposed=True))
+    rows, num_columns = down.shape
+    return Move(pieces, key, (num_experts, num_columns, rows // num_experts), is_fp8=True)
+
+
+def _cut(entry: Entry, num_pieces: int, *, is_transposed: bool = False) -> Iterator[Piece]:
+    num_bytes = entry.num_bytes // num_pieces
+    for number in range(num_pieces):
+        yield Piece(entry, entry.begin + number * num_bytes, num_bytes, is_transposed)
+
+
+def in_shards(moves: Iterable[Move], max_bytes: int) -> Iterator[list[Move]]:
+    """Fill one after the other; a weight and its scales are together."""
+    shard: list[Move] = []
+    size = 0
+    for move in moves:
+        num_bytes = move.num_output_bytes()
+        if shard and size + num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(move)
+        size += num_bytes
+    yield shard
