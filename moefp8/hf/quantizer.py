@@ -22,7 +22,7 @@ from ..checkpoint.files.config import FP8_QUANTIZATION, block_problem
 from ..checkpoint.files.header import FP8, Entry
 from ..checkpoint.files.names import Rename, weight_of_scale
 from ..checkpoint.files.reading import open_files
-from ..checkpoint.files.safe_open import check_inside
+from ..checkpoint.files.safe_read import check_inside
 from ..checkpoint.files.source import Source, open_shards
 from ..checkpoint.inspect.fp8 import fp8_modules_of
 from ..checkpoint.load.assign import assign_fp8, widens

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
-from moefp8.checkpoint.quantize import selection, stream
+from moefp8.checkpoint.quantize import select_by_name, stream
 from moefp8.cli.main import main
 from tests.checkpoint import killed_quantize
 from tests.checkpoint.killed_quantize import finished
@@ -149,8 +149,8 @@ def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypat
     """Its shards have the same names, and other tensors in them."""
     target = tmp_path / "t"
     before = interrupt(source, target, monkeypatch)
-    kept = re.compile(rf"{selection._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
-    monkeypatch.setattr(selection, "_KEPT", kept)
+    kept = re.compile(rf"{select_by_name._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
+    monkeypatch.setattr(select_by_name, "_KEPT", kept)
     with pytest.raises(CheckpointError, match="another plan than now"):
         quantize_checkpoint(source, target, **SMALL)
     assert finished(target) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import printable
-from .safe_json import read_object
+from .safe_read import read_object
 
 BLOCK = [128, 128]
 FP8_QUANTIZATION = {
@@ -24,18 +24,18 @@ _DECODER_LAYER = re.compile(
 
 
 def config_path(path: str | os.PathLike[str]) -> Path:
-    """path: a checkpoint directory, or a file beside its config.json."""
+    """Where the config.json lies of a checkpoint directory, or of a file beside it."""
     path = Path(path)
     return (path if path.is_dir() else path.parent) / "config.json"
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of the checkpoint at path (a directory, or a .safetensors file in it)."""
+    """Read the config.json of the checkpoint at path: a directory, or a .safetensors file in it."""
     return read_object(config_path(path))
 
 
 def block_problem(config: dict[str, Any]) -> str | None:
-    """A sentence if config says that scales cover anything but 128x128 blocks, else None.
+    """Say what is wrong if config tells of scales for anything but 128x128 blocks, else None.
 
     Without a quantization_config the shapes of the scales decide; they are checked anyway.
     """
@@ -52,8 +52,10 @@ def block_problem(config: dict[str, Any]) -> str | None:
 
 
 def block_sizes(config: Mapping[str, Any]) -> list[Any]:
-    """What config says, whatever that is; fp8 states weight_block_size, compressed-tensors one
-    block_structure for every group."""
+    """Return the sizes that config states, whatever they are.
+
+    fp8 states weight_block_size, compressed-tensors one block_structure for every group.
+    """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return []
@@ -70,13 +72,13 @@ def block_sizes(config: Mapping[str, Any]) -> list[Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config that tells of the language model; multimodal ones nest it."""
+    """Return the part of config that tells of the language model; multimodal models nest it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
-    """config, saying that there are no MTP layers: models do not hold them, so no save has them."""
+    """Return config without MTP layers: models do not hold them, so no save has them."""
     changed = dict(config)
     if isinstance(config.get("text_config"), dict):
         changed["text_config"] = without_mtp(config["text_config"])
@@ -98,6 +100,6 @@ def is_leftover(config: dict[str, Any], key: str) -> bool:
 
 
 def layer_of(key: str) -> int | None:
-    """3 for `model.layers.3.mlp.gate.weight`; None outside of the decoder."""
+    """Return 3 for `model.layers.3.mlp.gate.weight`, and None outside of the decoder."""
     layer = _DECODER_LAYER.match(key)
     return int(layer[1]) if layer else None

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, quoted
-from .safe_json import check_key, parse_object
-from .safe_open import open_regular
+from ..errors import CheckpointError, failing_as, quoted
+from .safe_read import check_key, open_regular, parse_object
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_DIMENSIONS = 64
@@ -65,10 +64,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file. stamp: the size and time by which a later change is noticed.
+    """One safetensors file. stamp: the size and time by which a later change is noticed.
 
-    entries: those that are whole; named: all keys of the header; problems: a sentence for each
-    entry that is cut short, or lies elsewhere than right behind the one before it.
+    entries: the tensors that are whole; named: all keys of the header; problems: a sentence for
+    each entry that is cut short, or lies elsewhere than right behind the one before it.
     """
 
     path: Path
@@ -83,20 +82,17 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def read_shard(path: Path) -> Shard:
-    """path: a safetensors file. Raises CheckpointError if its header cannot be read."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            status = os.fstat(file.fileno())
-            prefix = file.read(8)
-            num_header = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or num_header > min(_MAX_HEADER_BYTES, status.st_size - 8):
-                raise CheckpointError(
-                    f"{path}: truncated or not safetensors: {status.st_size} bytes cannot hold "
-                    f"a header of {num_header}; fetch the file again"
-                )
-            header = parse_object(file.read(num_header), f"{path}: header")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    """Read the header of a safetensors file. Raises CheckpointError if it cannot be read."""
+    with failing_as(path, "cannot be read"), open(open_regular(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        prefix = file.read(8)
+        num_header = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or num_header > min(_MAX_HEADER_BYTES, status.st_size - 8):
+            raise CheckpointError(
+                f"{path}: truncated or not safetensors: {status.st_size} bytes cannot hold "
+                f"a header of {num_header}; fetch the file again"
+            )
+        header = parse_object(file.read(num_header), f"{path}: header")
     header.pop("__metadata__", None)
     entries = [_entry(path, key, value, 8 + num_header) for key, value in header.items()]
     whole, problems = _whole(path, entries, 8 + num_header, status.st_size)
@@ -131,7 +127,7 @@ def _is_name(dtype: Any) -> bool:
 
 
 def _is_possible(shape: list[int]) -> bool:
-    """Whether PyTorch could have a tensor of it, whose strides it counts as if no size were 0."""
+    """Whether PyTorch could have a tensor of this shape; strides count a size of 0 as 1."""
     num_elements = 1
     for size in shape:
         num_elements *= max(size, 1)
@@ -150,7 +146,7 @@ def _are_sizes(value: Any) -> bool:
 def _whole(
     path: Path, entries: list[Entry], start: int, file_bytes: int
 ) -> tuple[list[Entry], list[str]]:
-    """(Entries that follow one another from start to the end of the file, what others do)."""
+    """Return the entries that follow one another from start on, and a sentence for each other."""
     whole, problems, position = [], [], start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > file_bytes:

@@ -1,6 +1,6 @@
 """One tensor, many spellings: fold the names that model families use into one.
 
-Names in the wild: expert w1/w3/w2 for gate/up/down_proj; weight_scale, scale for
+Families write: expert w1/w3/w2 for gate/up/down_proj; weight_scale, scale for
 weight_scale_inv; block_sparse_moe, ffn for mlp; shared_expert for shared_experts; three homes
 for e_score_correction_bias. Two names are the same tensor if `canonical` makes them equal.
 """
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
 
 
 def canonical(name: str) -> str:
-    """The one spelling of name; DeepSeek-V3's."""
+    """Spell name as DeepSeek-V3 does."""
     if not _ANY_FOLD.search(name):  # most names; a large checkpoint has 100,000
         return name
     for pattern, replacement in _FOLDS:
@@ -47,7 +47,7 @@ def canonical(name: str) -> str:
 
 
 def weight_of_scale(name: str) -> str | None:
-    """`X.weight` for `X.weight_scale_inv` and its like; None if name is not that of a scale."""
+    """Return `X.weight` for `X.weight_scale_inv` and its like, and None for no name of a scale."""
     if match := _SCALE.fullmatch(name):
         return f"{match[1]}weight"
     if match := _FUSED_SCALE.fullmatch(name):
@@ -56,23 +56,23 @@ def weight_of_scale(name: str) -> str | None:
 
 
 def scale_of_weight(name: str) -> str:
-    """`X.weight_scale_inv` for `X.weight`, `X.down_proj_scale_inv` for `X.down_proj`."""
+    """Return `X.weight_scale_inv` for `X.weight`, `X.down_proj_scale_inv` for `X.down_proj`."""
     return name + SCALE_SUFFIX
 
 
 def split_expert(name: str) -> tuple[str, int] | None:
-    """(`X.experts`, 3) for `X.experts.3.gate_proj.weight`; None for other names."""
+    """Return (`X.experts`, 3) for `X.experts.3.gate_proj.weight`, and None for other names."""
     match = _EXPERT.match(name)
     return (match[1], int(match[2])) if match else None
 
 
 def has_odd_number(name: str) -> bool:
-    """Whether an expert or a layer has a number that models do not write so, such as 00 for 0."""
+    """Whether name numbers an expert or a layer as no model does, such as 00 for 0."""
     return _ODD_NUMBER.search(name) is not None
 
 
 def folded(name: str) -> str:
-    """`model.layers.*.mlp.experts.*.gate_proj.weight`: canonical, numbers of modules as stars."""
+    """Spell name canonically, with stars for numbers: `model.layers.*.mlp.gate.weight`."""
     return _NUMBER.sub("*", canonical(name))
 
 
@@ -81,7 +81,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def renamed(key: str, rename: Rename | None) -> str:
-    """The key under the user's own naming."""
+    """Apply the user's own naming to a key."""
     name = rename(key) if rename else key
     if not isinstance(name, str):
         raise CheckpointError(f"{key}: rename must return a str, got {name!r}")

@@ -5,14 +5,15 @@ The pages of an mmap would count as resident memory.
 
 import ctypes
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, failing_as
 from .header import Entry, Shard, stamp_of
-from .safe_open import open_regular
+from .safe_read import open_regular
 
 Files = dict[Path, int]
 
@@ -23,23 +24,30 @@ def open_files(
     shards: dict[Path, Shard],
     outcome: str = "the model is unchanged",
 ) -> Files:
-    """path -> descriptor, closed by stack. Raises CheckpointError if a file has changed.
+    """Return path -> descriptor; stack closes them. Raises CheckpointError if a file has changed.
 
-    outcome: how the error ends, what became of the caller's work.
+    outcome: how the error ends; it says what became of the caller's work.
     """
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
-        try:
+        with failing_as(path, "cannot be read", outcome):
             files[path] = open_regular(path)
             stack.callback(os.close, files[path])
             changed = stamp_of(os.fstat(files[path])) != shards[path].stamp
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); {outcome}"
-            ) from error
         if changed:
             raise CheckpointError(f"{path}: changed since it was opened; {outcome}")
     return files
+
+
+@contextmanager
+def telling(entry: Entry, what: str, outcome: str) -> Iterator[None]:
+    """Turn an error of the block into a CheckpointError that names key and file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, EOFError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{entry}: {what} failed ({error}); {outcome}") from error
 
 
 def read_into(file: int, begin: int, tensor: torch.Tensor) -> None:

@@ -9,17 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError, quoted, raise_if_any
+from ..errors import CheckpointError, failing_as, quoted, raise_if_any
 from .config import config_path
 from .header import Entry, Shard, read_shard
-from .safe_json import check_key, read_object
-from .safe_open import check_inside
+from .safe_read import check_inside, check_key, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_FILES = 10_000  # DeepSeek-V3 has 163
 _MAX_NAME = 1000
-_MAX_DOUBLES = 100  # of a file, that are told one by one
+_MAX_DOUBLES = 100  # keys of one file that are told one by one
 
 _T = TypeVar("_T")
 
@@ -36,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read of a checkpoint. named: all keys that a header or the index tells of.
+    """What can be read of a checkpoint. named: all keys that a header or the index contains.
 
     problems: file -> what is broken there, one sentence each.
     """
@@ -47,17 +46,17 @@ class Scan:
 
 
 def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
-    """path: a directory or a .safetensors file. Raises CheckpointError listing what is broken.
+    """Open a directory or a .safetensors file. Raises CheckpointError listing what is broken.
 
-    outcome: how the error ends, what became of the caller's work.
+    outcome: how the error ends; it says what became of the caller's work.
     """
     return _whole(scan_source(path), outcome)
 
 
 def open_shards(files: Sequence[Path]) -> Source:
-    """The checkpoint of these files, whatever an index says; config.json lies beside the first.
+    """Open the checkpoint of these files, whatever an index says.
 
-    Where their directory is known, `check_inside` has judged them already.
+    config.json lies beside the first. The caller has judged by `check_inside` where links lead.
     """
     path = files[0] if len(files) == 1 else files[0].parent
     return _whole(_scan(path, {}, list(files), None, defaultdict(list)), "no model was made")
@@ -71,17 +70,15 @@ def _whole(scan: Scan, outcome: str) -> Source:
 
 
 def scan_source(path: str | os.PathLike[str]) -> Scan:
-    """As open_source, but goes on with what is whole.
+    """Open a checkpoint as `open_source` does, but go on with what is whole.
 
     Raises CheckpointError if there is nothing at path that could be a checkpoint.
     """
     path = Path(path)
     problems: dict[Path, list[str]] = defaultdict(list)
-    try:
+    with failing_as(path, "cannot be read"):
         home = path if path.is_dir() else None
         return _scan(path, *_locate(path, problems), home, problems)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _scan(
@@ -91,7 +88,7 @@ def _scan(
     home: Path | None,
     problems: dict[Path, list[str]],
 ) -> Scan:
-    """home: where the files must lie, links followed, if they were not named by the user."""
+    """Read what there is. home: where files must lie that the user did not name, links followed."""
     has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
     shards = _read_shards(files, home, problems)
@@ -109,7 +106,7 @@ def _scan(
 def _read_shards(
     files: Iterable[Path], home: Path | None, problems: dict[Path, list[str]]
 ) -> list[Shard]:
-    """Those that can be read, each once, and that lie in home if that is given."""
+    """Read the files that can be read, each once, and that lie in home if that is given."""
     names: dict[tuple[int, int], Path] = {}
 
     def read(file: Path) -> Shard:
@@ -134,7 +131,7 @@ def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]
 
 
 def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any], list[Path]]:
-    """(weight_map of the index, the shard files); weight_map is empty without a readable index."""
+    """Return (weight_map of the index, or {} if it cannot be read, the shard files)."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
@@ -179,7 +176,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Judged by spelling alone: where links lead is looked at when their files are read."""
+    """Judge the name by its spelling; where links lead is looked at when their files are read."""
     if not name or len(name) > _MAX_NAME or not name.isprintable():
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
@@ -203,9 +200,9 @@ def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str
 
 
 def _index_problems(path: Path, weight_map: dict[str, Any], shards: Iterable[Shard]) -> list[str]:
-    """What the index promises and its shards lack; a key that only a shard knows is no problem.
+    """List what the index promises and its shards lack; a key that only a shard knows is fine.
 
-    Of a shard that could not be read, that is all there is to say.
+    A shard that could not be read has been told already, and is left out here.
     """
     named = {shard.path: shard.named for shard in shards}
     names = {name for name in weight_map.values() if isinstance(name, str)}

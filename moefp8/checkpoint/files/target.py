@@ -2,20 +2,23 @@
 
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
-from .safe_open import NO_LINK
+from .safe_read import NO_LINK
 from .source import INDEX_NAME, SINGLE_NAME
+
+T = TypeVar("T")
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """Absolute.
+    """Make path absolute.
 
-    Raises CheckpointError if it can be no name, or is a link or a mount point, which a directory
-    cannot be renamed to.
+    Raises CheckpointError if it can be no name, or is a link or a mount point: a directory cannot
+    be renamed to these.
     """
     try:
         target = Path(os.path.abspath(path))
@@ -36,15 +39,34 @@ def check_free(path: Path) -> None:
         raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
 
 
+def in_shards(
+    items: Iterable[T], num_bytes_of: Callable[[T], int], max_bytes: int
+) -> Iterator[list[T]]:
+    """Fill one shard after the other, in the order of items; there is at least one shard."""
+    shard: list[T] = []
+    size = 0
+    for item in items:
+        num_bytes = num_bytes_of(item)
+        if shard and size + num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(item)
+        size += num_bytes
+    yield shard
+
+
 def shard_name(number: int, num_shards: int) -> str:
-    """number: from 1."""
+    """Name shard `number`, which counts from 1."""
     if num_shards == 1:
         return SINGLE_NAME
     return f"model-{number:05}-of-{num_shards:05}.safetensors"
 
 
 def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> None:
-    """weight_map: key -> shard; num_bytes: of all tensors. One shard needs no index."""
+    """Write the index of weight_map, key -> shard, and num_bytes of all tensors.
+
+    One shard needs no index.
+    """
     if set(weight_map.values()) - {SINGLE_NAME}:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         write_json(directory / INDEX_NAME, index)

@@ -24,10 +24,10 @@ def run_all(
     *,
     serial: bool = False,
 ) -> None:
-    """Call work(its tasks) in each thread; together they are given all, in their order.
+    """Call work(its tasks) in each thread; together they are given all tasks, in their order.
 
-    Raises what work raised, once no thread works any more. name: of the threads. serial: each
-    operation of theirs is of one thread; the number of threads of all others stays as it is.
+    Raises what work raised, once no thread works any more. name: what the threads are called.
+    serial: their PyTorch operations use one thread each; those of other threads stay as they are.
     """
     waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
     for task in tasks:
@@ -59,12 +59,11 @@ def run_all(
 
 
 def _settle(serial: bool) -> None:
-    """What a thread does first, one after the other.
+    """Let a new thread ask PyTorch for its number of threads, one thread after the other.
 
-    A thread's first question for its number of threads makes those of torch anew if a fork has
-    lost them, and of two that ask at once one may find none ("Invalid thread pool"). What it sets
-    is its own and, from then on, that of threads which have not asked yet: for those another
-    thread sets it back.
+    The first question makes PyTorch's threads anew if a fork has lost them, and if two threads ask
+    at once, one may find none ("Invalid thread pool"). The number that a thread sets is its own,
+    and that of threads which have not asked yet: another thread sets it back for those.
     """
     with _setting:
         before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Count what tensors hold, such as scales that are no numbers: few reads, bounded memory.
 
-A batch is up to 4 MiB of one dtype, from anywhere: tests of a thousand small tensors cost as much
-as those of one. A run is what one read fetches of it: bytes of one file, without holes; files
+A batch is up to 4 MiB of one dtype, from anywhere: to test a thousand small tensors costs as much
+as to test one. A run is what one read fetches of it: bytes of one file, without holes, since files
 store the scales of many weights side by side.
 """
 
@@ -15,9 +15,8 @@ import torch
 
 from moefp8.progress import Progress
 
-from ..errors import CheckpointError
 from .header import TORCH_DTYPES, Entry
-from .reading import Files, read_into
+from .reading import Files, read_into, telling
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
@@ -28,12 +27,12 @@ Counts = dict[str, Counter[Entry]]
 
 
 def not_finite(scales: torch.Tensor) -> torch.Tensor:
-    """NaN or infinite; E8M0's code 255 is NaN."""
+    """Find NaN and infinity; E8M0's code 255 is NaN."""
     return ~scales.float().isfinite()
 
 
 def not_power_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """Positive and finite, but not 2**n: E8M0 cannot hold it."""
+    """Find what is positive and finite, but not 2**n: E8M0 cannot hold it."""
     values = scales.float()
     return (torch.frexp(values).mantissa != 0.5) & values.isfinite() & (values > 0)
 
@@ -44,14 +43,14 @@ SCALE_TESTS: Mapping[str, Test] = {
     "negative": lambda scales: scales.float() < 0,
     "no power of two": not_power_of_two,
 }
-WEIGHT_TESTS: Mapping[str, Test] = {  # of E4M3, whose only NaNs are these two codes
+WEIGHT_TESTS: Mapping[str, Test] = {  # 0x7F and 0xFF are the only NaNs of E4M3
     "NaN": lambda weights: weights.view(torch.uint8).bitwise_and(0x7F) == 0x7F,
 }
 
 
 @dataclass
 class _Run:
-    """Bytes [begin, end) of the file of entry, its first; they come to byte `at` of the batch."""
+    """Bytes [begin, end) of a file, which come to byte `at` of the batch. entry: its first one."""
 
     entry: Entry
     begin: int
@@ -80,10 +79,10 @@ class _Batch:
 def count_values(
     entries: Iterable[Entry], files: Files, tests: Mapping[str, Test], bar: Progress | None = None
 ) -> Counts:
-    """How many elements of each entry pass each test; entries without any are left out.
+    """Count the elements of each entry that pass each test; entries without any are left out.
 
-    entries: of known dtypes, in open files. tests: name -> function of a flat tensor of the stored
-    dtype that gives as many bools. bar: advanced by bytes.
+    entries: tensors of known dtypes, in open files. tests: name -> function of a flat tensor of
+    the stored dtype that gives as many bools. bar: it is advanced by bytes.
     Raises CheckpointError if reading fails, naming key and file.
     """
     found: Counts = {name: Counter() for name in tests}
@@ -114,18 +113,14 @@ def _batches(entries: Iterable[Entry]) -> Iterator[_Batch]:
 
 
 def _read(batch: _Batch, files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
-    """All of batch, flat; by threads, for a disk may be far away."""
+    """Read all of batch, flat, by several threads: a disk may be far away."""
     data = torch.empty(batch.num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
 
     def read(runs: list[_Run]) -> None:
         for run in runs:
-            try:
+            with telling(run.entry, "reading", "the model is unchanged"):
                 target = data[run.at : run.at + run.end - run.begin]
                 read_into(files[run.entry.file], run.begin, target)
-            except (OSError, EOFError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"{run.entry}: reading failed ({error}); the model is unchanged"
-                ) from error
 
     for _ in pool.map(read, (batch.runs[i::_NUM_THREADS] for i in range(_NUM_THREADS))):
         pass

@@ -1,8 +1,8 @@
-"""Where a checkpoint grows until it is complete, such that it can go on growing after any death.
+"""A checkpoint grows in a directory beside its target, and another run can finish what one began.
 
-.TARGET.partial/lock           who works here has it locked
-.TARGET.partial/job.json       from what, and with which options
-.TARGET.partial/reports/       of a shard each, written before the shard gets its name
+.TARGET.partial/lock           the process that works here has it locked
+.TARGET.partial/job.json       what is made here: its source and options
+.TARGET.partial/reports/       a report on each shard, written before the shard gets its name
 .TARGET.partial/checkpoint/    becomes TARGET by one rename
 """
 
@@ -19,8 +19,7 @@ from typing import Any
 from ...kernels.jit.cache import require_ours, try_lock
 from ...kernels.jit.once import lock_of_threads_and_forks
 from ..errors import CheckpointError
-from .safe_json import read_object
-from .safe_open import open_regular
+from .safe_read import open_regular, read_object
 from .target import check_free, sync, write_json
 
 _TEMPORARY = ".tmp"
@@ -28,11 +27,11 @@ _CHUNK_BYTES = 4 << 20
 _WAIT = "wait for it, or choose another target"
 
 _guard = lock_of_threads_and_forks()
-_held: set[tuple[int, Path]] = set()  # by process: a forked child holds nothing
+_held: set[tuple[int, Path]] = set()  # with the process: a forked child holds nothing
 
 
 class Workplace:
-    """Beside target. What bears its own name there is whole; temporary files are of dead runs.
+    """The directory beside target. Files with their final names are whole, others are of dead runs.
 
     It is ours alone: whoever else could write there could have us publish what we did not make.
     """
@@ -43,9 +42,9 @@ class Workplace:
         self.content = self.path / "checkpoint"
 
     def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
-        """What `finish` was given for the shard of this name; None if it is to be written.
+        """Return the report of the shard of this name, or None if it must be written (again).
 
-        All of the shard is read, and must be what was written. advance: told the bytes.
+        All of the shard is read, and must be what was written. advance: it is given the bytes.
         """
         try:
             record = read_object(self._report_path(name))
@@ -56,11 +55,11 @@ class Workplace:
         return report if record.get("shard") == found and isinstance(report, dict) else None
 
     def is_finished(self, name: str) -> bool:
-        """Whether there is a report on it, right or not."""
+        """Whether the shard has a report, right or not."""
         return self._report_path(name).exists()
 
     def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Let write make the shard and report on it; whatever it raises, no part of it remains."""
+        """Let write make the shard and report on it; if it raises, no part of the shard remains."""
         temporary = self.content / f"{name}{_TEMPORARY}"
         try:
             report = write(temporary)
@@ -74,7 +73,7 @@ class Workplace:
         return report
 
     def publish(self) -> None:
-        """The content becomes the target."""
+        """Rename the content to the target."""
         for folder, _, names in os.walk(self.content):
             for name in names:
                 sync(Path(folder, name))
@@ -89,7 +88,7 @@ class Workplace:
 
 @contextmanager
 def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
-    """target: absolute; job: what a later run must agree with to go on.
+    """Enter the directory beside target, an absolute path. job: what a later run must agree with.
 
     Raises CheckpointError if another process works there, or one began another job.
     """
@@ -102,7 +101,7 @@ def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
 
 @contextmanager
 def _locked(place: Workplace) -> Iterator[None]:
-    """Against other processes by a file, which death unlocks too; against threads by `_held`."""
+    """Keep out other processes by a file, which death unlocks too, and threads by `_held`."""
     lock, me = place.path / "lock", (os.getpid(), place.path.resolve())
     with _guard:
         if me in _held:
@@ -141,7 +140,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
         _require_folder(folder)
-    for found in place.content.iterdir():  # of a run that died
+    for found in place.content.iterdir():  # a run that died left it
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
         elif found.is_symlink() or not place.is_finished(found.name):
@@ -149,7 +148,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """The check of the folder of compiled kernels: ours, and nobody else may write there."""
+    """Make path, or check that it is ours and nobody else may write there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -167,7 +166,7 @@ def _require_folder(path: Path) -> os.stat_result:
 
 
 def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
-    """By which a file is known again: its size and SHA-256. Raises OSError, CheckpointError."""
+    """Return size and SHA-256, by which a file is known again. Raises OSError, CheckpointError."""
     digest, num_bytes = hashlib.sha256(), 0
     with open(open_regular(path), "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -195,7 +194,7 @@ def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
 
 
 def _publish_json(path: Path, value: dict[str, Any]) -> None:
-    """All of it or nothing."""
+    """Write all of value or nothing."""
     temporary = path.with_name(f"{path.name}{_TEMPORARY}")
     temporary.unlink(missing_ok=True)  # to open a pipe would wait for its reader
     write_json(temporary, value)

@@ -1,4 +1,4 @@
-"""What an inspection has to tell: one anomaly for all tensors that share it.
+"""An anomaly is what an inspection has to tell of all tensors that share it.
 
 Severities: "error" where load_checkpoint would refuse, "note" where it loads as it is.
 """
@@ -15,8 +15,8 @@ _NUM_EXAMPLES = 3
 class Anomaly:
     """rule: what is wrong; kind: the folded name of the tensors, or a file.
 
-    count: of tensors, or of problems in a file; examples: the first few, naming key and file.
-    num_values, of_values: where values are at fault, how many of how many; else 0.
+    count: how many tensors, or problems in a file; examples: the first few, with key and file.
+    num_values, of_values: how many of how many values are at fault; 0 if no values are.
     """
 
     severity: str
@@ -37,7 +37,7 @@ def note(rule: str, kind: str, example: str) -> Anomaly:
 
 
 def fold(anomalies: Iterable[Anomaly]) -> tuple[Anomaly, ...]:
-    """One for each severity, rule and kind, errors first; counts are sums."""
+    """Return one anomaly for each severity, rule and kind, errors first; counts are sums."""
     found: dict[tuple[str, str, str], Anomaly] = {}
     for new in anomalies:
         place = new.severity, new.rule, new.kind

@@ -16,12 +16,12 @@ FUSED_GATE_UP = "gate_up_proj"
 
 @dataclass(frozen=True)
 class Contents:
-    """Of the tensors that can be read.
+    """The tensors of a checkpoint that can be read.
 
     weights: canonical name -> tensor that is no scale; scales: canonical name of a weight -> its
     scale; doubles: tensors whose canonical name another has already; named: canonical names of all
-    keys that headers or the index tell of, whether they can be read or not; kept: the names of
-    weights among them that a load does not leave out, as it does MTP layers and rotary tables.
+    keys that headers or the index contain, readable or not; kept: the names of weights among them
+    that a load takes, which leaves out MTP layers and rotary tables.
     """
 
     scan: Scan
@@ -48,7 +48,7 @@ class Contents:
         return isinstance(quantization, dict) and quantization.get("scale_fmt") == "ue8m0"
 
     def block(self) -> tuple[int, int]:
-        """As config.json says if all of it says one thing that can be meant, else 128 x 128."""
+        """Return the block of config.json if it says one that can be meant, else 128 x 128."""
         found = block_sizes(self.config)
         block = found[0] if found and all(each == found[0] for each in found) else BLOCK
         is_block = isinstance(block, list) and len(block) == 2
@@ -82,9 +82,10 @@ def contents_of(scan: Scan) -> Contents:
 
 @dataclass(frozen=True)
 class Kind:
-    """All tensors whose names differ in numbers alone; num_bytes: with those of their scales.
+    """All tensors whose names differ in numbers alone.
 
-    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once.
+    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once. num_bytes: of tensors and
+    their scales.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Kind:
 
 
 def kinds_of(contents: Contents) -> tuple[Kind, ...]:
-    """Of what a load does not leave out; scales without a weight are a kind of their own."""
+    """Sort what a load takes into kinds; scales without a weight are a kind of their own."""
     groups: dict[str, list[tuple[Entry, Entry | None]]] = {}
     for name, entry in contents.weights.items():
         if not contents.is_left_out(entry):
@@ -127,9 +128,9 @@ def _once(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...] | None:
-    """The shape of the scales of a weight [N, K] or [E, N, K]; None for others.
+    """Return the shape of the scales of a weight [N, K] or [E, N, K]; None for other shapes.
 
-    name: canonical; gate and up in one tensor have whole blocks each.
+    name: it is canonical; gate and up in one tensor have whole blocks each.
     """
     if len(shape) not in (2, 3):
         return None
@@ -140,15 +141,17 @@ def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[
 
 
 def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether gate and up in one tensor have as many scales as one tensor of their rows would,
-    although one block would hold rows of both."""
+    """Whether the scales of gate and up in one tensor do not tell how they are cut.
+
+    They are then as many as for one tensor of all rows, of which one block holds rows of both.
+    """
     if not name.endswith(FUSED_GATE_UP) or len(shape) != 3 or shape[1] % (2 * block[0]) == 0:
         return False
     return grid_of(name, shape, block) == grid_of("", shape, block)
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:
-    """What else than the blocks that were expected the scales of a weight can be, likeliest first.
+    """Yield what the scales of a weight can be if the expected blocks do not fit, likeliest first.
 
     Squares come before other blocks.
     """

@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of, and the sizes of its model: by config.json and by its keys."""
+"""Tell the family of a checkpoint and the sizes of its model by config.json and by its keys."""
 
 import re
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ _NAMINGS = (
 
 @dataclass(frozen=True)
 class Family:
-    """Numbers that nothing tells are None.
+    """A number is None if nothing tells it.
 
     model_type, architectures, hidden_size, top_k: as in config.json. naming: how tensors are
-    called. intermediate_size: of dense layers; moe_intermediate_size: I of experts.
+    called. intermediate_size: that of dense layers; moe_intermediate_size: I of experts.
     quantization: what config.json says of it, in words.
     """
 
@@ -42,7 +42,7 @@ class Family:
 
 
 def family_of(contents: Contents) -> Family:
-    """What config.json does not tell is taken from the names and shapes of tensors."""
+    """Take what config.json does not tell from the names and shapes of tensors."""
     config = contents.config
     model_type, architectures = config.get("model_type"), config.get("architectures")
     layers = {n for name in contents.weights if (n := layer_of(name)) is not None}
@@ -68,7 +68,7 @@ def _namings(contents: Contents) -> Iterator[str]:
 
 
 def _expert_sizes(contents: Contents) -> tuple[int | None, int | None]:
-    """(H, I) of the first down projection of an expert; None and None without."""
+    """Return (H, I) of the first down projection of an expert, or None and None without one."""
     for name, entry in contents.weights.items():
         if re.search(r"\.experts\.(?:\d+\.down_proj\.weight|down_proj)$", name):
             *_, hidden_size, intermediate_size = (None, None, *entry.shape)

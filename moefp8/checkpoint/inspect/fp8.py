@@ -1,4 +1,4 @@
-"""Which modules a checkpoint stores in FP8; told by its scales, never by lists in its config."""
+"""Tell which modules a checkpoint stores in FP8, by its scales, never by lists in its config."""
 
 import os
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def fp8_modules(
     ignore: Iterable[str] = (),
     rename: Rename | None = None,
 ) -> list[str]:
-    """Names of the modules whose weights have a scale, for `convert(model, only=...)`.
+    """List the modules whose weights have a scale, for `convert(model, only=...)`.
 
     With model, the names are the model's own where families spell them differently (a
     checkpoint's `block_sparse_moe.experts` may be a model's `mlp.experts`); without, the
@@ -40,7 +40,7 @@ def fp8_modules_of(
     ignore: Iterable[str] = (),
     rename: Rename | None = None,
 ) -> list[str]:
-    """`fp8_modules` of a checkpoint that is open."""
+    """List the modules as `fp8_modules` does, of a checkpoint that is open."""
     weights = scaled_weights(source, ignore, rename)
     inventory = Inventory(model)
     modules: dict[str, None] = {}
@@ -54,7 +54,7 @@ def fp8_modules_of(
 
 
 def _experts_to_be(model: nn.Module, weight: str) -> str | None:
-    """Experts with weights of other names and shapes, which `convert` makes of this name."""
+    """Return the experts whose weights `convert` will give this name; they have others now."""
     name, _, leaf = weight.rpartition(".")
     module = dict(model.named_modules()).get(name)
     if module is None or leaf not in GroupedExperts.fp8_names:
@@ -65,7 +65,7 @@ def _experts_to_be(model: nn.Module, weight: str) -> str | None:
 def scaled_weights(
     source: Source, ignore: Iterable[str] = (), rename: Rename | None = None
 ) -> dict[str, str]:
-    """Checkpoint key -> model name of every weight beside which there is a scale."""
+    """Return checkpoint key -> model name for every weight beside which there is a scale."""
     names = {
         renamed(key, rename): key
         for key in kept_entries(source, ignore)

@@ -1,4 +1,4 @@
-"""What headers and config.json say that a load refuses, or that is worth knowing."""
+"""Find what a load refuses, or what is worth knowing, in headers and config.json."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _PACKED_NAME = re.compile(r"(?:^|[._])(?:weight|weight_packed|blocks|qweight|\w+
 
 
 def check_headers(contents: Contents) -> Iterator[Anomaly]:
-    """Everything that needs no tensor's bytes."""
+    """Check everything that needs no tensor's bytes."""
     for check in _CHECKS:
         yield from check(contents)
 
@@ -106,7 +106,7 @@ def _grids(contents: Contents) -> Iterator[Anomaly]:
 
 
 def _lists(contents: Contents) -> Iterator[Anomaly]:
-    """config.json's lists of what is not quantized drift; loaders go by scales."""
+    """Compare config.json's lists of what is not quantized, which drift; loaders go by scales."""
     names = _not_converted(contents)
     if not names:
         return
@@ -145,12 +145,19 @@ def _not_converted(contents: Contents) -> list[str]:
 
 
 def _of(contents: Contents, entry: Entry, rule: str, example: str) -> Anomaly:
-    """An error, or a note if a load leaves entry out."""
+    """Make an error, or a note if a load leaves entry out."""
     make = note if contents.is_left_out(entry) else error
     return make(rule, folded(entry.key), example)
 
 
 _CHECKS: tuple[Callable[[Contents], Iterator[Anomaly]], ...] = (
-    *(_files, _numbers, _config, _dtypes, _pairs, _grids),
-    *(missing_experts, missing_layers, _lists),
+    _files,
+    _numbers,
+    _config,
+    _dtypes,
+    _pairs,
+    _grids,
+    missing_experts,
+    missing_layers,
+    _lists,
 )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what is wrong with it, told without a model."""
+"""Tell what a checkpoint holds and what is wrong with it, without a model."""
 
 import math
 import os
@@ -21,13 +21,13 @@ from .contents import Contents, Kind, contents_of, kinds_of
 from .family import Family, family_of
 from .header_checks import check_headers
 
-_REFUSED = "not finite"  # of SCALE_TESTS; what the others find is loaded as it is
+_REFUSED = "not finite"  # what the other SCALE_TESTS find is loaded as it is
 _POWERS = "no power of two"
 
 
 @dataclass(frozen=True)
 class Amount:
-    """So many tensors of one dtype, in one file, or left out together."""
+    """The number of tensors of one dtype, in one file, or left out together."""
 
     name: str
     count: int
@@ -36,9 +36,9 @@ class Amount:
 
 @dataclass(frozen=True)
 class Inspection:
-    """path: of the checkpoint; dtypes, files, left_out: what there is of each.
+    """path: what the user gave; dtypes, files, left_out: what there is of each.
 
-    left_out: what a load leaves out by itself, such as MTP layers; kinds are of all else.
+    left_out: what a load leaves out by itself, such as MTP layers; kinds hold all else.
     anomalies: errors first.
     """
 
@@ -86,7 +86,7 @@ def inspect_checkpoint(
 
 
 def _amounts(named: Iterable[tuple[str, Entry]]) -> tuple[Amount, ...]:
-    """Sorted by name."""
+    """Sum up entries by name, in the order of names."""
     groups: dict[str, list[Entry]] = {}
     for name, entry in named:
         groups.setdefault(name, []).append(entry)
@@ -97,7 +97,7 @@ def _amounts(named: Iterable[tuple[str, Entry]]) -> tuple[Amount, ...]:
 
 
 def _layer_name(key: str) -> str:
-    """`model.layers.61.*`, `mtp.*`: all of a layer that is left out; tables that are in each."""
+    """Name the layer of a key that is left out, `model.layers.61.*` or `mtp.*`, or its table."""
     if key.endswith("rotary_emb.inv_freq"):
         return folded(key)
     parts = key.split(".")
@@ -106,7 +106,7 @@ def _layer_name(key: str) -> str:
 
 
 def _check_values(contents: Contents, weights: bool, progress: bool | None) -> Iterator[Anomaly]:
-    """File by file, so that a file that cannot be read hides nothing of the others."""
+    """Check file by file, so that a file that cannot be read hides nothing of the others."""
     scales = [entry for entry in contents.scales.values() if entry.dtype in SCALE_DTYPES]
     tests = dict(SCALE_TESTS)
     if not contents.has_power_of_two_scales():
@@ -145,7 +145,9 @@ def _check(
 def _told(
     rule: str, kinds: Mapping[Entry, tuple[str, bool]], counts: Mapping[Entry, int], refused: bool
 ) -> Iterator[Anomaly]:
-    """One for each tensor of a kind of which one is in counts: of_values is of the whole kind.
+    """Yield an anomaly for each tensor of a kind of which one is in counts.
+
+    All are yielded, so that of_values, when they are folded, counts the whole kind.
 
     kinds: tensor -> folded name, and whether a load leaves it out.
     """

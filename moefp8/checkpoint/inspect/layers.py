@@ -1,4 +1,4 @@
-"""The FP8 layers of a checkpoint, without weights: modules of the same sizes, told by headers."""
+"""Make modules of the sizes of a checkpoint's FP8 layers, without weights, from headers alone."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _BIASES = "BF16", "F16", "F32"
 
 
 class Layers(nn.ModuleList):
-    """One module of each kind and size, on the meta device.
+    """One module of each class and size, on the meta device.
 
     names: what the checkpoint calls the first one of each.
     """
@@ -32,10 +32,10 @@ class Layers(nn.ModuleList):
 
 
 def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers:
-    """Read headers and config.json alone.
+    """Make one module of each class and size in FP8; only headers and config.json are read.
 
     path: as in load_checkpoint. top_k: experts of a token; None: as config.json says.
-    Routers are there if that is known. Raises CheckpointError, naming keys; ValueError for a top_k
+    There are routers if top_k is known. Raises CheckpointError, naming keys; ValueError for a top_k
     that is not 1 to the number of experts.
     """
     source = open_source(path)
@@ -71,7 +71,7 @@ def _check_top_k(top_k: int | None, experts: Mapping[tuple[int, int, int], Entry
 
 
 def _made(entry: Entry, kind: Callable[..., nn.Module], *sizes: int, **options: Any) -> nn.Module:
-    """Takes no memory, but PyTorch counts the bytes: there may be more than it can."""
+    """Make a module, which takes no memory; PyTorch refuses more bytes than it can count."""
     try:
         return kind(*sizes, device="meta", **options)
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
@@ -81,7 +81,7 @@ def _made(entry: Entry, kind: Callable[..., nn.Module], *sizes: int, **options: 
 
 
 def _router(source: Source, entry: Entry, of: tuple[int, int, int], top_k: int) -> nn.Module:
-    """It scores by the sigmoid where a bias corrects its choice, or where config.json says so."""
+    """Make a router; it scores by the sigmoid if a bias corrects it, or config.json says so."""
     corrected = any(key.endswith("e_score_correction_bias") for key in source.entries)
     told = text_config(source.config).get("scoring_func") == "sigmoid"
     scoring: Any = "sigmoid" if corrected or told else "softmax"
@@ -91,7 +91,7 @@ def _router(source: Source, entry: Entry, of: tuple[int, int, int], top_k: int) 
 
 
 def _linears(source: Source, names: Mapping[str, str]) -> dict[tuple[int, int, str | None], Entry]:
-    """(N, K, dtype of the bias) of weights that are no expert's -> the first one."""
+    """Return (N, K, dtype of the bias) -> the first such weight that is no expert's."""
     found: dict[tuple[int, int, str | None], Entry] = {}
     for key, name in names.items():
         entry = source.entries[key]
@@ -106,7 +106,7 @@ def _linears(source: Source, names: Mapping[str, str]) -> dict[tuple[int, int, s
 
 
 def _shared(source: Source, names: Mapping[str, str]) -> dict[tuple[int, int], Entry]:
-    """(H, I) of experts that every token takes -> the first down projection of it."""
+    """Return (H, I) of shared experts -> the first such down projection."""
     found: dict[tuple[int, int], Entry] = {}
     for key, name in names.items():
         if name.endswith(".shared_experts.down_proj.weight"):
@@ -115,7 +115,7 @@ def _shared(source: Source, names: Mapping[str, str]) -> dict[tuple[int, int], E
 
 
 def _experts(source: Source, names: Mapping[str, str]) -> dict[tuple[int, int, int], Entry]:
-    """(E, H, I) of routed experts, stored one by one or fused -> a down projection of it."""
+    """Return (E, H, I) of routed experts, one by one or fused -> one of their down projections."""
     numbers: dict[str, int] = {}
     downs: dict[str, Entry] = {}
     fused = []

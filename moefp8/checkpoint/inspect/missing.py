@@ -1,6 +1,6 @@
-"""Which layers and experts a checkpoint should have, by its config.json and by its other layers.
+"""Find layers and experts that are missing, by config.json and by the other layers.
 
-Names of tensors that cannot be read count as there: that their file is broken is told anyway.
+A tensor that cannot be read counts as there, since its file is told as broken.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from .anomalies import Anomaly, error
 from .contents import Contents
 
 EXPERTS_NAMES = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
-_ZERO_EXPERTS = ("zero_expert_num",)  # that give what they get; a stack may hold rows for them
+_ZERO_EXPERTS = ("zero_expert_num",)  # these return their input; a stack may hold rows for them
 _NUM_EXAMPLES = 3
 _FUSED = ".experts.down_proj"
 
@@ -21,13 +21,13 @@ Numbers = dict[str, dict[str, set[int]]]
 
 
 def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """The first of these numbers that config.json tells."""
+    """Return the first of these numbers that config.json has."""
     values = (text_config(config).get(name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def expert_numbers(contents: Contents) -> Numbers:
-    """`X.experts` -> `gate_proj.weight` -> the numbers of experts that have it; no scales."""
+    """Return `X.experts` -> `gate_proj.weight` -> the numbers of experts that have it."""
     numbers: Numbers = {}
     for name in contents.kept:
         if expert := split_expert(name):
@@ -38,7 +38,7 @@ def expert_numbers(contents: Contents) -> Numbers:
 
 
 def num_experts_of(contents: Contents, numbers: Numbers) -> int | None:
-    """As config.json tells, else one more than the largest number, or as many as are fused."""
+    """Return E of config.json, else one more than the largest number, or as many as are fused."""
     found = [n + 1 for leaves in numbers.values() for some in leaves.values() for n in some]
     fused = [x.shape[0] for name, x in contents.weights.items() if _is_fused(name, x.shape)]
     return told(contents.config, EXPERTS_NAMES) or max([*found, *fused], default=None)
@@ -65,13 +65,13 @@ def missing_experts(contents: Contents) -> Iterator[Anomaly]:
 
 
 def _num_kinds(contents: Contents) -> int:
-    """Of experts that are numbered on: ERNIE 4.5 VL has as many again for images, of another I."""
+    """Count the sorts of experts: ERNIE 4.5 VL numbers on to as many again for images."""
     sizes = text_config(contents.config).get("moe_intermediate_size")
     return len(sizes) if isinstance(sizes, list) and sizes else 1
 
 
 def _of_single_layers(contents: Contents) -> Iterator[int]:
-    """Numbers of experts that config.json tells of one layer: Dots 3 has more in later ones."""
+    """Yield E that config.json gives for single layers: Dots 3 has more in later ones."""
     layers = text_config(contents.config).get("per_layer_config")
     for layer in layers.values() if isinstance(layers, dict) else ():
         if isinstance(layer, dict) and (number := told(layer, EXPERTS_NAMES)):
@@ -79,7 +79,7 @@ def _of_single_layers(contents: Contents) -> Iterator[int]:
 
 
 def _misfits(contents: Contents, allowed: set[int], numbers: Numbers) -> Iterator[Anomaly]:
-    """Fused experts of another number; routers that have no experts at all."""
+    """Find fused experts of another number, and routers that have no experts at all."""
     named = (name for name in (*numbers, *contents.named) if ".mlp." in name)
     experts = (name for name in named if ".experts." in f"{name}.")
     with_experts = {name.partition(".mlp.")[0] + ".mlp" for name in experts}

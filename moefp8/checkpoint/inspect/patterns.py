@@ -1,7 +1,7 @@
-"""Lists of module names that a config.json brings, with `re:...` among them, matched in short time.
+"""Match lists of module names that a config.json brings, `re:...` among them, in short time.
 
-A regular expression can take for ever, as `(a+)+$` does. What is taken here has few repeats and
-none of a group, so that it takes less than a second at worst; lists without end meet a deadline.
+A regular expression such as `(a+)+$` can take for ever. An expression is used here if it has few
+repeats and none of a group, and so takes less than a second; endless lists meet a deadline.
 """
 
 import re
@@ -16,11 +16,11 @@ _MAX_MODULE = 128
 _DEADLINE_S = 5.0
 _LAST = re.compile(r"(?<!\\)\.\*\$?$")
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[:=!]|\(\?|\)[*+?{]|.", re.DOTALL)
-_NESTED = re.compile(r"\[\^?\[|\[.*(?:--|&&|~~|\|\|)", re.DOTALL)  # of which Python warns
+_NESTED = re.compile(r"\[\^?\[|\[.*(?:--|&&|~~|\|\|)", re.DOTALL)  # Python warns of these
 
 
 class Modules:
-    """names: as they are, or parts of names between dots; compressed-tensors has `re:...` too."""
+    """names: whole names, or parts of names between dots; compressed-tensors has `re:...` too."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.bad: dict[str, str] = {}  # `re:...` -> why it is not looked for
@@ -38,7 +38,7 @@ class Modules:
                 self._patterns.append(re.compile(name[3:]))
 
     def __contains__(self, module: str) -> bool:
-        """No list has a name of more than 128 characters. Raises TimeoutError after 5 s in all."""
+        """Whether module is listed. Raises TimeoutError after 5 s in all."""
         if len(module) > _MAX_MODULE:
             return False
         return self._has_part(module) or any(self._matches(x, module) for x in self._patterns)
@@ -60,7 +60,7 @@ class Modules:
 
 
 def _problem(pattern: str) -> str | None:
-    """Why pattern is not tried."""
+    """Say why pattern is not tried, or return None."""
     if len(pattern) > _MAX_LENGTH:
         return f"it must have at most {_MAX_LENGTH} characters"
     tokens = _TOKENS.findall(_LAST.sub("", pattern))

@@ -1,6 +1,7 @@
-"""Match a checkpoint to a model, from headers alone; nothing here reads or writes a tensor.
+"""Assign the tensors of a checkpoint to places of a model, from headers alone.
 
-A copy is one entry of the checkpoint and the slot of the model that it fills.
+Nothing here reads or writes a tensor. A copy is one entry of the checkpoint and the slot of the
+model that it fills.
 """
 
 from collections.abc import Container, Iterable
@@ -29,7 +30,7 @@ class Copy:
 
 @dataclass
 class Assignment:
-    """copies: all that is to be read here; twins: second entries of tied tensors, to be compared.
+    """copies: what is to be read here; twins: pairs of entries for one tied tensor, to be compared.
 
     ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
     widened: 16-bit correction biases that the checkpoint holds in FP32.
@@ -45,7 +46,10 @@ class Assignment:
 def assign(
     source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
 ) -> Assignment:
-    """Raises CheckpointError listing every key that is missing, extra or does not fit."""
+    """Assign all of source, except what ignore names, to all of a model.
+
+    Raises CheckpointError listing every key that is missing, extra or does not fit.
+    """
     matcher = _Matcher(source, inventory, rename)
     kept = kept_entries(source, ignore)
     matcher.assignment.ignored += [key for key in source.entries if key not in kept]
@@ -57,10 +61,10 @@ def assign(
 
 
 def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
-    """The assignment of the model's FP8 weights and their scales alone.
+    """Assign the model's FP8 weights and their scales alone.
 
-    Raises CheckpointError unless each has its key, and that fits. Other tensors are not looked
-    at, nor keys for which the model has no place.
+    Raises CheckpointError unless each has a key that fits. Other tensors are not looked at, nor are
+    keys for which the model has no place.
     """
     matcher = _Matcher(source, inventory, rename)
     matcher.problems.clear()  # what only a loader of whole models minds
@@ -71,7 +75,7 @@ def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> A
 
 
 class _Matcher:
-    """Fills an assignment and collects problems. taken: part -> the entry that fills it."""
+    """It fills an assignment and collects problems. taken: part -> the entry that fills it."""
 
     def __init__(self, source: Source, inventory: Inventory, rename: Rename | None) -> None:
         self.source, self.inventory, self.rename = source, inventory, rename
@@ -168,7 +172,7 @@ class _Matcher:
         return None
 
     def _why(self, entry: Entry, slot: Slot) -> str:
-        """What to add if scales are those of gate and up as one tensor of 2I rows."""
+        """Explain scales of gate and up as one tensor of 2I rows; "" for other scales."""
         weight_name = slot.name.removesuffix(SCALE_SUFFIX)
         if not (slot.role is Role.SCALE and weight_name.endswith("gate_up_proj")):
             return ""
@@ -181,7 +185,7 @@ class _Matcher:
         )
 
     def _told_at_weight(self, name: str) -> bool:
-        """Whether name is the scale of an FP8 weight whose slot takes no FP8: reported there."""
+        """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
         weight = weight_of_scale(name)
         if weight is None or canonical(weight) not in self.fp8:
             return False

@@ -23,7 +23,7 @@ from .read import check_twins, read_copies
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did. ignored: keys of the checkpoint that were left out."""
+    """What one load did. ignored: the keys of the checkpoint that were left out."""
 
     num_tensors: int
     num_bytes: int
@@ -80,7 +80,7 @@ def load_checkpoint(
 
 
 def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
-    """One scale that is no number makes a token's whole output NaN, layers later."""
+    """Raise CheckpointError for NaN and infinity: one such scale makes a token's output NaN."""
     scales = [copy.entry for copy in assignment.copies if copy.slot.role is Role.SCALE]
     found = count_values(scales, files, {"not finite": not_finite})["not finite"]
     raise_if_any(
@@ -96,7 +96,7 @@ def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
 
 @torch.inference_mode(False)  # parameters outlive the mode in which they are loaded
 def _materialise(assignment: Assignment, device: torch.device) -> None:
-    """Give memory to meta tensors, and FP32 to widened ones; all or none."""
+    """Give memory to meta tensors, and FP32 to widened ones; to all of them or to none."""
     made: dict[ModelTensor, torch.Tensor] = {}
     for owner in [copy.slot.owner for copy in assignment.copies]:
         old = owner.tensor

@@ -1,7 +1,6 @@
-"""Read tensors from files into a model: positioned reads, a few threads, no second copy.
+"""Read tensors from files into a model, by positioned reads in a few threads.
 
-What can land in the module's own storage does, other tasks pass through `staging`. No mmap: its
-pages would count as resident memory.
+Bytes land in the module's own storage where they can; other tasks pass through `staging`.
 """
 
 import os
@@ -14,7 +13,7 @@ from moefp8.progress import Progress
 
 from ..errors import CheckpointError
 from ..files.header import Entry
-from ..files.reading import Files
+from ..files.reading import Files, telling
 from ..files.thread_pool import run_all
 from .assign import Copy
 from .staging import Staging
@@ -24,13 +23,14 @@ _NUM_THREADS = 4
 
 
 def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
-    """Two entries for one tied tensor must hold the same bytes."""
+    """Raise CheckpointError unless two entries for one tied tensor hold the same bytes."""
     for first, second in twins:
         for offset in range(0, first.num_bytes, DIRECT_BYTES):
             num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
-            chunks = [
-                _pread(entry, files, num_bytes, entry.begin + offset) for entry in (first, second)
-            ]
+            chunks = []
+            for entry in (first, second):
+                with telling(entry, "reading", "the model is unchanged"):
+                    chunks.append(os.pread(files[entry.file], num_bytes, entry.begin + offset))
             if chunks[0] != chunks[1] or len(chunks[0]) != num_bytes:
                 raise CheckpointError(
                     f"{second}: differs from {first}, but the model ties the two; ignore one of "
@@ -38,17 +38,8 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
                 )
 
 
-def _pread(entry: Entry, files: Files, num_bytes: int, begin: int) -> bytes:
-    try:
-        return os.pread(files[entry.file], num_bytes, begin)
-    except OSError as error:
-        raise CheckpointError(
-            f"{entry}: reading failed ({error}); the model is unchanged"
-        ) from error
-
-
 def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
-    """Fill every slot; returns bytes. Raises CheckpointError naming key and file at fault."""
+    """Fill every slot and return the bytes. Raises CheckpointError naming key and file at fault."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
     tasks = [task for copy in copies for task in tasks_of(copy)]
     total = sum(task.num_bytes for task in tasks)
@@ -60,7 +51,7 @@ def read_copies(copies: list[Copy], files: Files, progress: bool | None) -> int:
 
 @torch.inference_mode()  # else tensors made in inference mode could not be written to
 def _prepare(copies: list[Copy]) -> None:
-    """Zero what stands for other ranks, and wait until nothing else writes to the model."""
+    """Zero the places of other ranks' entries, and wait until nothing else writes to the model."""
     owners = dict.fromkeys(copy.slot.owner for copy in copies)
     for owner in owners:
         owner.clear_padding()
@@ -70,7 +61,7 @@ def _prepare(copies: list[Copy]) -> None:
 
 
 def _work(files: Files, bar: Progress, tasks: Iterator[Task]) -> None:
-    """What one thread does."""
+    """Run tasks in one thread."""
     where = "loading"
     try:
         with Staging() as staging:

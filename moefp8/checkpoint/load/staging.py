@@ -1,6 +1,6 @@
-"""The memory of one thread that loads: what a file cannot be read straight into passes through it.
+"""Each thread that loads has memory for tensors that a file cannot be read straight into.
 
-To a GPU: file -> pinned buffer -> target, by copies on a stream of the thread's own. Two buffers
+Bytes reach a GPU through a pinned buffer, by copies on a stream of the thread's own. Two buffers
 take turns, so that the next is read while the last is copied. What has gaps or another dtype is
 read into plain memory first, and packed or cast by the CPU.
 """
@@ -18,20 +18,20 @@ _NUM_BUFFERS = 2
 
 
 class Queue(Protocol):
-    """Copies to one device, which go on while the caller does."""
+    """It copies to one device while the caller goes on."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] that copies may read from."""
+        """Return uint8 [num_bytes] that copies may read from."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-        """Begin a copy; what is returned waits until it is over."""
+        """Begin a copy and return a function that waits until it is over."""
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all copies."""
 
 
 class CudaQueue:
-    """Copies from pinned memory, on a stream of their own. device: with its index."""
+    """It copies from pinned memory, on a stream of its own. device: it must have an index."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -56,9 +56,9 @@ def _cuda_queue(device: torch.device) -> Queue | None:
 
 
 class Staging:
-    """Context manager: on its way out, also by an error, all copies are over.
+    """A context manager: when it ends, also by an error, all copies are over.
 
-    new_queue: makes that of a device when it is first needed; None: the CPU writes there itself.
+    new_queue: it makes the queue of a device, or None where the CPU writes there itself.
     """
 
     def __init__(self, new_queue: Callable[[torch.device], Queue | None] = _cuda_queue) -> None:
@@ -96,8 +96,8 @@ class Staging:
             task.target.copy_(self._read(task, file))
 
     def _read(self, task: Task, file: int) -> torch.Tensor:
-        """The values of a task, in plain memory that the next one takes over."""
-        if self._plain.numel() < task.num_bytes:  # of a plain task, more than STAGED_BYTES
+        """Return the values of a task, in plain memory that the next one takes over."""
+        if self._plain.numel() < task.num_bytes:  # a plain task has more than STAGED_BYTES
             self._plain = torch.empty(max(STAGED_BYTES, task.num_bytes), dtype=torch.uint8)
         read_into(file, task.begin, self._plain[: task.num_bytes])
         return task.view(self._plain)
@@ -112,7 +112,7 @@ class Staging:
         self._waits[self._turn] = queue.copy(target, values)
 
     def _next_buffer(self, queue: Queue) -> torch.Tensor:
-        """The one that was lent longest ago, once the copy from it is over."""
+        """Return the buffer that was lent longest ago, once the copy from it is over."""
         if len(self._buffers) < _NUM_BUFFERS:
             self._turn = len(self._buffers)
             self._buffers.append(queue.buffer(DIRECT_BYTES))

@@ -1,4 +1,4 @@
-"""Cut copies into tasks: what one thread reads at once, and where it goes.
+"""Cut copies into tasks; a task is what one thread reads at once, and where it goes.
 
 A sharded model takes boxes of stored tensors. Rows are one run of bytes; columns are short runs
 with gaps, which are read too where they are small: a file is kept in pages anyway, and a call for
@@ -14,8 +14,8 @@ import torch
 from ..files.header import TORCH_DTYPES, Entry
 from .assign import Copy
 
-DIRECT_BYTES = 4 << 20  # at most, of a task that needs nothing but its target
-STAGED_BYTES = 512 << 10  # of others: what is read stays in a cache until it is copied
+DIRECT_BYTES = 4 << 20  # the most of a task that needs nothing but its target
+STAGED_BYTES = 512 << 10  # the most of others, which stay in a cache until they are copied
 _GAP_BYTES = 4096
 
 
@@ -23,7 +23,7 @@ _GAP_BYTES = 4096
 class Task:
     """Fill `target` from bytes [begin, begin + num_bytes) of entry's file.
 
-    source: how the values lie there, on the meta device; of the shape of `target`.
+    source: a meta tensor of the shape of `target` that tells how the values lie there.
     """
 
     entry: Entry
@@ -34,17 +34,17 @@ class Task:
 
     @property
     def is_plain(self) -> bool:
-        """Whether target takes the bytes as they come."""
+        """Whether the target takes the bytes as they come."""
         return _is_plain(self.source, self.target)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The values in `memory`, uint8, which holds the bytes of this task from its start on."""
+        """Return the values of this task, whose bytes `memory`, uint8, begins with."""
         values = memory[: self.num_bytes].view(self.source.dtype)
         return values.as_strided(self.source.shape, self.source.stride())
 
 
 def tasks_of(copy: Copy) -> Iterator[Task]:
-    """All that is to be read for a copy; no two tasks fill the same bytes."""
+    """Yield all that is to be read for a copy; no two tasks fill the same bytes."""
     entry, tensor = copy.entry, copy.slot.owner.tensor.detach()
     stored = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
     for there, here in copy.slot.pieces:
@@ -61,7 +61,7 @@ def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _extent(x: torch.Tensor) -> int:
-    """Bytes from the first to the last value; x: not empty."""
+    """Count the bytes from the first to the last value of x, which is not empty."""
     steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (sum(steps) + 1) * x.itemsize
 

@@ -9,7 +9,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def memory_problems(named: Iterable[Named]) -> Iterator[str]:
-    """A sentence for each tensor that is expanded, or has elements in common with another.
+    """Yield a sentence for each tensor that is expanded, or shares elements with another.
 
     named: each tensor once, under one of its names; tied tensors are one.
     """
@@ -64,7 +64,10 @@ def _num_elements_spanned(tensor: torch.Tensor) -> int:
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Of two whose spans overlap, the first beginning first; columns of one matrix do not meet."""
+    """Whether tensors with overlapping spans share an element; columns of one matrix do not.
+
+    first: the one that begins first.
+    """
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
     is_simple = first.is_contiguous() and second.is_contiguous()
     if is_simple or rest or first.itemsize != second.itemsize:

@@ -13,7 +13,7 @@ _ATTRIBUTE = "_moefp8_checkpoint"
 
 @dataclass(frozen=True)
 class Record:
-    """config: of the checkpoint, {} if none; names: model key -> checkpoint key if they differ."""
+    """config: config.json, or {} if there is none; names: model key -> another checkpoint key."""
 
     config: dict[str, Any]
     names: dict[str, str]
@@ -24,5 +24,5 @@ def remember(model: nn.Module, config: dict[str, Any], names: dict[str, str]) ->
 
 
 def recall(model: nn.Module) -> Record:
-    """The record of the latest load into this root module; an empty one if there was none."""
+    """Return the record of the latest load into this root module, or an empty one."""
     return Record(**getattr(model, _ATTRIBUTE, {"config": {}, "names": {}}))

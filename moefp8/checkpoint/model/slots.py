@@ -29,9 +29,9 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class ModelTensor:
-    """One parameter or persistent buffer; several places if it is tied.
+    """One parameter or persistent buffer; it has several places if it is tied.
 
-    shard: which part of which axes it is, if it is not the whole.
+    shard: which part of which axes it holds, if it is not the whole.
     """
 
     tensor: torch.Tensor
@@ -40,7 +40,7 @@ class ModelTensor:
     names: list[str] = field(default_factory=list)
 
     def replace(self, data: torch.Tensor) -> None:
-        """Put data where the tensor was, in every place, as what it was."""
+        """Put data in every place of the tensor, as a parameter or buffer like it."""
         new: torch.Tensor = data
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
@@ -51,16 +51,16 @@ class ModelTensor:
         self.tensor = new
 
     def clear_padding(self) -> None:
-        """Make zero what stands for entries of other ranks."""
+        """Write zeros where entries of other ranks would be."""
         for index in paddings(self.shard):
             self.tensor.detach()[index].zero_()
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place of the whole model. name: its key; module: whose it is; shape: as it is stored.
+    """A place of the whole model. name: its key; shape: that of the stored tensor.
 
-    index: where in the whole tensor, () for all of it.
+    module: the name of its module; index: its place in the whole tensor, () for all of it.
     """
 
     name: str
@@ -78,22 +78,22 @@ class Slot:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Index, Index], ...]:
-        """(place in what is stored, place in the tensor here); none if all of it is elsewhere."""
+        """Pairs (place in what is stored, place in the tensor here); none if all is elsewhere."""
         if not self.owner.shard:
             return (((), self.index),)
         return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
 
     def view(self) -> torch.Tensor:
-        """Of a model that is not sharded."""
+        """Return the slot's values, in a model that is not sharded."""
         return self.owner.tensor.detach()[self.index]
 
 
 class Inventory:
     """All slots of a model.
 
-    slots: by name, fused and per-expert; parts: those to fill; experts: E by canonical module name.
-    foreign: canonical names of what other ranks hold. problems: tensors that no checkpoint can
-    fill, one sentence each.
+    slots: all by name, fused and per-expert; parts: the slots to fill; experts: canonical name of a
+    module -> E; foreign: canonical names of what other ranks hold; problems: a sentence for each
+    tensor that no checkpoint can fill.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,12 +112,15 @@ class Inventory:
         self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
 
     def find(self, name: str) -> Slot | None:
-        """The slot of this name, or the only one of the same canonical name."""
+        """Return the slot of this name, or the only one of the same canonical name."""
         return self.slots.get(name) or self._aliases.get(canonical(name))
 
     def is_ambiguous(self, slot: Slot) -> bool:
-        """Whether slot is an FP8 gate_up_proj [E, 2I, H] as a whole, or its scales, and the scales
-        of gate and up, cut into blocks one after the other, are as many as those of all 2I rows."""
+        """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] do not tell how it is cut.
+
+        Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
+        slot: such a weight or its scales; no other is ambiguous.
+        """
         weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
         if weight is None or slot.role is Role.PLAIN or not slot.is_fused:
             return False
@@ -176,7 +179,7 @@ class Inventory:
 
 
 def not_dense(tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor of another layout than torch.strided."""
+    """Say what is wrong with a tensor of another layout than torch.strided."""
     return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
 
 
@@ -203,7 +206,7 @@ def _role(module: nn.Module, name: str) -> Role:
 def _expert_pieces(
     name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, Index, tuple[int, ...]]]:
-    """(per-expert name, index, shape) of each piece of a stacked tensor; none of other tensors."""
+    """Yield (per-expert name, index, shape) for each piece of a stacked tensor, and no other."""
     stem = name.removesuffix(SCALE_SUFFIX)
     if stem not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         return

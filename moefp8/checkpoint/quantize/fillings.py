@@ -1,7 +1,7 @@
-"""Which rows of a checkpoint fill a weight of the model, where transformers converts several to it.
+"""Find the rows of a checkpoint that fill a weight which transformers makes of several tensors.
 
-Those of its conversions that move whole rows are asked where: they get numbers of rows in place of
-rows.
+A conversion that moves whole rows is asked where it moves them: it gets numbers of rows in place of
+the rows.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from .moves import Piece
 from .skeleton import Skeleton
 
 _ENTRY = 1 << 40  # more than an entry has rows
-_MOVE_ROWS = {  # the others change values, or the order of columns, which numbers of rows hide
+_MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide
     "Chunk",
     "Concatenate",
     "ErnieFuseAndSplitTextVisionExperts",
@@ -30,7 +30,7 @@ _MOVE_ROWS = {  # the others change values, or the order of columns, which numbe
 
 @dataclass(frozen=True)
 class Filling:
-    """pieces: of what fills slot, one above the other; is_converted: not simply all of an entry.
+    """pieces: what fills slot, one above the other; is_converted: it is not all of one entry.
 
     together: the modules that the same conversion fills, this one too.
     """
@@ -47,10 +47,10 @@ class Filling:
 def converted_fillings(
     source: Source, keys: Collection[str], skeleton: Skeleton, modules: Collection[str]
 ) -> Iterator[Filling]:
-    """Of the weights of modules that are made of rows of these keys.
+    """Yield the fillings of weights of modules that are made of rows of these keys.
 
-    Not of those that share an entry with others, as a query does that is cut out of a fused one;
-    nor of what is transposed.
+    A weight that shares an entry with others, as a query cut out of a fused projection does, is
+    left out, and so is a transposed weight.
     """
     groups = _groups(source, keys, skeleton)
     found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
@@ -69,9 +69,9 @@ def converted_fillings(
 def _groups(
     source: Source, keys: Collection[str], skeleton: Skeleton
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
-    """The first name that they become -> entries in order, each with its step and pattern.
+    """Return the first name that entries become -> these in order, with their steps and patterns.
 
-    None where transformers has no order for their keys.
+    Entries are left out if transformers has no order for their keys.
     """
     groups: dict[str, dict[str, tuple[Entry, Any, str]]] = defaultdict(dict)
     for key in keys:
@@ -85,7 +85,7 @@ def _groups(
 def _converted(
     name: str, group: list[tuple[Entry, Any, str]], skeleton: Skeleton
 ) -> dict[str, torch.Tensor]:
-    """What transformers would make of group, of which name is the first: numbers of rows."""
+    """Return what transformers would make of group: name -> numbers of rows. name: the first."""
     step = deepcopy(group[0][1])
     if not {type(operation).__name__ for operation in step.operations} <= _MOVE_ROWS:
         return {}
@@ -103,7 +103,7 @@ def _converted(
 def _filling(
     slot: Slot, rows: torch.Tensor, group: list[Entry], together: frozenset[str]
 ) -> Iterator[Filling]:
-    """None if rows are not all of their entries, each once."""
+    """Yield nothing if rows are not all rows of their entries, each once."""
     *leading, num_columns = slot.shape
     flat = rows.flatten()
     if list(rows.shape) != [*leading, 1] or len(flat.unique()) != len(flat):

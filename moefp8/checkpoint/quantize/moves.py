@@ -1,10 +1,10 @@
-"""A move: pieces of the source that become one tensor of the target, or two.
+"""A move makes one tensor of the target, or an FP8 weight and its scales, of pieces of the source.
 
-The two are an FP8 weight and its scales. E experts, H hidden, I intermediate.
+E experts, H hidden, I intermediate.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..files.names import scale_of_weight
 
 @dataclass(frozen=True)
 class Piece:
-    """num_bytes from byte begin on of entry's file; is_transposed: they hold a matrix [K, N]."""
+    """num_bytes of entry's file from byte begin on; is_transposed: they hold a matrix [K, N]."""
 
     entry: Entry
     begin: int
@@ -29,16 +29,17 @@ class Piece:
         return TORCH_DTYPES[self.entry.dtype]
 
     def num_rows(self, num_columns: int) -> int:
-        """Of the matrix that it becomes."""
+        """Count the rows of the matrix that it becomes."""
         return self.num_bytes // max(num_columns * self.dtype.itemsize, 1)
 
 
 @dataclass(frozen=True)
 class Move:
-    """Pieces, one above the other, as the tensor key of this shape.
+    """Pieces, one above the other, become the tensor `key` of this shape.
 
-    One that becomes FP8 is a matrix, or a stack of matrices whose rows are multiples of 128; all
-    of its pieces but the last have such rows. Any other has one piece, which is copied.
+    In FP8, that is a matrix, or a stack of matrices whose numbers of rows are multiples of 128; all
+    of its pieces but the last have such numbers too. Any other tensor has one piece, which is
+    copied.
     """
 
     pieces: tuple[Piece, ...]
@@ -48,7 +49,7 @@ class Move:
 
     @property
     def entry(self) -> Entry:
-        """The first, where messages name one."""
+        """Return the first entry, where messages name one."""
         return self.pieces[0].entry
 
     @property
@@ -56,7 +57,7 @@ class Move:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(key, dtype, shape) of what it becomes; scales have one number per 128x128 block."""
+        """Return (key, dtype, shape) of what it becomes; a 128x128 block has one scale."""
         if not self.is_fp8:
             return [(self.key, self.entry.dtype, self.shape)]
         *stack, n, k = self.shape
@@ -64,7 +65,7 @@ class Move:
         return [(self.key, FP8, self.shape), scale]
 
     def matrix(self) -> tuple[int, int]:
-        """(N, K), of a stack as one matrix above the other."""
+        """Return (N, K); a stack counts as one matrix above the other."""
         *stack, n, k = self.shape
         return math.prod(stack) * n, k
 
@@ -74,20 +75,20 @@ class Move:
 
 
 def whole(entry: Entry, key: str, *, is_fp8: bool) -> Move:
-    """All of entry, as it lies there."""
+    """Move all of entry as it is."""
     return Move((Piece(entry, entry.begin, entry.num_bytes),), key, entry.shape, is_fp8)
 
 
 def transposed(entry: Entry) -> Move:
-    """A matrix that is stored as [K, N]."""
+    """Move a matrix that is stored as [K, N]."""
     piece = Piece(entry, entry.begin, entry.num_bytes, is_transposed=True)
     return Move((piece,), entry.key, entry.shape[::-1], is_fp8=True)
 
 
 def apart(entry: Entry) -> Iterator[Move]:
-    """The matrices of `X.experts.gate_up_proj` [E, 2I, H] or `X.experts.down_proj` [E, H, I].
+    """Take `X.experts.gate_up_proj` [E, 2I, H] or `X.experts.down_proj` [E, H, I] apart.
 
-    Two for each expert where gate and up lie above each other, under DeepSeek's names.
+    The matrices get DeepSeek's names; gate and up, one above the other, become two.
     """
     if not entry.num_bytes:  # it may claim any number of experts
         raise CheckpointError(f"{entry}: an empty stack cannot be quantized; skip it")
@@ -102,7 +103,7 @@ def apart(entry: Entry) -> Iterator[Move]:
 
 
 def fused(gate: Entry, up: Entry, key: str, num_experts: int) -> Move:
-    """[E, 2I, H] of gate and up, each [E * I, H] or [E, I, H]."""
+    """Make [E, 2I, H] of gate and up, each [E * I, H] or [E, I, H]."""
     pairs = zip(_cut(gate, num_experts), _cut(up, num_experts), strict=True)
     *rows, num_columns = gate.shape
     shape = (num_experts, 2 * math.prod(rows) // num_experts, num_columns)
@@ -110,7 +111,7 @@ def fused(gate: Entry, up: Entry, key: str, num_experts: int) -> Move:
 
 
 def transposed_stack(down: Entry, key: str, num_experts: int) -> Move:
-    """[E, H, I] of the transposes of its matrices, which are stored as [E * I, H]."""
+    """Make [E, H, I] of the transposes of matrices that are stored as [E * I, H]."""
     pieces = tuple(_cut(down, num_experts, is_transposed=True))
     rows, num_columns = down.shape
     return Move(pieces, key, (num_experts, num_columns, rows // num_experts), is_fp8=True)
@@ -120,17 +121,3 @@ def _cut(entry: Entry, num_pieces: int, *, is_transposed: bool = False) -> Itera
     num_bytes = entry.num_bytes // num_pieces
     for number in range(num_pieces):
         yield Piece(entry, entry.begin + number * num_bytes, num_bytes, is_transposed)
-
-
-def in_shards(moves: Iterable[Move], max_bytes: int) -> Iterator[list[Move]]:
-    """Fill one after the other; a weight and its scales are together."""
-    shard: list[Move] = []
-    size = 0
-    for move in moves:
-        num_bytes = move.num_output_bytes()
-        if shard and size + num_bytes > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(move)
-        size += num_bytes
-    yield shard

@@ -20,11 +20,11 @@ from ..arguments import usable_device
 from ..errors import CheckpointError
 from ..files.config import FP8_QUANTIZATION, config_path
 from ..files.header import stamp_of
-from ..files.safe_open import check_inside
+from ..files.safe_read import check_inside
 from ..files.source import Source, open_source
-from ..files.target import shard_name, target_of, write_index, write_json
+from ..files.target import in_shards, shard_name, target_of, write_index, write_json
 from ..files.workplace import Workplace, workplace
-from .moves import Move, in_shards
+from .moves import Move
 from .report import QuantizeReport, WeightReport
 from .selection import Selection, select
 from .shard_file import OUTCOME
@@ -32,7 +32,7 @@ from .stream import write_shard
 
 _LOGGER = logging.getLogger("moefp8")
 
-# Weights in other formats, and their indices, would contradict the ones that are written.
+# Weights in other formats and their indices would contradict those that are written.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".py")
 _OTHER_FOLDERS = {"original", "__pycache__"}
@@ -49,9 +49,9 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Quantize the linears and experts of a checkpoint that `convert` would swap in its model.
 
-    1. Choose: what `convert` would swap in the model that transformers builds of config.json, as
-    far as loaders find it again; of families that transformers does not know, or without it, every
-    2-D weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
+    1. Select what `convert` would swap in the model that transformers builds of config.json, as far
+    as loaders find it again; if transformers is missing or does not know the family, every 2-D
+    weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
     with an FP32 `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the
     whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone; what
     is stored in another form, as a `Conv1D` and experts of DBRX are, becomes what `convert` makes
@@ -61,8 +61,8 @@ def quantize_checkpoint(
     tokenizer, code and such, write the index, then config.json, whose `modules_to_not_convert`
     lists the linears that stay; give the directory its name.
 
-    Until then all lies in `.TARGET.partial` beside target. A run that was ended, however that came,
-    is taken up by the same call again, with the shards that were finished.
+    Until then all lies in `.TARGET.partial` beside target. If a run ends early, the same call
+    takes it up again, with the shards that were finished.
 
     Args:
         source: a directory, or a .safetensors file beside its config.json; weights in bf16, fp16 or
@@ -95,7 +95,7 @@ def quantize_checkpoint(
         warnings.warn(f"quantize_checkpoint: {warning}", stacklevel=2)
     try:
         others = dict(_other_files(opened))
-        shards = list(in_shards(selection.moves, max_shard_bytes))
+        shards = list(in_shards(selection.moves, Move.num_output_bytes, max_shard_bytes))
         job = _job(opened, others, skip, max_shard_bytes, shards)
         with workplace(path, job) as work:
             reports, num_resumed = _write_shards(work, shards, opened, place, progress)
@@ -123,7 +123,7 @@ def _job(
     max_shard_bytes: int,
     shards: list[list[Move]],
 ) -> dict[str, Any]:
-    """All that decides what is written, but for what is in the files: their sizes and times.
+    """Return all that decides what is written; for contents of files, their sizes and times.
 
     plan: which tensor is in which shard; another version of this library may select others.
     """
@@ -138,7 +138,7 @@ def _job(
 
 
 def _in_json(path: Path) -> str:
-    """Bytes of a name that are not UTF-8 as escapes, which can be read back."""
+    """Write bytes of a name that are not UTF-8 as escapes, which can be read back."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -149,7 +149,7 @@ def _write_shards(
     device: torch.device,
     progress: bool | None,
 ) -> tuple[list[WeightReport], int]:
-    """The reports of all weights, and how many shards were there already."""
+    """Return the reports of all weights, and how many shards were there already."""
     names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     found = _finished(work, names, shards, progress)
     missing = [moves for name, moves in zip(names, shards, strict=True) if name not in found]
@@ -171,7 +171,7 @@ def _write_shards(
 def _finished(
     work: Workplace, names: list[str], shards: list[list[Move]], progress: bool | None
 ) -> dict[str, list[WeightReport]]:
-    """The reports of shards that an earlier run wrote, and that are still as they were."""
+    """Return the reports of shards that an earlier run wrote, and that are still as they were."""
     there = [
         (name, moves) for name, moves in zip(names, shards, strict=True) if work.is_finished(name)
     ]
@@ -182,7 +182,7 @@ def _finished(
 
 
 def _reports_of(report: dict[str, Any] | None, moves: list[Move]) -> list[WeightReport] | None:
-    """None if that is no report on these moves."""
+    """Read the reports on these moves; return None if report holds others."""
     if report is None:
         return None
     try:
@@ -216,15 +216,15 @@ def _write_others(
 
 
 def _raise(error: OSError) -> None:
-    """For `os.walk`, which would leave out what it cannot read."""
+    """Raise what `os.walk` would leave out because it cannot read it."""
     raise error
 
 
 def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
-    """(name below the directory, file) of all that is neither weights, config nor hidden.
+    """Yield (name below the directory, file) for all that is neither weights, config nor hidden.
 
-    Of a source that is one file, only what lies beside it and belongs to models by its suffix.
-    Raises CheckpointError for what cannot be copied: it would be missing in the target.
+    If the source is one file, only files beside it count whose suffix belongs to models. Raises
+    CheckpointError for what cannot be copied: it would be missing in the target.
     """
     directory = config_path(source.path).parent
     is_whole = source.path.is_dir()

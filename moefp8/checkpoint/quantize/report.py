@@ -1,4 +1,4 @@
-"""What quantization cost: the error of each weight, and what a whole checkpoint came to."""
+"""Report what quantization cost: the error of each weight, and the size of the checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class WeightReport:
 
     @classmethod
     def from_dict(cls, value: Any) -> "WeightReport":
-        """What JSON made of `asdict`; there, a tuple is a list. Raises KeyError, TypeError."""
+        """Read what JSON made of `asdict`, where a tuple is a list. Raises KeyError, TypeError."""
         errors = value["error"], value["max_error"]
         if not all(type(x) is float for x in errors):
             raise TypeError(f"errors must be floats, got {errors}")
@@ -44,8 +44,8 @@ class WeightReport:
 class QuantizeReport:
     """What one quantization did. weights: those that are FP8 now; kept: keys that stayed.
 
-    conversion: which modules these are of, and why the others stay; basis: what told.
-    Bytes are those of tensors. num_resumed: shards that an earlier run had finished.
+    conversion: their modules, and why the others stay; basis: what told. Bytes are of tensors.
+    num_resumed: shards that an earlier run had finished.
     """
 
     weights: tuple[WeightReport, ...]
@@ -62,11 +62,11 @@ class QuantizeReport:
         return median(weight.error for weight in self.weights)
 
     def worst(self, num: int = _NUM_WORST) -> list[WeightReport]:
-        """Those of the largest error, and the worst first."""
+        """Return the weights of the largest error, the worst first."""
         return sorted(self.weights, key=lambda weight: (-weight.error, weight.key))[:num]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as JSON can hold it."""
         found = asdict(self)
         found["conversion"]["experts"] = sorted(self.conversion.experts)
         return {**found, "median_error": self.median_error()}
@@ -93,14 +93,14 @@ def _size(num_bytes: int) -> str:
 
 
 class ErrorSums:
-    """Sums up the error of a weight, band of rows by band of rows."""
+    """It sums up the error of a weight, band of rows by band of rows."""
 
     def __init__(self) -> None:
         self._error_squared = self._norm_squared = self._max_error = 0.0
 
     def add(self, w: torch.Tensor, q: BlockScaled) -> None:
         """w: [rows, K] float, finite and not empty; q: what `quantize_128x128` made of it."""
-        # Numbers near 1, by an exact factor: squares of small weights would vanish in FP32.
+        # An exact factor brings numbers near 1: squares of small weights would vanish in FP32.
         largest = max(abs(float(x)) for x in torch.aminmax(w))
         factor = math.ldexp(1.0, min(-math.frexp(largest)[1], 126)) if largest else 1.0
         scale = q.scale_inv * factor
@@ -125,5 +125,5 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:
-    """x: contiguous."""
+    """x: it must be contiguous."""
     return float(torch.dot(x.view(-1), x.view(-1)))

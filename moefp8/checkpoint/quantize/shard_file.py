@@ -1,6 +1,6 @@
-"""Write a safetensors file piece by piece: its header is known before its first tensor is.
+"""Write a safetensors file piece by piece; its header is known before its first tensor is.
 
-The safetensors library writes tensors that are in memory, all at once.
+The safetensors library only writes tensors that are in memory, all at once.
 """
 
 import ctypes
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import failing_as
 from ..files.header import TORCH_DTYPES, Entry
-from ..files.safe_open import NO_LINK
+from ..files.safe_read import NO_LINK
 
 OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how errors end
 
@@ -22,9 +22,9 @@ OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how err
 def lay_out(
     path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """tensors: (key, dtype, shape) each. Returns what the file begins with, and key -> entry.
+    """Return what the file begins with, and key -> entry. tensors: (key, dtype, shape) each.
 
-    Wide dtypes come first, as the library has it, so that every tensor is aligned to its own.
+    Wide dtypes come first, as in the library, so that every tensor is aligned to its own.
     """
     ordered = sorted(tensors, key=lambda x: (-TORCH_DTYPES[x[1]].itemsize, x[0]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -45,16 +45,14 @@ def lay_out(
 
 
 def create(path: Path, header: bytes) -> int:
-    """A descriptor of the file, with its header written. Raises CheckpointError."""
-    try:
+    """Make the file, write its header and return its descriptor. Raises CheckpointError."""
+    with failing_as(path, "cannot be written", OUTCOME):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
         try:
             _write_all(file, memoryview(header), 0)
         except BaseException:
             os.close(file)
             raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); {OUTCOME}") from error
     return file
 
 
@@ -67,12 +65,8 @@ def write(file: int, entry: Entry, offset: int, tensor: torch.Tensor) -> None:
     if not num_bytes:
         return
     buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
-    try:
+    with failing_as(entry, "cannot be written", OUTCOME):
         _write_all(file, buffer, entry.begin + offset)
-    except OSError as error:
-        raise CheckpointError(
-            f"{entry}: cannot be written ({error.strerror}); {OUTCOME}"
-        ) from error
 
 
 def _write_all(file: int, buffer: memoryview, position: int) -> None:

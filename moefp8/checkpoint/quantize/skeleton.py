@@ -1,7 +1,7 @@
-"""The model that transformers would build for a checkpoint, without weights, and its names.
+"""Build the model that transformers would build for a checkpoint, without weights.
 
-A key of the checkpoint is renamed to a name of the model; some keys are converted besides: experts
-that are stored one by one are stacked, fused projections are cut.
+A key of the checkpoint is renamed to a name of the model. Some keys are converted besides: experts
+that are stored one by one are stacked, and fused projections are cut.
 """
 
 import sys
@@ -35,7 +35,7 @@ class Skeleton:
 
     @cached_property
     def modules(self) -> list[str]:
-        """Names of all that is in the model."""
+        """List the names of all modules of the model."""
         return [name for name, _ in self.model.named_modules() if name]
 
     @cached_property
@@ -44,13 +44,13 @@ class Skeleton:
 
     @cached_property
     def rename(self) -> Callable[[str], str]:
-        """Key -> name, by what only renames: a key that is converted keeps a name of its own."""
+        """Map key -> name by what only renames: a key that is converted keeps a name of its own."""
         return renaming(self.model, self.conversions, self.inventory)
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
-        """As transformers collects them for a conversion: numbers by value.
+        """Sort keys as transformers does for a conversion, numbers by value.
 
-        None of them if it cannot: it takes a "²" for a number, and fails to read it.
+        Return none if it cannot: it takes a "²" for a number, and fails to read it.
         """
         from transformers.core_model_loading import dot_natural_key
 
@@ -60,7 +60,7 @@ class Skeleton:
             return []
 
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
-        """(the first name that it becomes, the step, its pattern) of a key that is converted."""
+        """Return (first name that it becomes, step, its pattern) for a key that is converted."""
         renamed = self.rename(key)
         for step in self.conversions:
             if hasattr(step, "operations"):
@@ -70,10 +70,10 @@ class Skeleton:
         return None
 
     def spelled(self, names: Collection[str], keys: Iterable[str]) -> dict[str, str] | None:
-        """The model's names of weights, as the checkpoint of these keys would spell them.
+        """Return name of a weight -> how the checkpoint of these keys would spell it.
 
-        That is with its own prefix, where loaders find weights and scales so, or as they are; None
-        if they find neither: some renamings miss scales.
+        That is with the checkpoint's prefix if loaders then find weights and scales, else as in the
+        model; None if they find neither, since some renamings miss scales.
         """
         found = list(map(self._prefixes, keys))
         base = f"{self.model.base_model_prefix}."  # rename adds it to no key that is converted
@@ -90,7 +90,7 @@ class Skeleton:
         return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
 
     def _prefixes(self, key: str) -> tuple[str, str]:
-        """What key begins with in the checkpoint and in the model; the rest is the same."""
+        """Return what key begins with in the checkpoint and in the model; the rest is the same."""
         name = self.rename(key)
         pairs = zip(reversed(key), reversed(name), strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -104,16 +104,18 @@ class Skeleton:
 
 
 def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
-    """config: of config.json. A sentence instead, of why transformers cannot build it.
+    """Build the skeleton of a config.json, or say why transformers cannot build it.
 
-    num_tensors: of the checkpoint. A model that could not be its is not built, and nothing is
-    fetched to build one.
+    num_tensors: those of the checkpoint. A model that cannot belong to so many is not built, and
+    nothing is fetched to build one.
     """
     if find_spec("transformers") is None:
         return "transformers is not installed"
     model_type = config.get("model_type")
-    import_module("transformers")  # which puts another module there when it is done: a thread that
-    transformers: Any = sys.modules["transformers"]  # waited for it would have the one from before
+    # When its import is done, another module takes its place: a thread that waited for the import
+    # would be given the one from before.
+    import_module("transformers")
+    transformers: Any = sys.modules["transformers"]
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return f"transformers knows no model_type {quoted(model_type)}"
     if problem := count_problem(config, num_tensors):
@@ -121,7 +123,7 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
     try:
         with offline(), Bounded(num_tensors), torch.device("meta"):
             model = _build(config)
-    except Exception as error:  # whatever transformers makes of a config that others wrote
+    except Exception as error:  # a config of others can make transformers raise anything
         told = printable(str(error), 200)
         return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
     if problem := stacks_problem(model, num_tensors):
@@ -138,7 +140,7 @@ def _build(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _with_floats(value: Any) -> Any:
-    """transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    """Read {"__float__": "Infinity"}, which transformers writes where JSON has no number."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _FLOATS:
             return float(value["__float__"])
@@ -147,7 +149,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:
-    """The architecture that config names, or the family's causal language model, or its model."""
+    """Return the class that config names, or the family's causal language model, or its base."""
     import transformers
 
     architectures = config.get("architectures")
@@ -169,7 +171,7 @@ def _conversions(model: Any, quantizer: Any = None) -> list[Any]:
 
 
 def _homes_of_stacks(model: nn.Module) -> set[str]:
-    """Experts modules that hold stacks, or will when they are converted, as DBRX's do."""
+    """Return experts modules that hold stacks, or will when they are converted, as DBRX's do."""
     return {
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -178,7 +180,7 @@ def _homes_of_stacks(model: nn.Module) -> set[str]:
 
 
 def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
-    """Checkpoint key -> model name, as transformers renames it; experts stay one by one."""
+    """Return checkpoint key -> model name, as transformers renames; experts stay one by one."""
     from transformers.core_model_loading import WeightRenaming
 
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]

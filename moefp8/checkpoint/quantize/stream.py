@@ -1,11 +1,11 @@
 """Write one shard of FP8 weights from the files of another checkpoint, in little memory.
 
-A thread takes a tensor at a time, and reads, quantizes and writes it in bands of blocks of rows.
+A thread takes one tensor at a time, and reads, quantizes and writes it in bands of rows of blocks.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +14,16 @@ import torch
 from ...kernels import BLOCK, E4M3, num_blocks
 from ...kernels.jit.kernel import num_processors
 from ...quant import quantize_128x128
-from ..errors import CheckpointError
+from ..errors import CheckpointError, failing_as
 from ..files.header import Entry, stamp_of
-from ..files.reading import Files, open_files, read_into
+from ..files.reading import Files, open_files, read_into, telling
 from ..files.source import Source
 from ..files.thread_pool import run_all
 from .moves import Move, Piece
 from .report import ErrorSums, WeightReport
 from .shard_file import OUTCOME, create, lay_out, write
 
-_NUM_THREADS = 8  # of 25 MiB each
+_NUM_THREADS = 8  # each takes 25 MiB
 _BAND_ELEMENTS = 1 << 19
 _COLUMNS = 4096
 _CHUNK_BYTES = 4 << 20
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Job:
-    """sources: descriptors to read from; target: to write to; entries: what it will hold."""
+    """sources: descriptors to read from; target: where to write; entries: what it will hold."""
 
     sources: Files
     target: int
@@ -46,7 +46,7 @@ def write_shard(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> list[WeightReport]:
-    """Write path, synced; report its FP8 weights. advance: told the bytes that were read.
+    """Write path, synced, and report on its FP8 weights. advance: it is given the bytes read.
 
     Raises CheckpointError naming key and file; then path may exist, incomplete.
     """
@@ -67,7 +67,7 @@ def write_shard(
                 else:
                     _copy(job, move, advance)
 
-        # Tensors are what is parallel; with operations that are too, 2 cores took twice as long.
+        # Tensors are parallel; where operations were parallel too, 2 cores took twice as long.
         num_threads = min(_NUM_THREADS, num_processors())
         run_all(moves, work, num_threads, "moefp8-quantize", serial=True)
         _check_unchanged(sources, source)
@@ -83,9 +83,11 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
     first = 0
     for piece, band in _bands(job, move, k):
         block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
-        with _telling(piece.entry, "quantizing"):
+        with telling(piece.entry, "quantizing", OUTCOME):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
-            if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
+            if (
+                not block_rows.isfinite().all()
+            ):  # NaN and Inf make the scale of their block NaN or Inf
                 raise CheckpointError(
                     f"{piece.entry}: holds NaN or Inf in {move.key}; skip it, which keeps it as it "
                     "is, or fetch the file again"
@@ -98,9 +100,9 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
 
 
 def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums) -> torch.Tensor:
-    """band [rows, K] -> E4M3 [rows, K] on the CPU; scales go to scale_inv, errors to sums.
+    """Make E4M3 [rows, K] on the CPU of band [rows, K]; scales go to scale_inv, errors to sums.
 
-    Some columns at a time: what is made of them in FP32 stays in a core's cache.
+    It takes some columns at a time: their FP32 values stay in a core's cache.
     """
     data = torch.empty(band.shape, dtype=E4M3)
     for first in range(0, band.shape[1], _COLUMNS):
@@ -113,7 +115,7 @@ def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums)
 
 
 def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """[rows, K], each but the last of a multiple of 128 rows; none of an empty weight.
+    """Yield bands [rows, K], all but the last of a multiple of 128 rows; an empty weight has none.
 
     What is stored transposed is read whole, and then cut.
     """
@@ -141,18 +143,8 @@ def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
 
 
 def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
-    with _telling(piece.entry, "reading"):
+    with telling(piece.entry, "reading", OUTCOME):
         read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)
-
-
-@contextmanager
-def _telling(entry: Entry, what: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{entry}: {what} failed ({error}); {OUTCOME}") from error
 
 
 def _check_unchanged(files: Files, source: Source) -> None:
@@ -162,7 +154,5 @@ def _check_unchanged(files: Files, source: Source) -> None:
 
 
 def _finish(target: int, path: Path) -> None:
-    try:
+    with failing_as(path, "cannot be written", OUTCOME):
         os.fsync(target)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); {OUTCOME}") from error

@@ -1,6 +1,7 @@
-"""Let transformers build a model of a config.json that a stranger wrote: bounded, and offline.
+"""Let transformers build a model of a config.json that a stranger wrote, bounded and offline.
 
-A number there makes layers without end, and some keys name what transformers would fetch and run.
+A number there can make layers without end, and a key can name what transformers would fetch and
+run.
 """
 
 import os
@@ -17,8 +18,8 @@ from ...kernels.jit.once import lock_of_threads_and_forks
 from ..errors import quoted
 
 _MAX_COUNT = 1 << 20  # XLM has 200,000 n_words; others count far less
-_MAX_CALLS = 50_000  # of PyTorch, some twenty for a layer; these take 3 s
-_MAX_EXPERTS = 200_000  # of all stacks; Kimi-K2 has 46,000
+_MAX_CALLS = 50_000  # a layer calls PyTorch some twenty times; these calls take 3 s
+_MAX_EXPERTS = 200_000  # in all stacks together; Kimi-K2 has 46,000
 _COUNT = re.compile(
     r"(?!.*param)(?:.*_)?(?:n|num|depths?|layers?|experts?|blocks?|stages?)(?:_.*)?", re.I
 )
@@ -32,7 +33,7 @@ _offline: set[tuple[int, int]] = set()  # (process, thread)
 
 
 def count_problem(config: Mapping[str, Any], num_tensors: int) -> str | None:
-    """A sentence if a number of layers, experts or such is none that a checkpoint could have."""
+    """Say so if a number of layers, experts or such is more than a checkpoint could have."""
     limit = max(_MAX_COUNT, num_tensors)
     for name, value in _numbers("", config):
         if _COUNT.fullmatch(name) and value > limit:
@@ -41,7 +42,7 @@ def count_problem(config: Mapping[str, Any], num_tensors: int) -> str | None:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
-    """(the key that it lies below, number) at any depth."""
+    """Yield (the key that it lies below, number) at any depth."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(key, item)
@@ -53,16 +54,16 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
 
 
 def stacks_problem(model: nn.Module, num_tensors: int) -> str | None:
-    """A sentence if experts that are stacked are more than a checkpoint could have."""
+    """Say so if stacked experts are more than a checkpoint could have."""
     limit = max(_MAX_EXPERTS, num_tensors)
     stacked = sum(x.shape[0] for x in model.parameters() if x.ndim == 3)
     return f"it would have {stacked:,} experts, and may {limit:,}" if stacked > limit else None
 
 
 def without_fetched(value: Any) -> Any:
-    """value of JSON, at any depth without what names kernels, code or weights to be fetched.
+    """Drop the keys of JSON, at any depth, that name kernels, code or weights to be fetched.
 
-    No key among these tells what tensors a model has.
+    None of these keys tells what tensors a model has.
     """
     if isinstance(value, dict):
         kept = {name: x for name, x in value.items() if not _FETCHED.fullmatch(name)}
@@ -71,9 +72,9 @@ def without_fetched(value: Any) -> Any:
 
 
 class Bounded(TorchFunctionMode):
-    """`with` it, a thread calls PyTorch so often as the model of num_tensors tensors could need.
+    """A context in which a thread calls PyTorch as often as a model of num_tensors could need.
 
-    Raises ValueError at the first call after these.
+    The next call raises ValueError.
     """
 
     def __init__(self, num_tensors: int) -> None:
@@ -90,7 +91,7 @@ class Bounded(TorchFunctionMode):
 
 
 class _Switch:
-    """In the place of a bool: True for the threads that are offline."""
+    """It takes the place of a bool, and is True for the threads that are offline."""
 
     def __init__(self, others: Any) -> None:
         self.others = others
@@ -101,7 +102,7 @@ class _Switch:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """For this thread, huggingface_hub refuses what it would ask its server for."""
+    """Let huggingface_hub refuse, for this thread, what it would ask its server for."""
     from huggingface_hub import constants
 
     with _guard:

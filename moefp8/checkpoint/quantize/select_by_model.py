@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint become FP8 if it is known what model will hold them.
+"""Select what becomes FP8 by the model that will hold it.
 
-Those whose modules `convert` would swap, as long as a loader finds them again. E experts, H hidden,
-I intermediate.
+That is each tensor whose module `convert` would swap, as long as a loader finds it again.
+E experts, H hidden, I intermediate.
 """
 
 from collections import defaultdict
@@ -30,9 +30,9 @@ _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders c
 class ByModel:
     """What becomes FP8, and what stays.
 
-    moves: key -> what becomes of it; none of a key that goes into another's. swapped: what
+    moves: key -> what becomes of it; none for a key that goes into another's. swapped: what
     `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
-    homes: key of moves -> the module that it is of; unknown: keys of no module.
+    homes: key of moves -> its module; unknown: keys of no module.
     """
 
     moves: dict[str, list[Move]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class ByModel:
 def select_by_model(
     source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
 ) -> ByModel:
-    """skip: patterns; is_skipped: whether they keep a key. Raises CheckpointError."""
+    """skip: patterns; is_skipped: tells whether they keep a key. Raises CheckpointError."""
     parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
         conversion = plan_conversion(skeleton.model, skip=parts)
@@ -75,7 +75,7 @@ def select_by_model(
 def _fillings(
     source: Source, skeleton: Skeleton, conversion: Conversion, selected: ByModel
 ) -> dict[str, list[Filling]]:
-    """Module to swap -> what fills its weights."""
+    """Return module to swap -> what fills its weights."""
     found: dict[str, list[Filling]] = defaultdict(list)
     for key, entry in source.entries.items():
         slot = skeleton.inventory.find(skeleton.rename(key))
@@ -94,9 +94,9 @@ def _fillings(
 def _parted(
     made: dict[str, dict[str, list[Move]] | str], fillings: dict[str, list[Filling]]
 ) -> dict[str, str]:
-    """Why modules stay that would become FP8 without one that the same conversion fills.
+    """Return module -> why it stays, for modules filled together with one that stays.
 
-    What is left of its keys would be converted to something else.
+    Without the keys of these, the conversion would make something else of what is left.
     """
     swapped = {module for module, came in made.items() if isinstance(came, dict)}
     found = {}
@@ -114,7 +114,7 @@ def _moves_of(
     skeleton: Skeleton,
     is_skipped: Callable[[str], bool],
 ) -> dict[str, list[Move]] | str:
-    """Key -> what becomes of it, of all weights of a module; or why it stays."""
+    """Return key -> what becomes of it, for all weights of a module, or why the module stays."""
     entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
     if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
         return _OTHER_FORM
@@ -163,7 +163,7 @@ def _moves_of(
 def _dbrx(
     module: str, weights: list[Entry], num_experts: int, skeleton: Skeleton
 ) -> dict[str, list[Move]] | str:
-    """The stacks that `convert` makes of DBRX's weights."""
+    """Make the stacks that `convert` makes of DBRX's weights, or say why they stay."""
     gate, up, down = weights
     if gate.shape[0] // num_experts % BLOCK or down.shape[1] % BLOCK:
         return _UNEVEN
@@ -180,7 +180,7 @@ def _dbrx(
 
 
 def _stored_twice(fillings: list[Filling]) -> str | None:
-    """Why a module stays if two keys fill one of its weights: loaders differ in which they take."""
+    """Say whether two keys fill one weight; then the module stays, since loaders differ."""
     first: dict[str, Filling] = {}
     for filling in fillings:
         other = first.setdefault(filling.slot.name, filling)
@@ -191,14 +191,14 @@ def _stored_twice(fillings: list[Filling]) -> str | None:
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
-    """All that must be stored in FP8 if one of them is."""
+    """Return all weights that must be stored in FP8 if one of them is."""
     slots = skeleton.inventory.slots.values()
     named = (x for x in slots if x.name.startswith(f"{module}.") and not x.name.endswith("bias"))
     return {id(x.owner) for x in named}
 
 
 def _is_even(filling: Filling) -> bool:
-    """Whether what is cut into blocks by itself ends with a block: gate and up do, in one stack."""
+    """Whether each part that is cut by itself, as gate and up are, ends with a whole block."""
     *stack, num_rows, num_columns = filling.slot.shape
     parts = 2 if filling.slot.name.endswith("gate_up_proj") else 1
     rows = [num_rows // parts] if stack else []
@@ -207,7 +207,7 @@ def _is_even(filling: Filling) -> bool:
 
 
 def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
-    """Whether transformers stacks `X.0.gate_proj.weight` and such to what `X.gate_up_proj` is."""
+    """Whether transformers would stack `X.0.gate_proj.weight` and such to `X.gate_up_proj`."""
     home, _, leaf = filling.entries()[0].key.rpartition(".")
     pieces = () if filling.is_converted else _ONE_BY_ONE.get(leaf, ())
     return bool(pieces) and all(
