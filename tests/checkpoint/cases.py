@@ -1,16 +1,18 @@
 """A tiny MoE model, checkpoints for it in the namings of three families, and byte comparison.
 
-Nothing here calls moefp8.checkpoint. E experts, H hidden, I intermediate.
+What is expected here is not computed by moefp8.checkpoint. E experts, H hidden, I intermediate.
 """
 
 import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.layers import FP8Linear, GroupedExperts
 
 E, H, I = 3, 256, 320  # I / 128 is odd and not whole
@@ -72,6 +74,23 @@ class Tiny(nn.Module):
         self.lm_head = nn.Linear(H, 16, bias=False, dtype=torch.bfloat16)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class StackedExperts(nn.Module):
+    """Experts as transformers stacks them, in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * I, H, dtype=torch.bfloat16))
+        self.down_proj = nn.Parameter(torch.zeros(E, H, I, dtype=torch.bfloat16))
+
+
+def spoiled(model: nn.Module, device: str = "cpu") -> nn.Module:
+    """Give a model memory that holds anything."""
+    model.to_empty(device=device)
+    for tensor in model.state_dict().values():
+        tensor.view(torch.uint8).fill_(0x5A)
+    return model
 
 
 def random_fp8(*shape: int) -> torch.Tensor:
@@ -144,6 +163,48 @@ def write(directory: Path, tensors: dict, config: dict | None = None, num_shards
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def read(directory: Path) -> dict:
+    """Read all tensors of a checkpoint, by the safetensors library."""
+    found: dict = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def assert_same_tensors(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert (got[key].dtype, got[key].shape) == (tensor.dtype, tensor.shape), key
+        assert bytes_of(got[key]) == bytes_of(tensor), key
+
+
+def refusal(call, *arguments, **options) -> str:
+    """The message of the CheckpointError that a call raises."""
+    with pytest.raises(CheckpointError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+def refuse(path, *needles, model: nn.Module | None = None, **options) -> str:
+    """Loading must fail, say every needle, and leave the model alone."""
+    model = model or Tiny()
+    before = model_bytes(model)
+    message = refusal(load_checkpoint, model, path, **options)
+    for needle in needles:
+        assert str(needle) in message, message
+    assert model_bytes(model) == before
+    return message
+
+
+def assert_loads(path, tensors: dict, model: nn.Module | None = None, **options) -> None:
+    """Every tensor comes from path to where it belongs in a new `Tiny`, or in model."""
+    num_layers = 1 + ("model.layers.1.norm.weight" in tensors)
+    load_checkpoint(model := model or Tiny(num_layers), path, **options)
+    assert_holds(model, tensors)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -1,13 +1,12 @@
 """16-bit checkpoints to quantize, in the namings of many families, and what should become of them.
 
-Nothing here calls moefp8.checkpoint.
+What is expected here is not computed by moefp8.checkpoint.
 """
 
 import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from tests.checkpoint.cases import minimax_name, write
 
@@ -186,16 +185,6 @@ def write_source(directory: Path, tensors: dict, config: dict | None = None, num
         (directory / name).write_text("a second model")
     (directory / "pytorch_model.bin.index.json").write_text("{}")
     return directory
-
-
-def read(directory: Path) -> dict:
-    """All tensors of a checkpoint, by the safetensors library."""
-    found: dict = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors = load_file(file)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-    return found
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

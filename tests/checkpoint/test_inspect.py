@@ -109,9 +109,9 @@ def test_other_names(tmp_path):
     assert found.family.naming == ("w1, w2, w3",)
     assert f"{FOLDED}.gate_proj.weight" in {kind.name for kind in found.kinds}
     fused = {
-        "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(E, 2 * I, H).to(torch.float8_e4m3fn),
+        "model.layers.0.mlp.experts.gate_up_proj": fp8(E, 2 * I, H),
         "model.layers.0.mlp.experts.gate_up_proj_scale_inv": torch.ones(E, 6, 2),
-        "model.layers.0.mlp.experts.down_proj": torch.zeros(E, H, I).to(torch.float8_e4m3fn),
+        "model.layers.0.mlp.experts.down_proj": fp8(E, H, I),
         "model.layers.0.mlp.experts.down_proj_scale_inv": torch.ones(E, 2, 3),
     }
     found = inspect_checkpoint(write(tmp_path / "d", fused, {}))
@@ -119,82 +119,48 @@ def test_other_names(tmp_path):
     assert (found.family.naming, found.family.num_experts) == (("fused experts",), E)
 
 
-def changed(change) -> dict:
-    tensors = deepseek_tensors()
-    change(tensors)
-    return tensors
-
-
 def put(key: str, tensor):
     return lambda tensors: tensors.update({key: tensor})
 
 
+def drop(part: str):
+    return lambda tensors: [tensors.pop(key) for key in [*tensors] if part in key]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+ones, zeros = torch.ones, torch.zeros
 UP, SCALE = f"{EXPERT}.up_proj.weight", f"{EXPERT}.up_proj.weight_scale_inv"
+W3, SCALE_ALONE = f"{EXPERT}.w3.weight", "model.layers.0.x.weight_scale_inv"
+MORE, NORM = f"model.layers.0.mlp.experts.{E}.up_proj", "model.layers.2.norm.weight"
 ERRORS = {
-    "missing scale": (lambda x: x.pop(SCALE), "an FP8 weight without its scale", UP),
-    "scale alone": (
-        put("model.layers.0.x.weight_scale_inv", torch.ones(1, 1)),
-        "a scale without its weight",
-        "x.weight_scale_inv",
-    ),
-    "bf16 and scale": (
-        put(UP, torch.zeros(I, H, dtype=torch.bfloat16)),
-        "a scale of a weight that is not FP8",
-        SCALE,
-    ),
-    "grid of 64": (put(SCALE, torch.ones(5, 4)), "but blocks of [64, 64]", SCALE),
-    "per channel": (put(SCALE, torch.ones(I, 1)), "but one for each channel", SCALE),
-    "per tensor": (put(SCALE, torch.ones(())), "but one for the tensor", SCALE),
-    "odd grid": (put(SCALE, torch.ones(7, 3)), "but no blocks at all", SCALE),
-    "int scales": (put(SCALE, torch.ones(3, 2, dtype=torch.uint8)), "scales are U8", SCALE),
-    "E5M2": (
-        put(UP, torch.zeros(I, H).to(torch.float8_e5m2)),
-        "E5M2, where weights must be E4M3",
-        UP,
-    ),
-    "FP4": (put(UP, torch.zeros(I, H // 2, dtype=torch.uint8)), "packed FP4", UP),
-    "missing expert": (
-        lambda x: [x.pop(k) for k in (UP, SCALE)],
-        "experts are missing",
-        f"{UP}: missing from",
-    ),
-    "two spellings": (
-        put(f"{EXPERT}.w3.weight", torch.zeros(I, H).to(torch.float8_e4m3fn)),
-        "two tensors of one meaning",
-        f"{EXPERT}.w3.weight",
-    ),
-    "too many experts": (
-        lambda x: x.update(fp8_pair(f"model.layers.0.mlp.experts.{E}.up_proj", I, H)),
-        "more experts than",
-        f"experts.{E}.up_proj",
-    ),
-    "no experts": (
-        lambda x: [x.pop(k) for k in [*x] if "layers.1.mlp.experts" in k],
-        "a router without experts",
-        "layers.1.mlp.gate",
-    ),
-    "missing layer": (
-        lambda x: [x.pop(k) for k in [*x] if "layers.1." in k],
-        "layers are missing",
-        "layers.1.*",
-    ),
-    "layer too many": (
-        put("model.layers.2.norm.weight", torch.ones(H)),
-        "more layers than",
-        "layers.2.*",
-    ),
-    "NaN scale": (
-        lambda x: x[SCALE].view(-1)[2].fill_(torch.nan),
-        "scales: not finite",
-        f"{SCALE} in",
-    ),
+    "missing scale": (drop(SCALE), "an FP8 weight without its scale", UP),
+    "scale alone": (put(SCALE_ALONE, ones(1, 1)), "a scale without its weight", SCALE_ALONE),
+    "bf16": (put(UP, zeros(I, H).bfloat16()), "a scale of a weight that is not FP8", SCALE),
+    "grid of 64": (put(SCALE, ones(5, 4)), "but blocks of [64, 64]", SCALE),
+    "per channel": (put(SCALE, ones(I, 1)), "but one for each channel", SCALE),
+    "per tensor": (put(SCALE, ones(())), "but one for the tensor", SCALE),
+    "odd grid": (put(SCALE, ones(7, 3)), "but no blocks at all", SCALE),
+    "int scales": (put(SCALE, ones(3, 2, dtype=torch.uint8)), "scales are U8", SCALE),
+    "E5M2": (put(UP, zeros(I, H).to(torch.float8_e5m2)), "E5M2, where weights must be E4M3", UP),
+    "FP4": (put(UP, zeros(I, H // 2, dtype=torch.uint8)), "packed FP4", UP),
+    "missing expert": (drop(UP), "experts are missing", f"{UP}: missing from"),
+    "two spellings": (put(W3, fp8(I, H)), "two tensors of one meaning", W3),
+    "too many": (lambda x: x.update(fp8_pair(MORE, I, H)), "more experts than", MORE[20:]),
+    "no experts": (drop("layers.1.mlp.experts"), "a router without experts", "layers.1.mlp.gate"),
+    "missing layer": (drop("layers.1."), "layers are missing", "layers.1.*"),
+    "layer too many": (put(NORM, ones(H)), "more layers than", "layers.2.*"),
+    "NaN": (lambda x: x[SCALE].view(-1)[2].fill_(torch.nan), "scales: not finite", f"{SCALE} in"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_a_load_refuses_is_an_error(tmp_path, name):
     change, rule, where = ERRORS[name]
-    path = write(tmp_path / "c", changed(change), {**CONFIG, "num_experts": E})
+    change(tensors := deepseek_tensors())
+    path = write(tmp_path / "c", tensors, {**CONFIG, "num_experts": E})
     assert not loads(path)
     anomaly = told(path, rule)
     assert anomaly.severity == "error"
@@ -225,11 +191,7 @@ def test_block_sizes_that_a_load_refuses(tmp_path, quantization):
 NOTES = {
     "zero": (lambda x: x[SCALE].view(-1)[2].fill_(0), "scales: zero", (1, 6 * 2 * E)),
     "negative": (lambda x: x[SCALE].neg_(), "scales: negative", (6, 6 * 2 * E)),
-    "NaN weight": (
-        lambda x: x[UP].view(torch.uint8)[0, :2].fill_(0xFF),
-        "weights: NaN",
-        (2, I * H * 2 * E),
-    ),
+    "NaN": (lambda x: x[UP].view(torch.uint8)[0, :2].fill_(0xFF), "weights: NaN", (2, 6 * I * H)),
 }
 
 
@@ -379,7 +341,7 @@ def test_a_tensor_called_scale_that_is_none(tmp_path):
 
 
 def test_one_too_many_does_not_make_up_for_one_missing(tmp_path):
-    tensors = changed(lambda x: [x.pop(key) for key in [*x] if "layers.0." in key])
+    drop("layers.0.")(tensors := deepseek_tensors())
     tensors |= fp8_pair(f"model.layers.1.mlp.experts.{E + 1}.up_proj", I, H)
     del tensors["model.layers.1.mlp.experts.0.up_proj.weight"]
     tensors["model.layers.2.norm.weight"] = torch.ones(H)

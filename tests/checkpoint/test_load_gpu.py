@@ -9,7 +9,7 @@ from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.load import read
 from moefp8.checkpoint.load.staging import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
-from tests.checkpoint.cases import Tiny, deepseek_tensors, model_bytes, write
+from tests.checkpoint.cases import Tiny, deepseek_tensors, model_bytes, spoiled, write
 from tests.gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS
 
 pytestmark = NEEDS_GPU
@@ -27,11 +27,7 @@ def tiny(place: str, plan: dict) -> nn.Module:
         model = Tiny(1)
     if plan:
         moefp8.shard(model, plan, 1, 3)
-    if place != "meta":
-        model.to_empty(device=place)
-        for tensor in model.state_dict().values():
-            tensor.view(torch.uint8).fill_(0x5A)
-    return model
+    return model if place == "meta" else spoiled(model, place)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

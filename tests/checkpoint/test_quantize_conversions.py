@@ -12,7 +12,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 import moefp8.hf
 from benchmarks.families.models import OVERRIDES, tiny_model
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
-from tests.checkpoint.quantize_cases import read
+from tests.checkpoint.cases import read
 from tests.checkpoint.test_quantize_selection import assert_equal, fp8_of, saved
 from tests.model_cases import RELEASE
 

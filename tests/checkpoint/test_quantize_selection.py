@@ -20,7 +20,8 @@ import moefp8.hf
 from benchmarks.families.models import tiny_model
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
-from tests.checkpoint.quantize_cases import bf16, quantization_of, read, write_source
+from tests.checkpoint.cases import read
+from tests.checkpoint.quantize_cases import bf16, quantization_of, write_source
 from tests.model_cases import RELEASE
 
 SIZES = {

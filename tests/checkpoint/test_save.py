@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from moefp8.checkpoint import (
@@ -28,32 +28,17 @@ from tests.checkpoint.cases import (
     CONFIG,
     H,
     Tiny,
-    bytes_of,
+    assert_same_tensors,
     deepseek_tensors,
     minimax_name,
     model_bytes,
     qwen_name,
+    read,
     write,
 )
 from tests.plain_experts import PlainExperts
 
 BLOCK = CONFIG["quantization_config"]
-
-
-def read(path) -> dict:
-    """All tensors of a checkpoint, by the safetensors library."""
-    return {
-        key: tensor
-        for file in sorted(path.glob("*.safetensors"))
-        for key, tensor in load_file(file).items()
-    }
-
-
-def assert_same_tensors(left, right):
-    assert left.keys() == right.keys()
-    for key in left:
-        assert left[key].dtype == right[key].dtype, key
-        assert bytes_of(left[key]) == bytes_of(right[key]), key
 
 
 @pytest.mark.parametrize("naming", [str, qwen_name, minimax_name])
@@ -73,21 +58,18 @@ def test_source_names_and_config_come_back(tmp_path, naming, clone):
     assert_same_tensors(read(tmp_path / "saved"), tensors)
 
 
-def test_other_scale_names_come_back(tmp_path):
-    tensors = {k.replace("weight_scale_inv", "scale"): t for k, t in deepseek_tensors(1).items()}
-    model = Tiny(1)
-    load_checkpoint(model, write(tmp_path / "source", tensors))
+@pytest.mark.parametrize("names", ["other scales", "fused", "narrow scales"])
+def test_loaded_keys_come_back(tmp_path, names):
+    """Scales that are narrower than F32 become F32."""
+    tensors = deepseek_tensors(1, torch.bfloat16 if names == "narrow scales" else torch.float32)
+    if names == "other scales":
+        tensors = {key.replace("weight_scale_inv", "scale"): x for key, x in tensors.items()}
+    elif names == "fused":
+        tensors = dict(Tiny(1).state_dict())
+    load_checkpoint(model := Tiny(1), write(tmp_path / "source", tensors))
     save_checkpoint(model, tmp_path / "saved")
-    assert_same_tensors(read(tmp_path / "saved"), tensors)
-
-
-def test_fused_keys_come_back(tmp_path):
-    source = Tiny(1)
-    save_file(source.state_dict(), tmp_path / "own.safetensors")
-    model = Tiny(1)
-    load_checkpoint(model, tmp_path / "own.safetensors")
-    save_checkpoint(model, tmp_path / "saved")
-    assert_same_tensors(read(tmp_path / "saved"), dict(source.state_dict()))
+    wanted = {k: t.float() if k.endswith("_scale_inv") else t for k, t in tensors.items()}
+    assert_same_tensors(read(tmp_path / "saved"), wanted)
 
 
 def test_a_model_of_ones_own_takes_deepseeks_names(tmp_path):
@@ -98,15 +80,6 @@ def test_a_model_of_ones_own_takes_deepseeks_names(tmp_path):
     other = Tiny(1)
     load_checkpoint(other, tmp_path / "saved")
     assert model_bytes(other) == model_bytes(model)
-
-
-def test_narrow_scales_are_saved_as_f32(tmp_path):
-    tensors = deepseek_tensors(1, torch.bfloat16)
-    model = Tiny(1)
-    load_checkpoint(model, write(tmp_path / "source", tensors))
-    save_checkpoint(model, tmp_path / "saved")
-    wanted = {k: t.float() if k.endswith("_scale_inv") else t for k, t in tensors.items()}
-    assert_same_tensors(read(tmp_path / "saved"), wanted)
 
 
 class Config:
