@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of config that tells of the language model; multimodal models nest it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the first of these numbers that config has."""
+    values = (text_config(config).get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
             f"{where}: an entry holds dtype, shape and data_offsets, got {quoted(value)}"
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not _is_name(dtype) or not _are_sizes(shape) or not _is_possible(shape):
+    is_name = isinstance(dtype, str) and dtype.isidentifier() and len(dtype) <= _MAX_DTYPE
+    if not is_name or not _are_sizes(shape) or not _is_possible(shape):
         raise CheckpointError(f"{where}: bad dtype {quoted(dtype)} or shape {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: bad data_offsets {quoted(offsets)}")
@@ -120,10 +121,6 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
                 f"{entry.num_bytes}"
             )
     return entry
-
-
-def _is_name(dtype: Any) -> bool:
-    return isinstance(dtype, str) and dtype.isidentifier() and len(dtype) <= _MAX_DTYPE
 
 
 def _is_possible(shape: list[int]) -> bool:

@@ -130,7 +130,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
             shutil.rmtree(place.path, ignore_errors=True)
         raise
     if path.exists():
-        _check_same(path, _read_job(path), job)
+        _check_same(path, job)
     else:
         try:
             _publish_json(path, job)
@@ -176,14 +176,11 @@ def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
     return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _read_job(path: Path) -> dict[str, Any]:
+def _check_same(path: Path, job: dict[str, Any]) -> None:
     try:
-        return read_object(path)
+        found = read_object(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; remove {path.parent} to start again") from error
-
-
-def _check_same(path: Path, found: dict[str, Any], job: dict[str, Any]) -> None:
     job = json.loads(json.dumps(job))  # as it was when it was written: tuples are lists
     differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
     if differing:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...layers.router import TOP_K_NAMES
 from ..errors import printable
-from ..files.config import block_sizes, layer_of
+from ..files.config import block_sizes, layer_of, told
 from .contents import Contents
-from .layers import top_k_of
-from .missing import expert_numbers, num_experts_of, told
+from .missing import expert_numbers, num_experts_of
 
 _MAX_NAME, _MAX_NAMES, _MAX_QUANTIZATION = 100, 10, 400
 _NAMINGS = (
@@ -56,7 +56,7 @@ def family_of(contents: Contents) -> Family:
         told(config, ["hidden_size"]) or hidden_size,
         told(config, ["intermediate_size"]),
         told(config, ["moe_intermediate_size"]) or moe_size,
-        top_k_of(config),
+        told(config, TOP_K_NAMES),
         _quantization(config),
     )
 

@@ -31,7 +31,8 @@ def fp8_modules(
     if model is not None:
         return fp8_modules_of(source, model, ignore, rename)
     weights = scaled_weights(source, ignore, rename)
-    return list(dict.fromkeys(_module_of(name) for name in weights.values()))
+    experts = ((name, split_expert(name)) for name in weights.values())
+    return list(dict.fromkeys(x[0] if x else name.rpartition(".")[0] for name, x in experts))
 
 
 def fp8_modules_of(
@@ -73,8 +74,3 @@ def scaled_weights(
     }
     weights = (weight_of_scale(name) for name in names)
     return {names[weight]: weight for weight in weights if weight in names}
-
-
-def _module_of(weight: str) -> str:
-    expert = split_expert(weight)
-    return expert[0] if expert else weight.rpartition(".")[0]

@@ -10,7 +10,7 @@ from ...layers import FP8Linear, GroupedExperts, TopKRouter
 from ...layers.moe import SharedExperts
 from ...layers.router import TOP_K_NAMES
 from ..errors import CheckpointError
-from ..files.config import text_config
+from ..files.config import text_config, told
 from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.names import canonical, split_expert
 from ..files.source import Source, open_source
@@ -45,7 +45,7 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
         raise CheckpointError(f"{path}: no {FP8} weight has scales, so there is nothing in FP8")
     experts = _experts(source, names)
     _check_top_k(top_k, experts)
-    top_k = top_k_of(source.config) if top_k is None else top_k
+    top_k = told(source.config, TOP_K_NAMES) if top_k is None else top_k
     modules: dict[nn.Module, str] = {}
     for (n, k, bias), entry in _linears(source, names).items():
         dtype = {} if bias is None else {"dtype": TORCH_DTYPES[bias]}
@@ -140,8 +140,3 @@ def _matrix(entry: Entry) -> tuple[int, int]:
     if len(entry.shape) != 2:
         raise CheckpointError(f"{entry}: must have two dimensions, got {list(entry.shape)}")
     return entry.shape[0], entry.shape[1]
-
-
-def top_k_of(config: Mapping[str, Any]) -> int | None:
-    values = (text_config(config).get(key) for key in TOP_K_NAMES)
-    return next((value for value in values if type(value) is int and value >= 1), None)

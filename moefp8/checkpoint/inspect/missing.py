@@ -3,11 +3,10 @@
 A tensor that cannot be read counts as there, since its file is told as broken.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator
 from itertools import islice
-from typing import Any
 
-from ..files.config import is_leftover, layer_of, text_config
+from ..files.config import is_leftover, layer_of, text_config, told
 from ..files.names import folded, split_expert
 from .anomalies import Anomaly, error
 from .contents import Contents
@@ -18,12 +17,6 @@ _NUM_EXAMPLES = 3
 _FUSED = ".experts.down_proj"
 
 Numbers = dict[str, dict[str, set[int]]]
-
-
-def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """Return the first of these numbers that config.json has."""
-    values = (text_config(config).get(name) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def expert_numbers(contents: Contents) -> Numbers:

@@ -65,9 +65,8 @@ def load_checkpoint(
     place = usable_device(device, "load_checkpoint")
     source = open_source(path)
     assignment = assign(source, Inventory(model), ignore, rename)
-    entries = [copy.entry for copy in assignment.copies] + [
-        entry for twin in assignment.twins for entry in twin
-    ]
+    entries = [copy.entry for copy in assignment.copies]
+    entries += [entry for twin in assignment.twins for entry in twin]
     with ExitStack() as stack:
         files = open_files(stack, entries, source.shards)
         check_twins(assignment.twins, files)

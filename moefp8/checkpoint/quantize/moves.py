@@ -5,7 +5,7 @@ E experts, H hidden, I intermediate.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -72,6 +72,24 @@ class Move:
     def num_output_bytes(self) -> int:
         sizes = ((TORCH_DTYPES[dtype].itemsize, shape) for _, dtype, shape in self.outputs())
         return sum(itemsize * math.prod(shape) for itemsize, shape in sizes)
+
+
+@dataclass
+class Selected:
+    """What becomes FP8, and what stays. basis: what told.
+
+    moves: key -> what becomes of it; none for a key that goes into another's. swapped: what
+    `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
+    homes: key of moves -> its module; unknown: keys of no module.
+    """
+
+    basis: str
+    moves: dict[str, list[Move]] = field(default_factory=dict)
+    swapped: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
+    homes: dict[str, str] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
 
 
 def whole(entry: Entry, key: str, *, is_fp8: bool) -> Move:

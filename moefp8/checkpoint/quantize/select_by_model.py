@@ -6,7 +6,6 @@ E experts, H hidden, I intermediate.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ...kernels import BLOCK
 from ...layers import Conversion, plan_conversion
@@ -17,7 +16,7 @@ from ..errors import CheckpointError
 from ..files.header import Entry
 from ..files.source import Source
 from .fillings import Filling, converted_fillings
-from .moves import Move, Piece, apart, fused, transposed, transposed_stack, whole
+from .moves import Move, Piece, Selected, apart, fused, transposed, transposed_stack, whole
 from .skeleton import Skeleton
 
 _ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -26,33 +25,17 @@ _LOST = "its weights or scales would not be found"
 _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
 
-@dataclass
-class ByModel:
-    """What becomes FP8, and what stays.
-
-    moves: key -> what becomes of it; none for a key that goes into another's. swapped: what
-    `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
-    homes: key of moves -> its module; unknown: keys of no module.
-    """
-
-    moves: dict[str, list[Move]] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
-    swapped: dict[str, str] = field(default_factory=dict)
-    experts: set[str] = field(default_factory=set)
-    homes: dict[str, str] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-
-
 def select_by_model(
     source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
-) -> ByModel:
+) -> Selected:
     """skip: patterns; is_skipped: tells whether they keep a key. Raises CheckpointError."""
     parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
         conversion = plan_conversion(skeleton.model, skip=parts)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path} cannot be quantized: {error}") from error
-    selected = ByModel(kept=dict(conversion.kept), experts=set(conversion.experts))
+    basis = f"transformers' {type(skeleton.model).__name__}"
+    selected = Selected(basis, kept=dict(conversion.kept), experts=set(conversion.experts))
     fillings = _fillings(source, skeleton, conversion, selected)
     made = {
         module: _moves_of(module, kind, fillings[module], skeleton, is_skipped)
@@ -73,7 +56,7 @@ def select_by_model(
 
 
 def _fillings(
-    source: Source, skeleton: Skeleton, conversion: Conversion, selected: ByModel
+    source: Source, skeleton: Skeleton, conversion: Conversion, selected: Selected
 ) -> dict[str, list[Filling]]:
     """Return module to swap -> what fills its weights."""
     found: dict[str, list[Filling]] = defaultdict(list)

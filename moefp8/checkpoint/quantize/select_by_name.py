@@ -5,16 +5,15 @@ E experts, H hidden, I intermediate.
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from ...layers import DEFAULT_SKIP, Conversion
+from ...layers import DEFAULT_SKIP
 from ...layers.selection import matches
 from ..errors import raise_if_any
 from ..files.config import layer_of
 from ..files.header import Entry
 from ..files.names import split_expert
 from ..files.source import Source
-from .moves import Move, apart, whole
+from .moves import Selected, apart, whole
 
 _DTYPES = ("BF16", "F16", "F32")
 
@@ -23,18 +22,6 @@ _KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, KEPT))})(?:\..*)?")
 _NO_LINEAR = re.compile(r"(?:.*\.)?[^.]*(?:norm|embed|conv)[^.]*\.weight", re.IGNORECASE)
 _IN_EXPERTS = re.compile(r"(.*\bexperts)\.(?!\d)(?!e_score_correction_bias)(.+)")
 _STACKS = {"gate_up_proj", "down_proj"}
-
-
-@dataclass(frozen=True)
-class Selected:
-    """moves: key -> what becomes of it in FP8; none for a key that goes into another's.
-
-    conversion: what becomes FP8 and what stays, and why; basis: what told.
-    """
-
-    moves: dict[str, list[Move]]
-    conversion: Conversion
-    basis: str
 
 
 def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str) -> Selected:
@@ -55,7 +42,7 @@ def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str)
     kept = dict.fromkeys(kept_modules(source, linears | stacks), "by name, or skipped")
     moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in linears}
     moves |= {key: list(apart(source.entries[key])) for key in stacks}
-    return Selected(moves, Conversion(kinds, kept), f"names ({why})")
+    return Selected(f"names ({why})", moves, kinds, kept)
 
 
 def is_named(key: str, pattern: str) -> bool:

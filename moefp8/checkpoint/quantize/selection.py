@@ -10,10 +10,9 @@ from ..files.config import is_leftover
 from ..files.header import TORCH_DTYPES, Entry
 from ..files.names import weight_of_scale
 from ..files.source import Source
-from .moves import Move, whole
+from .moves import Move, Selected, whole
 from .select_by_model import select_by_model
 from .select_by_name import (
-    Selected,
     dtype_problems,
     is_linear,
     is_named,
@@ -62,11 +61,12 @@ def select(source: Source, skip: Sequence[str] = ()) -> Selection:
     else:
         _check_skip(source, skip, skeleton.rename, skeleton.modules)
         selected = _select_by_model(source, skip, headline, skeleton)
-        in_model = selected.conversion.kept  # by the names that the model's loaders look for
+        in_model = selected.kept  # by the names that the model's loaders look for
     moves = list(_moves(source, selected.moves))
     raise_if_any(_twice(moves), headline)
     kept = dict.fromkeys([*kept_modules(source, selected.moves.keys()), *in_model])
-    return Selection(moves, list(kept), selected.conversion, selected.basis)
+    conversion = Conversion(selected.swapped, selected.kept, selected.experts)
+    return Selection(moves, list(kept), conversion, selected.basis)
 
 
 def _select_by_model(
@@ -80,20 +80,19 @@ def _select_by_model(
     selected = select_by_model(source, skeleton, skip, is_skipped)
     left = [source.entries[key] for key in selected.unknown if is_leftover(source.config, key)]
     leftover = {e.key for e in left if is_linear(e) and not stays(e.key, skip)}
-    moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
-    moves |= selected.moves
-    problems = dtype_problems(source, moves, selected.homes)
-    problems += split_modules(left, moves.keys())
-    if not moves and not problems:
+    by_name = {key: [whole(source.entries[key], key, is_fp8=True)] for key in leftover}
+    selected.moves = by_name | selected.moves
+    selected.swapped |= {key.removesuffix(".weight"): "linear" for key in leftover}
+    problems = dtype_problems(source, selected.moves, selected.homes)
+    problems += split_modules(left, selected.moves.keys())
+    if not selected.moves and not problems:
         told = Conversion({}, selected.kept).warning() or ""
         problems.append(
             f"{told}; convert the model instead, or load it by "
             "from_pretrained(..., quantization_config=FP8Config()), which may swap more"
         )
     raise_if_any(problems, headline)
-    swapped = selected.swapped | {key.removesuffix(".weight"): "linear" for key in leftover}
-    conversion = Conversion(swapped, selected.kept, selected.experts)
-    return Selected(moves, conversion, f"transformers' {type(skeleton.model).__name__}")
+    return selected
 
 
 def _moves(source: Source, fp8: Mapping[str, list[Move]]) -> Iterator[Move]:

@@ -128,10 +128,12 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
         return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
     if problem := stacks_problem(model, num_tensors):
         return problem
-    return Skeleton(model.to(torch.bfloat16), _conversions(model))
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
 
 
-def _build(config: Mapping[str, Any]) -> nn.Module:
+def _build(config: Mapping[str, Any]) -> Any:
     import transformers
 
     told = without_fetched(_with_floats(dict(config)))
@@ -164,21 +166,6 @@ def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module
     raise ValueError("no model of it")
 
 
-def _conversions(model: Any, quantizer: Any = None) -> list[Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return list(get_model_conversion_mapping(model, None, quantizer))
-
-
-def _homes_of_stacks(model: nn.Module) -> set[str]:
-    """Return experts modules that hold stacks, or will when they are converted, as DBRX's do."""
-    return {
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, GroupedExperts) or stacks_of(module) is not None
-    }
-
-
 def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
     """Return checkpoint key -> model name, as transformers renames; experts stay one by one."""
     from transformers.core_model_loading import WeightRenaming
@@ -186,7 +173,11 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)  # else it lies below prefix in others
-    homes = _homes_of_stacks(model)
+    homes = {  # experts that hold stacks, or will when they are converted, as DBRX's do
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, GroupedExperts) or stacks_of(module) is not None
+    }
 
     def is_there(weight: str) -> bool:
         home, _, leaf = weight.rpartition(".")

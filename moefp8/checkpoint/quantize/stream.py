@@ -70,8 +70,11 @@ def write_shard(
         # Tensors are parallel; where operations were parallel too, 2 cores took twice as long.
         num_threads = min(_NUM_THREADS, num_processors())
         run_all(moves, work, num_threads, "moefp8-quantize", serial=True)
-        _check_unchanged(sources, source)
-        _finish(target, path)
+        for read, file in sources.items():
+            if stamp_of(os.fstat(file)) != source.shards[read].stamp:
+                raise CheckpointError(f"{read}: changed while it was read; {OUTCOME}")
+        with failing_as(path, "cannot be written", OUTCOME):
+            os.fsync(target)
     return [reports[move.key] for move in moves if move.is_fp8]
 
 
@@ -145,14 +148,3 @@ def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
 def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
     with telling(piece.entry, "reading", OUTCOME):
         read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)
-
-
-def _check_unchanged(files: Files, source: Source) -> None:
-    for path, file in files.items():
-        if stamp_of(os.fstat(file)) != source.shards[path].stamp:
-            raise CheckpointError(f"{path}: changed while it was read; {OUTCOME}")
-
-
-def _finish(target: int, path: Path) -> None:
-    with failing_as(path, "cannot be written", OUTCOME):
-        os.fsync(target)
