@@ -1,9 +1,9 @@
 """Host time of one eager call: `python -m benchmarks.host_time` (`--json` stores it).
 
 A call costs the host the same whatever the GPU does meanwhile. Beside a repeated call stand calls
-with new addresses (other tokens, and another layer of the same layout), with a number of tokens that
-was seen before, and with one that was not, within a configuration that was; the last costs a layer of
-a model as much as `per layer` says, since all layers of one layout share what is prepared.
+with new addresses (of tokens, and of another layer of the same layout), with numbers of tokens that
+were seen before, and with new ones within a configuration that was seen. All layers of one layout
+share what is prepared, so a new number of tokens costs a model what "a model's layer" says.
 
 Without a GPU, launches go to a driver that does nothing, and BF16 is left out.
 """
@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import functional as F
 
 from benchmarks.circumstances import circumstances
 from moefp8 import FP8Linear, GroupedExperts
@@ -28,6 +29,7 @@ from moefp8.kernels import jit
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
 NUM_LAYERS = 61  # of DeepSeek-V3
 TOKENS = 16
+KNOWN_TOKENS = range(TOKENS, TOKENS + 8)
 NEW_TOKENS = range(4097, 4353)  # all have one configuration
 CALLS, ROUNDS = 100, 15
 
@@ -72,27 +74,34 @@ class _NullLibrary:
         return 0
 
 
-Call = Callable[[nn.Module, int], object]  # a layer and a number of tokens
+Call = Callable[[Any, int], object]  # a layer and a number of tokens
 
 
-def linear_calls(device: str, layer_type: type[nn.Module]) -> tuple[list[nn.Module], Call]:
-    layers = [_linear(layer_type, device) for _ in range(8)]
-    tokens = torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16()
-    return layers, lambda layer, n: layer(tokens[:n])
+def linear_calls(device: str) -> tuple[list[Any], Call]:
+    layers = [FP8Linear(2048, 2048, bias=False, device=device) for _ in range(8)]
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16())
+    return layers, lambda layer, n: layer(tokens[n])
 
 
-def _linear(layer_type: type[nn.Module], device: str) -> nn.Module:
-    if layer_type is FP8Linear:
-        return FP8Linear(2048, 2048, bias=False, device=device)
-    return nn.Linear(2048, 2048, bias=False, device=device, dtype=torch.bfloat16)
+def bf16_calls(device: str) -> tuple[list[Any], Call]:
+    """`F.linear`, a function: what a module costs, ours pays in addition."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    layers = [torch.randn(2048, 2048, **options) for _ in range(8)]
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, **options))
+    return layers, lambda layer, n: F.linear(tokens[n], layer)
 
 
-def experts_calls(device: str) -> tuple[list[nn.Module], Call]:
-    layers: list[nn.Module] = [GroupedExperts(16, 1024, 512, device=device) for _ in range(8)]
+def experts_calls(device: str) -> tuple[list[Any], Call]:
+    layers = [GroupedExperts(16, 1024, 512, device=device) for _ in range(8)]
     most = NEW_TOKENS[-1]
-    tokens = torch.randn(most, 1024, device=device).bfloat16()
-    scores, index = torch.rand(most, 16, device=device).topk(4)
-    return layers, lambda layer, n: layer(tokens[:n], index[:n], scores[:n])
+    tokens = _slices(torch.randn(most, 1024, device=device).bfloat16())
+    scores, index = map(_slices, torch.rand(most, 16, device=device).topk(4))
+    return layers, lambda layer, n: layer(tokens[n], index[n], scores[n])
+
+
+def _slices(x: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The first n rows, for each n that is asked for."""
+    return {n: x[:n] for n in (*KNOWN_TOKENS, *NEW_TOKENS)}
 
 
 def us_of(calls: Iterator[Callable[[], object]], num_calls: int) -> float:
@@ -106,12 +115,11 @@ def us_of(calls: Iterator[Callable[[], object]], num_calls: int) -> float:
     return passed / num_calls / 1e3
 
 
-def measure(layers: list[nn.Module], call: Call) -> dict[str, float]:
+def measure(layers: list[Any], call: Call) -> dict[str, float]:
     """Medians over rounds in which the kinds of calls take turns."""
     first = layers[0]
-    known = [TOKENS + i for i in range(8)]
     fresh = iter(NEW_TOKENS)
-    for n in (*known, TOKENS):
+    for n in KNOWN_TOKENS:
         call(first, n)
     call(first, next(fresh))  # the configuration, and its kernels
     kinds: dict[str, Callable[[], float]] = {
@@ -120,7 +128,7 @@ def measure(layers: list[nn.Module], call: Call) -> dict[str, float]:
             (lambda layer=layer: call(layer, TOKENS) for layer in itertools.cycle(layers)), CALLS
         ),
         "known tokens": lambda: us_of(
-            (lambda n=n: call(first, n) for n in itertools.cycle(known)), CALLS
+            (lambda n=n: call(first, n) for n in itertools.cycle(KNOWN_TOKENS)), CALLS
         ),
         "new tokens": lambda: us_of((lambda n=n: call(first, n) for n in fresh), 10),
     }
@@ -130,7 +138,7 @@ def measure(layers: list[nn.Module], call: Call) -> dict[str, float]:
             found[kind].append(run())
     us = {kind: statistics.median(some) for kind, some in found.items()}
     rest = NUM_LAYERS - 1
-    us["new tokens, per layer"] = (us["new tokens"] + rest * us["new addresses"]) / NUM_LAYERS
+    us["new tokens, a model's layer"] = (us["new tokens"] + rest * us["new addresses"]) / NUM_LAYERS
     return us
 
 
@@ -142,12 +150,10 @@ def main() -> None:
     device = "cuda" if has_gpu else "cpu"
     rows = {}
     with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
-        cases = {
-            "FP8Linear": linear_calls(device, FP8Linear),
-            "GroupedExperts": experts_calls(device),
-        }
+        makers = {"FP8Linear": linear_calls, "GroupedExperts": experts_calls}
         if has_gpu:
-            cases["nn.Linear, BF16"] = linear_calls(device, nn.Linear)
+            makers["F.linear, BF16"] = bf16_calls
+        cases = {name: make(device) for name, make in makers.items()}
         for name, (layers, call) in cases.items():
             rows[name] = measure(layers, call)
             told = ", ".join(
@@ -156,9 +162,9 @@ def main() -> None:
             )
             print(f"{name}: {told}")
     if has_gpu:
-        bf16 = rows["nn.Linear, BF16"]["repeated"]
+        bf16 = rows["F.linear, BF16"]["repeated"]
         for name in ("FP8Linear", "GroupedExperts"):
-            print(f"{name}: {rows[name]['repeated'] / bf16:.2f}x of nn.Linear in BF16")
+            print(f"{name}: {rows[name]['repeated'] / bf16:.2f}x of F.linear in BF16")
     if options.json:
         RESULTS.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
 
