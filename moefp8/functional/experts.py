@@ -4,6 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
@@ -20,6 +21,9 @@ from ..kernels.common.checks import (
 from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.registry import register
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..routing.combine import combine_rows
+from ..routing.dispatch import dispatch_rows
+from ..routing.plan_op import build_maps
 from .experts_launch import launch_experts
 
 _OP = "experts"
@@ -112,30 +116,27 @@ def _body(
         check_choices(_OP, top_k_index, num_experts)
     if i == 0:
         return y.zero_()
-    data, scale_inv = quantize_1x128(hidden_states)
-    rows = y.new_zeros(*top_k_index.shape, h)  # of every choice; zeros where it is held elsewhere
-    for expert in range(num_experts):
-        token, choice = torch.where(top_k_index == expert)
-        if len(token) == 0:
+    maps = build_maps(top_k_index, num_experts, 1, None)
+    _, expert_offsets, row_to_token, _, token_to_row = maps
+    if len(row_to_token) == 0:
+        return y
+    data, scale_inv = (dispatch_rows(x, row_to_token) for x in quantize_1x128(hidden_states))
+    rows = y.new_zeros(len(row_to_token), h)
+    for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
+        if begin == end:
             continue
-        x = data.view(torch.uint8)[token].view(E4M3)  # FP8 has few ops of its own
         gate, up = (
-            block_scaled_matmul(x, scale_inv[token], weight, scales)
+            block_scaled_matmul(data[begin:end], scale_inv[begin:end], weight, scales)
             for weight, scales in zip(
                 gate_up_proj[expert].split(i),
                 gate_up_proj_scale_inv[expert].split(num_blocks(i)),
                 strict=True,
             )
         )
-        activated, scales = quantize_1x128(swiglu(gate, up, swiglu_limit))
+        activated = quantize_1x128(swiglu(gate, up, swiglu_limit))
         of_down = down_proj[expert], down_proj_scale_inv[expert]
-        rows[token, choice] = block_scaled_matmul(activated, scales, *of_down).to(rows.dtype)
-    result = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
-    for j in range(top_k_index.shape[1]):
-        is_here = (top_k_index[:, j] >= 0) & (top_k_index[:, j] < num_experts)
-        term = top_k_weights[:, j, None].float() * rows[:, j].float()
-        result += term.masked_fill(~is_here[:, None], 0.0)
-    return y.copy_(result)
+        rows[begin:end] = block_scaled_matmul(*activated, *of_down)
+    return combine_rows(rows, token_to_row, top_k_weights)
 
 
 def _launch(

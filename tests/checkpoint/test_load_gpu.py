@@ -10,7 +10,7 @@ from moefp8.checkpoint.load import read
 from moefp8.checkpoint.load.staging import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
 from tests.checkpoint.cases import Tiny, deepseek_tensors, model_bytes, spoiled, write
-from tests.gpu_cases import NEEDS_GPU, NEEDS_TWO_GPUS
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
 pytestmark = NEEDS_GPU
 

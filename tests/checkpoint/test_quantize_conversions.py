@@ -14,7 +14,7 @@ from benchmarks.families.models import OVERRIDES, tiny_model
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from tests.checkpoint.cases import read
 from tests.checkpoint.test_quantize_selection import assert_equal, fp8_of, saved
-from tests.model_cases import RELEASE
+from tests.hf.model_cases import RELEASE
 
 pytestmark = pytest.mark.skipif(
     RELEASE < (5, 20), reason="older transformers build no tiny model of these"

@@ -22,7 +22,7 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from tests.checkpoint.cases import read
 from tests.checkpoint.quantize_cases import bf16, quantization_of, write_source
-from tests.model_cases import RELEASE
+from tests.hf.model_cases import RELEASE
 
 SIZES = {
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
