@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import _C
@@ -103,6 +103,37 @@ class Op:
             or _C._get_tracing_state() is not None
             or _C._autograd._profiler_enabled()
         )
+
+
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float | None: "float?",
+    bool: "bool",
+}
+
+
+def register_inputs(
+    name: str,
+    inputs: type[Any],
+    returns: str,
+    *,
+    cpu: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    hopper: Callable[[Any], Any],
+) -> "Op":
+    """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
+
+    The schema follows from their annotations, and each body takes one such tuple.
+    """
+    fields = get_type_hints(inputs)
+    told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
+
+    def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *args: body(inputs(*args))
+
+    bodies = map(taking_inputs, (cpu, fake, hopper))
+    return register(f"{name}({told}) -> {returns}", *bodies)
 
 
 def _written(name: str) -> dict[int, str]:
