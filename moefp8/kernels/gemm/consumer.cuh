@@ -104,137 +104,114 @@ struct ProductBuffer {
 // One math warpgroup, other than the tail's. A finished tile stays in `total` while the first products of the next one
 // are computed; only then the epilogue stores it.
 template <GemmConfig C>
-struct Consumer {
-  Shared<C>& shared;
-  const TensorMap& d_map;
-  const Arguments& args;
-  SchedulerOf<C> schedule;
+__device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, SchedulerOf<C> schedule) {
   const Thread<C> thread;
   float total[C.parts][C.part_n / 2];
   TileBias<C> biases[C.parts];
   ProductBuffer<C> buffers[C.num_product_buffers];
-  TileCoord<C> finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
+  auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
   int num_epilogues = 0;
   // Above 0 while the next stage will be filled again. Only such stages are released, so that no signal is on its way
   // to a CTA that has left, and none has to wait for the others at the end. A grouped GEMM does not know the number.
   int refills = 1;
+  if constexpr (!C.grouped) refills = schedule.num_stages() - C.stages;
 
-  __device__ __forceinline__ Consumer(Shared<C>& memory, const TensorMap& map, const Arguments& arguments,
-                                      const SchedulerOf<C>& scheduler)
-      : shared(memory), d_map(map), args(arguments), schedule(scheduler) {
-    if constexpr (!C.grouped) refills = schedule.num_stages() - C.stages;
-  }
-
-  __device__ __forceinline__ void run() {
-#pragma unroll
-    for (int part = 0; part < C.parts; ++part) start_part(part);
-    for (; !schedule.done(); schedule.next_tile()) {
-      if constexpr (C.stores_first) {
-        store_finished(0);
-        buffers[0].forget();
-      }
-      if (C.has_short_tiles && !thread.has_rows(schedule.coord)) {  // the group ends before them
-        if constexpr (!C.stores_first) store_all_finished();
-        finished = TileCoord<C>::none();
-        skip_tile(shared, schedule, thread);
-        continue;
-      }
-      if constexpr (C.num_product_buffers == 1) multiply_with_one_buffer();
-      else multiply_with_two_buffers();
-      finished = schedule.coord;
-    }
-    store_last();
-    if (thread.index == 0) tma_store_wait_read();
-  }
-
- private:
-  __device__ __forceinline__ void multiply_with_one_buffer() {
-    compute_stage(!C.stores_first);
-#pragma unroll(C.grouped ? 1 : 4)  // four: descriptors are ready earlier; one: less code, see docs/design/gemm.md
-    for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) compute_stage(false);
-  }
-  __device__ __forceinline__ void compute_stage(bool stores) {
-#pragma unroll
-    for (int part = 0; part < C.parts; ++part) {
-      begin(0, part);
-      if (stores) store_finished(part);
-      wgmma_wait<0>();
-      finish(0, part);
-    }
-  }
-
-  // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
-  //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
-  __device__ __forceinline__ void multiply_with_two_buffers() {
-    begin(0, 0);
-    store_all_finished();
-    int left = (schedule.k_end - schedule.k_begin) * C.parts - 1;  // still to begin
-#pragma unroll 1
-    for (; left >= 2; left -= 2) take_turn(1), take_turn(0);
-    if (left > 0) take_turn(1), finish_last(1);
-    else finish_last(0);
-  }
-  static __device__ constexpr int part_of(int buffer) { return C.parts == 1 ? 0 : buffer; }
-  __device__ __forceinline__ void take_turn(int buffer) {
-    begin(buffer, part_of(buffer));
-    wgmma_wait<1>();
-    finish(1 - buffer, part_of(1 - buffer));
-  }
-  __device__ __forceinline__ void finish_last(int buffer) {
-    wgmma_wait<0>();
-    fence_cta();  // scales may still be on their way to registers: no product was begun since
-    finish(buffer, part_of(buffer));
-  }
-
-  __device__ __forceinline__ void begin(int buffer, int part) {
+  const auto begin = [&](int buffer, int part) __attribute__((always_inline)) {
     buffers[buffer].begin(shared, schedule, part, thread);
     if (part == C.parts - 1) schedule.next_stage();
-  }
-  __device__ __forceinline__ void finish(int buffer, int part) {
+  };
+  const auto finish = [&](int buffer, int part) __attribute__((always_inline)) {
     const bool ends_stage = part == C.parts - 1;
     buffers[buffer].finish(total[part], shared, part, ends_stage && refills > 0, thread);
     if (ends_stage && !C.grouped) --refills;
-  }
-
-  __device__ __forceinline__ void start_part(int part) {
+  };
+  const auto start_part = [&](int part) {
 #pragma unroll
     for (int i = 0; i < C.part_n / 2; ++i) total[part][i] = 0.0f;
     if constexpr (C.split_k == 1) biases[part].load(args, schedule.coord, part * C.part_n, thread);
-  }
-  __device__ __forceinline__ void store_part(int part, Staging staging) {
+  };
+  const auto store_part = [&](int part, Staging staging) {
     if constexpr (C.split_k == 1 && !C.gate_up)
       store_tile<C>(total[part], staging, d_map, args, finished, part * C.part_n, biases[part], thread);
     start_part(part);
-  }
-  // Gate and up leave together, with the first part.
-  __device__ __forceinline__ void store_finished(int part) {
+  };
+  const auto store_finished = [&](int part) __attribute__((always_inline)) {
     if (finished.is_none()) return;
-    if constexpr (C.gate_up) {
+    if constexpr (C.gate_up) {  // gate and up leave together
       if (part == 0) swiglu_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, thread);
       start_part(part);
     } else {
       store_part(part, output_staging(shared, thread));
     }
-  }
-  __device__ __forceinline__ void store_all_finished() {
+  };
+
 #pragma unroll
-    for (int part = 0; part < C.parts; ++part) store_finished(part);
-  }
-  __device__ __forceinline__ void store_last() {
-    if constexpr (C.gate_up) {
+  for (int part = 0; part < C.parts; ++part) start_part(part);
+  for (; !schedule.done(); schedule.next_tile()) {
+    if constexpr (C.stores_first) {
       store_finished(0);
-    } else if constexpr (C.split_k == 1) {
-#pragma unroll
-      for (int part = 0; part < C.parts; ++part)
-        if (!finished.is_none())
-          store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
-    } else {
-      const int slice = cluster_rank();
-      if (slice < C.slice_owners) biases[0].load(args, finished, slice * C.store_n, thread);
-      float sum[C.store_n / 2];
-      reduce_split_k<C>(sum, total[0], shared, slice, thread);
-      if (slice < C.slice_owners)
-        store_tile<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C.store_n, biases[0], thread);
+      buffers[0].forget();
     }
+    if (C.has_short_tiles && !thread.has_rows(schedule.coord)) {  // the group ends before them
+#pragma unroll
+      for (int part = 0; part < (C.stores_first ? 0 : C.parts); ++part) store_finished(part);
+      finished = TileCoord<C>::none();
+      skip_tile(shared, schedule, thread);
+      continue;
+    }
+    if constexpr (C.num_product_buffers == 1) {
+      const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
+#pragma unroll
+        for (int part = 0; part < C.parts; ++part) {
+          begin(0, part);
+          if (is_first && !C.stores_first) store_finished(part);
+          wgmma_wait<0>();
+          finish(0, part);
+        }
+      };
+      compute_stage(true);
+#pragma unroll(C.grouped ? 1 : 4)  // four: descriptors are ready earlier; one: less code, see docs/design/gemm.md
+      for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) compute_stage(false);
+    } else {
+      // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
+      //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
+      const auto part_of = [](int i) { return C.parts == 1 ? 0 : i; };
+      const auto turn = [&](int i) __attribute__((always_inline)) {
+        begin(i, part_of(i));
+        wgmma_wait<1>();
+        finish(1 - i, part_of(1 - i));
+      };
+      begin(0, 0);
+#pragma unroll
+      for (int part = 0; part < C.parts; ++part) store_finished(part);
+      int left = (schedule.k_end - schedule.k_begin) * C.parts - 1;  // still to begin
+#pragma unroll 1
+      for (; left >= 2; left -= 2) turn(1), turn(0);
+      const auto end = [&](int i) __attribute__((always_inline)) {
+        wgmma_wait<0>();
+        fence_cta();  // scales may still be on their way to registers: no product was begun since
+        finish(i, part_of(i));
+      };
+      if (left > 0) turn(1), end(1);
+      else end(0);
+    }
+    finished = schedule.coord;
   }
-};
+
+  if constexpr (C.gate_up) {
+    store_finished(0);
+  } else if constexpr (C.split_k == 1) {
+#pragma unroll
+    for (int part = 0; part < C.parts; ++part)
+      if (!finished.is_none())
+        store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
+  } else {
+    const int slice = cluster_rank();
+    if (slice < C.slice_owners) biases[0].load(args, finished, slice * C.store_n, thread);
+    float sum[C.store_n / 2];
+    reduce_split_k<C>(sum, total[0], shared, slice, thread);
+    if (slice < C.slice_owners)
+      store_tile<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C.store_n, biases[0], thread);
+  }
+  if (thread.index == 0) tma_store_wait_read();
+}

@@ -34,12 +34,16 @@ __global__ void __launch_bounds__(C.threads, C.ctas_per_sm)
   const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp), lane = threadIdx.x % kWarp;
   const bool loads = group == C.math_warpgroups && warp == 0, loads_scales = group == C.math_warpgroups && warp == 1;
   const bool schedules = C.grouped && group == C.math_warpgroups && warp == 2;
-  SchedulerOf<C> schedule(shared.tiles, args);
+  SchedulerOf<C> schedule(shared, args);
   ScaleProducer<C> scale_producer{args, lane};
   GroupedScheduler<C> scheduler{args, lane};
 
   if (loads) {
-    if (elect_one()) shared.init_barriers();
+    if (elect_one()) {
+      init_barriers(shared);
+      if constexpr (C.gate_up) init_magnitudes<C>(shared.magnitudes);
+      fence_barrier_init();
+    }
     __syncwarp();
   } else if (loads_scales && !C.grouped) {
     scale_producer.read(schedule);  // before the operands, behind which they would queue
@@ -61,7 +65,7 @@ __global__ void __launch_bounds__(C.threads, C.ctas_per_sm)
   if (group == C.math_warpgroups) {
     if constexpr (C.moves_registers) give_registers<C.producer_registers>();
     if constexpr (C.grouped) {
-      if (schedules) scheduler.run(shared.tiles);
+      if (schedules) scheduler.run(shared);
     }
     if (loads) {
       schedule.start();
@@ -82,6 +86,6 @@ __global__ void __launch_bounds__(C.threads, C.ctas_per_sm)
   } else {
     if constexpr (C.moves_registers) take_registers<C.math_registers>();
     schedule.start();
-    Consumer<C>(shared, d_map, args, schedule).run();
+    consume<C>(shared, d_map, args, schedule);
   }
 }

@@ -43,6 +43,14 @@ struct Deliveries<C, false> {};
 template <GemmConfig C>
 struct Magnitudes : RowMagnitudes<C>, ColumnMagnitudes<C>, Deliveries<C> {};
 
+template <GemmConfig C>
+__device__ void init_magnitudes(Magnitudes<C>& magnitudes) {
+  if constexpr (C.shares_scale_with_peer) {
+    constexpr int kGroups = C.math_warpgroups;
+    for (int i = 0; i < 2 * kGroups; ++i) magnitudes.delivered[i / kGroups][i % kGroups].init(1);
+  }
+}
+
 // The tail on its way out.
 template <GemmConfig C, bool kNeeded = (C.tail > 0)>
 struct TailOutput {
@@ -72,22 +80,18 @@ struct Shared : Inbox<C> {
   alignas(8) Barrier full[C.stages];
   Barrier empty[C.stages];
   Barrier delivered;
-
-  // One thread calls this, before all others use the barriers.
-  __device__ void init_barriers() {
-    for (int i = 0; i < C.stages; ++i) {
-      full[i].init(1 + kWarp);
-      empty[i].init(C.math_warpgroups * (kWarpgroup + (C.multicast > 1 ? 4 : 0)));
-    }
-    delivered.init(1);
-    if constexpr (C.grouped) tiles.init();
-    if constexpr (C.shares_scale_with_peer) {
-      constexpr int kGroups = C.math_warpgroups;
-      for (int i = 0; i < 2 * kGroups; ++i) magnitudes.delivered[i / kGroups][i % kGroups].init(1);
-    }
-    fence_barrier_init();
-  }
 };
+
+// One thread calls this, before all others use the barriers; `init_magnitudes` and `fence_barrier_init` follow.
+template <GemmConfig C>
+__device__ void init_barriers(Shared<C>& shared) {
+  for (int i = 0; i < C.stages; ++i) {
+    shared.full[i].init(1 + kWarp);
+    shared.empty[i].init(C.math_warpgroups * (kWarpgroup + (C.multicast > 1 ? 4 : 0)));
+  }
+  shared.delivered.init(1);
+  if constexpr (C.grouped) shared.tiles.init();
+}
 
 // Where a math thread stands: its warpgroup, and its fragments of a 64-row WGMMA.
 template <GemmConfig C>

@@ -42,10 +42,10 @@ struct Producer {
 #pragma unroll
     for (int i = 0; i < C.k_blocks_per_stage; ++i) {
       for_each_piece([&](Piece piece) {
-        tma_load<C.dimensions>(elected, shared.weight_operand(schedule.stage, i) + piece.begin * kBlock,
-                               weight_maps.of_piece[piece.index], full,
-                               {(schedule.k * C.k_blocks_per_stage + i) * kBlock,
-                                schedule.coord.weight(*schedule.args, piece.begin), schedule.coord.group},
+        uint8_t* destination = shared.weight_operand(schedule.stage, i) + piece.begin * kBlock;
+        const int k_block = schedule.k * C.k_blocks_per_stage + i, first = schedule.coord.weight(*schedule.args, piece.begin);
+        const Corner at{k_block * kBlock, first, schedule.coord.group};
+        tma_load<C.dimensions>(elected, destination, weight_maps.of_piece[piece.index], full, at,
                                is_read_once ? read_once : usual);
       });
     }

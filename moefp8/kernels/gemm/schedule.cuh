@@ -99,6 +99,9 @@ struct TileRing {
 template <GemmConfig C>
 struct TileRing<C, false> {};
 
+template <GemmConfig C>
+struct Shared;  // in pipeline.cuh
+
 // ---- Dense ----
 
 template <GemmConfig C>
@@ -108,7 +111,7 @@ struct StaticScheduler : Ring<C> {
   TileCoord<C> coord;
   int k;  // which stage along K
 
-  __device__ StaticScheduler(const TileRing<C>&, const Arguments& arguments) : args(&arguments) {
+  __device__ StaticScheduler(const Shared<C>&, const Arguments& arguments) : args(&arguments) {
     const int slice = C.split_k == 1 ? 0 : cluster_rank();
     const int num_k = ceil_div(args->num_k_blocks, C.k_blocks_per_stage);  // < 2^24
     k_begin = num_k * slice / C.split_k;
@@ -118,7 +121,7 @@ struct StaticScheduler : Ring<C> {
     start_tile();
   }
   __device__ void start_tile() {
-    int row, col;
+    int col, row;
     if (args->num_row_tiles == 1) {  // no divisions where latency counts
       row = 0, col = tile;
     } else if (args->num_col_tiles == 1) {
@@ -222,15 +225,15 @@ struct GroupedScheduler {
     if (!args.groups.bounds_ready) wait_for_previous_kernel();
     next_mine = segment<C.group_layout>(args.groups, lane);
   }
-  __device__ void run(TileRing<C>& tiles) {
+  __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
-    for (int i = 0;; next_tile(tiles, i++)) {
+    for (int i = 0;; next_tile(shared.tiles, i++)) {
       const TileCoord<C> coord = find();
       const int slot = i % kTileSlots;
-      tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
+      shared.tiles.empty[slot].wait(i / kTileSlots % 2 ^ 1);
       if (lane == 0) {
-        tiles.coords[slot].coord = coord;
-        tiles.full[slot].arrive();
+        shared.tiles.coords[slot].coord = coord;
+        shared.tiles.full[slot].arrive();
       }
       if (coord.is_none()) return;
     }
@@ -315,26 +318,27 @@ struct SchedulerClient : Ring<C> {
   static constexpr int k_begin = 0;
   static constexpr int kWantedAhead = 4;  // stages
 
-  TileRing<C>* tiles;
+  Shared<C>* shared;
   const Arguments* args;
   int k_end;
   TileCoord<C> coord;
   int k;  // which stage along K
   int num_tiles = 0;
 
-  __device__ SchedulerClient(TileRing<C>& ring, const Arguments& arguments)
-      : tiles(&ring), args(&arguments), k_end(ceil_div(args->num_k_blocks, C.k_blocks_per_stage)) {}
+  __device__ SchedulerClient(Shared<C>& memory, const Arguments& arguments)
+      : shared(&memory), args(&arguments), k_end(ceil_div(args->num_k_blocks, C.k_blocks_per_stage)) {}
   __device__ void start() { next_tile(); }
   __device__ bool done() const { return coord.is_none(); }
   __device__ void next_tile() {
+    auto& tiles = shared->tiles;
     const int slot = num_tiles % kTileSlots;
-    tiles->full[slot].wait(num_tiles / kTileSlots % 2);
-    const TileCoord<C> told = tiles->coords[slot].coord;
+    tiles.full[slot].wait(num_tiles / kTileSlots % 2);
+    const TileCoord<C> told = tiles.coords[slot].coord;
     coord.first_token = warp_uniform(told.first_token), coord.tile = warp_uniform(told.tile);
     coord.rows = warp_uniform(told.rows), coord.matrix = warp_uniform(told.matrix);
     coord.group = warp_uniform(told.group), coord.is_only = warp_uniform(told.is_only);
     fence_cta();  // the arrival would overtake the reads: see `release` in pipeline.cuh
-    tiles->empty[slot].arrive();
+    tiles.empty[slot].arrive();
     ++num_tiles, k = 0;
   }
   __device__ void next() {
@@ -345,7 +349,7 @@ struct SchedulerClient : Ring<C> {
   // earlier, since other clusters cannot take in the end what this one has taken.
   __device__ int wants_at() const { return max(0, k_end - kWantedAhead); }
   __device__ void want_next() {
-    if (k == wants_at() && takes_for_cluster<C>(*args)) tiles->wanted.arrive();
+    if (k == wants_at() && takes_for_cluster<C>(*args)) shared->tiles.wanted.arrive();
   }
 };
 

@@ -140,6 +140,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   using Tokens = Columns<C>;
   constexpr int kMine = Tokens::kSize / 4, kWarps = kWarpgroup / kWarp, kBarrier = 1 + Tokens::kFirstWarpgroup;
   const int rank = cluster_rank(), slot = num_tiles % 2;
+  const int group = thread.group - Tokens::kFirstWarpgroup;
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
@@ -150,7 +151,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
       amax[i] = max(amax[i], __shfl_xor_sync(0xffffffff, amax[i], distance));
   }
   auto& of_warps = shared.magnitudes.of_warps[slot];
-  uint32_t* mine = of_warps[rank * kWarps + thread.warp];
+  uint32_t* mine = of_warps[rank * kWarps + group * 4 + thread.warp];
   if (thread.lane < 4) {
 #pragma unroll
     for (int i = 0; i < kMine; i += 2)
@@ -180,7 +181,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
     staging[y + unit * 16 + output % 16 + 8] = codes >> 8;
   }
   named_barrier<kWarpgroup>(kBarrier);
-  store_codes(staging, args, coord, Tokens::kFirst, Tokens::kSize, thread.index);
+  store_codes(staging, args, coord, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
 }
 
 template <GemmConfig C>
