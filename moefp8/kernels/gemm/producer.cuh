@@ -34,40 +34,45 @@ struct Producer {
       if (weight == piece.begin) call(piece);
     }
   }
+  // One k-block of one operand. With multicast, a slice of the tokens for both CTAs of the cluster.
+  template <bool kMulticast>
+  __device__ void load_operand(uint8_t* destination, const TensorMap& map, int size, Barrier& full, int k_block,
+                               int first, int matrix, L2Policy policy) {
+    if constexpr (kMulticast) {
+      const int half = rank % 2, slice = size / 2;
+      const uint16_t ranks = 3 << (rank - half);
+      tma_load_multicast(elected, destination + half * slice * kBlock, map, full,
+                         {k_block * kBlock, first + half * slice, matrix}, ranks);
+    } else {
+      tma_load<C.dimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix}, policy);
+    }
+  }
   __device__ void load_weights(const SchedulerOf<C>& schedule) {
+    const TileCoord<C>& coord = schedule.coord;
     // Blocks of rows may have the same weights as other blocks, and nobody knows which.
-    const bool is_read_once = C.grouped && C.group_layout != GroupLayout::kRows && schedule.coord.is_only;
-    Barrier& full = shared.full[schedule.stage];
-    full.arrive_and_expect(elected, schedule.args->stage_bytes[schedule.coord.token_box()]);
+    const bool is_read_once = C.grouped && C.group_layout != GroupLayout::kRows && coord.is_only;
+    shared.full[schedule.stage].arrive_and_expect(elected, schedule.args->stage_bytes[coord.token_box()]);
 #pragma unroll
     for (int i = 0; i < C.k_blocks_per_stage; ++i) {
       for_each_piece([&](Piece piece) {
-        uint8_t* destination = shared.weight_operand(schedule.stage, i) + piece.begin * kBlock;
-        const int k_block = schedule.k * C.k_blocks_per_stage + i, first = schedule.coord.weight(*schedule.args, piece.begin);
-        const Corner at{k_block * kBlock, first, schedule.coord.group};
-        tma_load<C.dimensions>(elected, destination, weight_maps.of_piece[piece.index], full, at,
-                               is_read_once ? read_once : usual);
+        load_operand<false>(shared.weight_operand(schedule.stage, i) + piece.begin * kBlock,
+                            weight_maps.of_piece[piece.index], piece.size, shared.full[schedule.stage],
+                            schedule.k * C.k_blocks_per_stage + i, coord.weight(*schedule.args, piece.begin),
+                            coord.group, is_read_once ? read_once : usual);
       });
     }
   }
   __device__ void load_tokens(const SchedulerOf<C>& schedule) {
-    Barrier& full = shared.full[schedule.stage];
+    const TileCoord<C>& coord = schedule.coord;
 #pragma unroll
     for (int i = 0; i < C.k_blocks_per_stage; ++i) {
-      uint8_t* destination = shared.token_operand(schedule.stage, i);
-      const TensorMap& map = token_maps.of_box[schedule.coord.token_box()];
-      Corner at{(schedule.k * C.k_blocks_per_stage + i) * kBlock, schedule.coord.first_token, schedule.coord.matrix};
-      if constexpr (C.multicast > 1) {  // a half for both CTAs of the cluster
-        const int half = rank % 2, size = schedule.coord.box_tokens() / 2;
-        at.y += half * size;
-        tma_load_multicast(elected, destination + half * size * kBlock, map, full, at, 3 << (rank - half));
-      } else {
-        tma_load<C.dimensions>(elected, destination, map, full, at, usual);
-      }
+      load_operand<(C.multicast > 1)>(shared.token_operand(schedule.stage, i), token_maps.of_box[coord.token_box()],
+                                      coord.box_tokens(), shared.full[schedule.stage],
+                                      schedule.k * C.k_blocks_per_stage + i, coord.first_token, coord.matrix, usual);
     }
-    const int first_scale = schedule.coord.first_token - schedule.coord.scale_offset();
-    tma_load<C.dimensions>(elected, &shared.tokens[schedule.stage], token_scale_map, full,
-                           {first_scale, schedule.k * C.k_blocks_per_stage, schedule.coord.matrix}, usual);
+    const int first_scale = coord.first_token - coord.scale_offset();
+    tma_load<C.dimensions>(elected, &shared.tokens[schedule.stage], token_scale_map, shared.full[schedule.stage],
+                           {first_scale, schedule.k * C.k_blocks_per_stage, coord.matrix}, usual);
   }
 
   // Of a grouped GEMM, while the numbers of tokens are on their way: prefetches into the L2 cache what the first stage
