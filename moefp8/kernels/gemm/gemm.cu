@@ -32,47 +32,51 @@ __global__ void __launch_bounds__(C.threads, C.ctas_per_sm)
 
   const int group = warp_uniform(threadIdx.x / kWarpgroup);
   const int warp = warp_uniform(threadIdx.x % kWarpgroup / kWarp), lane = threadIdx.x % kWarp;
-  const bool loads = group == C.math_warpgroups && warp == 0, loads_scales = group == C.math_warpgroups && warp == 1;
-  const bool schedules = C.grouped && group == C.math_warpgroups && warp == 2;
+  const bool is_producer = group == C.math_warpgroups && warp == 0;
+  const bool is_scale_producer = group == C.math_warpgroups && warp == 1;
+  const bool is_scheduler = C.grouped && group == C.math_warpgroups && warp == 2;
   SchedulerOf<C> schedule(shared, args);
   ScaleProducer<C> scale_producer{args, lane};
   GroupedScheduler<C> scheduler{args, lane};
 
-  if (loads) {
+  // Initialise the barriers, and read meanwhile what is needed first.
+  if (is_producer) {
     if (elect_one()) {
       init_barriers(shared);
       if constexpr (C.gate_up) init_magnitudes<C>(shared.magnitudes);
       fence_barrier_init();
     }
     __syncwarp();
-  } else if (loads_scales && !C.grouped) {
-    scale_producer.read(schedule);  // before the operands, behind which they would queue
-  } else if (schedules) {
+  } else if (is_scale_producer && !C.grouped) {
+    scale_producer.read(schedule);  // before the operands, behind which the scales would queue
+  } else if (is_scheduler) {
     if constexpr (C.grouped) scheduler.prepare();
   }
+
+  // Load early, since everyone waits for it. A grouped GEMM does not know its tiles yet, so it prefetches by guess.
   Producer<C> producer{shared, token_maps, token_scale_map, weight_maps, elect_one()};
-  // Before all else, since everyone waits for it. A grouped GEMM has to wait for its scheduler, and with multicast for
-  // the barriers of the other CTA.
-  if (loads && !C.grouped) producer.fill(schedule, args.programmatic);
-  if constexpr (C.grouped) {
-    if (loads) producer.prefetch_expected(args);
+  if (is_producer) {
+    if constexpr (C.grouped) producer.prefetch_expected(args);
+    else producer.fill(schedule, args.programmatic);
   }
 
+  // Meet the CTA, and the cluster. With split_k, `reduce_split_k` waits for the cluster, long after this.
   __syncthreads();
-  if constexpr (C.tiles_per_cluster * C.split_k > 1) cluster_arrive();  // split_k: `reduce_split_k` waits
+  if constexpr (C.tiles_per_cluster * C.split_k > 1) cluster_arrive();
   if constexpr (C.tiles_per_cluster > 1) cluster_wait();
 
+  // Each warp takes its role. Registers follow the work: those that load and schedule need few of them.
   if (group == C.math_warpgroups) {
     if constexpr (C.moves_registers) give_registers<C.producer_registers>();
     if constexpr (C.grouped) {
-      if (schedules) scheduler.run(shared);
+      if (is_scheduler) scheduler.run(shared);
     }
-    if (loads) {
+    if (is_producer) {
       schedule.start();
-      if (C.grouped) producer.fill(schedule, args.programmatic);
+      if constexpr (C.grouped) producer.fill(schedule, args.programmatic);
       producer.run(schedule);
     }
-    if (loads_scales) {
+    if (is_scale_producer) {
       schedule.start();
       if (C.grouped && !schedule.done()) scale_producer.read(schedule);
       scale_producer.run(shared, schedule);
