@@ -175,11 +175,10 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     } else {
       // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
       //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
-      const auto part_of = [](int i) { return C.parts == 1 ? 0 : i; };
       const auto turn = [&](int i) __attribute__((always_inline)) {
-        begin(i, part_of(i));
+        begin(i, i % C.parts);
         wgmma_wait<1>();
-        finish(1 - i, part_of(1 - i));
+        finish(1 - i, (1 - i) % C.parts);
       };
       begin(0, 0);
 #pragma unroll
@@ -190,7 +189,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       const auto end = [&](int i) __attribute__((always_inline)) {
         wgmma_wait<0>();
         fence_cta();  // scales may still be on their way to registers: no product was begun since
-        finish(i, part_of(i));
+        finish(i, i % C.parts);
       };
       if (left > 0) turn(1), end(1);
       else end(0);
