@@ -219,14 +219,10 @@ class GemmEmulator:
         config, arguments = made.config, made.arguments
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         weight_tiles = counts[0 if config.swap_ab else 1]
-        in_cluster = (
-            config.cluster if config.multicast > 1 or config.shares_scale_with_peer else 1
-        )
+        in_cluster = config.cluster if config.multicast > 1 or config.shares_scale_with_peer else 1
         of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
-        loaded = [
-            x.box[1] * (config.multicast if config.multicast > 1 else 1) for x in made.a_maps
-        ]
+        loaded = [x.box[1] * (config.multicast if config.multicast > 1 else 1) for x in made.a_maps]
         num_tiles = 0
         for segment in segments:
             met = []

@@ -101,6 +101,12 @@ struct ProductBuffer {
   }
 };
 
+// Which part of the columns a buffer has where two take turns.
+template <GemmConfig C>
+__device__ constexpr int part_of(int buffer) {
+  return C.parts == 1 ? 0 : buffer;
+}
+
 // One math warpgroup, other than the tail's. A finished tile stays in `total` while the first products of the next one
 // are computed; only then the epilogue stores it.
 template <GemmConfig C>
@@ -176,9 +182,9 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
       //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
       const auto turn = [&](int i) __attribute__((always_inline)) {
-        begin(i, i % C.parts);
+        begin(i, part_of<C>(i));
         wgmma_wait<1>();
-        finish(1 - i, (1 - i) % C.parts);
+        finish(1 - i, part_of<C>(1 - i));
       };
       begin(0, 0);
 #pragma unroll
@@ -189,7 +195,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       const auto end = [&](int i) __attribute__((always_inline)) {
         wgmma_wait<0>();
         fence_cta();  // scales may still be on their way to registers: no product was begun since
-        finish(i, i % C.parts);
+        finish(i, part_of<C>(i));
       };
       if (left > 0) turn(1), end(1);
       else end(0);

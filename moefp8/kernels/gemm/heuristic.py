@@ -58,9 +58,9 @@ def candidates(m: int) -> Iterator[GemmConfig]:
     yield GemmConfig(64, 128, 0, num_product_buffers=2)
     for split in splits:
         for cols in (32, 48):
-            for batches in (1, 2):
+            for buffers in (1, 2):
                 yield GemmConfig(
-                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=batches
+                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=buffers
                 )
         yield GemmConfig(128, 64, 0, k_blocks_per_stage=2, split_k=split)
         yield GemmConfig(128, 96, 0, split_k=split)
@@ -109,7 +109,7 @@ def _estimate_us(
     compute = waves * (1960 + num_stages * stage) + 22 * config.wgmma_n
     compute /= 1600
     if compute > 300 and config.num_product_buffers == 1:
-        compute *= 1.14  # the power limit lowers the clock of long kernels, with one batch more
+        compute *= 1.14  # the power limit lowers the clock of long kernels, with one buffer more
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
     into_sms = num_ctas * num_stages * config.k_blocks_per_stage * BLOCK * loaded
     memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
