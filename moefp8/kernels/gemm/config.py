@@ -136,7 +136,7 @@ class GemmConfig:
 
     @property
     def weight_pieces(self) -> list[int]:
-        """The weights of a tile: whole blocks, then powers of two; see `TileCoord`, schedule.cuh."""
+        """The weights of a tile: whole blocks, then powers of two; see `TileCoord`."""
         if self.gate_up:
             return [self.outputs] * 2
         rest = self.tile_weights % BLOCK
