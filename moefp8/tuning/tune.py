@@ -230,7 +230,7 @@ def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig]
         ]
     if load > 192:
         rows += [
-            grouped(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
+            grouped(128, 128, num_product_buffers=2, multicast=2),
             grouped(128, 256, parts=2),
         ]
     of_few = [few(wgmma_m=128, wgmma_n=c) for c in columns]

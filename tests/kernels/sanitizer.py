@@ -28,47 +28,23 @@ FAMILIES = {
     "three math groups": GemmConfig(192, 112, 0),
     "uneven columns": GemmConfig(128, 176, 0),
     "two parts": GemmConfig(128, 256, 0, parts=2),
-    "shared columns": GemmConfig(128, 176, 0, multicast=2),
-    "shared rows": GemmConfig(128, 256, 0, parts=2, multicast=2, multicast_rows=True),
-    "split_k": GemmConfig(128, 192, 0, multicast=2, split_k=3),
+    "split": GemmConfig(128, 192, 0, split_k=3),
     "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2),
     "one math group, deep": GemmConfig(64, 24, 0, k_blocks_per_stage=2),
-    "one math group, split and shared": GemmConfig(
-        64, 32, 0, k_blocks_per_stage=4, multicast=2, multicast_rows=True, split_k=2
-    ),
-    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2),
-    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, num_product_buffers=2),
-    "two batches, deep": GemmConfig(64, 48, 0, k_blocks_per_stage=2, num_product_buffers=2),
-    "two batches, split and shared": GemmConfig(
-        128, 64, 0, multicast=2, split_k=2, num_product_buffers=2
-    ),
-    "two batches, narrow": GemmConfig(128, 32, 0, k_blocks_per_stage=2, num_product_buffers=2),
-    "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split_k=2, num_product_buffers=2),
-    "two batches, as few stages as can be": GemmConfig(
+    "one math group, deep and split": GemmConfig(64, 32, 0, k_blocks_per_stage=4, split_k=2),
+    "two buffers": GemmConfig(128, 128, 0, num_product_buffers=2),
+    "two buffers, parts of a stage": GemmConfig(128, 192, 0, parts=2, num_product_buffers=2),
+    "two buffers, deep": GemmConfig(64, 48, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two buffers, split": GemmConfig(128, 64, 0, split_k=2, num_product_buffers=2),
+    "two buffers, narrow": GemmConfig(128, 32, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two buffers, as few stages as can be": GemmConfig(
         64, 64, 2, ctas_per_sm=2, num_product_buffers=2
     ),
-    "four math groups": GemmConfig(256, 32, 0),
     "four pieces": GemmConfig(128, 120, 0),
-    "three pieces, shared rows": GemmConfig(
-        128, 112, 0, multicast=2, multicast_rows=True, num_product_buffers=2
-    ),
+    "three pieces, two buffers": GemmConfig(128, 112, 0, num_product_buffers=2),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, swap_ab=True),
-    "weights are rows, split": GemmConfig(
-        64, 16, 0, multicast=2, split_k=4, ctas_per_sm=2, swap_ab=True
-    ),
-    "weights are rows, shared": GemmConfig(
-        128, 64, 0, multicast=4, split_k=2, ctas_per_sm=1, swap_ab=True
-    ),
-    "weights are rows, two batches": GemmConfig(
-        64,
-        16,
-        0,
-        k_blocks_per_stage=2,
-        split_k=2,
-        ctas_per_sm=2,
-        swap_ab=True,
-        num_product_buffers=2,
-    ),
+    "weights are rows, split": GemmConfig(64, 16, 0, split_k=4, ctas_per_sm=2, swap_ab=True),
+    "weights are rows, two math groups": GemmConfig(128, 64, 0, split_k=2, swap_ab=True),
     "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True),
     "weights are rows, deep": GemmConfig(
         64, 16, 0, k_blocks_per_stage=4, split_k=4, ctas_per_sm=2, swap_ab=True
@@ -77,31 +53,26 @@ FAMILIES = {
 FAMILIES = {
     name: config if config.stages else with_most_stages(config) for name, config in FAMILIES.items()
 }
+
+
+def _grouped(wgmma_m: int, wgmma_n: int, **options) -> GemmConfig:
+    return with_most_stages(GemmConfig(wgmma_m, wgmma_n, 0, grouped=True, **options))
+
+
 GROUPED_FAMILIES = {
-    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2, grouped=True),
-    "three math groups": GemmConfig(192, 112, 0, grouped=True),
-    "two parts": GemmConfig(128, 256, 0, parts=2, grouped=True),
-    "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2, grouped=True),
-    "two batches, parts of a stage": GemmConfig(
-        128, 192, 0, parts=2, num_product_buffers=2, grouped=True
-    ),
-    "shared columns": GemmConfig(128, 128, 0, multicast=2, grouped=True),
-    "shared rows": GemmConfig(128, 128, 0, multicast=2, multicast_rows=True, grouped=True),
-    "two batches, shared rows": GemmConfig(
-        128, 128, 0, multicast=2, multicast_rows=True, num_product_buffers=2, grouped=True
-    ),
-    "three math groups, shared rows": GemmConfig(
-        192, 128, 0, multicast=2, multicast_rows=True, grouped=True
-    ),
-    "weights are rows": GemmConfig(64, 8, 0, swap_ab=True, grouped=True),
-    "weights are rows, two math groups": GemmConfig(128, 64, 0, swap_ab=True, grouped=True),
-    "weights are rows, deep": GemmConfig(
-        64, 16, 0, k_blocks_per_stage=2, swap_ab=True, grouped=True
-    ),
-    "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True, grouped=True),
-    "weights are rows, shared": GemmConfig(128, 64, 0, multicast=4, swap_ab=True, grouped=True),
+    "two buffers": _grouped(128, 128, num_product_buffers=2),
+    "three math groups": _grouped(192, 112),
+    "two parts": _grouped(128, 256, parts=2),
+    "two CTAs on an SM": _grouped(64, 64, ctas_per_sm=2),
+    "two buffers, parts of a stage": _grouped(128, 192, parts=2, num_product_buffers=2),
+    "multicast": _grouped(128, 128, multicast=2),
+    "two buffers, multicast": _grouped(128, 128, multicast=2, num_product_buffers=2),
+    "three math groups, multicast": _grouped(192, 128, multicast=2),
+    "weights are rows": _grouped(64, 8, swap_ab=True),
+    "weights are rows, two math groups": _grouped(128, 64, swap_ab=True),
+    "weights are rows, deep": _grouped(64, 16, k_blocks_per_stage=2, swap_ab=True),
+    "weights are rows, two pieces": _grouped(192, 24, swap_ab=True),
 }
-GROUPED_FAMILIES = {name: with_most_stages(config) for name, config in GROUPED_FAMILIES.items()}
 # Tokens of each group: few groups, and more than a warp has lanes.
 COUNTS = (0, 77, 1, 0, 130, 5), (*[0] * 33, 9, 0, 260, 1)
 

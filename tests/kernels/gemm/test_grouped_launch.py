@@ -170,7 +170,7 @@ def test_every_family_is_launched_rightly(layout, name, limit):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "shared columns"])
+@pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "multicast"])
 def test_pairs_of_tiles_are_walked_whole_also_the_last(layout, family):
     routing = routing_of(layout, (300, 0, 1, 65, 8, 64 * 6))
     with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
