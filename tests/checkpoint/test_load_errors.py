@@ -211,8 +211,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     refuse(tmp_path / "x.bin", "x.bin", ".safetensors")
     os.mkfifo(tmp_path / "model.safetensors")
     refuse(tmp_path, "model.safetensors", "regular file")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_config(tmp_path)
+    assert "config.json" in refusal(read_config, tmp_path)
 
 
 def write_raw(path, header, data):
