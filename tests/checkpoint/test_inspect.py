@@ -351,7 +351,7 @@ def test_one_too_many_does_not_make_up_for_one_missing(tmp_path):
 
 
 def test_errors_come_first(tmp_path):
-    """Though notes of lists are found before errors of values."""
+    """Notes of lists are found earlier, and yet come behind errors of values."""
     tensors = deepseek_tensors()
     tensors[SCALE].view(-1)[0] = torch.nan
     listed = {**CONFIG["quantization_config"], "modules_to_not_convert": ["lm_head", LINEAR]}

@@ -29,7 +29,7 @@ PLANS = {
 
 
 def tiny(place: str, plan: dict) -> nn.Module:
-    """On meta, or in memory of the GPU that holds anything."""
+    """Make a `Tiny` on meta, or in memory of the GPU that holds anything."""
     with torch.device("meta"):
         model = Tiny(1)
     if plan:

@@ -295,7 +295,7 @@ def test_broken_sources(tmp_path):
 
 
 def test_the_config_class_of_transformers_reads_what_is_written(tmp_path):
-    """And agrees which modules of the model it stands for are FP8."""
+    """It also agrees which modules of its model are FP8."""
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.quantizers_utils import should_convert_module
 

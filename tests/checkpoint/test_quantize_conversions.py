@@ -100,7 +100,7 @@ def test_what_one_conversion_fills_stays_together(tmp_path, monkeypatch, sizes, 
 
 
 def test_what_one_conversion_fills_stays_together_where_an_expert_is_missing(tmp_path, monkeypatch):
-    """Of the last, which is one for images: those for texts are complete."""
+    """The last one is missing, which is for images: those for texts are complete."""
     ernie(tmp_path / "s", monkeypatch)
     key = "model.layers.1.mlp.experts.15.down_proj.weight"
     change(tmp_path / "s", lambda tensors: tensors.pop(key))
@@ -111,7 +111,7 @@ def test_what_one_conversion_fills_stays_together_where_an_expert_is_missing(tmp
 
 @pytest.mark.parametrize("skip", ["mlp.text_moe.experts", "text_moe", EXPERTS.format("text")])
 def test_skip_takes_the_names_of_modules(tmp_path, monkeypatch, skip):
-    """Which no key has, and which reports and errors print."""
+    """No key has these names, but reports and errors print them."""
     ernie(tmp_path / "s", monkeypatch)
     with pytest.warns(UserWarning, match=f"experts stay in 16 bits: .*{re.escape(WITH_TEXT)}"):
         done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=skip)
@@ -137,7 +137,7 @@ def test_what_a_refusal_tells_to_skip_can_be_skipped(tmp_path, monkeypatch):
 
 
 def test_what_is_fused_is_called_as_the_rest_is(tmp_path, monkeypatch):
-    """Of keys without the prefix that transformers adds when it loads."""
+    """The keys lack the prefix that transformers adds when it loads."""
 
     def cut(tensors):
         for key in list(tensors):
@@ -160,7 +160,7 @@ TWICE = {
 @pytest.mark.parametrize("family", TWICE)
 @pytest.mark.filterwarnings("ignore:quantize_checkpoint. experts stay")
 def test_what_is_stored_twice_stays(tmp_path, monkeypatch, family):
-    """Of the two, transformers takes the first."""
+    """transformers takes the first of the two."""
     monkeypatch.setitem(OVERRIDES, "gpt2", {"n_head": 4})
     key, prefix = TWICE[family]
     other = key.removeprefix(prefix)
@@ -175,7 +175,7 @@ def test_what_is_stored_twice_stays(tmp_path, monkeypatch, family):
 
 
 def test_a_weight_of_another_dtype_is_kept_by_its_module(tmp_path):
-    """Of which a part alone cannot be skipped."""
+    """A part of the module cannot be skipped alone."""
     tiny_model("dbrx").save_pretrained(tmp_path / "s")
     module = "transformer.blocks.1.ffn.experts"
     key = f"{module}.mlp.v1"

@@ -25,10 +25,8 @@ from tests.checkpoint.quantize_cases import bf16, quantization_of, write_source
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of, loaded_alike, saved
 from tests.model_cases import RELEASE
 
-SIZES = {
-    **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
-}
+SIZES = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 
 
 def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
@@ -45,7 +43,7 @@ def dbrx(d_model: int = 256, ffn_hidden_size: int = 384) -> PretrainedConfig:
 
 
 def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
-    """In DeepSeek's names, as they were written before, transformers would not find them."""
+    """transformers would not find them under DeepSeek's names."""
     saved(stacks_only(), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert "GraniteMoeSWAForCausalLM" in done.basis
@@ -102,7 +100,7 @@ def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
 
 
 def test_a_base_of_dbrx_loads_as_the_whole_model(tmp_path):
-    """Whose experts have no slot of that name before they are converted."""
+    """Its experts have no slot of that name before they are converted."""
     torch.manual_seed(0)
     AutoModel.from_config(dbrx(), dtype=torch.bfloat16).save_pretrained(tmp_path / "s")
     quantize_checkpoint(tmp_path / "s", tmp_path / "t")
@@ -139,7 +137,7 @@ def test_what_transformers_fuses_when_it_loads_is_stored_fused(family, tmp_path)
 
 @pytest.mark.skipif(RELEASE < (5, 20), reason="older transformers build no tiny model of these")
 def test_what_is_fused_is_told_by_its_keys(tmp_path):
-    """Where it is not finite, where a part is skipped, and where an expert is missing."""
+    """A value is not finite, a part is skipped, or an expert is missing."""
     tiny_model("ernie4_5_vl_moe").save_pretrained(tmp_path / "s")
     path, key = tmp_path / "s" / "model.safetensors", "model.layers.1.mlp.experts.9.up_proj.weight"
     with pytest.raises(CheckpointError, match=r"mlp\.text_moe\.experts: must be skipped whole"):
@@ -156,7 +154,7 @@ def test_what_is_fused_is_told_by_its_keys(tmp_path):
 
 
 def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
-    """Of more rows than are quantized at once, and a last block that is not full."""
+    """It has more rows than are quantized at once, and a last block that is not full."""
     sizes = {"vocab_size": 256, "n_embd": 512, "n_inner": 2000, "n_layer": 1, "n_head": 2}
     saved(GPT2Config(**sizes), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
@@ -167,13 +165,10 @@ def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
 
 def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
     """Models hold none, but servers do."""
-    config = DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128},
-        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-        **{"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
-        **{"qk_nope_head_dim": 32, "num_nextn_predict_layers": 1},
-    )
-    saved(config, tmp_path / "s")
+    sizes = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 4}
+    sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 64}
+    sizes |= {"q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32}
+    saved(DeepseekV3Config(**sizes, num_nextn_predict_layers=1), tmp_path / "s")
     tensors = read(tmp_path / "s")
     extra = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.eh_proj.weight"
     tensors |= {key: bf16(256, 256) for key in extra}

@@ -349,7 +349,7 @@ def test_a_full_disk_names_key_and_file(source, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_really_full(source, tmp_path):
-    """And larger the next time."""
+    """It is larger the next time."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = [sys.executable, "-m", "moefp8", "quantize", source, disk / "t"]
