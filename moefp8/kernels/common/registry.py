@@ -12,6 +12,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import _C
 
 from ..jit import current_driver
 
@@ -58,7 +59,7 @@ def register(
     return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, float, type(None)}
+_NUMBERS = {bool, int, float, type(None)}
 
 
 class Op:
@@ -83,20 +84,24 @@ class Op:
         return self._direct(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
+        for x in args:
+            kind = type(x)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if x.is_neg():  # its memory holds the opposite
+                    return False
+            elif kind not in _NUMBERS:
+                return False
         first = args[0]
         if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
-            return False
-        if not _PLAIN.issuperset(map(type, args)):
             return False
         if self._takes is not None and not self._takes(*args):
             return False
         return not (
-            torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._get_tracing_state() is not None
-            or torch.autograd._profiler_enabled()
-            or any(isinstance(x, torch.Tensor) and x.is_neg() for x in args)
+            _C._len_torch_dispatch_stack()
+            or _C._len_torch_function_stack()
+            or _C._functorch.peek_interpreter_stack() is not None
+            or _C._get_tracing_state() is not None
+            or _C._autograd._profiler_enabled()
         )
 
 

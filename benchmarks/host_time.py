@@ -1,0 +1,167 @@
+"""Host time of one eager call: `python -m benchmarks.host_time` (`--json` stores it).
+
+A call costs the host the same whatever the GPU does meanwhile. Beside a repeated call stand calls
+with new addresses (other tokens, and another layer of the same layout), with a number of tokens that
+was seen before, and with one that was not, within a configuration that was; the last costs a layer of
+a model as much as `per layer` says, since all layers of one layout share what is prepared.
+
+Without a GPU, launches go to a driver that does nothing, and BF16 is left out.
+"""
+
+import argparse
+import ctypes
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.circumstances import circumstances
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.kernels import jit
+
+RESULTS = Path(__file__).parent / "results" / "host_time.json"
+NUM_LAYERS = 61  # of DeepSeek-V3
+TOKENS = 16
+NEW_TOKENS = range(4097, 4353)  # all have one configuration
+CALLS, ROUNDS = 100, 15
+
+
+class NullDriver(jit.Driver):
+    """A Hopper GPU whose driver does nothing, on tensors of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(_NullLibrary())
+
+    def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
+        return jit.Function(kernel, device_index, ctypes.c_void_p(1), 232448)
+
+    def num_sms(self, device_index: int) -> int:
+        return 132
+
+    def current_stream(self, device_index: int) -> int:
+        return 7
+
+    def current_device(self) -> int:
+        return -1
+
+    def on_device(self, device_index: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def runs_our_kernels(self, device_index: int) -> bool:
+        return True
+
+
+class _NullLibrary:
+    def cuLaunchKernelEx(self, *arguments: object) -> int:
+        return 0
+
+    def cuTensorMapEncodeTiled(
+        self, at: int, dtype: int, rank: int, address: int, *_: object
+    ) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    def cuTensorMapReplaceAddress(self, at: int, address: int) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+
+Call = Callable[[nn.Module, int], object]  # a layer and a number of tokens
+
+
+def linear_calls(device: str, layer_type: type[nn.Module]) -> tuple[list[nn.Module], Call]:
+    layers = [_linear(layer_type, device) for _ in range(8)]
+    tokens = torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16()
+    return layers, lambda layer, n: layer(tokens[:n])
+
+
+def _linear(layer_type: type[nn.Module], device: str) -> nn.Module:
+    if layer_type is FP8Linear:
+        return FP8Linear(2048, 2048, bias=False, device=device)
+    return nn.Linear(2048, 2048, bias=False, device=device, dtype=torch.bfloat16)
+
+
+def experts_calls(device: str) -> tuple[list[nn.Module], Call]:
+    layers: list[nn.Module] = [GroupedExperts(16, 1024, 512, device=device) for _ in range(8)]
+    most = NEW_TOKENS[-1]
+    tokens = torch.randn(most, 1024, device=device).bfloat16()
+    scores, index = torch.rand(most, 16, device=device).topk(4)
+    return layers, lambda layer, n: layer(tokens[:n], index[:n], scores[:n])
+
+
+def us_of(calls: Iterator[Callable[[], object]], num_calls: int) -> float:
+    """Host microseconds of a call, without waiting for the GPU within."""
+    before = time.perf_counter_ns()
+    for call in itertools.islice(calls, num_calls):
+        call()
+    passed = time.perf_counter_ns() - before
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return passed / num_calls / 1e3
+
+
+def measure(layers: list[nn.Module], call: Call) -> dict[str, float]:
+    """Medians over rounds in which the kinds of calls take turns."""
+    first = layers[0]
+    known = [TOKENS + i for i in range(8)]
+    fresh = iter(NEW_TOKENS)
+    for n in (*known, TOKENS):
+        call(first, n)
+    call(first, next(fresh))  # the configuration, and its kernels
+    kinds: dict[str, Callable[[], float]] = {
+        "repeated": lambda: us_of(itertools.repeat(lambda: call(first, TOKENS)), CALLS),
+        "new addresses": lambda: us_of(
+            (lambda layer=layer: call(layer, TOKENS) for layer in itertools.cycle(layers)), CALLS
+        ),
+        "known tokens": lambda: us_of(
+            (lambda n=n: call(first, n) for n in itertools.cycle(known)), CALLS
+        ),
+        "new tokens": lambda: us_of((lambda n=n: call(first, n) for n in fresh), 10),
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, run in kinds.items():
+            found[kind].append(run())
+    us = {kind: statistics.median(some) for kind, some in found.items()}
+    rest = NUM_LAYERS - 1
+    us["new tokens, per layer"] = (us["new tokens"] + rest * us["new addresses"]) / NUM_LAYERS
+    return us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help=f"store it in {RESULTS.name}")
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    rows = {}
+    with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
+        cases = {
+            "FP8Linear": linear_calls(device, FP8Linear),
+            "GroupedExperts": experts_calls(device),
+        }
+        if has_gpu:
+            cases["nn.Linear, BF16"] = linear_calls(device, nn.Linear)
+        for name, (layers, call) in cases.items():
+            rows[name] = measure(layers, call)
+            told = ", ".join(
+                f"{kind} {us:.1f} us ({us / rows[name]['repeated']:.2f}x)"
+                for kind, us in rows[name].items()
+            )
+            print(f"{name}: {told}")
+    if has_gpu:
+        bf16 = rows["nn.Linear, BF16"]["repeated"]
+        for name in ("FP8Linear", "GroupedExperts"):
+            print(f"{name}: {rows[name]['repeated'] / bf16:.2f}x of nn.Linear in BF16")
+    if options.json:
+        RESULTS.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
