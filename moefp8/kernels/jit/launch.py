@@ -172,18 +172,25 @@ class Launch:
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
         if addresses != self._addresses:
+            self._addresses = ()  # until all are written
             words = self._words
             for word, which, plus in self._write:
                 words[word] = addresses[which] + plus
             for at, (which, plus) in self._maps:
-                replace = self._driver.library.cuTensorMapReplaceAddress
-                self._driver.check(replace(at, addresses[which] + plus), f"{self._function}: a map")
+                self._replace_address(at, addresses[which] + plus)
             self._addresses = addresses
         config = self._config
         config.stream = stream
         result = self._launch(ctypes.byref(config), self._handle, self._parameters, None)
         if result:
             self._relaunch(result)
+
+    def _replace_address(self, at: int, address: int) -> None:
+        """Of the tensor map that lies at `at`."""
+        driver, function = self._driver, self._function
+        replace = driver.library.cuTensorMapReplaceAddress
+        result = driver.in_context(function.device_index, lambda: int(replace(at, address)))
+        driver.check(result, f"{function}: a tensor map cannot have its address {address:#x}")
 
     def _relaunch(self, result: int) -> None:
         """A thread that has not used CUDA yet has no context, or it is another GPU's.

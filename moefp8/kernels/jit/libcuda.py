@@ -157,6 +157,16 @@ class Libcuda:
         finally:
             self._pop_context()
 
+    def in_context(self, device_index: int, call: Callable[[], int]) -> int:
+        """The result of a function of the driver that needs a context, whichever it is.
+
+        A thread that has not used CUDA yet has none, and gets that of a GPU for the call.
+        """
+        result = call()
+        if result == INVALID_CONTEXT:
+            result = self.within(self.primary_context(device_index), call)
+        return result
+
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
         """Make context the thread's current one."""
