@@ -66,6 +66,9 @@ class _NullLibrary:
     def cuStreamCreate(self, *arguments: object) -> int:
         return 1  # so that no graph is made
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:
+        return 0
+
     def cuLaunchKernelEx(self, *arguments: object) -> int:
         return 0
 

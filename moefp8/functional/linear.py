@@ -76,12 +76,14 @@ def launch_linear(
     neither.
     """
     driver, x_address, weight_address = current_driver(), x.data_ptr(), weight.data_ptr()
-    layouts = (layout_of(x), layout_of(weight), layout_of(weight_scale_inv))
     key = (
         _OP,
-        layouts,
+        layout_of(x),
+        layout_of(weight),
+        layout_of(weight_scale_inv),
         None if bias is None else layout_of(bias),
-        (x_address % 16, weight_address % 16),
+        x_address % 16,
+        weight_address % 16,
         driver.max_sms,
     )
     found = driver.prepared().get(key)

@@ -60,6 +60,22 @@ def register(
 
 
 _NUMBERS = {bool, int, float, type(None)}
+_num_dispatch_modes = _C._len_torch_dispatch_stack
+_num_function_modes = _C._len_torch_function_stack
+_transform = _C._functorch.peek_interpreter_stack
+_tracing_state = _C._get_tracing_state
+_is_profiling = _C._autograd._profiler_enabled
+
+
+def any_watches() -> bool:
+    """Whether a mode, a transform of functorch, a tracer or a profiler wants to see all ops."""
+    return bool(
+        _num_dispatch_modes()
+        or _num_function_modes()
+        or _transform() is not None
+        or _tracing_state() is not None
+        or _is_profiling()
+    )
 
 
 class Op:
@@ -79,9 +95,9 @@ class Op:
         self.overload, self._direct, self._takes = overload, direct, takes
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or self._direct is None or not self._may_skip(args):
-            return self.overload(*args)
-        return self._direct(*args)
+        if not torch.compiler.is_compiling() and self._direct is not None and self._may_skip(args):
+            return self._direct(*args)
+        return self.overload(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
         for x in args:
@@ -96,13 +112,7 @@ class Op:
             return False
         if self._takes is not None and not self._takes(*args):
             return False
-        return not (
-            _C._len_torch_dispatch_stack()
-            or _C._len_torch_function_stack()
-            or _C._functorch.peek_interpreter_stack() is not None
-            or _C._get_tracing_state() is not None
-            or _C._autograd._profiler_enabled()
-        )
+        return not any_watches()
 
 
 _SCHEMA_TYPES = {

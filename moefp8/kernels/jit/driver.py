@@ -56,7 +56,7 @@ class Driver(Libcuda):
         shapes that come and go do not fill the memory.
     """
 
-    def __init__(self, library: Any = None, max_prepared: int = 4096) -> None:
+    def __init__(self, library: Any = None, max_prepared: int = 1024) -> None:
         super().__init__(library)
         self.max_prepared = max_prepared
         self._functions: Once[tuple[Kernel, int], Function] = Once()
@@ -100,13 +100,13 @@ class Driver(Libcuda):
 
     def runs_our_kernels(self, device_index: int) -> bool:
         """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
-        if device_index not in self._is_hopper:
+        found = self._is_hopper.get(device_index)
+        if found is None:
             # AMD's GPUs count otherwise, and have reached 9.
             is_nvidia = device_index >= 0 and torch.version.hip is None
-            self._is_hopper[device_index] = (
-                is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
-            )
-        return self._is_hopper[device_index]
+            found = is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
+            self._is_hopper[device_index] = found
+        return found
 
     # ---- Functions ----
 

@@ -31,6 +31,16 @@ class NodeParams(Structure):
     )
 
 
+class _Node:
+    """A kernel of a graph; `picked` are the addresses that it was given last."""
+
+    __slots__ = ("_params", "launch", "node", "params", "picked")
+
+    def __init__(self, launch: Launch, node: c_void_p, params: NodeParams) -> None:
+        self.launch, self.node, self.picked = launch, node, None
+        self._params, self.params = params, ctypes.byref(params)
+
+
 class LaunchGraph:
     """The launches, captured once: a call sets their arguments, and launches them together.
 
@@ -41,7 +51,7 @@ class LaunchGraph:
     def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:
         self._library = current_driver().library
         self._launches, self._graph, self._executable = launches, graph, executable
-        self._nodes: list[tuple[Launch, c_void_p, NodeParams]] = []
+        self._nodes: list[_Node] = []
         self._addresses: tuple[int, ...] = ()
 
     @classmethod
@@ -71,18 +81,20 @@ class LaunchGraph:
             if launch.shape != (params.grid_x, params.block_x, params.shared_bytes):
                 return False
             params.parameters, params.extra = launch.parameters, None
-            self._nodes.append((launch, node, params))
+            self._nodes.append(_Node(launch, node, params))
         return True
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> bool:
         """Whether it is launched; if not, nothing is, and the launches themselves tell why."""
         if addresses != self._addresses:
-            self._addresses = ()  # until all are set
             set_params = self._library.cuGraphExecKernelNodeSetParams_v2
-            for launch, node, params in self._nodes:
-                launch.write(addresses)
-                if set_params(self._executable, node, ctypes.byref(params)):
-                    return False
+            for at in self._nodes:
+                picked = at.launch.pick(addresses)
+                if picked != at.picked:
+                    at.launch.write(addresses)
+                    if set_params(self._executable, at.node, at.params):
+                        return False
+                    at.picked = picked
             self._addresses = addresses
         return not self._library.cuGraphLaunch(self._executable, stream)
 

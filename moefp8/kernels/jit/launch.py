@@ -5,9 +5,10 @@ writes into it. `kernels/common/prepared.py` keeps them so.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from .cubin import JitError
 from .driver import Function, current_driver
@@ -105,6 +106,7 @@ class Launch:
         "_what",
         "_words",
         "_write",
+        "pick",  # of a call's addresses, those that the arguments hold
     )
 
     def __init__(
@@ -150,6 +152,8 @@ class Launch:
             else:
                 self._write.append(((starts[argument] + offset) // _WORD, *source))
         self._keep = (array, memory)
+        used = {which for _, which, _ in self._write} | {source.which for _, source in self._maps}
+        self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*sorted(used)) if used else len
 
     def _lay_out(self, arguments: Sequence[Argument]) -> tuple[list[int], object]:
         """Copy the arguments into one block: where each begins in it, and the memory of all."""
