@@ -1,4 +1,4 @@
-// How a tile of gate and up leaves: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
+// The epilogue of a tile of gate and up: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
 //
 // A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
 // of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
@@ -140,7 +140,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   using Tokens = Columns<C>;
   constexpr int kMine = Tokens::kSize / 4, kWarps = kWarpgroup / kWarp, kBarrier = 1 + Tokens::kFirstWarpgroup;
   const int rank = cluster_rank(), slot = num_tiles % 2;
-  const int group = thread.group - Tokens::kFirstWarpgroup;
+  const int group = thread.group - Tokens::kFirstWarpgroup;  // 0: there is one with tokens as columns
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
