@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.kernels.jit.cases import forget
@@ -46,7 +47,8 @@ def fresh_jit(own_cache, monkeypatch):
     forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
     monkeypatch.setattr(cache, "_disk_fails", False)
-    yield
+    with jit.using(jit.Driver()):
+        yield
     forget()
 
 
@@ -78,20 +80,8 @@ def builds() -> list[str]:
 
 @pytest.fixture
 def gpu():
-    """`Emulator` stands for libcuda: launches work on tensors of the CPU."""
+    """A GPU that works on tensors of the CPU; no launch writes around its workspace."""
     from tests.fakes.emulator import emulated
 
     with emulated() as made:
         yield made
-
-
-@pytest.fixture
-def workspaces(monkeypatch):
-    """The memory that routed experts are given: nothing around it is written."""
-    from moefp8.functional import experts_launch
-    from tests.functional.launched import Workspaces
-
-    made = Workspaces()
-    monkeypatch.setattr(experts_launch, "torch", made)
-    yield made
-    made.check()

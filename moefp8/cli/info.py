@@ -17,7 +17,7 @@ from ..kernels.jit import (
     JitError,
     cache_state,
     compiler_description,
-    driver_version,
+    current_driver,
     max_cache_bytes,
 )
 
@@ -64,7 +64,7 @@ def gather() -> Iterator[tuple[str, str]]:
 
 def _driver() -> str:
     try:
-        newest = f"knows CUDA up to {driver_version()}"
+        newest = f"knows CUDA up to {current_driver().version()}"
     except JitError as error:
         return str(error)
     line = _KERNEL_MODULE.read_text().partition("\n")[0] if _KERNEL_MODULE.exists() else ""

@@ -2,72 +2,69 @@
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
-1. `dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows: one
-   kernel, or of many choices two.
+1. `routing/dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows:
+   one kernel, or of many choices two.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
-4. `combine.cu`: the weighted sum of every token's rows.
+4. `routing/combine.cu`: the weighted sum of every token's rows.
 
 Each is launched before the one before it ends, and waits where it needs its results: the code of
 the next kernel and its first weights are on their way meanwhile. What lies between the kernels is
-in one workspace, which the caching allocator of PyTorch hands out anew for each call, and so safely
-to any number of streams. Its size depends on T alone; a large T is split.
+in one workspace. Its size depends on T alone; a large T is split.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import get_ident
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import cast
 
 import torch
 
-from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm import launch as gemm_plan
-from ..kernels.gemm.experts_sizes import Sizes
-from ..kernels.gemm.tuned import config_source_of
-from ..kernels.jit import Launch, current_stream, launch_all
-from .experts_prepare import (
+from ..kernels.common.blocks import ceil_div, round_up
+from ..kernels.common.prepared import Launches, layout_of
+from ..kernels.gemm.config import GemmConfig, GroupLayout
+from ..kernels.gemm.experts_sizes import Sizes, mean_load
+from ..kernels.gemm.grouped_launch import most_token_tiles, prepare_grouped
+from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, Operands, num_clusters
+from ..kernels.gemm.tuned import Pair, config_source_of
+from ..kernels.jit import Launch, Source, current_driver, launch_all
+from ..routing.combine_launch import CombineSources, prepare_combine
+from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
+from ..routing.plan_launch import RoutingSources
+from .workspace import (
     Projections,
-    Tokens,
     Weights,
     Workspace,
     fitting_weights,
-    make_steps,
-    prepare_dispatch_and_combine,
-    prepare_gemms,
+    operands_in,
+    scale_pitch,
     split_weights,
 )
 
+_OP = "experts"
 MAX_WORKSPACE_BYTES = 4 << 30
-Kept = TypeVar("Kept")
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
+
+# The addresses of a call, in order: the tokens, the six of `Weights`, the result, the workspace.
+_X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y, _MEMORY = map(
+    Source, range(11)
+)
 
 
-class _Prepared(NamedTuple):
-    """Launches in order; the addresses of tokens and results are written in right before."""
+@dataclass(frozen=True)
+class _Prepared:
+    """What is kept of a layer for tokens of one layout.
 
-    launches: tuple[Launch, ...]
-    dispatches: tuple[Any, ...]  # `Arguments` in dispatch.cu
-    combine: Any  # `Arguments` in combine.cu
-    copies: Weights | None  # of weights that TMA cannot address: for one call
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """Of tensors of known layouts: in how many parts, with how much memory between the kernels.
-
-    It is no other layer's equal: as part of a key it takes less time than all of its layouts.
+    num_parts: in how many parts the tokens are computed; 0: there is nothing to compute.
+    up, up_scales: bytes from gate to up, and from the scales of gate to those of up.
+    fits: whether TMA can address the weights; if not, every call copies them.
+    launches: None, if the tokens are split or copied first.
     """
 
-    sizes: Sizes
     num_parts: int
-    workspace_bytes: int
-
-
-# Both are forgotten when they are full: what comes and goes must not fill the memory. What is
-# prepared takes some 13 KB. Its key names the thread: no other one may write into its arguments.
-_layers: dict[Any, _Layer] = {}
-_prepared: dict[Any, _Prepared] = {}
-_MAX_KEPT = 4096
+    up: int = 0
+    up_scales: int = 0
+    fits: bool = True
+    launches: Launches | None = None
 
 
 def launch_experts(
@@ -85,78 +82,207 @@ def launch_experts(
     check: raises if the arguments are wrong; called for layouts that are new.
     y: for the result, contiguous, if there is memory for it.
     """
-    x, ids, top_k_weights = tokens
-    tensors = (*tokens, *projections)
-    key = masked, tuple([(z.shape, z.stride(), z.dtype, z.get_device()) for z in tensors])
-    layer = _layers.get(key)
-    if layer is None:
+    x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
+    addresses = tuple([z.data_ptr() for z in tensors])
+    x_address, _, _, gate, gate_scales, down, _ = addresses
+    y_alignment = 0 if y is None else y.data_ptr() % 16
+    alignment = x_address % 16, gate % 16, down % 16, y_alignment
+    layouts = tuple([layout_of(z) for z in tensors])
+    key = (_OP, layouts, alignment, limit, masked, driver.max_sms)
+    found = driver.prepared().get(key)
+    if found is None:
         check()
-        layer = _keep(_layers, key, _layer_of(tokens, projections, masked))
-    sizes, num_parts, device = layer.sizes, layer.num_parts, x.device
+        found = driver.keep(key, _prepare(tokens, projections, limit, masked, y_alignment == 0))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    if num_parts == 0:
-        return y.zero_()
-    if num_parts > 1:
-        split = ceil_div(sizes.num_tokens, num_parts)
-        for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
-            launch_experts(check, cast(Tokens, tuple(some)), projections, limit, masked, part)
+    if found.launches is None:
+        _launch_parts(found.num_parts, check, tokens, projections, limit, masked, y)
         return y
-    if x.stride(1) != 1 and sizes.hidden_size > 1:
-        return launch_experts(check, (x.contiguous(), *tokens[1:]), projections, limit, masked, y)
-    memory = torch.empty(layer.workspace_bytes, dtype=torch.uint8, device=device)
-    stream = current_stream(device.index)
-    x_address, y_address = x.data_ptr(), y.data_ptr()
-    addresses = tuple([z.data_ptr() for z in projections])
-    place = stream, memory.data_ptr(), x_address % 16, y_address % 16, get_ident()
-    found = (layer, addresses, limit, gemm_plan.max_sms(), place)
-    ready = _prepared.get(found)
-    if ready is None:
-        ready = _prepare(sizes, tokens, projections, memory, y, limit, stream)
-        if ready.copies is None:
-            _keep(_prepared, found, ready)
-    for dispatch in ready.dispatches:
-        dispatch.x, dispatch.routing.ids = x_address, ids.data_ptr()
-    ready.combine.weights, ready.combine.out = top_k_weights.data_ptr(), y_address
-    launch_all(ready.launches, device.index)
+    launches, workspace_bytes = found.launches
+    memory = driver.workspace(workspace_bytes, x.device)
+    if found.fits:
+        weights = (gate, gate_scales, gate + found.up, gate_scales + found.up_scales)
+        addresses = (*addresses[:3], *weights, *addresses[5:], y.data_ptr(), memory.data_ptr())
+    else:
+        copies = fitting_weights(split_weights(projections))
+        of_copies = [z.data_ptr() for z in copies]
+        addresses = (*addresses[:3], *of_copies, y.data_ptr(), memory.data_ptr())
+    launch_all(launches, x.get_device(), addresses)
     return y
 
 
-def _layer_of(tokens: Tokens, projections: Projections, masked: bool) -> _Layer:
-    (num_tokens, top_k), (num_experts, h, i) = tokens[1].shape, projections[2].shape
-    sizes = Sizes(num_tokens, top_k, num_experts, h, i, masked)
-    if 0 in sizes[:-1]:
-        return _Layer(sizes, 0, 0)
-    size = Workspace.of(sizes).size
-    # One token is never split.
-    return _Layer(sizes, min(num_tokens, ceil_div(size, MAX_WORKSPACE_BYTES)), size)
-
-
-def _keep(kept: dict[Any, Kept], key: Any, value: Kept) -> Kept:
-    if len(kept) >= _MAX_KEPT:
-        kept.clear()
-    kept[key] = value
-    return value
+def _launch_parts(
+    num_parts: int,
+    check: Callable[[], object],
+    tokens: Tokens,
+    projections: Projections,
+    limit: float,
+    masked: bool,
+    y: torch.Tensor,
+) -> None:
+    """Part by part; or as a whole, with hidden states in order."""
+    x, ids, scores = tokens
+    if num_parts == 0:
+        y.zero_()
+    elif num_parts == 1:
+        launch_experts(check, (x.contiguous(), ids, scores), projections, limit, masked, y)
+    else:
+        split = ceil_div(x.shape[0], num_parts)
+        for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
+            launch_experts(check, cast(Tokens, tuple(some)), projections, limit, masked, part)
 
 
 def _prepare(
+    tokens: Tokens, projections: Projections, limit: float, masked: bool, y_is_aligned: bool
+) -> _Prepared:
+    x, ids, _ = tokens
+    (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
+    sizes = Sizes(num_tokens, top_k, num_experts, h, i, masked)
+    if 0 in sizes[:-1]:
+        return _Prepared(0)
+    # One token is never split.
+    num_parts = min(num_tokens, ceil_div(Workspace.of(sizes).size, MAX_WORKSPACE_BYTES))
+    if num_parts > 1 or (x.stride(1) != 1 and h > 1):
+        return _Prepared(num_parts)
+    split = split_weights(projections)
+    fitting = fitting_weights(split)
+    configs = config_source_of(x.get_device())
+    sms = configs.num_sms, configs.all_sms
+    pair = configs.experts(sizes)
+    return _Prepared(
+        1,
+        up=split.up.data_ptr() - split.gate.data_ptr(),
+        up_scales=split.up_scale_inv.data_ptr() - split.gate_scale_inv.data_ptr(),
+        fits=all(a is b for a, b in zip(fitting, split, strict=True)),
+        launches=prepare_experts(sizes, tokens, fitting, limit, pair, sms, y_is_aligned),
+    )
+
+
+def prepare_experts(
     sizes: Sizes,
     tokens: Tokens,
-    weights: Projections,
-    memory: torch.Tensor,
-    y: torch.Tensor,
+    weights: Weights,
     limit: float,
-    stream: int,
-) -> _Prepared:
-    split = split_weights(weights)
-    fitting = fitting_weights(split)
-    fit = all(x is y for x, y in zip(fitting, split, strict=True))
-    configs = config_source_of(memory.get_device())
-    sms = configs.num_sms, configs.all_sms
-    steps = make_steps(sizes, fitting, memory, configs.experts(sizes), sms)
-    first, second = prepare_gemms(steps, sizes, fitting, memory, limit, stream)
-    dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
-    launches = (*dispatch, first, second, combine)
-    arguments = tuple(launch.arguments[0] for launch in dispatch)
-    copies = None if fit else fitting
-    return _Prepared(launches, arguments, combine.arguments[0], copies)
+    configs: Pair,
+    sms: tuple[int, int],
+    y_is_aligned: bool = True,
+) -> Launches:
+    """All kernels of a layer, for a call's addresses in the order of the tokens, of `Weights`, of
+    y [T, H] and of the workspace.
+
+    weights: which fit. sms: as `busy_sms`.
+    """
+    at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
+    h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
+    dispatch = prepare_dispatch(
+        x,
+        ids,
+        sizes.num_experts,
+        max_m,
+        row_pitch=round_up(h, 16),
+        scale_pitch=scale_pitch(rows),
+        sources=DispatchSources(
+            x=_X,
+            rows=_in_memory(at.tokens),
+            row_scales=_in_memory(at.token_scales),
+            counts=_in_memory(at.activated),  # not yet in use
+            zeros=_in_memory(at.tile_counters),
+            routing=RoutingSources(
+                ids=_IDS,
+                tokens_per_expert=_in_memory(at.counts),
+                expert_offsets=_in_memory(at.offsets),
+                token_to_row=_in_memory(at.token_to_row),
+            ),
+        ),
+    )
+    gemms = _prepare_gemms(sizes, weights, limit, configs, sms)
+    combine = prepare_combine(
+        scores,
+        h,
+        y_row_pitch=round_up(h, 8),
+        out_is_aligned=y_is_aligned,
+        sources=CombineSources(
+            y=_in_memory(at.results),
+            token_to_row=_in_memory(at.token_to_row),
+            weights=_SCORES,
+            out=_Y,
+        ),
+        programmatic=True,
+    )
+    return Launches((*dispatch, *gemms, combine), at.size)
+
+
+def _in_memory(offset: int) -> Source:
+    return _MEMORY._replace(plus=offset)
+
+
+def _prepare_gemms(
+    sizes: Sizes, weights: Weights, limit: float, configs: Pair, sms: tuple[int, int]
+) -> tuple[Launch, Launch]:
+    at, (_, rows) = Workspace.of(sizes), sizes.matrix
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    memory = current_driver().workspace(at.size, weights.gate.device)  # of which the layout counts
+    gate_up, down = operands_in(memory, sizes, weights)
+    bounds = _in_memory(at.counts if sizes.masked else at.offsets)
+    layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
+    load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
+    # With fewer tokens, nobody can guess which experts have none.
+    expected_tiles = configs[0].token_tiles(load) if load >= 4 else 0
+    first_counter, second_counter = (
+        _in_memory(at.tile_counters + offset)
+        if takes_tiles(config, sizes, operands, n, sms)
+        else None
+        for config, operands, n, offset in ((configs[0], gate_up, i, 0), (configs[1], down, h, 4))
+    )
+    of_activated, of_scales = _in_memory(at.activated), _in_memory(at.activated_scales)
+    first = prepare_grouped(
+        configs[0],
+        gate_up,
+        GemmSources(
+            a=_in_memory(at.tokens),
+            a_scale_inv=_in_memory(at.token_scales),
+            b=_GATE,
+            b_scale_inv=_GATE_SCALES,
+            d=of_activated,
+            bounds=bounds,
+            up=_UP,
+            up_scale_inv=_UP_SCALES,
+            d_scale_inv=of_scales,
+            tile_counter=first_counter,
+        ),
+        GroupsOfTokens(layout, sizes.num_experts, expected_tiles),
+        load,
+        sms,
+        gate_up=GateUp(limit, scale_pitch(rows)),
+    )
+    second = prepare_grouped(
+        configs[1],
+        down,
+        GemmSources(
+            a=of_activated,
+            a_scale_inv=of_scales,
+            b=_DOWN,
+            b_scale_inv=_DOWN_SCALES,
+            d=_in_memory(at.results),
+            bounds=bounds,
+            tile_counter=second_counter,
+        ),
+        GroupsOfTokens(layout, sizes.num_experts, bounds_ready=True),
+        load,
+        sms,
+    )
+    return first, second
+
+
+def takes_tiles(
+    config: GemmConfig, sizes: Sizes, operands: Operands, n: int, sms: tuple[int, int]
+) -> bool:
+    """Whether clusters take tiles from a counter.
+
+    They do where there are more tiles than clusters, and unequal ones; else a counter costs time.
+    """
+    active, load = mean_load(sizes)
+    num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
+    layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
+    most = most_token_tiles(config, layout, operands)
+    return load > 1 and num_tiles > num_clusters(config, most, n, sms)

@@ -4,7 +4,7 @@ T tokens, H hidden, I intermediate.
 """
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -16,35 +16,44 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.registry import register
+from ..kernels.common.fp8 import quantize_1x128
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting, lying_as
-from ..kernels.gemm import launch as gemm_plan
 from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.dense_launch import launch_gemm
-from ..kernels.gemm.grouped_launch import plan_of_groups
-from ..kernels.gemm.launch import GateUp, Operands
+from ..kernels.gemm.grouped_launch import prepare_grouped
+from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
-from ..kernels.jit import Launch, current_stream
-from ..quant.quantize import launch_quantize_1x128, quantize_1x128
+from ..kernels.jit import Launch, Source, current_driver, launch_all
+from ..quant.quantize import launch_quantize_1x128
 from .experts import check_limit, swiglu
 
 _OP = "feed_forward"
-_launches: dict[Any, Launch] = {}
-_MAX_KEPT = 4096  # then all is forgotten: addresses that come and go must not fill the memory
 
 
-def _allocate(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
+class FeedForwardInputs(NamedTuple):
+    """What `feed_forward` takes.
+
+    x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so is what is activated.
+    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
+    swiglu_limit: see `swiglu` in experts.py.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    gate_scale_inv: torch.Tensor
+    up: torch.Tensor
+    up_scale_inv: torch.Tensor
+    down: torch.Tensor
+    down_scale_inv: torch.Tensor
+    swiglu_limit: float | None
+
+
+def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     """Check, then allocate the result. Also the fake body."""
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
     weights["down"] = (down, down_scale_inv)
@@ -62,41 +71,23 @@ def _allocate(
     return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
-def _body(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
-    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
-    y = _allocate(x, *weights, swiglu_limit)
-    data, scale_inv = quantize_1x128(x, False)
+def _body(inputs: FeedForwardInputs) -> torch.Tensor:
+    y = _allocate(inputs)
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
+    data, scale_inv = quantize_1x128(x)
     gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv)
     ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv)
-    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit), False)
+    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit))
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv))
 
 
-def launch_feed_forward(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
+def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
     Each starts while the one before it ends, and loads weights meanwhile: see `launch_linear`.
     """
-    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
-    y = _allocate(x, *weights, swiglu_limit)
+    y = _allocate(inputs)
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     (num_tokens, _), size = x.shape, gate.shape[0]
     if y.numel() == 0 or size == 0:
         return y.zero_()
@@ -109,48 +100,57 @@ def launch_feed_forward(
     activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
     operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
-    limit = math.inf if swiglu_limit is None else swiglu_limit
-    beside = GateUp(
-        *(fitting_up.data_ptr(), up_scale_inv.data_ptr(), limit, scales.data_ptr()),
-        scales.stride(1) if scales.shape[1] > 1 else round_up(num_tokens, 4),
-    )
-    _launch_gate_up(operands, beside)
+    _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit)
     launch_gemm(activated, scales, down, down_scale_inv, y, None, programmatic=True)
     return y
 
 
-def _launch_gate_up(operands: Operands, beside: GateUp) -> None:
-    device_index = operands.a.get_device()
-    stream = current_stream(device_index)
-    layouts = tuple([(x.shape, x.stride(), x.data_ptr()) for x in operands])
-    key = layouts, beside, device_index, stream, gemm_plan.max_sms()
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= _MAX_KEPT:
-            _launches.clear()
-        launch = _launches[key] = _prepare(operands, beside, stream)
-    launch.on(device_index)
+def _launch_gate_up(
+    operands: Operands,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    scales: torch.Tensor,
+    swiglu_limit: float | None,
+) -> None:
+    """SwiGLU of the GEMMs of gate, in operands, and of up, which lies alike, into d and scales."""
+    driver = current_driver()
+    tensors = (*operands, up, up_scale_inv, scales)
+    limit = math.inf if swiglu_limit is None else swiglu_limit
+    key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, driver.max_sms)
+    launch = prepared(key, lambda: _prepare_gate_up(operands, scales, limit))
+    addresses = tuple([x.data_ptr() for x in tensors])
+    launch_all((launch,), operands.a.get_device(), addresses)
 
 
-def _prepare(operands: Operands, beside: GateUp, stream: int) -> Launch:
-    """The grouped GEMM of a single group that has all tokens."""
+def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> Launch:
+    """The grouped GEMM of a single group that has all tokens, and needs no bounds."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
-    gemm_plan.check_sizes(_OP, m, i, h)
+    check_sizes(_OP, m, i, h)
     configs = config_source_of(operands.a.get_device())
-    config, sms = configs.gate_up(m, h, i), (configs.num_sms, configs.all_sms)
-    grouped = Operands(*(x[None] for x in operands))
-    plan = plan_of_groups(config, grouped, GroupLayout.OFFSETS, 1, m, sms, bounds_ready=True)
-    addresses = (*(x.data_ptr() for x in operands), 0)
-    return gemm_plan.prepare(plan, addresses, stream, True, beside)
+    a, a_scale_inv, b, b_scale_inv, d, of_up, of_up_scales, of_scales = map(Source, range(8))
+    config = configs.gate_up(m, h, i)
+    return prepare_grouped(
+        config,
+        Operands(*(x[None] for x in operands)),
+        GemmSources(
+            a,
+            a_scale_inv,
+            b,
+            b_scale_inv,
+            d,
+            up=of_up,
+            up_scale_inv=of_up_scales,
+            d_scale_inv=of_scales,
+        ),
+        GroupsOfTokens(GroupLayout.OFFSETS, 1, config.token_tiles(m), bounds_ready=True),
+        m,
+        (configs.num_sms, configs.all_sms),
+        gate_up=GateUp(limit, scales.stride(1) if scales.shape[1] > 1 else round_up(m, 4)),
+    )
 
 
-feed_forward = register(
-    f"{_OP}(Tensor x, Tensor gate, Tensor gate_scale_inv, Tensor up, Tensor up_scale_inv, "
-    "Tensor down, Tensor down_scale_inv, float? swiglu_limit) -> Tensor",
-    _body,
-    _allocate,
-    launch_feed_forward,
+feed_forward = register_inputs(
+    _OP, FeedForwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
 )
-"""x [T, H] bf16, fp16 or fp32, quantized to 1x128 as what is activated is; gate and up e4m3 [I, H],
-down e4m3 [H, I], each with fp32 scales of its 128x128 blocks -> bf16 [T, H]. swiglu_limit: as in
-`experts`. Raises TypeError, ValueError, naming the argument, the rule and what came."""
+"""`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
+and what came."""

@@ -11,9 +11,8 @@ from torch import nn
 from ..kernels.common.checks import FLOATS
 from ..kernels.common.registry import runs_our_kernels
 from ..kernels.gemm.experts_sizes import Sizes
-from ..kernels.gemm.launch import device_sms
 from ..kernels.gemm.tuned import ConfigSource, config_source_of
-from ..kernels.jit import Kernel, compile_kernels
+from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
@@ -198,6 +197,6 @@ def _config_sources(num_sms: int | None) -> list[ConfigSource]:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     hoppers = [i for i in gpus if runs_our_kernels(i)]
     if num_sms is not None:
-        hoppers = [i for i in hoppers if device_sms(i) == num_sms]
+        hoppers = [i for i in hoppers if current_driver().num_sms(i) == num_sms]
     found = {config_source_of(i): None for i in hoppers}
     return list(found) or [ConfigSource(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]

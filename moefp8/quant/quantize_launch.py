@@ -1,21 +1,20 @@
 """Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU.
 
-A launch is prepared once for each shape, layout and stream; after that, a call writes its addresses
-and makes one call of the driver.
+Launches are kept as `kernels/common/prepared.py` says.
 """
 
 import ctypes
-import threading
 from ctypes import c_int64, c_uint32, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..kernels.common.blocks import ceil_div, num_blocks, round_up
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
-from ..kernels.jit import Kernel, Launch, current_stream, load
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.jit import Kernel, Launch, Source, current_driver, launch_all, pointers
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
@@ -26,10 +25,18 @@ class _Arguments(ctypes.Structure):
     """`Arguments` in quantize.cu."""
 
     _fields_ = (
-        *(("x", c_void_p), ("data", c_void_p), ("scale_inv", c_void_p)),
-        *(("matrix_bytes", c_int64), ("row_bytes", c_int64), ("k", c_int64), ("pitch", c_int64)),
-        *(("num_matrices", c_uint32), ("num_rows", c_uint32)),
-        *(("num_k_blocks", Divisor), ("num_row_tiles", Divisor), ("ue8m0", c_uint32)),
+        ("x", c_void_p),
+        ("data", c_void_p),
+        ("scale_inv", c_void_p),
+        ("matrix_bytes", c_int64),
+        ("row_bytes", c_int64),
+        ("k", c_int64),
+        ("pitch", c_int64),
+        ("num_matrices", c_uint32),
+        ("num_rows", c_uint32),
+        ("num_k_blocks", Divisor),
+        ("num_row_tiles", Divisor),
+        ("ue8m0", c_uint32),
     )
 
 
@@ -81,24 +88,6 @@ def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> l
     return list({kernel_of(cut, dtype, flag): None for cut in cuts for flag in flags})
 
 
-class _Prepared(NamedTuple):
-    """A launch whose addresses are written into `arguments` right before it is made."""
-
-    launch: Launch
-    arguments: _Arguments
-
-
-class _OfThread(threading.local):
-    """What this thread has prepared; no other thread may write into its arguments meanwhile."""
-
-    def __init__(self) -> None:
-        self.prepared: dict[tuple[Any, ...], _Prepared] = {}
-
-
-_of_thread = _OfThread()
-_MAX_PREPARED = 4096  # then all is forgotten: shapes that come and go must not fill the memory
-
-
 def launch_quantize(
     x: torch.Tensor,
     data: torch.Tensor,
@@ -114,20 +103,12 @@ def launch_quantize(
     cut: `BLOCK_ROWS` for 128x128 blocks, any other for 1x128; None: `cut_1x128` chooses.
     """
     x = _readable(x)
-    device_index, address = x.get_device(), x.data_ptr()
-    stream = current_stream(device_index)
-    place = device_index, stream, address % _VECTOR_BYTES
-    key = (x.shape, x.stride(), x.dtype, ue8m0, programmatic, cut, place)
-    prepared = _of_thread.prepared.get(key)
-    if prepared is None:
-        if len(_of_thread.prepared) >= _MAX_PREPARED:
-            _of_thread.prepared.clear()
-        prepared = _prepare(x, scale_inv, ue8m0, programmatic, cut, stream)
-        _of_thread.prepared[key] = prepared
-    launch, arguments = prepared
-    arguments.x, arguments.data = address, data.data_ptr()
-    arguments.scale_inv = scale_inv.data_ptr()
-    launch.on(device_index)
+    address = x.data_ptr()
+    key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, programmatic, cut)
+    launch = prepared(
+        key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, programmatic, cut)
+    )
+    launch_all((launch,), x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -137,20 +118,26 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _prepare(
+def prepare_quantize(
     x: torch.Tensor,
-    scale_inv: torch.Tensor,
+    scale_pitch: int,
     ue8m0: bool,
     programmatic: bool,
     cut: Cut | None,
-    stream: int,
-) -> _Prepared:
+    sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
+) -> Launch:
+    """sources: the addresses of x, data and scales.
+
+    x: [rows, K] or [matrices, rows, K], of which layout and alignment count.
+    scale_pitch: from one k-block's scales to the next, in elements.
+    """
+    device_index = x.get_device()
     x = x[(None,) * (3 - x.ndim)]
     num_matrices, num_rows, k = x.shape
     matrix_bytes, row_bytes, _ = (stride * x.element_size() for stride in x.stride())
     num_k_blocks = num_blocks(k)
     if cut is None:
-        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        num_sms = current_driver().num_sms(device_index)
         cut = cut_1x128(num_matrices * num_rows, num_k_blocks, num_sms)
     num_row_tiles = ceil_div(num_rows, cut.rows)
     num_tiles = num_matrices * num_row_tiles * num_k_blocks
@@ -160,15 +147,25 @@ def _prepare(
             f"{num_tiles} tiles; split the tensor"
         )
     arguments = _Arguments(
-        *(None, None, None, matrix_bytes, row_bytes, k, scale_inv.stride(-1)),
-        *(num_matrices, num_rows, Divisor.of(num_k_blocks), Divisor.of(num_row_tiles), ue8m0),
+        matrix_bytes=matrix_bytes,
+        row_bytes=row_bytes,
+        k=k,
+        pitch=scale_pitch,
+        num_matrices=num_matrices,
+        num_rows=num_rows,
+        num_k_blocks=Divisor.of(num_k_blocks),
+        num_row_tiles=Divisor.of(num_row_tiles),
+        ue8m0=ue8m0,
     )
     vectorized = k % 8 == 0 and not any(
         step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)
     )
-    function = load(kernel_of(cut, x.dtype, vectorized), x.get_device())
-    grid = ceil_div(num_tiles * cut.lanes, cut.threads)
-    launch = Launch(
-        function, grid, cut.threads, (arguments,), stream=stream, programmatic=programmatic
+    of_x, of_data, of_scales = sources
+    return Launch(
+        current_driver().load(kernel_of(cut, x.dtype, vectorized), device_index),
+        ceil_div(num_tiles * cut.lanes, cut.threads),
+        cut.threads,
+        (arguments,),
+        pointers(_Arguments, x=of_x, data=of_data, scale_inv=of_scales),
+        programmatic=programmatic,
     )
-    return _Prepared(launch, arguments)

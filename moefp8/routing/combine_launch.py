@@ -6,13 +6,14 @@ T tokens, k choices each, H hidden, R rows.
 import ctypes
 from ctypes import c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
-from ..kernels.jit import Kernel, Launch, load
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
@@ -25,10 +26,16 @@ class _Arguments(ctypes.Structure):
     """`Arguments` in combine.cu."""
 
     _fields_ = (
-        *(("y", c_void_p), ("y_row_bytes", c_int64), ("token_to_row", c_void_p)),
-        *(("weights", c_void_p), ("weight_token_bytes", c_int64)),
-        *(("weight_choice_bytes", c_int64), ("out", c_void_p)),
-        *(("num_tokens", c_uint32), ("top_k", c_uint32), ("hidden_size", c_uint32)),
+        ("y", c_void_p),
+        ("y_row_bytes", c_int64),
+        ("token_to_row", c_void_p),
+        ("weights", c_void_p),
+        ("weight_token_bytes", c_int64),
+        ("weight_choice_bytes", c_int64),
+        ("out", c_void_p),
+        ("num_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("hidden_size", c_uint32),
         ("units", Divisor),
     )
 
@@ -48,33 +55,37 @@ def kernels_of() -> list[Kernel]:
     return [kernel_of(dtype, vectorized) for dtype in INPUTS for vectorized in (True, False)]
 
 
+class CombineSources(NamedTuple):
+    """Which addresses of a launch are those of a combine."""
+
+    y: Source
+    token_to_row: Source
+    weights: Source
+    out: Source
+
+
 def prepare_combine(
-    device_index: int,
-    *,
-    y: int,
-    y_row_pitch: int,
-    token_to_row: int,
-    weights: int,
-    weights_dtype: torch.dtype,
-    weight_strides: tuple[int, int],
-    num_tokens: int,
-    top_k: int,
+    weights: torch.Tensor,
     hidden_size: int,
-    out: int,
-    stream: int,
-    num_sms: int,
+    *,
+    y_row_pitch: int,
+    out_is_aligned: bool,
+    sources: CombineSources,
     programmatic: bool = False,
 ) -> Launch:
     """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine`.
 
-    Addresses are ints.
+    What `sources` name:
+
+        y: bf16 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its next
+            multiple of 8 elements, is read too.
+        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
+        weights: [T, k] as the tensor `weights`, of which the layout counts.
+        out: bf16 [T, H], contiguous; T and H at least 1.
 
     Args:
-        y: bf16 [R, H]; the address is a multiple of 16 and `y_row_pitch`, in elements, of 8. What
-            lies behind the end of a row, up to its next multiple of 8, is read too.
-        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
-        weights: [T, k] of weights_dtype; strides in elements.
-        out: bf16 [T, H], contiguous; T and H at least 1.
+        y_row_pitch: in elements, a multiple of 8.
+        out_is_aligned: whether out lies at a multiple of 16 bytes.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before
             it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
 
@@ -82,11 +93,12 @@ def prepare_combine(
         ValueError: `y` is not aligned, or there are more elements than a kernel counts.
         JitError: it cannot be compiled or loaded.
     """
-    if y % _VECTOR_BYTES or y_row_pitch % _COLUMNS or y_row_pitch < hidden_size:
+    if sources.y.plus % _VECTOR_BYTES or y_row_pitch % _COLUMNS or y_row_pitch < hidden_size:
         raise ValueError(
             f"{_OP}: rows of y must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got address {y:#x} and pitch {y_row_pitch}"
+            f"{hidden_size}, got byte {sources.y.plus} and pitch {y_row_pitch}"
         )
+    num_tokens, top_k = weights.shape
     units = ceil_div(hidden_size, _COLUMNS)
     num_units = num_tokens * units
     if num_units > _MAX_UNITS:
@@ -94,16 +106,24 @@ def prepare_combine(
             f"{_OP}: one call takes at most {_MAX_UNITS} times {_COLUMNS} columns, got "
             f"T = {num_tokens} and H = {hidden_size}; split the tokens"
         )
-    weight_bytes = (stride * weights_dtype.itemsize for stride in weight_strides)
+    token_stride, choice_stride = weights.stride()
     arguments = _Arguments(
-        *(y, y_row_pitch * torch.bfloat16.itemsize, token_to_row, weights, *weight_bytes),
-        *(out, num_tokens, top_k, hidden_size, Divisor.of(units)),
+        y_row_bytes=y_row_pitch * torch.bfloat16.itemsize,
+        weight_token_bytes=token_stride * weights.element_size(),
+        weight_choice_bytes=choice_stride * weights.element_size(),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        units=Divisor.of(units),
     )
-    vectorized = hidden_size % _COLUMNS == 0 and out % _VECTOR_BYTES == 0
-    threads = threads_of(num_units, num_sms)
+    driver, device_index = current_driver(), weights.get_device()
+    vectorized = hidden_size % _COLUMNS == 0 and out_is_aligned
+    threads = threads_of(num_units, driver.num_sms(device_index))
     return Launch(
-        load(kernel_of(weights_dtype, vectorized), device_index),
-        *(ceil_div(num_units, threads), threads, (arguments,)),
-        stream=stream,
+        driver.load(kernel_of(weights.dtype, vectorized), device_index),
+        ceil_div(num_units, threads),
+        threads,
+        (arguments,),
+        pointers(_Arguments, **sources._asdict()),
         programmatic=programmatic,
     )

@@ -14,12 +14,13 @@ import torch
 from ..kernels.common.blocks import ceil_div, num_blocks, round_up
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
-from ..kernels.jit import Kernel, Launch, load
+from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, pointers
 from .plan_launch import (
     MAX_CHOICES,
     MAX_THREADS,
     WARP,
     Routing,
+    RoutingSources,
     num_slots_of,
     routing_of,
     shared_bytes,
@@ -38,12 +39,23 @@ class _Arguments(ctypes.Structure):
     """`Arguments` in dispatch.cu."""
 
     _fields_ = (
-        *(("routing", Routing), ("x", c_void_p), ("x_row_bytes", c_int64)),
-        *(("rows", c_void_p), ("row_pitch", c_int64), ("row_scales", c_void_p)),
-        *(("scale_pitch", c_uint32), ("hidden_size", c_uint32), ("num_k_blocks", c_uint32)),
-        *(("part_blocks", c_uint32), ("num_parts", c_uint32), ("group", c_uint32)),
-        *(("parts", Divisor), ("in_group", Divisor)),
-        *(("num_chunks", c_uint32), ("counts", c_void_p), ("zeros", c_void_p)),
+        ("routing", Routing),
+        ("x", c_void_p),
+        ("x_row_bytes", c_int64),
+        ("rows", c_void_p),
+        ("row_pitch", c_int64),
+        ("row_scales", c_void_p),
+        ("scale_pitch", c_uint32),
+        ("hidden_size", c_uint32),
+        ("num_k_blocks", c_uint32),
+        ("part_blocks", c_uint32),
+        ("num_parts", c_uint32),
+        ("group", c_uint32),
+        ("parts", Divisor),
+        ("in_group", Divisor),
+        ("num_chunks", c_uint32),
+        ("counts", c_void_p),
+        ("zeros", c_void_p),
     )
 
 
@@ -125,101 +137,108 @@ def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
     return num_chunks * num_slots_of(num_experts) * 2
 
 
+class DispatchSources(NamedTuple):
+    """Which addresses of a launch are those of a dispatch."""
+
+    x: Source
+    rows: Source
+    row_scales: Source
+    counts: Source
+    zeros: Source
+    routing: RoutingSources
+
+    def pointers(self) -> list[Pointer]:
+        *_, routing = self
+        named = {name: source for name, source in self._asdict().items() if name != "routing"}
+        return pointers(_Arguments, **named) + routing.pointers(_Arguments.routing.offset)
+
+
 def prepare_dispatch(
-    device_index: int,
-    *,
-    x: int,
-    x_dtype: torch.dtype,
-    x_row_stride_bytes: int,
-    ids: int,
-    id_bytes: int,
-    id_strides: tuple[int, int],
-    num_tokens: int,
-    top_k: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
     num_experts: int,
-    hidden_size: int,
     max_m: int | None,
-    rows: int,
+    *,
     row_pitch: int,
-    row_scales: int,
     scale_pitch: int,
-    expert_offsets: int,
-    tokens_per_expert: int,
-    token_to_row: int,
-    zeros: int,
-    stream: int,
-    num_sms: int,
-    counts: int,
+    sources: DispatchSources,
     programmatic: bool = False,
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128`, into its rows; and the plan.
 
-    Addresses are ints. One kernel, or of many tokens two, of which the first counts choices.
+    One kernel, or of many tokens two, of which the first counts choices. What `sources` name:
 
-    Args:
-        x: [T, H] of x_dtype, T and H at least 1.
-        ids: [T, k] of `id_bytes` 4 or 8; strides in elements. One out of range has no row.
-        max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
-        rows: e4m3 [R, H]; address and `row_pitch`, in bytes, are multiples of 16. What lies behind
-            the end of a row, up to its next multiple of 16, may be written too.
+        x: [T, H] as the tensor `x`, of which layout and alignment count; T and H at least 1.
+        rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
+            next multiple of 16, may be written too.
         row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
             row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
-        expert_offsets, tokens_per_expert, token_to_row: int32 [E + 1], [E], [T, k], contiguous.
-        zeros: int32 [2], which become zeros: counters of the kernels that follow.
         counts: `most_count_bytes` of memory, at a multiple of 4.
+        zeros: int32 [2], which become zeros: counters of the kernels that follow.
+        routing: ids [T, k] as the tensor `ids`, of which one out of range has no row;
+            expert_offsets, tokens_per_expert, token_to_row int32 [E + 1], [E], [T, k], contiguous.
+
+    Args:
+        max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
+        row_pitch: in bytes, a multiple of 16.
         programmatic: it may be launched before the stream's previous kernel ends, and then waits.
 
     Raises:
         ValueError: more choices, rows or scales than a kernel counts, or rows that are not aligned.
         JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
     """
+    (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_k_blocks = num_blocks(hidden_size)
-    if (rows | row_pitch) % _VECTOR_BYTES or row_pitch < hidden_size:
+    if (sources.rows.plus | row_pitch) % _VECTOR_BYTES or row_pitch < hidden_size:
         raise ValueError(
             f"{_OP}: rows must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got address {rows:#x} and pitch {row_pitch}"
+            f"{hidden_size}, got byte {sources.rows.plus} and pitch {row_pitch}"
         )
     num_scales = num_k_blocks * scale_pitch * (1 if max_m is None else num_experts)
     if num_scales >= 2**31:
         raise ValueError(f"{_OP}: one call takes fewer than 2**31 scales, got {num_scales}")
+    driver, device_index = current_driver(), x.get_device()
+    num_sms = driver.num_sms(device_index)
     cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
-    routing = routing_of(
-        *(_OP, cut.tokens),
-        ids=ids,
-        id_bytes=id_bytes,
-        id_strides=id_strides,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        max_m=max_m,
-        tokens_per_expert=tokens_per_expert,
-        expert_offsets=expert_offsets,
-        token_to_row=token_to_row,
-        num_warps=cut.threads // WARP if cut.is_counted and max_m is None else 0,
-    )
+    num_warps = cut.threads // WARP if cut.is_counted and max_m is None else 0
+    routing = routing_of(_OP, cut.tokens, ids, num_experts, max_m, num_warps=num_warps)
     parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
+    x_row_bytes = x.stride(0) * x.element_size()
     arguments = _Arguments(
-        *(routing, x, x_row_stride_bytes, rows, row_pitch, row_scales, scale_pitch),
-        *(hidden_size, num_k_blocks, cut.k_blocks, parts, cut.group),
-        *(Divisor.of(parts), Divisor.of(cut.tokens * cut.group), num_chunks, counts, zeros),
+        routing=routing,
+        x_row_bytes=x_row_bytes,
+        row_pitch=row_pitch,
+        scale_pitch=scale_pitch,
+        hidden_size=hidden_size,
+        num_k_blocks=num_k_blocks,
+        part_blocks=cut.k_blocks,
+        num_parts=parts,
+        group=cut.group,
+        parts=Divisor.of(parts),
+        in_group=Divisor.of(cut.tokens * cut.group),
+        num_chunks=num_chunks,
     )
-    vectorized = hidden_size % 8 == 0 and not (x | x_row_stride_bytes) % _VECTOR_BYTES
+    vectorized = hidden_size % 8 == 0 and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
     masked = max_m is not None
-    kernel = kernel_of(x_dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
-    shared = shared_bytes(routing, 2 if masked else 1)
+    kernel = kernel_of(x.dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
+    shared, pointers_of_both = shared_bytes(routing, 2 if masked else 1), sources.pointers()
     dispatch = Launch(
-        load(kernel, device_index),
-        *(num_chunks * parts, cut.threads, (arguments,)),
-        stream=stream,
+        driver.load(kernel, device_index),
+        num_chunks * parts,
+        cut.threads,
+        (arguments,),
+        pointers_of_both,
         shared_bytes=shared,
         programmatic=programmatic or cut.is_counted,
     )
     if not cut.is_counted:
         return (dispatch,)
     count = Launch(
-        load(count_kernel_of(masked=masked), device_index),
-        *(num_chunks, _COUNT_THREADS, (arguments,)),
-        stream=stream,
+        driver.load(count_kernel_of(masked=masked), device_index),
+        num_chunks,
+        _COUNT_THREADS,
+        (arguments,),
+        pointers_of_both,
         shared_bytes=shared,
         programmatic=programmatic,
     )

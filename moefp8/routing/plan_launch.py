@@ -12,7 +12,8 @@ import torch
 
 from ..kernels.common.blocks import ceil_div, round_up
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, current_stream, load
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, launch_all, pointers
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 WARP = 32
@@ -28,13 +29,25 @@ class Routing(ctypes.Structure):
     """`Routing` in plan.cuh."""
 
     _fields_ = (
-        *(("ids", c_void_p), ("token_bytes", c_int64), ("choice_bytes", c_int64)),
-        *(("tokens_per_expert", c_void_p), ("expert_offsets", c_void_p)),
-        *(("token_to_row", c_void_p), ("num_tokens", c_uint32), ("top_k", c_uint32)),
-        *(("num_experts", c_uint32), ("is_wide", c_uint32), ("chunk", c_uint32)),
-        *(("max_m", c_uint32), ("alignment", Divisor), ("num_slots", c_uint32)),
-        *(("of_k", Divisor), ("rows_of_token", c_uint32)),
-        *(("tokens_at_once", c_uint32), ("reciprocal_of_k", c_uint32), ("num_rankers", c_uint32)),
+        ("ids", c_void_p),
+        ("token_bytes", c_int64),
+        ("choice_bytes", c_int64),
+        ("tokens_per_expert", c_void_p),
+        ("expert_offsets", c_void_p),
+        ("token_to_row", c_void_p),
+        ("num_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("num_experts", c_uint32),
+        ("is_wide", c_uint32),
+        ("chunk", c_uint32),
+        ("max_m", c_uint32),
+        ("alignment", Divisor),
+        ("num_slots", c_uint32),
+        ("of_k", Divisor),
+        ("rows_of_token", c_uint32),
+        ("tokens_at_once", c_uint32),
+        ("reciprocal_of_k", c_uint32),
+        ("num_rankers", c_uint32),
     )
 
 
@@ -42,7 +55,9 @@ class _Arguments(ctypes.Structure):
     """`Arguments` in plan.cu."""
 
     _fields_ = (
-        *(("routing", Routing), ("row_to_token", c_void_p), ("row_to_expert", c_void_p)),
+        ("routing", Routing),
+        ("row_to_token", c_void_p),
+        ("row_to_expert", c_void_p),
         ("num_rows", c_uint32),
     )
 
@@ -66,28 +81,35 @@ def cut_plan(num_tokens: int, top_k: int, num_sms: int, min_threads: int = 128) 
     return Cut(tokens, min(threads, MAX_THREADS), ahead)
 
 
+class RoutingSources(NamedTuple):
+    """Which addresses of a launch are those of a routing."""
+
+    ids: Source
+    tokens_per_expert: Source
+    expert_offsets: Source
+    token_to_row: Source
+
+    def pointers(self, at: int) -> list[Pointer]:
+        """Those in a `Routing` that lies `at` bytes into the kernel's only argument."""
+        return pointers(Routing, 0, at, **self._asdict())
+
+
 def routing_of(
     op: str,
     chunk: int,
-    *,
-    ids: int,
-    id_bytes: int,
-    id_strides: tuple[int, int],
-    num_tokens: int,
-    top_k: int,
+    ids: torch.Tensor,
     num_experts: int,
     max_m: int | None,
-    tokens_per_expert: int,
-    expert_offsets: int,
-    token_to_row: int,
     alignment: int = 1,
     num_warps: int = 0,
 ) -> Routing:
-    """Addresses as ints; `id_strides` of tokens and of choices, in elements of `id_bytes`.
+    """A `Routing` without its addresses.
 
+    ids: [T, k] int32 or int64, of which the layout counts.
     chunk: tokens of a CTA. num_warps: of a CTA that ranks its choices, as many as are useful do;
     0: none does. All else as in `build_plan`.
     """
+    num_tokens, top_k = ids.shape
     num_slots = num_slots_of(num_experts)
     most_rows = num_tokens * top_k + num_slots * max(alignment, max_m or 0)
     if most_rows >= 2**31:
@@ -95,13 +117,24 @@ def routing_of(
             f"{op}: one call takes fewer than 2**31 rows, got T = {num_tokens}, k = {top_k}, "
             f"E = {num_experts}, alignment = {alignment} and max_m = {max_m}: {most_rows} rows"
         )
-    token_bytes, choice_bytes = (stride * id_bytes for stride in id_strides)
+    token_bytes, choice_bytes = (stride * ids.element_size() for stride in ids.stride())
+    most_rankers = max(1, _MOST_RANKED // num_slots)
     return Routing(
-        *(ids, token_bytes, choice_bytes, tokens_per_expert, expert_offsets, token_to_row),
-        *(num_tokens, top_k, num_experts, id_bytes == 8, chunk, max_m or 0),
-        *(Divisor.of(alignment), num_slots, Divisor.of(top_k), round_up(top_k, 4)),
-        *(max(1, WARP // top_k), 2**16 // top_k + 1),
-        min(num_warps, ceil_div(chunk * top_k, WARP), max(1, _MOST_RANKED // num_slots)),
+        token_bytes=token_bytes,
+        choice_bytes=choice_bytes,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        is_wide=ids.element_size() == 8,
+        chunk=chunk,
+        max_m=max_m or 0,
+        alignment=Divisor.of(alignment),
+        num_slots=num_slots,
+        of_k=Divisor.of(top_k),
+        rows_of_token=round_up(top_k, 4),
+        tokens_at_once=max(1, WARP // top_k),
+        reciprocal_of_k=2**16 // top_k + 1,
+        num_rankers=min(num_warps, ceil_div(chunk * top_k, WARP), most_rankers),
     )
 
 
@@ -133,33 +166,33 @@ def launch_plan(
     maps: tuple[torch.Tensor, ...],
 ) -> None:
     """Fill the maps, in the order of the op's schema: one kernel on the current stream."""
-    tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row = maps
-    (num_tokens, top_k), num_rows = top_k_index.shape, row_to_token.shape[0]
-    token_stride, choice_stride = top_k_index.stride()
-    device_index = top_k_index.get_device()
-    properties = torch.cuda.get_device_properties(top_k_index.device)
-    num_sms = properties.multi_processor_count
-    cut = cut_plan(num_tokens, top_k, num_sms)
-    routing = routing_of(
-        *(op, cut.tokens),
-        ids=top_k_index.data_ptr(),
-        id_bytes=top_k_index.element_size(),
-        id_strides=(token_stride, choice_stride),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        max_m=max_m,
-        alignment=alignment,
-        tokens_per_expert=tokens_per_expert.data_ptr(),
-        expert_offsets=expert_offsets.data_ptr(),
-        token_to_row=token_to_row.data_ptr(),
+    num_rows = maps[2].shape[0]
+    key = (op, layout_of(top_k_index), num_experts, alignment, max_m)
+    launch = prepared(
+        key, lambda: _prepare(op, top_k_index, num_experts, alignment, max_m, num_rows)
     )
-    arguments = _Arguments(routing, row_to_token.data_ptr(), row_to_expert.data_ptr(), num_rows)
+    addresses = tuple([x.data_ptr() for x in (top_k_index, *maps)])
+    launch_all((launch,), top_k_index.get_device(), addresses)
+
+
+def _prepare(
+    op: str, ids: torch.Tensor, num_experts: int, alignment: int, max_m: int | None, num_rows: int
+) -> Launch:
+    (num_tokens, top_k), device_index, driver = ids.shape, ids.get_device(), current_driver()
+    num_sms = driver.num_sms(device_index)
+    cut = cut_plan(num_tokens, top_k, num_sms)
+    routing = routing_of(op, cut.tokens, ids, num_experts, max_m, alignment)
+    of_ids, of_counts, of_offsets, row_to_token, row_to_expert, token_to_row = map(Source, range(6))
+    sources = RoutingSources(of_ids, of_counts, of_offsets, token_to_row)
     num_chunks = ceil_div(num_tokens, cut.tokens)
-    grid = max(num_chunks, min(num_sms, ceil_div(num_rows, _PADDING_OF_CTA)), 1)
-    Launch(
-        load(kernel_of(cut), device_index),
-        *(grid, cut.threads, (arguments,)),
-        stream=current_stream(device_index),
+    return Launch(
+        driver.load(kernel_of(cut), device_index),
+        max(num_chunks, min(num_sms, ceil_div(num_rows, _PADDING_OF_CTA)), 1),
+        cut.threads,
+        (_Arguments(routing=routing, num_rows=num_rows),),
+        [
+            *sources.pointers(_Arguments.routing.offset),
+            *pointers(_Arguments, row_to_token=row_to_token, row_to_expert=row_to_expert),
+        ],
         shared_bytes=shared_bytes(routing),
-    ).on(device_index)
+    )

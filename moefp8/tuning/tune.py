@@ -12,23 +12,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.experts_prepare import (
-    Weights,
-    Workspace,
-    fitting_weights,
-    make_steps,
-    prepare_dispatch_and_combine,
-    prepare_gemms,
-    split_weights,
-)
+from ..functional.experts_launch import prepare_experts
+from ..functional.workspace import Weights, fitting_weights, split_weights
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm import launch as gemm_plan
 from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import Operands, fitting_operands, kernel_of
+from ..kernels.gemm.launch import (
+    GemmSources,
+    Operands,
+    fitting_operands,
+    kernel_of,
+    prepare_gemm,
+)
 from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
-from ..kernels.jit import Kernel, compile_kernels, current_stream, launch_all
+from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
 from ..layers import GroupedExperts
 from ..progress import Progress
 from ..quant import quantize_1x128, quantize_128x128
@@ -104,7 +102,7 @@ def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
 
 
 def _heuristic() -> ConfigSource:
-    num_sms = gemm_plan.device_sms(torch.cuda.current_device())
+    num_sms = current_driver().num_sms(torch.cuda.current_device())
     return ConfigSource(num_sms, num_sms)
 
 
@@ -173,23 +171,22 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """Several, since a single short one would drown in what events cost."""
-    m, stream = operands[0].a.shape[0], current_stream(torch.cuda.current_device())
-    plan = gemm_plan.make_plan(
-        *(config, operands[0], None, ()),
+    m, device_index = operands[0].a.shape[0], torch.cuda.current_device()
+    launch = prepare_gemm(
+        config,
+        operands[0],
+        GemmSources(*map(Source, range(5))),
         num_sms=base.num_sms,
         all_sms=base.all_sms,
         token_tiles=ceil_div(m, config.tile[0]),
         tokens=m,
     )
-    launches = [
-        gemm_plan.prepare(plan, tuple(x.data_ptr() for x in each), stream, False)
-        for each in operands
-    ]
+    addresses = [tuple(x.data_ptr() for x in each) for each in operands]
 
     def run(_: object = operands) -> int:  # which live as long as it does
-        for launch in launches:
-            launch()
-        return len(launches)
+        for each in addresses:
+            launch_all((launch,), device_index, each)
+        return len(addresses)
 
     return run
 
@@ -256,22 +253,21 @@ def _random_weights(layer: Experts) -> Weights:
 
 
 def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable[[Pair], Call]:
-    memory = torch.empty(Workspace.of(sizes).size, dtype=torch.uint8, device="cuda")
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device="cuda").bfloat16()
     scores = torch.randn(sizes.num_tokens, sizes.num_experts, device="cuda").softmax(dim=-1)
     top_k_weights, index = scores.topk(sizes.top_k, dim=-1)
-    tokens, y = (x, index, top_k_weights), torch.empty_like(x)
-    device_index = torch.cuda.current_device()
-    stream = current_stream(device_index)
-    dispatch, combine = prepare_dispatch_and_combine(sizes, tokens, memory, y, stream)
+    tokens, y, device_index = (x, index, top_k_weights), torch.empty_like(x), x.get_device()
 
     def call_with(configs: Pair) -> Call:
-        steps = make_steps(sizes, weights, memory, configs, (base.num_sms, base.all_sms))
-        gemms = prepare_gemms(steps, sizes, weights, memory, math.inf, stream)
-        launches = (*dispatch, *gemms, combine)
+        launches, workspace_bytes = prepare_experts(
+            sizes, tokens, weights, math.inf, configs, (base.num_sms, base.all_sms)
+        )
+        memory = current_driver().workspace(workspace_bytes, x.device)
+        tensors = (*tokens, *weights, y, memory)
+        addresses = tuple(z.data_ptr() for z in tensors)
 
-        def run(_: object = (memory, tokens, y)) -> int:  # which live as long as it does
-            launch_all(launches, device_index)
+        def run(_: object = tensors) -> int:  # which live as long as it does
+            launch_all(launches, device_index, addresses)
             return 1
 
         return run

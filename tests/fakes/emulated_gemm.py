@@ -12,11 +12,12 @@ import torch
 
 from moefp8 import kernels
 from moefp8.functional import experts
+from moefp8.kernels import jit
+from moefp8.kernels.common import fp8
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import dense as gemm
 from moefp8.kernels.gemm import launch as gemm_plan
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.quant import quantize
 from tests.gpu import NUM_SMS
 
 
@@ -62,8 +63,10 @@ class GemmEmulator:
         self.config_of: dict[str, gemm_config.GemmConfig] = {}  # by the name of the kernel
 
     def maps_at(self, address, count=1):
+        """Maps behind each other, with the addresses that they were given last."""
+        words = (ctypes.c_uint64 * (16 * count)).from_address(address)
         return [
-            self.maps[ctypes.c_size_t.from_address(address + i * 128).value] for i in range(count)
+            self.maps[words[i + 1]]._replace(address=words[i]) for i in range(0, 16 * count, 16)
         ]
 
     def gemm(self, made, parameters):
@@ -151,7 +154,7 @@ class GemmEmulator:
             if made.config.gate_up:
                 others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
                 activated = experts.swiglu(result, others, activation.limit)
-                data, scale_inv = quantize._quantize_1x128(activated, False)
+                data, scale_inv = fp8.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T
             else:
@@ -239,7 +242,7 @@ class GemmEmulator:
             assert sorted(set(met)) == list(itertools.product(*all_of_them))
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
-        limit = min(gemm_plan.max_sms() or NUM_SMS, NUM_SMS)
+        limit = min(jit.current_driver().max_sms or NUM_SMS, NUM_SMS)
         sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
         at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
         assert min(max(1, at_once), num_tiles // config.cluster) <= clusters <= max(1, at_once)
@@ -247,7 +250,7 @@ class GemmEmulator:
 
     @staticmethod
     def walk_group(made, segment, weight_tiles):
-        """(tile of weights, first token, which are stored) of each CTA, as `GroupedScheduler`."""
+        """(tile of weights, its first token, which are stored) per CTA, as `GroupedScheduler`."""
         config, arguments = made.config, made.arguments
         step, (begin, end, _) = config.cta_tile[0], segment
         start = begin if config.begins_anywhere else begin // 4 * 4

@@ -1,4 +1,4 @@
-"""A stand-in for libcuda, so that launchers are tested without a GPU.
+"""A stand-in for a Hopper GPU, so that launchers are tested without one.
 
 A launch computes on the CPU what the kernel would, out of the tensor maps and arguments that it was
 given. A wrong address, stride or extent gives a wrong result.
@@ -8,29 +8,87 @@ import ctypes
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moefp8 import kernels
-from moefp8.functional import experts_launch, feed_forward
 from moefp8.kernels import jit
+from moefp8.kernels.common import fp8
 from moefp8.kernels.common.inputs import INPUTS
 from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped_launch, heuristic
-from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.jit import driver, launch, module, tma
-from moefp8.quant import quantize
+from moefp8.kernels.jit import launch
 from moefp8.quant import quantize_launch as quantize_room
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
 from moefp8.routing import top_k_op as top_k
 from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import BIAS_NAMES
+
+_GUARD = 1 << 12
+
+
+class FakeDriver(jit.Driver):
+    """The driver of a Hopper GPU that works on tensors of the CPU: `jit.using(FakeDriver())`.
+
+    num_sms: how many SMs it has. max_prepared: as in `jit.Driver`.
+    launched: all launches so far, with what the kernel was given.
+    """
+
+    def __init__(self, num_sms: int = NUM_SMS, max_prepared: int = 4096) -> None:
+        super().__init__(Emulator(), max_prepared)
+        self.sms, self.stream = num_sms, 7
+        self.launched, self.kernels = self.library.launched, self.library.kernels
+        self.maps, self.config_of = self.library.maps, self.library.config_of
+        self.chosen: list[tuple[int, ...]] = []
+        self.workspaces: list[torch.Tensor] = []
+        self._guarded: dict[int, torch.Tensor] = {}
+
+    def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
+        self.kernels.append(kernel)
+        return jit.Function(kernel, device_index, ctypes.c_void_p(len(self.kernels)), 232448)
+
+    def num_sms(self, device_index: int) -> int:
+        return self.sms
+
+    def current_stream(self, device_index: int) -> int:
+        return self.stream
+
+    def current_device(self) -> int:
+        return -1
+
+    def on_device(self, device_index: int):
+        return nullcontext()
+
+    def runs_our_kernels(self, device_index: int) -> bool:
+        return True
+
+    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Of each size the same memory, of NaN and never written before."""
+        found = self._guarded.get(num_bytes)
+        if found is None:
+            found = torch.empty(num_bytes + 2 * _GUARD + 256, dtype=torch.uint8)
+            self._guarded[num_bytes] = found
+        found.fill_(0xFF)
+        first = self._first_of(found)
+        self.workspaces.append(found[first : first + num_bytes])
+        return self.workspaces[-1]
+
+    @staticmethod
+    def _first_of(found: torch.Tensor) -> int:
+        """Where the workspace begins, which lies as CUDA's allocator would place it."""
+        return _GUARD - (found.data_ptr() + _GUARD) % 256 + 256
+
+    def check_workspaces(self) -> None:
+        """Nothing is written around them."""
+        for num_bytes, found in self._guarded.items():
+            first = self._first_of(found)
+            assert bool((found[:first] == 0xFF).all())
+            assert bool((found[first + num_bytes :] == 0xFF).all())
 
 
 class Emulator(GemmEmulator):
@@ -40,11 +98,6 @@ class Emulator(GemmEmulator):
         super().__init__()
         self.kernels: list[jit.Kernel] = []
         self.launched: list[SimpleNamespace] = []
-        self.chosen: list[tuple[int, ...]] = []
-
-    def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
-        self.kernels.append(kernel)
-        return module.Function(kernel, device_index, ctypes.c_void_p(len(self.kernels)), 232448)
 
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, *rest):
         assert rank in (2, 3)
@@ -54,10 +107,14 @@ class Emulator(GemmEmulator):
         dtype, swizzle = dtypes[dtype], 16 << swizzle if swizzle else 0
         assert strides[0] >= shape[0] * dtype.itemsize  # rows do not overlap
         pitches = [stride // dtype.itemsize for stride in strides[: rank - 1]]
-        ctypes.c_size_t.from_address(at).value = len(self.maps)  # so that a copy can be told too
-        self.maps.append(
-            Map(dtype, address, list(shape), pitches, list(box), swizzle, 32 << promotion)
-        )
+        words = (ctypes.c_uint64 * 16).from_address(at)
+        words[0], words[1] = address, len(self.maps)
+        made = Map(dtype, address, list(shape), pitches, list(box), swizzle, 32 << promotion)
+        self.maps.append(made)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, at, address):
+        ctypes.c_uint64.from_address(at).value = address
         return 0
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
@@ -76,8 +133,12 @@ class Emulator(GemmEmulator):
         )
         self.launched.append(made)
         bodies = {
-            **{"quantize": self.quantize, "softmax": self.top_k, "sigmoid": self.top_k},
-            **{"count": self.count, "dispatch": self.dispatch, "combine": self.combine},
+            "quantize": self.quantize,
+            "softmax": self.top_k,
+            "sigmoid": self.top_k,
+            "count": self.count,
+            "dispatch": self.dispatch,
+            "combine": self.combine,
         }
         bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
         return 0
@@ -85,11 +146,23 @@ class Emulator(GemmEmulator):
     def quantize(self, made, parameters):
         made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
         dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
-        assert x.num_matrices == 1
-        source = memory(x.x, dtype, [x.num_rows, x.k], [x.row_bytes // dtype.itemsize, 1])
-        data, scale_inv = quantize._quantize_1x128(source, bool(x.ue8m0))
-        memory(x.data, torch.float8_e4m3fn, [x.num_rows, x.k], [x.k, 1]).copy_(data)
-        memory(x.scale_inv, torch.float32, list(scale_inv.shape), [1, x.pitch]).copy_(scale_inv)
+        size, by_rows = dtype.itemsize, "1x128" in made.kernel.name
+        shape, blocks = [x.num_matrices, x.num_rows, x.k], kernels.num_blocks(x.k)
+        source = memory(x.x, dtype, shape, [x.matrix_bytes // size, x.row_bytes // size, 1])
+        data = memory(x.data, torch.float8_e4m3fn, shape, [x.num_rows * x.k, x.k, 1])
+        if by_rows:
+            strides = [blocks * x.pitch, 1, x.pitch]
+            scales = memory(x.scale_inv, torch.float32, [*shape[:2], blocks], strides)
+        else:
+            row_blocks = kernels.num_blocks(x.num_rows)
+            strides = [row_blocks * blocks, blocks, 1]
+            scales = memory(x.scale_inv, torch.float32, [shape[0], row_blocks, blocks], strides)
+        quantize = fp8.quantize_1x128 if by_rows else fp8.quantize_128x128
+        for matrix, codes, of_codes in zip(source, data, scales, strict=True):
+            for output, found in zip(
+                (codes, of_codes), quantize(matrix, bool(x.ue8m0)), strict=True
+            ):
+                output.copy_(found)
 
     def top_k(self, made, parameters):
         made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
@@ -174,7 +247,7 @@ class Emulator(GemmEmulator):
         else:
             offsets = [0, *itertools.accumulate(counts)]
         source = memory(x.x, dtype, [num_tokens, h], [x.x_row_bytes // dtype.itemsize, 1])
-        data, scale_inv = quantize._quantize_1x128(source, False)
+        data, scale_inv = fp8.quantize_1x128(source, False)
         token_to_row = [[-1] * top_k for _ in range(num_tokens)]
         for token, choice in itertools.product(range(num_tokens), range(top_k)):
             if places[1][token][choice] == -1:
@@ -214,23 +287,17 @@ class Emulator(GemmEmulator):
             out[token] = total
 
 
-class AnyIndex:
-    """Of the current device: tensors of the CPU have index None, and say -1."""
-
-    def __eq__(self, other):
-        return other in (None, -1)
-
-
 @contextmanager
 def emulated(
     config: gemm_config.GemmConfig | None = None,
     gate_up: gemm_config.GemmConfig | None = None,
-) -> Iterator[Emulator]:
+    **options: int,
+) -> Iterator[FakeDriver]:
     """Launches work on tensors of the CPU.
 
-    config, and of gate and up gate_up: instead of what is chosen.
+    config, and of gate and up gate_up: instead of what is chosen. options: of `FakeDriver`.
     """
-    made = Emulator()
+    made = FakeDriver(**options)
 
     def remember(chosen):
         layouts = GroupLayout if chosen.grouped else [None]
@@ -246,27 +313,9 @@ def emulated(
 
         return choose_and_tell
 
-    properties = SimpleNamespace(multi_processor_count=NUM_SMS)
-    tma._encode.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "library", lambda: made)
-        for folder in (gemm_plan, quantize_room, top_k_launch, dispatch_launch, combine_launch):
-            patch.setattr(folder, "load", made.load)
-        for folder in (gemm_plan, quantize_room, top_k_launch, experts_launch, feed_forward):
-            patch.setattr(folder, "current_stream", lambda device_index: 7)
-        for folder in (gemm_launch, grouped_launch):
-            patch.setattr(folder, "_launches", gemm_plan.Launches())
-        patch.setattr(gemm_plan, "_max_sms", None)
-        for folder in (quantize_room, top_k_launch):
-            patch.setattr(folder, "_of_thread", folder._OfThread())
-        patch.setattr(feed_forward, "_launches", {})
-        patch.setattr(experts_launch, "_layers", {})
-        patch.setattr(experts_launch, "_prepared", {})
-        for name, instead in (
-            ("choose_config", config),
-            ("choose_grouped_config", config),
-        ):
-            patch.setattr(heuristic, name, telling(getattr(heuristic, name), instead))
+    with pytest.MonkeyPatch.context() as patch, jit.using(made):
+        for name in ("choose_config", "choose_grouped_config"):
+            patch.setattr(heuristic, name, telling(getattr(heuristic, name), config))
         choose_both = heuristic.choose_experts_configs
 
         def choose_both_and_tell(*arguments):
@@ -274,7 +323,5 @@ def emulated(
             return remember(gate_up or chosen[0]), remember(config or chosen[1])
 
         patch.setattr(heuristic, "choose_experts_configs", choose_both_and_tell)
-        patch.setattr(torch.cuda, "current_device", AnyIndex)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         yield made
-    tma._encode.cache_clear()
+        made.check_workspaces()

@@ -47,7 +47,8 @@ def run(
     limit: float | None = None,
     masked: bool = False,
 ) -> torch.Tensor:
-    return experts(x, ids, top_k_weights, *weights, limit, masked)
+    """Through the dispatcher: on tensors of the CPU, what its body computes."""
+    return experts.overload(x, ids, top_k_weights, *weights, limit, masked)
 
 
 # Of experts: where a tile, its rows, or the tail behind them begin to be too small. The last tokens

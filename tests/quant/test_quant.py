@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import per_block_cast_to_fp8, per_token_cast_to_fp8
 from moefp8.quant import BlockScaled, dequantize, quantize_1x128, quantize_128x128
 from moefp8.testing import sizes, spread
 from tests import naive
@@ -137,18 +136,6 @@ def test_views_are_quantized_as_their_values():
     assert torch.equal(
         codes(quantize_128x128(base.T)), codes(quantize_128x128(base.T.contiguous()))
     )
-
-
-def test_deep_gemm_names_give_the_same():
-    x = torch.randn(5, 200)
-    for ours, theirs in (
-        (quantize_1x128, per_token_cast_to_fp8),
-        (quantize_128x128, per_block_cast_to_fp8),
-    ):
-        data, scale_inv = theirs(x, use_ue8m0=True)
-        assert torch.equal(codes(BlockScaled(data, scale_inv)), codes(ours(x, ue8m0=True)))
-        with pytest.raises(ValueError, match=r"gran_k must be 128.*got 64"):
-            theirs(x, use_ue8m0=False, gran_k=64)
 
 
 @pytest.mark.parametrize("quantize", [quantize_1x128, quantize_128x128])

@@ -6,6 +6,7 @@ On a GPU every result equals the CPU body's bit for bit; a NaN equals a NaN.
 import pytest
 import torch
 
+from moefp8.kernels.common import fp8
 from moefp8.quant import quantize
 from moefp8.quant import quantize_launch as room
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
@@ -86,7 +87,7 @@ def test_constant_reciprocal_divides_by_448():
 def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
     x = torch.randn(70, 130).to(dtype)
     x[:, 3] = bad
-    codes = quantize._quantize_1x128(x, False)[0].view(torch.uint8)
+    codes = fp8.quantize_1x128(x, False)[0].view(torch.uint8)
     assert bool((codes[:, 3] == 0x7F).all())
     assert not bool((codes == 0xFF).any())
 
@@ -170,7 +171,7 @@ def test_equals_the_cpu(launch, cpu, shape, dtype, ue8m0):
 def test_every_cut_gives_the_same(dtype, cut):
     for shape in ((301, 1024), (3, 7, 392), (2, 6, 131), (1, 128), (130,)):
         x = spread(*shape, dtype=dtype)
-        expected = quantize._quantize_1x128(x, False)
+        expected = fp8.quantize_1x128(x, False)
         poison(*expected)
         assert_same(launch_quantize_1x128(x.cuda(), False, cut=cut), expected)
 
@@ -205,9 +206,7 @@ def test_every_mantissa_of_a_scale_rounds_as_division(start):
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
     rows = slice(0, None, 2**12)
-    assert_same(
-        launch_quantize_1x128(x[rows], False), quantize._quantize_1x128(x[rows].cpu(), False)
-    )
+    assert_same(launch_quantize_1x128(x[rows], False), fp8.quantize_1x128(x[rows].cpu(), False))
 
 
 @on_gpu

@@ -9,9 +9,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch import _C
+
+from ..jit import current_driver
 
 LIBRARY = torch.library.Library("moefp8", "DEF")
 
@@ -27,8 +30,8 @@ def register(
     *,
     cuda: Callable[..., Any] | None = None,
     hopper_takes: Callable[..., bool] | None = None,
-) -> Any:
-    """Register the op `moefp8::<schema>` and return its overload, ready to be called.
+) -> "Op":
+    """Register the op `moefp8::<schema>` and return it, ready to be called.
 
     Args:
         schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`. The
@@ -52,7 +55,85 @@ def register(
     LIBRARY.impl(name, _writing(name, written, gpu), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.moefp8, name).default
+    direct = None if hopper is None else _writing(name, written, hopper)
+    return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
+
+
+_NUMBERS = {bool, int, float, type(None)}
+
+
+class Op:
+    """A registered op.
+
+    A call goes through the dispatcher, unless nobody but it would notice: on a Hopper GPU, with
+    plain tensors, while nothing traces, transforms or profiles. Then the launcher is called at
+    once, which saves the host several microseconds.
+    """
+
+    def __init__(
+        self,
+        overload: Any,
+        direct: Callable[..., Any] | None,
+        takes: Callable[..., bool] | None,
+    ) -> None:
+        self.overload, self._direct, self._takes = overload, direct, takes
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or self._direct is None or not self._may_skip(args):
+            return self.overload(*args)
+        return self._direct(*args)
+
+    def _may_skip(self, args: tuple[Any, ...]) -> bool:
+        for x in args:
+            kind = type(x)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if x.is_neg():  # its memory holds the opposite
+                    return False
+            elif kind not in _NUMBERS:
+                return False
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
+            return False
+        if self._takes is not None and not self._takes(*args):
+            return False
+        return not (
+            _C._len_torch_dispatch_stack()
+            or _C._len_torch_function_stack()
+            or _C._functorch.peek_interpreter_stack() is not None
+            or _C._get_tracing_state() is not None
+            or _C._autograd._profiler_enabled()
+        )
+
+
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float | None: "float?",
+    bool: "bool",
+}
+
+
+def register_inputs(
+    name: str,
+    inputs: type[Any],
+    returns: str,
+    *,
+    cpu: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    hopper: Callable[[Any], Any],
+) -> "Op":
+    """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
+
+    The schema follows from their annotations, and each body takes one such tuple.
+    """
+    fields = get_type_hints(inputs)
+    told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
+
+    def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *args: body(inputs(*args))
+
+    bodies = map(taking_inputs, (cpu, fake, hopper))
+    return register(f"{name}({told}) -> {returns}", *bodies)
 
 
 def _written(name: str) -> dict[int, str]:
@@ -130,12 +211,9 @@ def _on_gpu(
     return on_gpu
 
 
-@cache
 def runs_our_kernels(device_index: int) -> bool:
-    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else."""
-    if torch.version.hip is not None:  # AMD's GPUs count otherwise, and have reached 9
-        return False
-    return torch.cuda.get_device_capability(device_index)[0] == 9
+    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
+    return current_driver().runs_our_kernels(device_index)
 
 
 @cache

@@ -6,13 +6,10 @@ import torch
 
 from ..common.blocks import (
     BLOCK,
-    TMA_BYTES,
-    e4m3_to_float,
     num_blocks,
-    round_up_to_tma,
-    tma_aligned,
 )
-from ..common.checks import check_dense_gemm, check_pairs, check_tensor
+from ..common.checks import check_dense_gemm, check_pairs
+from ..common.fp8 import e4m3_to_float
 from ..common.registry import register
 from .dense_launch import launch_gemm
 
@@ -103,52 +100,3 @@ def fp8_gemm_nt(
 def check_recipe(op: str, recipe: tuple[int, int, int] | None) -> None:
     if recipe is not None and tuple(recipe) != (1, BLOCK, BLOCK):
         raise ValueError(f"{op}: recipe must be None or (1, 128, 128), got {recipe}")
-
-
-# ---- DeepGEMM's other names ----
-
-
-def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
-    """`fp8_gemm_nt(lhs, rhs, out)`, under the name that it has in DeepGEMM's first release."""
-    fp8_gemm_nt(lhs, rhs, out)
-
-
-def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements of `element_size` bytes, rounded up to a multiple of 16 bytes.
-
-    Raises:
-        ValueError: `element_size` does not divide 16.
-    """
-    if element_size < 1 or TMA_BYTES % element_size:
-        raise ValueError(
-            f"get_tma_aligned_size: element_size must divide {TMA_BYTES}, got {element_size}"
-        )
-    return round_up_to_tma(x, element_size)
-
-
-def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """`sf` in the memory order that the GEMMs load scales of activations in: itself, or a copy.
-
-    `quantize_1x128` gives that order, and the GEMMs bring any other into it themselves, at the
-    cost of a copy for each call.
-
-    Args:
-        sf: fp32 [M, K/128] or [G, M, K/128]; of the last two axes, M becomes the contiguous one,
-            padded to `get_tma_aligned_size(M, 4)`.
-
-    Raises:
-        TypeError, ValueError: `sf` has another dtype, or another number of dimensions.
-    """
-    name = "get_mn_major_tma_aligned_tensor"
-    check_tensor(name, "sf", sf, (torch.float32,))
-    if sf.ndim not in (2, 3):
-        raise ValueError(f"{name}: sf must have 2 or 3 dimensions, got shape {list(sf.shape)}")
-    *_, m, k_blocks = sf.shape
-    pitch = get_tma_aligned_size(m, sf.element_size())
-    strides = (k_blocks * pitch, 1, pitch)[-sf.ndim :]
-    return sf if sf.stride() == strides else tma_aligned(sf)
-
-
-def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
-    """`get_mn_major_tma_aligned_tensor(x)`, under the name in DeepGEMM's first release."""
-    return get_mn_major_tma_aligned_tensor(x)

@@ -4,13 +4,14 @@ import torch
 
 from ..common.blocks import ceil_div
 from ..common.checks import check_dense_gemm
-from . import launch as gemm_plan
-from .launch import Launches, Layouts, Operands, Plan, fitting_operands, make_plan
+from ..common.prepared import layout_of
+from ..common.tma_operands import are_aligned
+from ..jit import Launch, Source, current_driver, launch_all
+from .launch import GemmSources, Operands, check_sizes, fitting_operands, prepare_gemm
 from .tuned import config_source_of
 
 _OP = "fp8_gemm_nt"
-
-_launches = Launches()
+_SOURCES = GemmSources(*map(Source, range(5)))
 
 
 def launch_gemm(
@@ -38,54 +39,61 @@ def launch_gemm(
     tensors = [a, a_scale_inv, b, b_scale_inv, d]
     if bias is not None:
         tensors.append(bias)
-    rest = (d_is_padded, gemm_plan.max_sms())
-    if layouts := _launches.launch(tensors, rest, programmatic):
+    driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
+    layouts = tuple([layout_of(x) for x in tensors])
+    aligned = are_aligned((addresses[0], addresses[1], addresses[2], addresses[4]))
+    key = (_OP, layouts, aligned, programmatic, d_is_padded, driver.max_sms)
+    launch = driver.prepared().get(key)
+    if launch is None:
         operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-        _launch_unplanned(operands, bias, layouts, rest, programmatic)
+        launch = _first_launch(operands, bias, programmatic, d_is_padded)
+        if launch is None:
+            return
+        driver.keep(key, launch)
+    launch_all((launch,), a.get_device(), addresses)
 
 
 @torch.no_grad()
-def _launch_unplanned(
-    operands: Operands,
-    bias: torch.Tensor | None,
-    layouts: Layouts,
-    rest: tuple[bool, int | None],
-    programmatic: bool,
-) -> None:
-    """Check; then make a plan for these layouts, or bring the operands into others."""
+def _first_launch(
+    operands: Operands, bias: torch.Tensor | None, programmatic: bool, d_is_padded: bool
+) -> Launch | None:
+    """Check; then prepare a launch for these layouts, or do it all with operands in others."""
     check_dense_gemm(_OP, *operands, bias)
-    d, d_is_padded = operands.d, rest[0]
+    d = operands.d
     if d.numel() == 0:
-        return
+        return None
     if operands.a.shape[1] == 0:
         d.zero_() if bias is None else d.copy_(bias)
-        return
+        return None
     fitting = fitting_operands(operands, d_is_padded, keep_d=False)
     contiguous_bias = None if bias is None else bias.contiguous()
     pairs = zip(fitting, operands, strict=True)
     if all(x is y for x, y in pairs) and contiguous_bias is bias:
-        _launches.keep(_plan(operands, bias, layouts), rest)
-        launch_gemm(*operands, bias, programmatic=programmatic, d_is_padded=d_is_padded)
-    elif fitting.d is d:
-        launch_gemm(*fitting, contiguous_bias, d_is_padded=d_is_padded)
-    else:
-        launch_gemm(*fitting, contiguous_bias, d_is_padded=True)
+        (m, k), n = operands.a.shape, operands.b.shape[0]
+        check_sizes(_OP, m, n, k)
+        sources = _SOURCES if bias is None else _SOURCES._replace(bias=Source(5))
+        return prepare_dense(operands, sources, bias, programmatic)
+    launch_gemm(*fitting, contiguous_bias, d_is_padded=d_is_padded or fitting.d is not d)
+    if fitting.d is not d:
         d.copy_(fitting.d)
+    return None
 
 
-def _plan(operands: Operands, bias: torch.Tensor | None, layouts: Layouts) -> Plan:
-    """For operands that fit."""
+def prepare_dense(
+    operands: Operands, sources: GemmSources, bias: torch.Tensor | None, programmatic: bool
+) -> Launch:
+    """For operands that fit, and a bias that is contiguous."""
     (m, k), n = operands.a.shape, operands.b.shape[0]
-    gemm_plan.check_sizes(_OP, m, n, k)
     configs = config_source_of(operands.a.get_device())
     config = configs.dense(m, n, k)
-    return make_plan(
+    return prepare_gemm(
         config,
         operands,
-        None if bias is None else bias.dtype,
-        layouts,
+        sources,
         num_sms=configs.num_sms,
         all_sms=configs.all_sms,
         token_tiles=ceil_div(m, config.tile[0]),
         tokens=m,
+        bias=None if bias is None else bias.dtype,
+        programmatic=programmatic,
     )

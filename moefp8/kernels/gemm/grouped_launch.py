@@ -8,12 +8,23 @@ import torch
 
 from ..common.blocks import BLOCK, ceil_div
 from ..common.checks import check_contiguous_gemm, check_masked_gemm
+from ..common.prepared import layout_of
+from ..common.tma_operands import are_aligned
+from ..jit import Launch, Source, current_driver, launch_all
 from . import heuristic
-from . import launch as gemm_plan
 from .config import GemmConfig, GroupLayout
-from .launch import Launches, Layouts, Operands, Plan, busy_sms, fitting_operands, make_plan
+from .launch import (
+    GateUp,
+    GemmSources,
+    GroupsOfTokens,
+    Operands,
+    busy_sms,
+    check_sizes,
+    fitting_operands,
+    prepare_gemm,
+)
 
-_launches = Launches()
+_SOURCES = GemmSources(Source(0), Source(1), Source(2), Source(3), Source(4), bounds=Source(5))
 
 
 def launch_grouped_gemm(
@@ -37,120 +48,137 @@ def launch_grouped_gemm(
     d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
     Raises TypeError, ValueError as the ops, JitError, or OutOfMemoryError.
     """
-    rest = (group_layout, expected_m, d_is_padded, gemm_plan.max_sms())
-    if layouts := _launches.launch([*operands, bounds], rest, programmatic):
-        _launch_unplanned(op, operands, bounds, layouts, rest, programmatic)
+    tensors = (*operands, bounds)
+    driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
+    layouts = tuple([layout_of(x) for x in tensors])
+    aligned = are_aligned((addresses[0], addresses[1], addresses[2], addresses[4]))
+    options = (group_layout, expected_m, programmatic, d_is_padded, driver.max_sms)
+    key = (op, layouts, aligned, options)
+    launch = driver.prepared().get(key)
+    if launch is None:
+        launch = _first_launch(
+            op, group_layout, operands, bounds, expected_m, programmatic, d_is_padded
+        )
+        if launch is None:
+            return
+        driver.keep(key, launch)
+    launch_all((launch,), operands.a.get_device(), addresses)
 
 
 @torch.no_grad()
-def _launch_unplanned(
+def _first_launch(
     op: str,
+    group_layout: GroupLayout,
     operands: Operands,
     bounds: torch.Tensor,
-    layouts: Layouts,
-    rest: tuple[GroupLayout, int | None, bool, int | None],
+    expected_m: int | None,
     programmatic: bool,
-) -> None:
-    """Check; then make a plan for these layouts, or bring the operands into others."""
-    (group_layout, expected_m, d_is_padded, _), d = rest, operands.d
+    d_is_padded: bool,
+) -> Launch | None:
+    """Check; then prepare a launch for these layouts, or do it all with operands in others."""
     if group_layout == GroupLayout.MASKED:
         check_masked_gemm(op, *operands, bounds)
+    elif group_layout == GroupLayout.ROWS:
+        check_contiguous_gemm(op, *operands, bounds, None)
     else:
-        by_rows = group_layout == GroupLayout.ROWS
-        check_contiguous_gemm(op, *operands, *((bounds, None) if by_rows else (None, bounds)))
+        check_contiguous_gemm(op, *operands, None, bounds)
+    d = operands.d
     if d.numel() == 0 or operands.b.shape[0] == 0:
-        return
+        return None
     if operands.a.shape[-1] == 0:
         d.masked_fill_(rows_of_groups(group_layout, d, bounds)[..., None], 0)
-        return
+        return None
     fitting = fitting_operands(operands, d_is_padded, keep_d=True)
     bounds_in_order = bounds.contiguous()
     pairs = zip((*fitting, bounds_in_order), (*operands, bounds), strict=True)
     if all(x is y for x, y in pairs):
-        _launches.keep(_plan(op, group_layout, operands, expected_m, layouts), rest)
-    else:
-        d_is_padded |= fitting.d is not d
+        return _prepare(op, group_layout, operands, expected_m, programmatic)
     launch_grouped_gemm(
-        *(op, group_layout, fitting, bounds_in_order, expected_m),
+        op,
+        group_layout,
+        fitting,
+        bounds_in_order,
+        expected_m,
         programmatic=programmatic,
-        d_is_padded=d_is_padded,
+        d_is_padded=d_is_padded or fitting.d is not d,
     )
     if fitting.d is not d:
         d.copy_(fitting.d)
+    return None
 
 
-def rows_of_groups(layout: GroupLayout, d: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+def rows_of_groups(
+    group_layout: GroupLayout, d: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
     """Which rows of d are of a group: bool [M] or [E, max_m]."""
     row = torch.arange(d.shape[-2], device=d.device)
-    if layout == GroupLayout.MASKED:
+    if group_layout == GroupLayout.MASKED:
         return row < bounds[:, None]
-    if layout == GroupLayout.OFFSETS:
+    if group_layout == GroupLayout.OFFSETS:
         return (row >= bounds[0]) & (row < bounds[-1])
     return bounds >= 0
 
 
-def _plan(
-    op: str, group_layout: GroupLayout, operands: Operands, expected_m: int | None, layouts: Layouts
-) -> Plan:
+def _prepare(
+    op: str,
+    group_layout: GroupLayout,
+    operands: Operands,
+    expected_m: int | None,
+    programmatic: bool,
+) -> Launch:
     """For operands that fit."""
     a, a_scale_inv, b, b_scale_inv, d = operands
     if group_layout != GroupLayout.MASKED:
         operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
     (_, m, k), (num_groups, n, _) = operands.a.shape, b.shape
-    gemm_plan.check_sizes(op, m, n, k)
+    check_sizes(op, m, n, k)
     sms = num_sms, all_sms = busy_sms(a.get_device())
     num_segments, limit = num_groups, m
     if group_layout == GroupLayout.ROWS:  # each block of them is as a group of its own
         num_segments, limit = ceil_div(m, BLOCK), BLOCK
-    expected_m = min(expected_m or ceil_div(m, num_groups), limit)
+    tokens = min(expected_m or ceil_div(m, num_groups), limit)
     config = heuristic.choose_grouped_config(
-        expected_m, limit, num_segments, n, k, num_sms, num_sms == all_sms
+        tokens, limit, num_segments, n, k, num_sms, num_sms == all_sms
     )
-    return plan_of_groups(config, operands, group_layout, num_segments, expected_m, sms, layouts)
+    groups = GroupsOfTokens(group_layout, num_segments, config.token_tiles(tokens))
+    return prepare_grouped(
+        config, operands, _SOURCES, groups, tokens, sms, programmatic=programmatic
+    )
 
 
-def plan_of_groups(
+def prepare_grouped(
     config: GemmConfig,
     operands: Operands,
-    group_layout: GroupLayout,
-    num_segments: int,
+    sources: GemmSources,
+    groups: GroupsOfTokens,
     tokens: int,
     sms: tuple[int, int],
-    layouts: Layouts = (),
     *,
-    guesses: bool = True,
-    bounds_ready: bool = False,
-) -> Plan:
-    """For operands of three dimensions. tokens: of a group, about. sms: as `busy_sms`.
-
-    guesses: whether the first tiles may be guessed from that, see `prefetch_expected` in
-        producer.cuh.
-    """
-    (_, m, _), num_groups = operands.a.shape, operands.b.shape[0]
+    gate_up: GateUp | None = None,
+    programmatic: bool = True,
+) -> Launch:
+    """For operands of three dimensions. tokens: of a group, about. sms: as `busy_sms`."""
     num_sms, all_sms = sms
-    expected_tiles = config.token_tiles(tokens) if guesses else 0
-    stride = operands.b_scale_inv.stride(0)
-    return make_plan(
+    return prepare_gemm(
         config,
         operands,
-        None,
-        layouts,
+        sources,
         num_sms=num_sms,
         all_sms=all_sms,
-        token_tiles=_most_token_tiles(config, group_layout, m, num_groups),
+        token_tiles=most_token_tiles(config, groups.layout, operands),
         tokens=tokens,
-        group_layout=group_layout,
-        groups=(num_groups, num_segments, m, expected_tiles, stride),
-        bounds_ready=bounds_ready,
+        groups=groups,
+        gate_up=gate_up,
+        programmatic=programmatic,
     )
 
 
-def _most_token_tiles(config: GemmConfig, layout: GroupLayout, m: int, num_groups: int) -> int:
-    """Over all routings."""
-    tokens = config.tile[0]
-    if layout == GroupLayout.MASKED:
+def most_token_tiles(config: GemmConfig, group_layout: GroupLayout, operands: Operands) -> int:
+    """How many tiles of tokens any routing can need."""
+    m, num_groups, tokens = operands.a.shape[1], operands.b.shape[0], config.tile[0]
+    if group_layout == GroupLayout.MASKED:
         return num_groups * ceil_div(m, tokens)
-    if layout == GroupLayout.ROWS:
+    if group_layout == GroupLayout.ROWS:
         return ceil_div(m, BLOCK) * ceil_div(BLOCK, tokens)
     # Each group that has a token takes up to two tiles more than its share: one that begins before
     # it, at a multiple of 16 bytes in each row of scales, and one that ends after it.

@@ -1,21 +1,28 @@
-"""A launch of `gemm.cu`: what it is given, and what of that is prepared once.
+"""Prepare a launch of `gemm.cu`: what the kernel is given, and operands that TMA can address.
 
-A launch is prepared once for each set of addresses and strides; after that, a call costs the host
-one look-up and one call of the driver. What a plan says depends on no address, so that new
-addresses cost little more: their tensor maps.
+M tokens, N weights, K; G groups.
 """
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..common.blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
-from ..common.tma_operands import Box, are_aligned, box_of, empty_fitting, fits, fitting
-from ..jit import Function, Kernel, Launch, current_stream, load, tensor_map, tensor_map_array
+from ..common.tma_operands import box_of, empty_fitting, fits, fitting
+from ..jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    pointers,
+    tensor_map,
+    tensor_map_array,
+)
 from .config import GemmConfig, GroupLayout, usable_ctas
 
 SOURCE = Path(__file__).with_name("gemm.cu")
@@ -27,18 +34,276 @@ BIASES = {
 }
 _MAX_SIZE = 2**31 - 2**10  # coordinates are int, also those of the last tile's end
 _MAX_TOKEN_BOXES = 4
-
-Layouts = tuple[Any, ...]  # shape, strides, dtype and device of every tensor
+_MAP_BYTES = 128
 
 
 class Operands(NamedTuple):
-    """Of a launch: matrices that TMA can address, 2-D, or of a grouped GEMM 3-D."""
+    """Matrices that TMA can address, 2-D, or of a grouped GEMM 3-D."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
     b: torch.Tensor
     b_scale_inv: torch.Tensor
     d: torch.Tensor
+
+
+class GemmSources(NamedTuple):
+    """Which addresses of a launch are those of its operands.
+
+    bounds: of the groups. up, up_scale_inv, d_scale_inv: beside gate, if `config.gate_up`.
+    tile_counter: a zero, from which clusters take tiles; None: each has tiles of its own.
+    """
+
+    a: Source
+    a_scale_inv: Source
+    b: Source
+    b_scale_inv: Source
+    d: Source
+    bias: Source | None = None
+    bounds: Source | None = None
+    up: Source | None = None
+    up_scale_inv: Source | None = None
+    d_scale_inv: Source | None = None
+    tile_counter: Source | None = None
+
+
+@dataclass(frozen=True)
+class GroupsOfTokens:
+    """What a grouped GEMM knows of its groups beforehand.
+
+    layout: what tells which tokens are of which group.
+    num_segments: how many runs of tokens have one group each, at most.
+    expected_tiles: tiles of tokens of a group, if the first tiles may be guessed from that, see
+        `prefetch_expected` in producer.cuh; else 0.
+    bounds_ready: whether the bounds are older than the stream's previous kernel.
+    """
+
+    layout: GroupLayout
+    num_segments: int
+    expected_tiles: int = 0
+    bounds_ready: bool = False
+
+
+class GateUp(NamedTuple):
+    """What SwiGLU and quantization take: the limit, and the pitch of the scales of d."""
+
+    limit: float
+    d_scale_pitch: int
+
+
+class Groups(ctypes.Structure):
+    """`Groups` in tile.cuh."""
+
+    _fields_ = (
+        ("bounds", c_void_p),
+        ("num_groups", c_int),
+        ("num_segments", c_int),
+        ("num_tokens", c_int),
+        ("expected_tiles", c_int),
+        ("weight_scale_stride", c_int64),
+        ("d", c_void_p),
+        ("d_row_stride", c_int64),
+        ("d_matrix_stride", c_int64),
+        ("bounds_ready", c_int),
+        ("tile_counter", c_void_p),
+    )
+
+
+class Activation(ctypes.Structure):
+    """`Activation` in tile.cuh."""
+
+    _fields_ = (
+        ("up_scales", c_void_p),
+        ("limit", c_float),
+        ("scales", c_void_p),
+        ("pitch", c_int64),
+    )
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` in tile.cuh."""
+
+    _fields_ = (
+        ("weight_scales", c_void_p),
+        ("weight_scale_stride", c_int64),
+        ("weight_scale_stride_k", c_int64),
+        ("bias", c_void_p),
+        ("num_weights", c_int),
+        ("num_k_blocks", c_int),
+        ("last_token", c_int),
+        ("stage_bytes", c_int * _MAX_TOKEN_BOXES),
+        ("num_row_tiles", c_int),
+        ("num_col_tiles", c_int),
+        ("band", c_int),
+        ("inverse", c_int64),
+        ("programmatic", c_int),
+        ("groups", Groups),
+        ("activation", Activation),
+    )
+
+
+def kernel_of(
+    config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
+) -> Kernel:
+    return Kernel(SOURCE, config.kernel_name(BIASES[bias], group_layout), config.interleaving)
+
+
+def prepare_gemm(
+    config: GemmConfig,
+    operands: Operands,
+    sources: GemmSources,
+    *,
+    num_sms: int,
+    all_sms: int,
+    token_tiles: int,
+    tokens: int,
+    bias: torch.dtype | None = None,
+    groups: GroupsOfTokens | None = None,
+    gate_up: GateUp | None = None,
+    programmatic: bool = False,
+) -> Launch:
+    """A launch for operands that lie as these do, wherever `sources` say.
+
+    operands: of which layouts count, and that they fit (`fitting_operands`); if `config.gate_up`, b
+        and its scales are gate's, up's lie alike, and d is E4M3.
+    num_sms, of all_sms: how many may be busy.
+    token_tiles: how many tiles of tokens there are at most.
+    tokens: how many tokens a group has, about.
+    """
+    a, a_scale_inv, b, b_scale_inv, d = operands
+    (m, k), n = a.shape[-2:], b.shape[-2]
+    driver, device_index = current_driver(), a.get_device()
+    weight_tiles = config.weight_tiles(n)
+    rows, columns = token_tiles, weight_tiles
+    if config.swap_ab:
+        rows, columns = columns, rows
+    clusters = num_clusters(config, token_tiles, n, (num_sms, all_sms))
+    num_band = min(band(config, tokens, k), token_tiles)
+    boxes = config.token_boxes(m)
+    stage_bytes = [config.stage_bytes(box) for box in boxes]
+    stride, stride_k = b_scale_inv.stride()[-2:]
+    arguments = Arguments(
+        weight_scale_stride=stride,
+        weight_scale_stride_k=stride_k,
+        num_weights=n,
+        num_k_blocks=num_blocks(k),
+        last_token=config.last_token(m),
+        stage_bytes=(c_int * _MAX_TOKEN_BOXES)(*stage_bytes),
+        num_row_tiles=rows,
+        num_col_tiles=columns,
+        band=num_band,
+        inverse=ceil_div(1 << 33, num_band),
+        programmatic=programmatic,
+    )
+    if groups is not None:
+        arguments.groups = Groups(
+            num_groups=b.shape[0],
+            num_segments=groups.num_segments,
+            num_tokens=m,
+            expected_tiles=groups.expected_tiles,
+            weight_scale_stride=b_scale_inv.stride(0),
+            d_row_stride=d.stride(-2),
+            d_matrix_stride=d.stride(0),
+            bounds_ready=groups.bounds_ready,
+        )
+    if gate_up is not None:
+        arguments.activation = Activation(limit=gate_up.limit, pitch=gate_up.d_scale_pitch)
+    # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
+    l2_bytes = 128 if tokens <= 64 else 256
+    maps = (
+        tensor_map_array(
+            [tensor_map(a.data_ptr(), *box_of(a, E4M3, (128, x), 128, l2_bytes)) for x in boxes]
+        ),
+        tensor_map(
+            a_scale_inv.data_ptr(),
+            *box_of(
+                a_scale_inv.mT, torch.float32, (config.token_scales, config.k_blocks_per_stage), 0
+            ),
+        ),
+        tensor_map_array(
+            [
+                tensor_map(b.data_ptr(), *box_of(b, E4M3, (128, x), 128, l2_bytes))
+                for x in config.weight_boxes
+            ]
+        ),
+        tensor_map(d.data_ptr(), *box_of(d, d.dtype, config.store_box, _swizzle_of(config, d))),
+    )
+    return Launch(
+        driver.load(
+            kernel_of(config, bias, None if groups is None else groups.layout), device_index
+        ),
+        clusters * config.cluster,
+        config.threads,
+        (*maps, arguments),
+        _pointers(config, sources, len(boxes)),
+        shared_bytes=config.shared_bytes,
+        cluster=config.cluster,
+        programmatic=programmatic,
+    )
+
+
+def _swizzle_of(config: GemmConfig, d: torch.Tensor) -> int:
+    """16 bytes of a row are one unit of the swizzle."""
+    columns = config.store_box[0]
+    return columns * d.element_size() if columns > 8 else 0
+
+
+def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) -> list[Pointer]:
+    """In the kernel's arguments: maps of tokens, of their scales, of weights, of d; the rest."""
+    weights = [sources.b] * len(config.weight_boxes)
+    if sources.up is not None:
+        weights = [sources.b, sources.up]
+    return [
+        *(Pointer(0, i * _MAP_BYTES, sources.a) for i in range(num_token_boxes)),
+        Pointer(1, 0, sources.a_scale_inv),
+        *(Pointer(2, i * _MAP_BYTES, x) for i, x in enumerate(weights)),
+        Pointer(3, 0, sources.d),
+        *pointers(Arguments, 4, weight_scales=sources.b_scale_inv, bias=sources.bias),
+        *pointers(
+            Groups,
+            4,
+            Arguments.groups.offset,
+            bounds=sources.bounds,
+            d=sources.d if config.grouped else None,
+            tile_counter=sources.tile_counter,
+        ),
+        *pointers(
+            Activation,
+            4,
+            Arguments.activation.offset,
+            up_scales=sources.up_scale_inv,
+            scales=sources.d_scale_inv,
+        ),
+    ]
+
+
+def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: tuple[int, int]) -> int:
+    """One for each tile if CTAs divide K; else as many as run at a time, and these walk.
+
+    sms: how many may be busy, and how many the GPU has.
+    """
+    num_tiles, (num_sms, all_sms) = token_tiles * config.weight_tiles(n), sms
+    if config.split_k > 1:
+        return num_tiles
+    num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
+    return min(num_tiles, max(1, num_ctas // config.cluster))
+
+
+def band(config: GemmConfig, m: int, k: int) -> int:
+    """How many tiles of tokens are walked together, before the next tiles of weights.
+
+    All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
+    so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
+    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A grouped
+    GEMM has an order of its own, and no bands.
+    """
+    tokens = config.tile[0]
+    if config.swap_ab or config.grouped:
+        return 1
+    return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
+
+
+# ---- Operands ----
 
 
 def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> Operands:
@@ -57,249 +322,12 @@ def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> 
     return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
 
 
-class Groups(ctypes.Structure):
-    """`Groups` in tile.cuh."""
-
-    _fields_ = (
-        *(("bounds", c_void_p), ("num_groups", c_int), ("num_segments", c_int)),
-        *(("num_tokens", c_int), ("expected_tiles", c_int)),
-        ("weight_scale_stride", c_int64),
-        *(("d", c_void_p), ("d_row_stride", c_int64), ("d_matrix_stride", c_int64)),
-        *(("bounds_ready", c_int), ("tile_counter", c_void_p)),
-    )
-
-
-class Activation(ctypes.Structure):
-    """`Activation` in tile.cuh."""
-
-    _fields_ = (
-        *(("up_scales", c_void_p), ("limit", c_float)),
-        *(("scales", c_void_p), ("pitch", c_int64)),
-    )
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` in tile.cuh."""
-
-    _fields_ = (
-        ("weight_scales", c_void_p),
-        *(("weight_scale_stride", c_int64), ("weight_scale_stride_k", c_int64)),
-        ("bias", c_void_p),
-        *(("num_weights", c_int), ("num_k_blocks", c_int)),
-        *(("last_token", c_int), ("stage_bytes", c_int * _MAX_TOKEN_BOXES)),
-        *(("num_row_tiles", c_int), ("num_col_tiles", c_int)),
-        *(("band", c_int), ("inverse", c_int64), ("programmatic", c_int)),
-        *(("groups", Groups), ("activation", Activation)),
-    )
-
-
-class Plan(NamedTuple):
-    """All of a launch but the addresses and the stream."""
-
-    layouts: Layouts
-    function: Function
-    grid_and_block: tuple[int, int]
-    shared_bytes: int
-    cluster: int
-    a_boxes: list[Box]
-    a_scale_box: Box
-    b_boxes: list[Box]
-    d_box: Box
-    b_scale_strides: tuple[int, ...]
-    sizes: tuple[Any, ...]  # from num_weights to inverse in `Arguments`
-    groups: tuple[int, ...] | None  # from num_groups to weight_scale_stride in `Groups`
-    d_strides: tuple[int, ...]
-    bounds_ready: bool
-
-
-def make_plan(
-    config: GemmConfig,
-    operands: Operands,
-    bias: torch.dtype | None,
-    layouts: Layouts,
-    *,
-    num_sms: int,
-    all_sms: int,
-    token_tiles: int,
-    tokens: int,
-    group_layout: GroupLayout | None = None,
-    groups: tuple[int, ...] | None = None,
-    bounds_ready: bool = False,
-) -> Plan:
-    """num_sms, of all_sms: that may be busy. token_tiles: at most. tokens: of a group, about.
-
-    If `config.gate_up`, b and its scales are gate's, and d is E4M3.
-    """
-    a, a_scale_inv, b, b_scale_inv, d = operands
-    (m, k), n = a.shape[-2:], b.shape[-2]
-    function = load(kernel_of(config, bias, group_layout), a.get_device())
-    weight_tiles = config.weight_tiles(n)
-    num_tiles = token_tiles, weight_tiles
-    num_row_tiles, num_col_tiles = reversed(num_tiles) if config.swap_ab else num_tiles
-    num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
-    num_band = min(band(config, tokens, k), token_tiles)
-    clusters = _num_clusters(config, token_tiles * weight_tiles, num_ctas)
-    # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
-    l2_bytes = 128 if tokens <= 64 else 256
-    store_columns, size = config.store_box[0], d.element_size()
-    boxes = config.token_boxes(m)
-    stage_bytes = [config.stage_bytes(box) for box in boxes]
-    return Plan(
-        layouts,
-        function,
-        (clusters * config.cluster, config.threads),
-        config.shared_bytes,
-        config.cluster,
-        [box_of(a, E4M3, (128, box), 128, l2_bytes) for box in boxes],
-        box_of(a_scale_inv.mT, torch.float32, (config.token_scales, config.k_blocks_per_stage), 0),
-        [box_of(b, E4M3, (128, box), 128, l2_bytes) for box in config.weight_boxes],
-        # 16 bytes of a row are one unit of the swizzle.
-        box_of(d, d.dtype, config.store_box, store_columns * size if store_columns > 8 else 0),
-        b_scale_inv.stride()[-2:],
-        (
-            *(n, num_blocks(k), config.last_token(m)),
-            (c_int * _MAX_TOKEN_BOXES)(*stage_bytes),
-            *(num_row_tiles, num_col_tiles, num_band, ceil_div(1 << 33, num_band)),
-        ),
-        groups,
-        (d.stride(-2), d.stride(0)),
-        bounds_ready,
-    )
-
-
 def check_sizes(op: str, m: int, n: int, k: int) -> None:
     if max(m, n, k) > _MAX_SIZE:
         raise ValueError(f"{op}: M, N and K must be at most {_MAX_SIZE}, got {m}, {n} and {k}")
 
 
-def kernel_of(
-    config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
-) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(BIASES[bias], group_layout), config.interleaving)
-
-
-def _num_clusters(config: GemmConfig, num_tiles: int, num_ctas: int) -> int:
-    """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
-    if config.split_k > 1:
-        return num_tiles
-    return min(num_tiles, max(1, num_ctas // config.cluster))
-
-
-def band(config: GemmConfig, m: int, k: int) -> int:
-    """Tiles of tokens that are walked together, before the next tiles of weights.
-
-    All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
-    so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
-    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A grouped
-    GEMM has an order of its own, and no bands.
-    """
-    tokens = config.tile[0]
-    if config.swap_ab or config.grouped:
-        return 1
-    return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
-
-
-class GateUp(NamedTuple):
-    """What a GEMM with `config.gate_up` takes besides: addresses, limit, and the scales' pitch."""
-
-    up: int
-    up_scale_inv: int
-    limit: float
-    d_scale_inv: int
-    d_scale_pitch: int
-
-
-def prepare(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    stream: int,
-    programmatic: bool,
-    gate_up: GateUp | None = None,
-    tile_counter: int | None = None,
-) -> Launch:
-    """tile_counter: the address of a zero that becomes the count of tiles taken, see `Groups` in
-    tile.cuh.
-    """
-    a, a_scale_inv, b, b_scale_inv, d, *rest = addresses
-    weights = [b] * len(plan.b_boxes) if gate_up is None else [b, gate_up.up]
-    of_weights = zip(weights, plan.b_boxes, strict=True)
-    maps = (
-        tensor_map_array([tensor_map(a, *box) for box in plan.a_boxes]),
-        tensor_map(a_scale_inv, *plan.a_scale_box),
-        tensor_map_array([tensor_map(address, *box) for address, box in of_weights]),
-        tensor_map(d, *plan.d_box),
-    )
-    bias = rest[0] if rest and plan.groups is None else None
-    arguments = Arguments(
-        *(b_scale_inv, *plan.b_scale_strides, bias),
-        *(*plan.sizes, programmatic),
-    )
-    if plan.groups is not None:
-        arguments.groups = Groups(
-            rest[0], *plan.groups, d, *plan.d_strides, plan.bounds_ready, tile_counter
-        )
-    if gate_up is not None:
-        arguments.activation = Activation(*gate_up[1:])
-    return Launch(
-        plan.function,
-        *plan.grid_and_block,
-        (*maps, arguments),
-        stream=stream,
-        shared_bytes=plan.shared_bytes,
-        cluster=plan.cluster,
-        programmatic=programmatic,
-    )
-
-
-class Launches:
-    """The launches of one kind of GEMM that were prepared so far.
-
-    Both dictionaries are forgotten when they are full: addresses that come and go must not fill
-    the memory. Their entries never change, so threads may share them.
-    """
-
-    max_kept = 4096
-
-    def __init__(self) -> None:
-        self.plans: dict[Any, Plan] = {}
-        self.prepared: dict[Any, Launch] = {}
-
-    def launch(self, tensors: Sequence[torch.Tensor], rest: Any, programmatic: bool) -> Layouts:
-        """On the current stream; if there is no plan, nothing, and the layouts that need one.
-
-        tensors: the operands, and the bias or what tells the groups.
-        rest: whatever else decides a plan.
-        """
-        layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
-        addresses = tuple([x.data_ptr() for x in tensors])
-        device_index = layouts[0][3]
-        stream = current_stream(device_index)
-        key = (layouts, addresses, stream, programmatic, rest)
-        launch = self.prepared.get(key)
-        if launch is None:
-            plan = self.plans.get((layouts, rest))
-            a, a_scale_inv, b, _, d, *_ = addresses
-            if plan is None or not are_aligned((a, a_scale_inv, b, d)):
-                return layouts
-            launch = prepare(plan, addresses, stream, programmatic)
-            # With the plan's own layouts: what thousands of keys hold, the garbage collector walks.
-            key = (plan.layouts, addresses, stream, programmatic, rest)
-            self._keep(self.prepared, key, launch)
-        launch.on(device_index)
-        return ()
-
-    def keep(self, plan: Plan, rest: Any) -> None:
-        self._keep(self.plans, (plan.layouts, rest), plan)
-
-    def _keep(self, kept: dict[Any, Any], key: Any, value: Any) -> None:
-        if len(kept) >= self.max_kept:
-            kept.clear()
-        kept[key] = value
-
-
 # ---- How many SMs may be busy ----
-
-_max_sms: int | None = None
 
 
 def set_num_sms(num_sms: int | None) -> None:
@@ -308,12 +336,14 @@ def set_num_sms(num_sms: int | None) -> None:
     For what runs beside them, communication for instance. More than a GPU has means all of them.
 
     Raises:
+        TypeError: `num_sms` is neither an int nor None.
         ValueError: `num_sms` is below 1.
     """
-    global _max_sms
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
+        raise TypeError(f"set_num_sms: num_sms must be an int, or None for all, got {num_sms!r}")
     if num_sms is not None and num_sms < 1:
         raise ValueError(f"set_num_sms: num_sms must be at least 1, or None for all, got {num_sms}")
-    _max_sms = num_sms
+    current_driver().max_sms = num_sms
 
 
 def get_num_sms() -> int:
@@ -322,23 +352,16 @@ def get_num_sms() -> int:
     Raises:
         RuntimeError: there is neither a limit nor a GPU.
     """
-    if _max_sms is not None:
-        return _max_sms
+    driver = current_driver()
+    if driver.max_sms is not None:
+        return driver.max_sms
     if not torch.cuda.is_available():
         raise RuntimeError("get_num_sms: there is no GPU, and set_num_sms has set no limit")
-    return device_sms(torch.cuda.current_device())
-
-
-def max_sms() -> int | None:
-    """The limit of `set_num_sms`."""
-    return _max_sms
+    return driver.num_sms(torch.cuda.current_device())
 
 
 def busy_sms(device_index: int) -> tuple[int, int]:
     """How many SMs of a GPU may be busy, and how many it has."""
-    all_sms = device_sms(device_index)
-    return min(all_sms, _max_sms or all_sms), all_sms
-
-
-def device_sms(device_index: int) -> int:
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+    driver = current_driver()
+    all_sms = driver.num_sms(device_index)
+    return min(all_sms, driver.max_sms or all_sms), all_sms

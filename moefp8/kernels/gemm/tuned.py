@@ -18,9 +18,9 @@ import torch
 
 from ..jit import read_beside_kernels, source_digest, write_beside_kernels
 from . import heuristic
-from . import launch as gemm_plan
 from .config import GemmConfig, is_possible, with_most_stages
 from .experts_sizes import Sizes, choose_configs, deciding_numbers
+from .launch import SOURCE, busy_sms
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
 
@@ -109,7 +109,7 @@ class ConfigSource:
 
 
 def config_source_of(device_index: int) -> ConfigSource:
-    num_sms, all_sms = gemm_plan.busy_sms(device_index)
+    num_sms, all_sms = busy_sms(device_index)
     if num_sms < all_sms:
         return ConfigSource(num_sms, all_sms)
     return ConfigSource(num_sms, all_sms, measured(device_index))
@@ -169,7 +169,7 @@ def file_name(device_index: int) -> str:
 
 @cache
 def _digest() -> str:
-    return hashlib.sha256(source_digest(gemm_plan.SOURCE).encode()).hexdigest()[:12]
+    return hashlib.sha256(source_digest(SOURCE).encode()).hexdigest()[:12]
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:

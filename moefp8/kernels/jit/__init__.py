@@ -13,33 +13,35 @@ from .cache import (
     write_beside_kernels,
 )
 from .cubin import Cubin, JitError
-from .driver import driver_version
+from .driver import Driver, Function, current_driver, using
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
-from .launch import Launch, current_stream, launch_all
-from .module import Function, load
-from .tma import TensorMap, tensor_map, tensor_map_array
+from .launch import Launch, Pointer, Source, launch_all, pointers
+from .tma import TensorMaps, tensor_map, tensor_map_array
 
 __all__ = [
     "CacheState",
     "Cubin",
+    "Driver",
     "Function",
     "JitError",
     "Kernel",
     "Launch",
-    "TensorMap",
+    "Pointer",
+    "Source",
+    "TensorMaps",
     "cache_folder",
     "cache_state",
     "compile_kernel",
     "compile_kernels",
     "compiler_description",
-    "current_stream",
-    "driver_version",
+    "current_driver",
     "launch_all",
-    "load",
+    "pointers",
     "max_cache_bytes",
     "read_beside_kernels",
     "source_digest",
     "tensor_map",
     "tensor_map_array",
+    "using",
     "write_beside_kernels",
 ]

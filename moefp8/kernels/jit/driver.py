@@ -1,189 +1,209 @@
-"""The CUDA driver, libcuda, through ctypes: bound on first use, every result checked."""
+"""The one object through which kernels reach a GPU: loaded functions and prepared launches."""
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
-from typing import Any, Final
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from .cubin import JitError
+from .cubin import Cubin
+from .kernel import ARCHITECTURE, Kernel, compile_kernel
+from .libcuda import INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION, Libcuda
 from .once import Once
 
-OUT_OF_MEMORY: Final = 2
-INVALID_IMAGE: Final = 200
-INVALID_CONTEXT: Final = 201
-NO_BINARY_FOR_GPU: Final = 209
-UNSUPPORTED_PTX_VERSION: Final = 222
-INVALID_HANDLE: Final = 400
-CONTEXT_IS_DESTROYED: Final = 709
+P = TypeVar("P")
 
-_LOST = (INVALID_CONTEXT, CONTEXT_IS_DESTROYED)
-# Of memory (214), of an address (700, 716, 717), a time-out (702), an assert (710), the hardware's
-# stack (714), an instruction (715, 718), any other (719): no later call of the process works.
-_FOR_GOOD = (214, 700, 702, 710, 714, 715, 716, 717, 718, 719)
-_WAYS_OUT = {
-    **dict.fromkeys(
-        _LOST,
-        "the GPU's context was destroyed, by cudaDeviceReset for instance, and all its tensors "
-        "with it: make them anew, then call again",
-    ),
-    **dict.fromkeys(
-        _FOR_GOOD,
-        "a kernel failed, perhaps another one before this call, and CUDA takes no more calls: "
-        "restart the process; with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer it tells which",
-    ),
-}
-_CAPTURE_MODE_RELAXED = 2
-_HANDLE = POINTER(c_void_p)
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (_HANDLE, c_int),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (_HANDLE,),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuModuleLoadData": (_HANDLE, c_char_p),
-    "cuModuleGetFunction": (_HANDLE, c_void_p, c_char_p),
-    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
-    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    "cuTensorMapEncodeTiled": (
-        *(c_void_p, c_int, c_uint32, c_void_p),  # map, data type, rank, address
-        *(POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32)),
-        *(c_int, c_int, c_int, c_int),  # interleave, swizzle, L2 promotion, out-of-bounds fill
-    ),
-}
+# CUfunction_attribute and CUdevice_attribute of cuda.h
+_STATIC_SHARED_BYTES = 1
+_MAX_DYNAMIC_SHARED_BYTES = 8
+_SHARED_BYTES_OPTIN = 97
+_COMPUTE_CAPABILITY = (75, 76)
 
 
-@cache
-def library() -> Any:
-    """libcuda, initialised. Raises JitError without a driver or a GPU."""
-    try:
-        lib = ctypes.CDLL("libcuda.so.1")
-        for name, types in _SIGNATURES.items():
-            getattr(lib, name).argtypes = types
-    except (OSError, AttributeError) as error:  # AttributeError: a function it does not have yet
-        raise JitError(
-            f"no NVIDIA driver of version 525 or newer ({error}); install one, or keep the tensors "
-            "on the CPU"
-        ) from error
-    if result := lib.cuInit(0):
-        raise JitError(
-            f"cuInit: {describe(lib, result)}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+@dataclass(frozen=True)
+class Function:
+    """A kernel on one GPU.
+
+    handle: CUfunction, which all launches share. It is null once the context is lost, until one of
+        them restores it.
+    max_shared_bytes: how much dynamic shared memory a launch may ask for.
+    """
+
+    kernel: Kernel
+    device_index: int
+    handle: c_void_p
+    max_shared_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kernel} on cuda:{self.device_index}"
+
+
+class _OfThread(threading.local):
+    """What one thread has prepared."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[Hashable, Any] = {}
+
+
+class Driver(Libcuda):
+    """libcuda, what PyTorch knows of its GPUs, and what is loaded and prepared there.
+
+    max_prepared: how many prepared launches a thread keeps; then it forgets all of them, so that
+        shapes that come and go do not fill the memory.
+    """
+
+    def __init__(self, library: Any = None, max_prepared: int = 4096) -> None:
+        super().__init__(library)
+        self.max_prepared = max_prepared
+        self._functions: Once[tuple[Kernel, int], Function] = Once()
+        self._num_sms: dict[int, int] = {}
+        self._is_hopper: dict[int, bool] = {}
+        self.max_sms: int | None = None  # how many SMs GEMMs may use; None: all
+        self._of_thread = _OfThread()
+
+    # ---- What PyTorch says ----
+
+    def current_stream(self, device_index: int) -> int:
+        """`torch.cuda.current_stream(device_index).cuda_stream`, without making an object."""
+        stream: int = torch._C._cuda_getCurrentRawStream(device_index)
+        return stream
+
+    def current_device(self) -> int:
+        """`torch.cuda.current_device()`, where CUDA is known to be initialised."""
+        device: int = torch._C._cuda_getDevice()
+        return device
+
+    def on_device(self, device_index: int) -> AbstractContextManager[object]:
+        return torch.cuda.device(device_index)
+
+    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised uint8 [num_bytes], at a multiple of 256 bytes.
+
+        It comes from PyTorch's caching allocator, and so goes safely to any number of streams.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def num_sms(self, device_index: int) -> int:
+        """How many streaming multiprocessors a GPU has."""
+        if device_index not in self._num_sms:
+            properties = torch.cuda.get_device_properties(device_index)
+            self._num_sms[device_index] = int(properties.multi_processor_count)
+        return self._num_sms[device_index]
+
+    def runs_our_kernels(self, device_index: int) -> bool:
+        """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
+        if device_index not in self._is_hopper:
+            # AMD's GPUs count otherwise, and have reached 9.
+            is_nvidia = device_index >= 0 and torch.version.hip is None
+            self._is_hopper[device_index] = (
+                is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
+            )
+        return self._is_hopper[device_index]
+
+    # ---- Functions ----
+
+    def load(self, kernel: Kernel, device_index: int) -> Function:
+        """Compiled if need be, and put on that GPU on the first call; also amid a graph's capture.
+
+        Raises JitError, or OutOfMemoryError.
+        """
+
+        def build() -> Function:
+            return Function(kernel, device_index, *self._load(kernel, device_index))
+
+        return self._functions.get((kernel, device_index), build)
+
+    def restore(self, function: Function) -> None:
+        """Load it again, into the context that the GPU has now."""
+        handle, _ = self._load(function.kernel, function.device_index)
+        function.handle.value = handle.value
+
+    def is_lost(self, function: Function) -> bool:
+        """Whether the driver does not know the function any more."""
+        known = c_int()
+
+        def ask() -> int:
+            ask_attribute = self.library.cuFuncGetAttribute
+            return int(ask_attribute(ctypes.byref(known), _STATIC_SHARED_BYTES, function.handle))
+
+        return self.within(self.primary_context(function.device_index), ask) != 0
+
+    def lose(self) -> None:
+        super().lose()
+        for function in self._functions.values():
+            function.handle.value = None
+
+    def _load(self, kernel: Kernel, device_index: int) -> tuple[c_void_p, int]:
+        """`handle` and `max_shared_bytes` of a `Function`."""
+        cubin = compile_kernel(kernel)
+        name = f"{kernel} on cuda:{device_index}"
+        context = self.primary_context(device_index)
+        with self.outside_capture(), self.current(context):
+            handle = self._get_function(name, cubin, device_index)
+            static = c_int()
+            result = self.library.cuFuncGetAttribute(
+                ctypes.byref(static), _STATIC_SHARED_BYTES, handle
+            )
+            self.check(result, f"{name}: its static shared memory")
+            shared = self.device_attribute(device_index, _SHARED_BYTES_OPTIN) - static.value
+            result = self.library.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared)
+            self.check(result, f"{name}: {shared} bytes of dynamic shared memory")
+        return handle, shared
+
+    def _get_function(self, name: str, cubin: Cubin, device_index: int) -> c_void_p:
+        """The module stays loaded for good."""
+        lib, module, handle = self.library, c_void_p(), c_void_p()
+        result = lib.cuModuleLoadData(ctypes.byref(module), cubin.image)
+        self.check(result, f"{name}: cannot be loaded", self._why_not_loaded(result, device_index))
+        result = lib.cuModuleGetFunction(ctypes.byref(handle), module, cubin.symbol.encode())
+        self.check(result, f"{name}: no symbol {cubin.symbol} in its cubin")
+        return handle
+
+    def _why_not_loaded(self, result: int, device_index: int) -> str:
+        if result not in (INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION):
+            return ""
+        numbers = (self.device_attribute(device_index, i) for i in _COMPUTE_CAPABILITY)
+        capability = ".".join(map(str, numbers))
+        if capability != "9.0":
+            return f"it is compiled for {ARCHITECTURE}, the GPU has compute capability {capability}"
+        return (
+            f"the driver knows CUDA {self.version()}, and a kernel compiled by CUDA 13 needs "
+            "a driver of 580 or newer: install one, or replace nvidia-cuda-nvrtc by "
+            "`pip install nvidia-cuda-nvrtc-cu12`"
         )
-    return lib
+
+    # ---- Prepared launches ----
+
+    def prepared(self) -> dict[Hashable, Any]:
+        """What this thread has prepared, by layouts: see `kernels/common/prepared.py`."""
+        return self._of_thread.prepared
+
+    def keep(self, key: Hashable, prepared: P) -> P:
+        kept = self._of_thread.prepared
+        if len(kept) >= self.max_prepared:
+            kept.clear()
+        kept[key] = prepared
+        return prepared
 
 
-def describe(lib: Any, result: int) -> str:
-    """e.g. `CUDA_ERROR_INVALID_VALUE (1): invalid argument`"""
-    name, text = c_char_p(), c_char_p()
-    lib.cuGetErrorName(result, ctypes.byref(name))
-    lib.cuGetErrorString(result, ctypes.byref(text))
-    known, meaning = (x.value or b"unknown error" for x in (name, text))
-    return f"{known.decode()} ({result}): {meaning.decode()}"
+_active = Driver()
 
 
-def check(result: int, doing: str, way_out: str = "") -> None:
-    """Raises JitError, or OutOfMemoryError, `<doing>: <the driver's error>; <way_out>`."""
-    if not result:
-        return
-    if result in _LOST:
-        lose()
-    message = f"{doing}: {describe(library(), result)}"
-    if result == OUT_OF_MEMORY:
-        raise torch.cuda.OutOfMemoryError(
-            f"{message}; kernels lie outside PyTorch's memory: torch.cuda.empty_cache() frees what "
-            "it keeps unused"
-        )
-    way_out = way_out or _WAYS_OUT.get(result, "")
-    raise JitError(f"{message}; {way_out}" if way_out else message)
-
-
-def driver_version() -> str:
-    """The newest CUDA that the driver knows, e.g. `13.0`."""
-    version = c_int()
-    check(library().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def device_attribute(device_index: int, attribute: int) -> int:
-    value = c_int()
-    result = library().cuDeviceGetAttribute(ctypes.byref(value), attribute, _device(device_index))
-    check(result, f"attribute {attribute} of cuda:{device_index}")
-    return value.value
-
-
-def _device(device_index: int) -> c_int:
-    """PyTorch and the driver count devices alike: both heed CUDA_VISIBLE_DEVICES."""
-    device = c_int()
-    check(library().cuDeviceGet(ctypes.byref(device), device_index), f"cuda:{device_index}")
-    return device
-
-
-_contexts: Once[int, int] = Once()
-
-
-def primary_context(device_index: int) -> int:
-    """The context that PyTorch uses too; retained for good, unless it is destroyed."""
-
-    def retain() -> int:
-        context = c_void_p()
-        result = library().cuDevicePrimaryCtxRetain(ctypes.byref(context), _device(device_index))
-        check(result, f"context of cuda:{device_index}")
-        return context.value or 0
-
-    return _contexts.get(device_index, retain)
-
-
-_when_lost: list[Callable[[], None]] = []
-
-
-def when_lost(forget: Callable[[], None]) -> None:
-    """Call it when a context is lost."""
-    _when_lost.append(forget)
-
-
-def lose() -> None:
-    """A context was destroyed: forget what is kept of all GPUs; later calls make it anew."""
-    _contexts.clear()
-    for forget in _when_lost:
-        forget()
-
-
-def within(context: int, call: Callable[[], int]) -> int:
-    """The result of a function of the driver where context is the thread's current one."""
-    lib = library()
-    if result := lib.cuCtxPushCurrent_v2(context):
-        return int(result)
-    try:
-        return call()
-    finally:
-        check(lib.cuCtxPopCurrent_v2(ctypes.byref(c_void_p())), "cuCtxPopCurrent")
+def current_driver() -> Driver:
+    """The driver of this process."""
+    return _active
 
 
 @contextmanager
-def current(context: int) -> Iterator[None]:
-    """Make context the thread's current one."""
-    lib = library()
-    check(lib.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+def using(stand_in: Driver) -> Iterator[Driver]:
+    """Let all kernels reach `stand_in` instead, in all threads: for tests."""
+    global _active
+    before, _active = _active, stand_in
     try:
-        yield
+        yield stand_in
     finally:
-        check(lib.cuCtxPopCurrent_v2(ctypes.byref(c_void_p())), "cuCtxPopCurrent")
-
-
-@contextmanager
-def outside_capture() -> Iterator[None]:
-    """Let a CUDA graph that is being captured survive the allocations within."""
-    lib, mode = library(), c_int(_CAPTURE_MODE_RELAXED)
-    check(lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
-    try:
-        yield
-    finally:
-        check(lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
+        _active = before

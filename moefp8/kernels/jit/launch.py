@@ -1,26 +1,26 @@
-"""Launch a kernel: everything prepared once, so that a launch is one call of the driver."""
+"""A prepared launch: its arguments lie ready, and a call writes the addresses that are new.
+
+The rule about threads: a prepared launch belongs to the thread that prepared it, since a call
+writes into it. `kernels/common/prepared.py` keeps them so.
+"""
 
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p
-from typing import Any
+from typing import NamedTuple
 
-import torch
-
-from . import driver
 from .cubin import JitError
-from .module import Function
-from .tma import TensorMap
+from .driver import Function, current_driver
+from .libcuda import CONTEXT_IS_DESTROYED, INVALID_CONTEXT, INVALID_HANDLE
+from .tma import TensorMaps
 
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_WRONG_CONTEXT = (driver.INVALID_CONTEXT, driver.INVALID_HANDLE, driver.CONTEXT_IS_DESTROYED)
+_WRONG_CONTEXT = (INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED)
+_ALIGNMENT = 128  # of tensor maps: cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
+_WORD = 8
 
-
-def current_stream(device_index: int) -> int:
-    """`torch.cuda.current_stream(device_index).cuda_stream`, without making an object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
-    return stream
+Argument = Structure | TensorMaps
 
 
 class Attribute(Structure):
@@ -46,27 +46,75 @@ class Config(Structure):
     )
 
 
-class Launch:
-    """A launch of function over grid x block threads, to be called as often as wanted.
+class Source(NamedTuple):
+    """`plus` bytes behind one of the addresses that a call is given; `which`, counted from 0."""
 
-    arguments: in the kernel's order; ctypes objects, and tensor maps for `__grid_constant__` ones.
-        All are kept alive, but not the memory that they point to.
-    stream: a CUstream, e.g. `current_stream(device_index)`.
-    shared_bytes: dynamic shared memory. cluster: CTAs per cluster, along x.
-    programmatic: may start before the stream's previous kernel ends (griddepcontrol.wait).
-    Raises JitError, here or when called. Any thread may call it, while none changes `arguments`.
+    which: int
+    plus: int = 0
+
+
+class Pointer(NamedTuple):
+    """Where in a kernel's arguments an address is written.
+
+    argument: which argument of the kernel.
+    offset: bytes from its beginning; of a tensor map, where that map begins.
     """
 
-    __slots__ = ("_config", "_function", "_handle", "_keep", "_launch", "_parameters", "_what")
+    argument: int
+    offset: int
+    source: Source
+
+
+def pointers(
+    struct: type[Structure], argument: int = 0, at: int = 0, **sources: Source | None
+) -> list[Pointer]:
+    """Fields of a structure that lies `at` bytes into an argument, by name; None: no address."""
+    return [
+        Pointer(argument, at + getattr(struct, name).offset, source)
+        for name, source in sources.items()
+        if source is not None
+    ]
+
+
+class Launch:
+    """A launch of function over grid x block threads, to be made as often as wanted.
+
+    Args:
+        arguments: in the kernel's order, copied: ctypes structures, and tensor maps for
+            `__grid_constant__` ones.
+        pointers: all addresses in them that a call gives.
+        shared_bytes: dynamic shared memory.
+        cluster: CTAs of a cluster, along x.
+        programmatic: whether it may start before the stream's previous kernel ends
+            (griddepcontrol.wait).
+
+    Raises JitError, here or when called.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_block",
+        "_config",
+        "_driver",
+        "_function",
+        "_handle",
+        "_keep",
+        "_launch",
+        "_maps",
+        "_parameters",
+        "_what",
+        "_words",
+        "_write",
+    )
 
     def __init__(
         self,
         function: Function,
         grid: int,
         block: int,
-        arguments: Sequence[Any],
+        arguments: Sequence[Argument],
+        pointers: Iterable[Pointer] = (),
         *,
-        stream: int,
         shared_bytes: int = 0,
         cluster: int = 1,
         programmatic: bool = False,
@@ -83,31 +131,59 @@ class Launch:
             attributes.append(Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
         array = (Attribute * len(attributes))(*attributes)
         first = ctypes.addressof(array) if attributes else None
-        config = Config(*(grid, 1, 1, block, 1, 1), shared_bytes, stream, first, len(attributes))
-        addresses = [
-            x.address if isinstance(x, TensorMap) else ctypes.addressof(x) for x in arguments
-        ]
-        self._keep = (config, array, tuple(arguments))
+        self._config = Config(grid, 1, 1, block, 1, 1, shared_bytes, 0, first, len(attributes))
+        self._driver = current_driver()
         self._function = function
-        self._what = (grid, block, shared_bytes, cluster)
-        self._config = ctypes.byref(config)
         self._handle = function.handle
-        self._parameters = (c_void_p * len(addresses))(*addresses)
-        self._launch = driver.library().cuLaunchKernelEx
+        self._launch = self._driver.library.cuLaunchKernelEx
+        self._what = (grid, block, shared_bytes, cluster)
+        self._addresses: tuple[int, ...] = ()
+        starts, memory = self._lay_out(arguments)
+        # Addresses in structures are words that are written; those in tensor maps are words too
+        # where the driver's own way to replace them does just that.
+        self._write: list[tuple[int, int, int]] = []
+        self._maps: list[tuple[int, Source]] = []
+        for argument, offset, source in pointers:
+            maps = arguments[argument]
+            if isinstance(maps, TensorMaps) and not maps.begin_with_address:
+                self._maps.append((self._block + starts[argument] + offset, source))
+            else:
+                self._write.append(((starts[argument] + offset) // _WORD, *source))
+        self._keep = (array, memory)
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Of the kernel: what is written into them, later calls launch with."""
-        return self._keep[2]
+    def _lay_out(self, arguments: Sequence[Argument]) -> tuple[list[int], object]:
+        """Copy the arguments into one block: where each begins in it, and the memory of all."""
+        starts, size = [], 0
+        for x in arguments:
+            alignment = _ALIGNMENT if isinstance(x, TensorMaps) else 16
+            starts.append(-(-size // alignment) * alignment)
+            size = starts[-1] + ctypes.sizeof(x.memory if isinstance(x, TensorMaps) else x)
+        size = -(-size // _WORD) * _WORD
+        memory = ctypes.create_string_buffer(size + _ALIGNMENT)
+        self._block = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        for start, x in zip(starts, arguments, strict=True):
+            held = x.memory if isinstance(x, TensorMaps) else x
+            ctypes.memmove(self._block + start, ctypes.addressof(held), ctypes.sizeof(held))
+        words = (ctypes.c_uint64 * (size // _WORD)).from_address(self._block)
+        self._words = memoryview(words).cast("B").cast("Q")
+        self._parameters = (c_void_p * len(starts))(*(self._block + x for x in starts))
+        return starts, memory
 
-    def __call__(self) -> None:
-        result = self._launch(self._config, self._handle, self._parameters, None)
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
+        if addresses != self._addresses:
+            words = self._words
+            for word, which, plus in self._write:
+                words[word] = addresses[which] + plus
+            for at, (which, plus) in self._maps:
+                replace = self._driver.library.cuTensorMapReplaceAddress
+                self._driver.check(replace(at, addresses[which] + plus), f"{self._function}: a map")
+            self._addresses = addresses
+        config = self._config
+        config.stream = stream
+        result = self._launch(ctypes.byref(config), self._handle, self._parameters, None)
         if result:
             self._relaunch(result)
-
-    def on(self, device_index: int) -> None:
-        """The same from a thread whose current GPU may be another one."""
-        launch_all((self,), device_index)
 
     def _relaunch(self, result: int) -> None:
         """A thread that has not used CUDA yet has no context, or it is another GPU's.
@@ -115,30 +191,33 @@ class Launch:
         If the context was destroyed since the kernel was loaded, so were the tensors that this call
         was given: it fails, and later ones load the kernel again.
         """
-        function = self._function
+        function, driver = self._function, self._driver
         if not function.handle:
-            function.restore()
-            result = self._call()
+            driver.restore(function)
+            result = self._again()
         if result in _WRONG_CONTEXT:
             context = driver.primary_context(function.device_index)
-            result = driver.within(context, self._call)
-            if result == driver.INVALID_HANDLE and function.is_lost():
-                result = driver.CONTEXT_IS_DESTROYED
+            result = driver.within(context, self._again)
+            if result == INVALID_HANDLE and driver.is_lost(function):
+                result = CONTEXT_IS_DESTROYED
         if result:
             grid, block, shared_bytes, cluster = self._what
             what = f"{grid=}, {block=}, {shared_bytes=}, {cluster=}"
             driver.check(result, f"{function}: cannot be launched with {what}")
 
-    def _call(self) -> int:
-        return int(self._launch(self._config, self._handle, self._parameters, None))
+    def _again(self) -> int:
+        config = ctypes.byref(self._config)
+        return int(self._launch(config, self._handle, self._parameters, None))
 
 
-def launch_all(launches: Iterable[Launch], device_index: int) -> None:
-    """In order, from a thread whose current GPU may be another one."""
-    if device_index == torch.cuda.current_device():
+def launch_all(launches: Iterable[Launch], device_index: int, addresses: tuple[int, ...]) -> None:
+    """In order, on the GPU's current stream; the thread's current GPU may be another one."""
+    driver = current_driver()
+    stream = driver.current_stream(device_index)
+    if device_index == driver.current_device():
         for launch in launches:
-            launch()
+            launch(stream, addresses)
     else:
-        with torch.cuda.device(device_index):
+        with driver.on_device(device_index):
             for launch in launches:
-                launch()
+                launch(stream, addresses)

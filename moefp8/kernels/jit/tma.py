@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from . import driver
+from .driver import current_driver
+from .libcuda import INVALID_CONTEXT
 
 # CUtensorMapDataType of cuda.h. TMA copies e4m3 as bytes.
 _DATA_TYPES = {
@@ -20,18 +21,23 @@ _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _INTERLEAVE_NONE = 0
 _L2_PROMOTIONS = {64: 1, 128: 2, 256: 3}
 _FILL_ZEROS = 0
-_MAP_BYTES = 128
+MAP_BYTES = 128
 _ALIGNMENT = 128  # cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
 
 
-class TensorMap:
-    """A CUtensorMap, or some side by side, at address, in host memory; pass it to `Launch`."""
+class TensorMaps:
+    """One CUtensorMap, or some behind each other, as one argument of a kernel.
 
-    __slots__ = ("_storage", "address")
+    memory: their bytes.
+    begin_with_address: whether the first 8 bytes of a map are its address, and nothing else depends
+        on it. CUDA calls a map opaque, so this is found out by `cuTensorMapReplaceAddress`.
+    """
 
-    def __init__(self, count: int = 1) -> None:
-        self._storage = ctypes.create_string_buffer(count * _MAP_BYTES + _ALIGNMENT)
-        self.address = -(-ctypes.addressof(self._storage) // _ALIGNMENT) * _ALIGNMENT
+    __slots__ = ("begin_with_address", "memory")
+
+    def __init__(self, count: int) -> None:
+        self.memory = (c_uint64 * (count * MAP_BYTES // 8))()
+        self.begin_with_address = True
 
 
 def tensor_map(
@@ -42,14 +48,12 @@ def tensor_map(
     box: Sequence[int],
     swizzle_bytes: int,
     l2_bytes: int = 256,
-) -> TensorMap:
+) -> TensorMaps:
     """The map of a tensor at a device address, whose copies move boxes; zeros beyond its edges.
 
     shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
     swizzle_bytes: 0, 32, 64 or 128.
     l2_bytes: what the L2 cache fetches from memory at a time: 64, 128 or 256.
-
-    Equal arguments give the same map.
 
     Raises ValueError or TypeError if a rule of the TMA is broken (CUDA driver API,
     cuTensorMapEncodeTiled), and JitError without a driver.
@@ -59,11 +63,12 @@ def tensor_map(
     return _encode(address, layout)
 
 
-def tensor_map_array(maps: Sequence[TensorMap]) -> TensorMap:
+def tensor_map_array(maps: Sequence[TensorMaps]) -> TensorMaps:
     """One argument of a kernel: a struct of as many maps."""
-    made = TensorMap(len(maps))
+    made = TensorMaps(len(maps))
     for i, x in enumerate(maps):
-        ctypes.memmove(made.address + i * _MAP_BYTES, x.address, _MAP_BYTES)
+        ctypes.memmove(ctypes.byref(made.memory, i * MAP_BYTES), x.memory, MAP_BYTES)
+    made.begin_with_address = all(x.begin_with_address for x in maps)
     return made
 
 
@@ -94,20 +99,32 @@ class _Layout:
         )
 
 
-@lru_cache(4096)
-def _encode(address: int, layout: _Layout) -> TensorMap:
+def _encode(address: int, layout: _Layout) -> TensorMaps:
     _require("address must be a multiple of 16 bytes", address % 16 == 0, f"{address:#x}")
-    made = TensorMap()
-    arguments = (made.address, *layout.before_address, address, *layout.after_address)
-    result = driver.library().cuTensorMapEncodeTiled(*arguments)
-    if result == driver.INVALID_CONTEXT:  # a thread that has not used CUDA yet; any GPU will do
-        with driver.current(driver.primary_context(torch.cuda.current_device())):
-            result = driver.library().cuTensorMapEncodeTiled(*arguments)
+    driver = current_driver()
+    storage = ctypes.create_string_buffer(2 * MAP_BYTES + _ALIGNMENT)
+    at = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
+
+    def encode() -> int:
+        arguments = (at, *layout.before_address, address, *layout.after_address)
+        return int(driver.library.cuTensorMapEncodeTiled(*arguments))
+
+    result = encode()
+    if result == INVALID_CONTEXT:  # a thread that has not used CUDA yet; any GPU will do
+        result = driver.within(driver.primary_context(driver.current_device()), encode)
     driver.check(result, f"tensor_map: {layout.name} at {address:#x}")
+    made = TensorMaps(1)
+    ctypes.memmove(made.memory, at, MAP_BYTES)
+    # A twin at another address must differ in the first word alone, and that must be the address.
+    twin, other = at + MAP_BYTES, address ^ 1 << 20
+    ctypes.memmove(twin, at, MAP_BYTES)
+    replaced = driver.library.cuTensorMapReplaceAddress(twin, other)
+    words = (c_uint64 * (MAP_BYTES // 8)).from_address(twin)
+    alike = [other, *made.memory[1:]]
+    made.begin_with_address = not replaced and made.memory[0] == address and [*words] == alike
     return made
 
 
-# Cached apart from addresses, which are new most often.
 @lru_cache(4096)
 def _layout(
     dtype: torch.dtype,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import cache, driver, module, tma
+from moefp8.kernels.jit import cache
 
 SOURCE = """
 #include "value.cuh"
@@ -41,10 +41,8 @@ def write_kernel(folder: Path, name: str = "a::fill<3>", source: str = SOURCE) -
 
 
 def forget() -> None:
-    """All that this process has compiled and loaded."""
-    for memory in (cache._memory, module._functions, driver._contexts):
-        memory.clear()
-    tma._encode.cache_clear()
+    """All that this process has compiled."""
+    cache._memory.clear()
 
 
 def files_in(folder: Path) -> list[str]:

@@ -1,0 +1,270 @@
+"""DeepGEMM's FP8 GEMMs, in the forms of its calls. M, N, K are GEMM axes, G is groups (experts).
+
+A form is named by how a and b are given: `n` and `t` of `nt` are a [M, K] and b [N, K]; `tn` has a
+[K, M] and b [K, N], with transposed scales. As in DeepGEMM, Hopper takes K-major data only: in
+memory, K must be the innermost axis, whatever the form.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import kernels
+from ..kernels.common.checks import check_contiguous_gemm, check_shape, check_tensor
+from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
+
+Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
+Recipe = Sequence[int] | None
+Gemm = Callable[..., None]
+_RECIPES: tuple[tuple[object, ...], ...] = (
+    (None, None, None),
+    ((1, 128, 128), None, None),
+    (None, (1, 128), (128, 128)),
+)
+
+
+def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
+    """The pair as `nt` has it; data and scales are checked for what Hopper cannot compute."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{op}: {name} must be a pair (data, scales), got {type(pair)}")
+    data, scales = pair
+    if transposed:
+        data, scales = data.mT, scales.mT
+    if data.dtype in (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)):
+        raise TypeError(
+            f"{op}: {name} must be float8_e4m3fn on Hopper, got {data.dtype}; FP4 is for "
+            "Blackwell: per_token_cast_to_fp8 and per_block_cast_to_fp8 give FP8"
+        )
+    check_fp32_scales(op, f"the scales of {name}", scales)
+    if data.numel() and data.shape[-1] > 1 and data.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: {name} must be K-major on Hopper, with K = {data.shape[-1]} innermost in "
+            f"memory, got strides {list(pair[0].stride())} for shape {list(pair[0].shape)}; copy "
+            f"it by {'.mT.contiguous().mT' if transposed else '.contiguous()'}"
+        )
+    return data, scales
+
+
+def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
+    """recipe, recipe_a and recipe_b.
+
+    By position, releases of 2025 have `compiled_dims` and `disable_ue8m0_cast` in place of the
+    latter two.
+    """
+    if isinstance(recipes[1], str):
+        recipes = (recipes[0], None, None)
+    given = tuple(tuple(x) if isinstance(x, Sequence) else x for x in recipes)
+    if given not in _RECIPES:
+        raise ValueError(
+            f"{op}: recipe must be (1, 128, 128), or recipe_a (1, 128) and recipe_b (128, 128), or "
+            "all None, for 1x128 scales of a and 128x128 scales of b; got recipe, recipe_a, "
+            f"recipe_b = {given}. (1, 1, 128) is for weight gradients, which come with training; "
+            "other blocks are for Blackwell"
+        )
+
+
+# ---- Dense ----
+
+
+def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False) -> Gemm:
+    def gemm(
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        recipe: Recipe = None,
+        recipe_a: Recipe | str = None,
+        recipe_b: Recipe | bool = None,
+        compiled_dims: str = "nk",
+        disable_ue8m0_cast: bool = False,
+    ) -> None:
+        _check_recipes(name, recipe, recipe_a, recipe_b)
+        operands = _operand(name, "a", a, transposed_a), _operand(name, "b", b, transposed_b)
+        if c is None:
+            kernels.fp8_gemm_nt(*operands, d)
+            return
+        if c.shape != d.shape or c.dtype != d.dtype:
+            raise ValueError(
+                f"{name}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "
+                f"{list(c.shape)} in {c.dtype}"
+            )
+        product = torch.empty_like(d)
+        kernels.fp8_gemm_nt(*operands, product)
+        torch.add(c, product, out=d)
+
+    a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
+    gemm.__doc__ = f"""Write the product of dequantized a and b, plus c, to d.
+
+    Args:
+        a: (e4m3 {a}, fp32 scales of 1x128 blocks along K).
+        b: (e4m3 {b}, fp32 scales of 128x128 blocks).
+        d: bf16 [M, N], rows contiguous; overwritten.
+        c: bf16 [M, N], or d itself. The product is rounded to BF16 before c is added.
+        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
+            (128, 128) instead.
+        compiled_dims, disable_ue8m0_cast: without meaning here.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    """
+    return _named(gemm, name)
+
+
+def _named(function: Gemm, name: str) -> Gemm:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("fp8_gemm_nt")
+fp8_gemm_nn = fp8_fp4_gemm_nn = _dense("fp8_gemm_nn", transposed_b=True)
+fp8_gemm_tn = fp8_fp4_gemm_tn = _dense("fp8_gemm_tn", transposed_a=True, transposed_b=True)
+fp8_gemm_tt = fp8_fp4_gemm_tt = _dense("fp8_gemm_tt", transposed_a=True)
+
+
+def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
+    """`fp8_gemm_nt(lhs, rhs, out)`, under its name in DeepGEMM's first release."""
+    fp8_gemm_nt(lhs, rhs, out)
+
+
+# ---- Grouped, contiguous ----
+
+
+def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
+    def gemm(
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        grouped_layout: torch.Tensor | None = None,
+        recipe: Recipe = None,
+        recipe_a: Recipe | str = None,
+        recipe_b: Recipe | bool = None,
+        compiled_dims: str = "nk",
+        disable_ue8m0_cast: bool = False,
+        use_psum_layout: bool = False,
+        ensure_zero_padding: bool | int | None = True,
+        expected_m_for_psum_layout: int | None = None,
+        *,
+        m_indices: torch.Tensor | None = None,
+    ) -> None:
+        _check_recipes(name, recipe, recipe_a, recipe_b)
+        x, w = _operand(name, "a", a), _operand(name, "b", b, transposed_b)
+        layout = m_indices if grouped_layout is None else grouped_layout
+        if layout is None or (grouped_layout is not None and m_indices is not None):
+            raise TypeError(f"{name}: give either grouped_layout or, its name of 2025, m_indices")
+        if use_psum_layout:
+            layout = _groups_of_rows(name, layout, x[0], w[0])
+        # By position, releases before June 2026 have expected_m_for_psum_layout in its place.
+        if ensure_zero_padding is not False:
+            check_contiguous_gemm(name, x[0], x[1], w[0], w[1], d, layout, None)
+            _zero_where_groups_end(d, layout, len(w[0]))
+        kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
+
+    gemm.__doc__ = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
+
+    Args:
+        a: (e4m3 [M, K], fp32 scales [M, ceil(K/128)]). Rows of padding may hold anything.
+        b: (e4m3 {"[G, K, N]" if transposed_b else "[G, N, K]"}, fp32 scales of 128x128 blocks).
+        d: bf16 [M, N].
+        grouped_layout: int32 [M], the group of each row, -1 for padding; groups start at multiples
+            of `get_mk_alignment_for_contiguous_layout()`. With `use_psum_layout` int32 [G], the
+            row that each group ends before; it starts at the first such multiple behind the group
+            before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
+        m_indices: the same, under its name of 2025.
+        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, which
+            costs a few small launches; other padding may become zeros. If False, no row of padding
+            is written.
+        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
+            (128, 128) instead.
+        compiled_dims, disable_ue8m0_cast, expected_m_for_psum_layout: without meaning here.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    """
+    return _named(gemm, name)
+
+
+def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """int32 [M], the group of each row or -1, from the row that each group ends before, [G]."""
+    check_tensor(op, "grouped_layout", ends, (torch.int32,), 1)
+    check_shape(op, "grouped_layout", ends, [len(b)], "[G] with use_psum_layout")
+    alignment = get_mk_alignment_for_contiguous_layout()
+    next_starts = (ends + (alignment - 1)) // alignment * alignment
+    rows = torch.arange(len(a), dtype=torch.int32, device=ends.device)
+    groups = torch.searchsorted(next_starts, rows, right=True, out_int32=True)
+    return torch.where(rows < ends[groups.clamp(max=len(b) - 1)], groups, -1)
+
+
+def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: int) -> None:
+    """Zeros in every block of rows that a group ends in; the GEMM then writes over its rows.
+
+    No more blocks than groups hold such an end, so the number of rows is known without a wait.
+    """
+    alignment = get_mk_alignment_for_contiguous_layout()
+    num_blocks = len(layout) // alignment
+    blocks = layout[: num_blocks * alignment].unflatten(0, (num_blocks, alignment))
+    has_end = (blocks[:, 0] >= 0) & (blocks[:, -1] < 0)
+    chosen = has_end.int().topk(min(num_groups, num_blocks)).indices
+    d[: blocks.numel()].unflatten(0, (num_blocks, alignment)).index_fill_(0, chosen, 0)
+    d[blocks.numel() :].zero_()
+
+
+m_grouped_fp8_gemm_nt_contiguous = _contiguous("m_grouped_fp8_gemm_nt_contiguous")
+m_grouped_fp8_gemm_nn_contiguous = _contiguous(
+    "m_grouped_fp8_gemm_nn_contiguous", transposed_b=True
+)
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
+    lhs: Operand, rhs: Operand, out: torch.Tensor, m_indices: torch.Tensor
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous`, under its name in DeepGEMM's first release."""
+    m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
+
+
+# ---- Grouped, masked ----
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Operand,
+    b: Operand,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: Recipe = None,
+    recipe_a: Recipe | str = None,
+    recipe_b: Recipe | bool = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """Write `d[g, :masked_m[g]] = dequantize(a)[g] @ dequantize(b)[g].T`, and no other row.
+
+    Args:
+        a: (e4m3 [G, max_m, K], fp32 scales [G, max_m, ceil(K/128)]).
+        b: (e4m3 [G, N, K], fp32 scales [G, ceil(N/128), ceil(K/128)]).
+        d: bf16 [G, max_m, N].
+        masked_m: int32 [G], rows that count, each in [0, max_m].
+        expected_m: a hint, the mean of `masked_m`.
+        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
+            (128, 128) instead.
+        compiled_dims, disable_ue8m0_cast: without meaning here.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    """
+    op = "m_grouped_fp8_gemm_nt_masked"
+    _check_recipes(op, recipe, recipe_a, recipe_b)
+    operands = _operand(op, "a", a), _operand(op, "b", b)
+    kernels.m_grouped_fp8_gemm_nt_masked(*operands, d, masked_m, expected_m)
+
+
+m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
+    lhs: Operand, rhs: Operand, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
+) -> None:
+    """`m_grouped_fp8_gemm_nt_masked`, under its name in DeepGEMM's first release."""
+    m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)

@@ -1,0 +1,129 @@
+"""What Hopper cannot compute, bad values, and names of DeepGEMM that are not offered."""
+
+import pytest
+
+import moefp8
+import moefp8.deep_gemm as deep_gemm
+from tests.deep_gemm.cases import called, contiguous, dense
+from tests.gpu import on_gpu
+
+REFUSED = {
+    "deep_gemm.fp8_gemm_nt((a[0].view(torch.int8), a[1]), b, d)": "FP4 is for Blackwell",
+    "deep_gemm.fp8_fp4_gemm_nt(a, (b[0].view(torch.uint8), b[1]), d)": "b must be float8_e4m3fn",
+    "deep_gemm.fp8_gemm_nt((a[0], a[1].int()), b, d)": "scales of a must be float32.*Blackwell",
+    "deep_gemm.fp8_gemm_nt(a, (b[0], b[1].to(torch.float8_e8m0fnu)), d)": "scales of b.*Blackwell",
+    "deep_gemm.fp8_gemm_nt(a, (b[0], b[1].double()), d)": "must be float32, got float64",
+    "deep_gemm.fp8_gemm_nt(a[0], b, d)": "a must be a pair",
+    "deep_gemm.fp8_gemm_nt(a, b, d, recipe=(1, 1, 128))": "weight gradients.*come with training",
+    "deep_gemm.fp8_gemm_nt(a, b, d, recipe_a=(1, 32), recipe_b=(128, 128))": "for Blackwell",
+    "deep_gemm.fp8_gemm_nt(a, b, d, recipe_a=(1, 128))": "recipe must be",
+    "deep_gemm.fp8_gemm_nt(a, b, d, None, (1, 1, 128), 'nk', True)": "recipe must be",
+    "deep_gemm.fp8_gemm_nt(a, b, d.float())": "d must be bfloat16",
+    "deep_gemm.fp8_gemm_nt(a, b, d, c=c.float())": "c must have the shape and dtype of d",
+    "deep_gemm.fp8_gemm_nt(a, b, d, c=c[:1])": "c must have the shape and dtype of d",
+    "deep_gemm.fp8_gemm_nn(a, (b_t[0].contiguous(), b_t[1]), d)": "b must be K-major on Hopper",
+    "deep_gemm.fp8_gemm_tn((a_t[0].contiguous(), a_t[1]), b_t, d)": r"copy it by .mT.contiguous",
+    "deep_gemm.fp8_gemm_nt(a, (b_t[0].contiguous().T, b[1]), d)": r"copy it by .contiguous\(\)",
+    "deep_gemm.per_token_cast_to_fp8(x, True, 128, True)": "packed UE8M0 scales are for Blackwell",
+    "deep_gemm.per_token_cast_to_fp8(x[None])": "x must have 2 dimensions",
+    "deep_gemm.per_block_cast_to_fp8(x, gran_k=0)": "gran_k be at least 1",
+    "deep_gemm.per_channel_cast_to_fp8(x)": "gran_k must divide K = 130",
+    "deep_gemm.transform_sf_into_required_layout(a[1].int(), m, k, (1, 128))": "Blackwell",
+    "deep_gemm.transform_sf_into_required_layout(a[1], m, k, (1, 32))": "other blocks",
+    "deep_gemm.transform_sf_into_required_layout(a[1], m, k)": "got recipe None",
+    "deep_gemm.transform_sf_into_required_layout(a[1], m + 1, k, (1, 128))": r"\[131, 3\], got",
+    "deep_gemm.transform_sf_into_required_layout(a[1], m, k, (1, 128), 2)": r"\[2, 130, 3\]",
+    "deep_gemm.get_mn_major_tma_aligned_tensor(a[1].double())": "sf must be float32, got float64",
+    "deep_gemm.get_mn_major_tma_aligned_tensor(a[1][None, None])": "2 or 3 dimensions",
+    "deep_gemm.get_tma_aligned_size(5, 3)": "element_size must divide 16, got 3",
+    "deep_gemm.set_mk_alignment_for_contiguous_layout(64)": "multiple of 128.*expert_offsets",
+    "deep_gemm.set_mk_alignment_for_contiguous_layout(0)": "multiple of 128",
+    "deep_gemm.set_mk_alignment_for_contiguous_layout(True)": "must be an int",
+    "deep_gemm.set_num_sms(-1)": "got -1",
+    "deep_gemm.set_num_sms(True)": "must be an int, got True",
+    "deep_gemm.set_num_sms(False)": "must be an int, got False",
+    "deep_gemm.set_num_sms(8.0)": "must be an int, got 8.0",
+    "deep_gemm.set_num_sms('8')": "must be an int, got '8'",
+    "deep_gemm.set_num_sms(None)": "must be an int, got None",
+    "deep_gemm.set_tc_util(101)": r"in \[0, 100\], got 101",
+    "deep_gemm.set_tc_util(0.5)": "must be an int",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_refusals(form):
+    names = dense()
+    with pytest.raises((TypeError, ValueError), match=REFUSED[form]):
+        called(form, names)
+    assert names["d"].isnan().all()
+    assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("(a, b, d)", "give either grouped_layout or"),
+        ("(a, b, d, m_indices, m_indices=m_indices)", "give either grouped_layout or"),
+        ("(a, b, d, m_indices[:-1])", r"grouped_layout must be \[M\]"),
+        ("(a, b, d, m_indices.long())", "grouped_layout must be int32"),
+        ("(a, b, d, psum_m[1:], use_psum_layout=True)", r"\[G\] with use_psum_layout = \[5\]"),
+        ("(a, b, d, psum_m.long(), use_psum_layout=True)", "grouped_layout must be int32"),
+        ("(a, b, d, m_indices, recipe=(1, 1, 32))", "recipe must be"),
+        ("(a, b, d[:, :1], m_indices)", "d must be"),
+    ],
+)
+def test_refusals_of_groups(form, message):
+    case = contiguous()
+    with pytest.raises((TypeError, ValueError), match=message):
+        called(f"deep_gemm.m_grouped_fp8_gemm_nt_contiguous{form}", case.names)
+    assert case.d.isnan().all()
+
+
+@on_gpu
+def test_more_sms_than_there_are_are_refused():
+    with pytest.raises(ValueError, match="SMs of the GPU, got 100000"):
+        deep_gemm.set_num_sms(100_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("k_grouped_fp8_gemm_nt_contiguous", "come with training"),
+        ("k_grouped_fp8_gemm_tn_contiguous", "come with training"),
+        ("wgrad_gemm_fp8_fp8_fp32_nt", "come with training"),
+        ("k_grouped_wgrad_gemm_fp8_fp8_fp32_nt", "come with training"),
+        ("bf16_gemm_nt", "torch.matmul"),
+        ("m_grouped_bf16_gemm_nt_contiguous", "torch.matmul"),
+        ("fp8_mqa_logits", "attention"),
+        ("fp8_fp4_paged_mqa_logits", "attention"),
+        ("fp8_gemm_nt_skip_head_mid", "attention"),
+        ("einsum", "torch.einsum"),
+        ("fp8_einsum", "torch.einsum"),
+        ("cublaslt_gemm_nt", "torch.matmul"),
+        ("tf32_hc_prenorm_gemm", "hyper-connections"),
+        ("fp8_fp4_mega_moe", "GroupedExperts"),
+        ("get_symm_buffer_for_mega_moe", "GroupedExperts"),
+        ("per_token_cast_to_fp4", "per_token_cast_to_fp8"),
+        ("get_mn_major_tma_aligned_packed_ue8m0_tensor", "Hopper takes FP32 scales"),
+        ("pack_ue8m0_to_int", "Hopper takes FP32 scales"),
+        ("bench_kineto", "timing"),
+    ],
+)
+def test_what_is_not_offered_says_why(name, why):
+    assert not hasattr(deep_gemm, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{why}"):
+        getattr(deep_gemm, name)
+
+
+def test_unknown_names_are_no_attributes():
+    with pytest.raises(AttributeError, match=r"no attribute 'fp8_gemm'$"):
+        deep_gemm.fp8_gemm  # noqa: B018
+
+
+def test_names_are_documented_and_known_to_nothing_else():
+    assert moefp8.deep_gemm is deep_gemm
+    kept = "fp8_gemm_nt m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_gemm_nt_masked "
+    kept += "get_mk_alignment_for_contiguous_layout set_num_sms get_num_sms ceil_div"
+    for name in deep_gemm.__all__:
+        assert getattr(deep_gemm, name).__doc__ or name in ("align", "ceil_div"), name
+        assert name in kept.split() or not hasattr(moefp8.kernels, name), name
