@@ -54,8 +54,8 @@ __device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, in
 
 // Copies tokens from the staging, 16 bytes at a time: only those of the group.
 template <GemmConfig C>
-__device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first, int size,
-                            int thread) {
+__device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first,
+                            int size, int thread) {
   store_rows<C, uint8_t, C.outputs>(staging, args, coord, first, size, coord.tile * C.outputs, thread);
 }
 
@@ -78,8 +78,9 @@ __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles,
 
 // Tokens are rows: a thread has two columns of every eight of two rows.
 template <GemmConfig C, int kSize>
-__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
-                              const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
+__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map,
+                                     const Arguments& args, const TileCoord<C>& coord, int num_tiles,
+                                     const Thread<C>& thread) {
   uint32_t amax[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) amax[i / 2 % 2] = max(amax[i / 2 % 2], magnitude(v[i]));
