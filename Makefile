@@ -5,7 +5,10 @@ TORCH  ?= torch==2.13.0
 OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
 
-.PHONY: help demo test test-hf-oldest test-gpu fuzz sanitize check format bench-load clean
+NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
+	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
+
+.PHONY: help demo test test-hf-oldest test-gpu fuzz sanitize verify-compilers check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -41,6 +44,14 @@ sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-
 			$(BIN)/python -m tests.kernels.sanitizer || exit 1; \
 	done
 
+# A version that passes belongs into `kIsVerifiedCompiler` in moefp8/kernels/gemm/pipeline.cuh.
+verify-compilers: .venv/ready  ## read the machine code of the GEMMs as each NVRTC makes it
+	for nvrtc in $(NVRTCS); do \
+		$(BIN)/pip install --quiet --no-deps --target ".nvrtc/$$nvrtc" "$$nvrtc" || exit 1; \
+		MOEFP8_NVRTC="$$(find ".nvrtc/$$nvrtc" -name 'libnvrtc.so.*' | head -1)" \
+			$(BIN)/python -m pytest tests/kernels/gemm/test_compile.py || exit 1; \
+	done
+
 check: .venv/ready  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,4 +65,4 @@ bench-load: .venv/ready  ## checkpoint loading speed and memory
 	$(BIN)/python -m benchmarks.load
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-hf-oldest build dist
+	rm -rf .venv .venv-hf-oldest .nvrtc build dist

@@ -70,8 +70,7 @@ def assert_arguments_fit(
     So have the structs that are fields of it.
     """
     checks = "\n".join(_checks_of(arguments, "Arguments"))
-    for header in kernel.source.parent.glob("*.cuh"):
-        shutil.copy(header, folder)
+    shutil.copytree(kernel.source.parent, folder, dirs_exist_ok=True)
     source = folder / "checked.cu"
     source.write_text(f"{kernel.source.read_text()}\n{checks}")
     jit.compile_kernel(jit.Kernel(source, kernel.name))

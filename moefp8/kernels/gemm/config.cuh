@@ -63,7 +63,7 @@ struct GemmConfig {
   int store_box_weights, store_box_tokens;  // of one TMA store: as wide as one span of the swizzle
   int shared_bytes;             // as the host counts them; gemm.cu asserts that the compiler agrees
 
-  // ---- Derived here, for the kernel alone ----
+  // ---- Derived here, for the kernel alone, without calls of functions: NVRTC refuses a constant after such a call ----
   int dimensions = grouped ? 3 : 2;  // of a, b and d
   int part_n = stacked ? wgmma_n : wgmma_n / parts;
   bool has_short_tiles = num_token_boxes > 1;  // a group may end before the rows of some warpgroups
@@ -84,7 +84,8 @@ struct GemmConfig {
 
 template <GemmConfig C>
 __host__ __device__ constexpr bool is_valid() {
-  static_assert(C.wgmma_m % 64 == 0 && C.wgmma_m <= 256 && C.wgmma_n <= 256 && C.part_n % 8 == 0, "WGMMA, TMA boxes");
+  static_assert(C.wgmma_m % 64 == 0 && C.wgmma_n <= 256 && C.part_n % 8 == 0, "WGMMA, TMA boxes");
+  static_assert(C.math_warpgroups <= 3, "registers");
   static_assert(C.token_scales <= 256, "TMA boxes");
   static_assert(C.stages >= C.num_product_buffers, "a product may wait for the stage after that of the one before it");
   static_assert(C.num_product_buffers == 1 || (C.num_product_buffers == 2 && C.parts <= 2 && !C.swap_ab),
@@ -93,7 +94,8 @@ __host__ __device__ constexpr bool is_valid() {
   static_assert(C.grouped == (C.group_layout != GroupLayout::kDense), "what says which group a token is of");
   static_assert(C.grouped ? C.split_k == 1 && C.bias == Bias::kNone : !C.gate_up && C.multicast == 1 && C.tail == 0,
                 "what only dense, and only grouped GEMMs have");
-  static_assert(C.multicast == 1 || (C.multicast == 2 && !C.swap_ab && C.most_tokens % 16 == 0), "each CTA loads whole swizzle atoms");
+  static_assert(C.multicast == 1 || (C.multicast == 2 && !C.swap_ab && C.most_tokens % 16 == 0),
+                "each CTA loads whole swizzle atoms");
   static_assert(!C.gate_up || C.outputs * (C.shares_scale_with_peer ? 2 : 1) == kBlock, "a scale for 128 outputs");
   static_assert(!C.gate_up || C.multicast == 1 || C.shares_scale_with_peer, "both are the same other CTA");
   static_assert(!C.stacked || (C.wgmma_m == 128 && C.parts == 2), "one warpgroup, with gate and up");

@@ -92,7 +92,7 @@ class GateUp(NamedTuple):
 
 
 class Groups(ctypes.Structure):
-    """`Groups` in tile.cuh."""
+    """`Groups` in config.cuh."""
 
     _fields_ = (
         ("bounds", c_void_p),
@@ -110,7 +110,7 @@ class Groups(ctypes.Structure):
 
 
 class Activation(ctypes.Structure):
-    """`Activation` in tile.cuh."""
+    """`Activation` in config.cuh."""
 
     _fields_ = (
         ("up_scales", c_void_p),
@@ -121,7 +121,7 @@ class Activation(ctypes.Structure):
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` in tile.cuh."""
+    """`Arguments` in config.cuh."""
 
     _fields_ = (
         ("weight_scales", c_void_p),

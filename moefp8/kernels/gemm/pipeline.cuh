@@ -117,9 +117,9 @@ struct Thread {
 };
 
 // Nothing makes an arrival wait for the thread's reads in flight, and it may overtake them while others keep the shared
-// memory busy. Without swap_ab, these compilers have the scales in registers before the arrival, as `make
-// verify-compilers` reads in the machine code of each; the last product of a tile has a fence of its own, see `consume`.
-// What any other compiler makes has a fence everywhere.
+// memory busy. Without swap_ab, these compilers have the scales in registers before the arrival: `make
+// verify-compilers` reads that in the machine code of each. The last product of a tile has a fence of its own, see
+// `consume`. With any other compiler, every release has a fence.
 constexpr bool kIsVerifiedCompiler =
     (__CUDACC_VER_MAJOR__ == 12 &&
      (__CUDACC_VER_MINOR__ == 6 || __CUDACC_VER_MINOR__ == 8 || __CUDACC_VER_MINOR__ == 9)) ||

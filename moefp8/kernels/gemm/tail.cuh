@@ -1,11 +1,11 @@
-// The tokens of a tile behind its rows.
+// The tail: the tokens of a tile behind its rows, and the warpgroup that computes them.
 //
 // A group of tokens ends anywhere, and WGMMA computes 64 rows at a time, however few are left. So a math warpgroup of
-// its own takes up to kTail tokens more as columns, which come in eights. The weights, which are in shared memory for
+// its own takes up to `tail` tokens more as columns, which come in eights. The weights, which are in shared memory for
 // the others anyway, are its rows: twice 64 of them, of gate and up, or of down.
 #pragma once
-#include "epilogue/swiglu.cuh"
 #include "epilogue/store.cuh"
+#include "epilogue/swiglu.cuh"
 #include "matrix.cuh"
 #include "wgmma.cuh"
 
@@ -14,7 +14,7 @@ struct Tail {
   static constexpr int kParts = C.tile_weights / 64, kSize = C.tail / 2;
   float total[kParts][kSize];
 
-  // Adds a k-block, as `ProductBuffer` in gemm.cu does.
+  // Adds a k-block, as `ProductBuffer` in consumer.cuh does.
   __device__ void add(Shared<C>& shared, const SchedulerOf<C>& schedule, const Thread<C>& thread) {
     const int stage = schedule.stage;
     const uint32_t weights = wgmma_descriptor_low(shared.weight_operand(stage, 0));
@@ -51,7 +51,7 @@ struct Tail {
     release(shared, stage, thread);
   }
 
-  // In BF16, as `store` in epilogue/store.cuh does where weights are rows: a part is a box.
+  // Stores the tail in BF16, as `store_tile` in epilogue/store.cuh does with swap_ab: a part is a box.
   __device__ void store(Shared<C>& shared, const Arguments& args, const TileCoord<C>& coord,
                         const Thread<C>& thread) const {
     constexpr int kBarrier = 1 + C.row_warpgroups, kGroups = C.tail / 8;

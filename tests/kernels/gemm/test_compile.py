@@ -373,6 +373,32 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
         assert releases_before_reads(disassemble(cubin)) == 0, variant
 
 
+VERIFIED = """
+#include "pipeline.cuh"
+static_assert(kIsVerifiedCompiler);
+template <int>
+__global__ void nothing() {}
+"""
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
+    """The installed one was, with the test above: see `make verify-compilers`."""
+    folder, variant = tmp_path / "gemm", Variant(sanitizer_cases.FAMILIES["tokens are rows"])
+    shutil.copytree(gemm_plan.SOURCE.parent, folder)
+    (folder / "verified.cu").write_text(VERIFIED)
+    jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
+    pipeline = folder / "pipeline.cuh"
+    code, count = re.subn(r"(?<=__CUDACC_VER_MAJOR__ == )\d+", "99", pipeline.read_text())
+    assert count == 2
+    pipeline.write_text(code)
+    with pytest.raises(jit.JitError, match="static assertion"):
+        jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
+    usual = disassemble(jit.compile_kernel(variant.kernel()))
+    fenced = disassemble(jit.compile_kernel(variant.kernel(folder / "gemm.cu")))
+    assert fenced.count("MEMBAR") > usual.count("MEMBAR")
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     "variant",

@@ -1,12 +1,12 @@
-// How a tile leaves: sums over the CTAs that divided K, bias, BF16, TMA.
+// The epilogue of a plain tile: bias, BF16, TMA.
 #pragma once
-#include "pipeline.cuh"
 #include "matrix.cuh"
+#include "pipeline.cuh"
 #include "tma.cuh"
 
-// The bias of what a thread stores of a tile, loaded long before: not yet numbers, since who converts must wait.
-// Where weights are columns, the thread adds two of every 8, but its lane keeps one of every kSpan, which lie in
-// one piece. Shuffles bring the others, for which registers would not suffice.
+// The bias of what a thread stores of a tile. It is loaded long before and kept as bits, since to convert it is to wait
+// for it. Where weights are columns, the thread adds two of every 8, but its lane keeps one of every kSpan, which lie
+// in one piece. Shuffles bring the others, since registers would not suffice for them.
 template <GemmConfig C>
 struct TileBias {
   static constexpr bool kAny = C.bias != Bias::kNone;
@@ -19,7 +19,7 @@ struct TileBias {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       int weight = C.swap_ab ? thread.row % 64 + i * 8 : thread.lane % kSpan;
-      asm volatile("" : "+r"(weight));  // no formula any more, or all addresses would be formed ahead of all loads
+      asm volatile("" : "+r"(weight));  // else the compiler forms all addresses ahead of all loads
       weight += coord.weight(args, C.swap_ab ? thread.group * 64 : first_col + i * kSpan);
       const uint32_t at = min(weight, args.num_weights - 1);  // beyond it, nothing is stored
       if constexpr (C.bias == Bias::kFloat) bits[i] = static_cast<const uint32_t*>(args.bias)[at];
@@ -48,7 +48,7 @@ struct TileBias {
   }
 };
 
-// Where boxes of output pass through shared memory: in slices of kSlice bytes, `pitch` bytes apart.
+// Boxes of output pass through shared memory here, in slices of kSlice bytes that are `pitch` bytes apart.
 constexpr int kSlice = 64 * kBlock;  // what a warpgroup's rows take of a k-block
 struct Staging {
   uint8_t* first;
@@ -61,7 +61,7 @@ struct Staging {
   }
 };
 
-// The memory for it; what was there may still be leaving.
+// Waits until what was there has left.
 template <GemmConfig C>
 __device__ Staging output_staging(Shared<C>& shared, const Thread<C>& thread) {
   if (thread.index == 0) tma_store_wait_read();
@@ -76,8 +76,8 @@ __device__ Staging stage_staging(Shared<C>& shared, int part, const Thread<C>& t
   return {shared.rows[(part - 1) * kSlices][0] + thread.group * kSlice, sizeof(shared.rows[0])};
 }
 
-// Stores `size` tokens of a tile from `first` on, only those of the group, without TMA: kWidth elements from
-// `first_weight` on, 16 bytes at a time, from a box as TMA would swizzle it.
+// Stores `size` tokens of a tile from `first` on without TMA, and only those of the group: kWidth elements of each
+// from `first_weight` on, 16 bytes at a time, from a box that is swizzled as for TMA.
 template <GemmConfig C, class Element, int kWidth>
 __device__ void store_rows(const uint8_t* box, const Arguments& args, const TileCoord<C>& coord, int first, int size,
                            int first_weight, int thread) {
@@ -94,7 +94,7 @@ __device__ void store_rows(const uint8_t* box, const Arguments& args, const Tile
   }
 }
 
-// As the TMA of `store`, where not all tokens are the group's: no other row is written.
+// Does what the TMA of `store_tile` does where not all tokens are the group's: no other row is written.
 template <GemmConfig C>
 __device__ void store_some(Staging staging, const Arguments& args, const TileCoord<C>& coord, int first_col, int first,
                            const Thread<C>& thread) {
@@ -106,7 +106,7 @@ __device__ void store_some(Staging staging, const Arguments& args, const TileCoo
   }
 }
 
-// Writes 64 rows of a tile of the output, kStoreN columns of it from `first_col` on, through shared memory.
+// Writes 64 rows of a tile of the output, store_n columns of it from `first_col` on, through shared memory.
 template <GemmConfig C>
 __device__ void store_tile(float (&total)[C.store_n / 2], Staging staging, const TensorMap& d_map,
                       const Arguments& args, const TileCoord<C>& coord, int first_col, const TileBias<C>& bias,

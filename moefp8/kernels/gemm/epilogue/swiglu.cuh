@@ -1,4 +1,4 @@
-// How a tile of gate and up leaves: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
+// The epilogue of a tile of gate and up: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
 //
 // A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
 // of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
@@ -54,8 +54,8 @@ __device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, in
 
 // Copies tokens from the staging, 16 bytes at a time: only those of the group.
 template <GemmConfig C>
-__device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first, int size,
-                            int thread) {
+__device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first,
+                            int size, int thread) {
   store_rows<C, uint8_t, C.outputs>(staging, args, coord, first, size, coord.tile * C.outputs, thread);
 }
 
@@ -78,8 +78,9 @@ __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles,
 
 // Tokens are rows: a thread has two columns of every eight of two rows.
 template <GemmConfig C, int kSize>
-__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
-                              const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
+__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map,
+                                     const Arguments& args, const TileCoord<C>& coord, int num_tiles,
+                                     const Thread<C>& thread) {
   uint32_t amax[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) amax[i / 2 % 2] = max(amax[i / 2 % 2], magnitude(v[i]));
@@ -140,7 +141,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   using Tokens = Columns<C>;
   constexpr int kMine = Tokens::kSize / 4, kWarps = kWarpgroup / kWarp, kBarrier = 1 + Tokens::kFirstWarpgroup;
   const int rank = cluster_rank(), slot = num_tiles % 2;
-  const int group = thread.group - Tokens::kFirstWarpgroup;
+  const int group = thread.group - Tokens::kFirstWarpgroup;  // 0: there is one with tokens as columns
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
