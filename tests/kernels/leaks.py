@@ -7,49 +7,24 @@ import gc
 import os
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from moefp8.functional import experts, experts_launch, feed_forward, linear
-from moefp8.kernels import E4M3, num_blocks, round_up
-from moefp8.kernels.gemm import dense as gemm
-from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped as grouped_gemm
-from moefp8.kernels.gemm import grouped_launch
-from moefp8.quant import quantize, quantize_launch
-from moefp8.routing import plan_op as routing_plan
-from moefp8.routing import top_k_launch
-from moefp8.routing import top_k_op as top_k
-
-# By which names the ops and their launchers are called; both take the same arguments.
-OPS = SimpleNamespace(
-    quantize=quantize.quantize_1x128,
-    quantize_weights=quantize.quantize_128x128,
-    gemm=gemm._fp8_gemm_nt,
-    contiguous=grouped_gemm._contiguous_op,
-    masked=grouped_gemm._masked_op,
-    linear=linear.fp8_linear,
-    feed_forward=feed_forward.feed_forward,
-    experts=experts.experts,
-    plan=routing_plan.build_plan,
-    softmax=top_k.softmax_topk,
-    sigmoid=top_k.sigmoid_group_topk,
+from moefp8.functional.experts import experts
+from moefp8.functional.feed_forward import feed_forward
+from moefp8.functional.linear import fp8_linear
+from moefp8.kernels import (
+    E4M3,
+    fp8_gemm_nt,
+    jit,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    num_blocks,
+    round_up,
 )
-LAUNCHERS = SimpleNamespace(
-    quantize=quantize.launch_quantize_1x128,
-    quantize_weights=quantize.launch_quantize_128x128,
-    gemm=gemm.launch_gemm,
-    contiguous=grouped_gemm._launch_contiguous,
-    masked=grouped_gemm._launch_masked,
-    linear=linear.launch_linear,
-    feed_forward=feed_forward.launch_feed_forward,
-    experts=experts._launch,
-    plan=routing_plan.launch_build_plan,
-    softmax=top_k.launch_softmax_topk,
-    sigmoid=top_k.launch_sigmoid_group_topk,
-)
+from moefp8.quant import quantize_1x128, quantize_128x128
+from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 
 _BYTES = 1 << 24
 _SIZES = (256, 128), (264, 512), (200, 300)  # of weights; TMA cannot address the last ones
@@ -60,10 +35,12 @@ class Mix:
     """`call` makes one of all calls. Tensors are views of one memory: new ones take no time.
 
     fresh: how many calls have sizes, strides and addresses that were hardly ever seen.
+    num_forgotten: how often this thread's prepared launches were.
     """
 
-    def __init__(self, ops: SimpleNamespace, device: str, fresh: float) -> None:
-        self.ops, self.random, self.is_fresh, self.fresh = ops, random.Random(0), False, fresh
+    def __init__(self, device: str, fresh: float) -> None:
+        self.random, self.is_fresh, self.fresh = random.Random(0), False, fresh
+        self.num_kept = self.num_forgotten = 0
         # Of any numbers: the results of some calls are what others take, at the same time too.
         memory = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device=device)
         dtypes = E4M3, torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -79,16 +56,18 @@ class Mix:
     def call(self) -> None:
         self.is_fresh = self.random.random() < self.fresh
         self.random.choice(self.calls)()
+        before, self.num_kept = self.num_kept, len(jit.current_driver().prepared())
+        self.num_forgotten += self.num_kept < before
 
-    def fill(self, kept: "list[Kept]", most: int) -> None:
+    def fill(self) -> None:
         """Call until all that is kept was forgotten once: host memory grows until then."""
-        self.is_fresh = True
-        for _ in range(4 * most):
-            for call in dict.fromkeys(self.calls):
-                call()
-            if all(x.num_forgotten for x in kept):
+        fresh, self.fresh = self.fresh, 1.0
+        for _ in range(100 * jit.current_driver().max_prepared):
+            self.call()
+            if self.num_forgotten:
+                self.fresh = fresh
                 return
-        raise AssertionError(f"more than {most} are kept: {[len(x) for x in kept]}")
+        raise AssertionError(f"{self.num_kept} are kept")
 
     def view(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """Its rows may lie apart, anywhere at a multiple of 256 bytes."""
@@ -124,36 +103,36 @@ class Mix:
 
     def quantize(self) -> Any:
         shape = self.num_tokens(), self.number(1, 600)
-        op = self.random.choice((self.ops.quantize, self.ops.quantize_weights))
-        return op(self.view(torch.bfloat16, *shape), False)
+        op = self.random.choice((quantize_1x128, quantize_128x128))
+        return op(self.view(torch.bfloat16, *shape))
 
     def gemm(self) -> None:
         m, (n, k) = self.num_tokens(), self.random.choice(_SIZES)
         a = self.view(E4M3, m, k), self.scales(m, num_blocks(k))
-        self.ops.gemm(*a, *self.weight(n, k), self.view(torch.bfloat16, m, n), None)
+        fp8_gemm_nt(a, self.weight(n, k), self.view(torch.bfloat16, m, n))
 
     def contiguous(self) -> None:
         m, (n, k) = self.num_tokens(), self.random.choice(_SIZES)
         a = self.view(E4M3, m, k), self.scales(m, num_blocks(k))
-        operands = (*a, *self.weight(_NUM_EXPERTS, n, k), self.view(torch.bfloat16, m, n))
-        self.ops.contiguous(*operands, None, self.bounds)
+        b, d = self.weight(_NUM_EXPERTS, n, k), self.view(torch.bfloat16, m, n)
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=self.bounds)
 
     def masked(self) -> None:
         m, (n, k) = self.num_tokens() + 8, self.random.choice(_SIZES)
         a = self.view(E4M3, _NUM_EXPERTS, m, k), self.scales(_NUM_EXPERTS, m, num_blocks(k))
-        d = self.view(torch.bfloat16, _NUM_EXPERTS, m, n)
-        self.ops.masked(*a, *self.weight(_NUM_EXPERTS, n, k), d, self.bounds[1:], 4)
+        b, d = self.weight(_NUM_EXPERTS, n, k), self.view(torch.bfloat16, _NUM_EXPERTS, m, n)
+        m_grouped_fp8_gemm_nt_masked(a, b, d, self.bounds[1:], 4)
 
     def linear(self) -> torch.Tensor:
         n, k = self.random.choice(_SIZES)
         x = self.view(torch.bfloat16, self.num_tokens(), k)
-        return self.ops.linear(x, *self.weight(n, k), None)
+        return fp8_linear(x, *self.weight(n, k), None)
 
     def feed_forward(self) -> torch.Tensor:
         h, i = self.random.choice(_SIZES)
         gate, up, down = self.weight(i, h), self.weight(i, h), self.weight(h, i)
         x = self.view(torch.bfloat16, self.num_tokens(), h)
-        return self.ops.feed_forward(x, *gate, *up, *down, None)
+        return feed_forward(x, *gate, *up, *down, None)
 
     def experts(self) -> torch.Tensor:
         h, i = self.random.choice(_SIZES)
@@ -164,50 +143,17 @@ class Mix:
         ids = self.view(torch.int64, num_tokens, 2)
         weights = self.view(torch.float32, num_tokens, 2)
         masked = self.random.random() < 0.3
-        return self.ops.experts(x, ids, weights, gate_up, scales, *down, None, masked)
+        return experts(x, ids, weights, gate_up, scales, *down, None, masked)
 
     def plan(self) -> Any:
         ids = self.view(torch.int64, self.num_tokens(), self.number(1, 9))
-        return self.ops.plan(ids, self.number(1, 300), 1, None)
+        return build_plan(ids, self.number(1, 300))
 
     def top_k(self) -> Any:
         logits = self.view(torch.float32, self.num_tokens(), self.number(8, 300))
         if self.random.random() < 0.5:
-            return self.ops.softmax(logits, self.number(1, 9), True)
-        return self.ops.sigmoid(logits, None, 8, 1, 1, True, 2.5)
-
-
-# ---- What is kept ----
-
-
-class Kept(dict):
-    """Counts how often it was forgotten."""
-
-    num_forgotten = 0
-
-    def clear(self) -> None:
-        self.num_forgotten += 1
-        super().clear()
-
-
-def watch(monkeypatch, most: int) -> list[Kept]:
-    """All that is kept for calls to come; `most` entries each."""
-    for room, name in (
-        *((gemm_launch.Launches, "max_kept"), (feed_forward, "_MAX_KEPT")),
-        *((experts_launch, "_MAX_KEPT"), (quantize_launch, "_MAX_PREPARED")),
-        (top_k_launch, "_MAX_PREPARED"),
-    ):
-        monkeypatch.setattr(room, name, most)
-    found = []
-    for room, name in (
-        *((gemm_launch._launches, "plans"), (gemm_launch._launches, "prepared")),
-        *((grouped_launch._launches, "plans"), (grouped_launch._launches, "prepared")),
-        *((experts_launch, "_layers"), (experts_launch, "_prepared"), (feed_forward, "_launches")),
-        *((quantize_launch._of_thread, "prepared"), (top_k_launch._of_thread, "prepared")),
-    ):
-        found.append(Kept())
-        monkeypatch.setattr(room, name, found[-1])
-    return found
+            return softmax_topk(logits, self.number(1, 9), True)
+        return sigmoid_group_topk(logits, None, 8, 1, 1, True, 2.5)
 
 
 def resident_bytes() -> int:

@@ -10,7 +10,6 @@ import torch
 
 from moefp8 import FP8Linear
 from moefp8.kernels import jit
-from moefp8.kernels.jit import driver, module
 from moefp8.quant import quantize_launch
 from moefp8.quant.quantize import quantize_1x128
 
@@ -45,20 +44,19 @@ def kernels_find_no_memory() -> None:
     layer, x = sample()
     with torch.inference_mode():
         expected = layer(x)
-    kernel = quantize_launch.kernels_of(torch.bfloat16)[0]
+    driver = jit.current_driver()
+    function = driver.load(quantize_launch.kernels_of(torch.bfloat16)[0], 0)
     told = ""
     with full_memory():
         for _ in range(20_000):
-            module._functions.clear()
             try:
-                jit.load(kernel, 0)
+                driver.restore(function)
             except torch.cuda.OutOfMemoryError as error:
                 told = str(error)
                 break
     print(told or "20000 modules were loaded without any memory")
     assert not told or "torch.cuda.empty_cache()" in told
-    quantize_launch._of_thread.prepared.clear()
-    with torch.inference_mode():
+    with torch.inference_mode(), jit.using(jit.Driver()):
         assert torch.equal(layer(x), expected)
 
 
@@ -66,9 +64,7 @@ def an_illegal_address() -> None:
     """What fails once fails for good, and says so."""
     x = torch.randn(40, 512, device="cuda")
     quantize_1x128(x, False)
-    prepared = next(iter(quantize_launch._of_thread.prepared.values()))
-    prepared.arguments.x = 16
-    prepared.launch()
+    jit.launch_all(jit.current_driver().prepared().values(), 0, (16, 16, 16))
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -88,7 +84,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def _reset_by_driver() -> None:
-    lib, device = driver.library(), ctypes.c_int()
+    lib, device = jit.current_driver().library, ctypes.c_int()
     assert lib.cuDeviceGet(ctypes.byref(device), 0) == 0
     assert lib.cuDevicePrimaryCtxReset_v2(device) == 0
 

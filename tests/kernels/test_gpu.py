@@ -8,9 +8,11 @@ import torch
 from moefp8 import FP8Linear, GroupedExperts, MoE, load_checkpoint, save_checkpoint
 from moefp8.kernels import (
     fp8_gemm_nt,
+    jit,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
+from moefp8.kernels.common.registry import register
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.routing import build_plan, combine, dispatch, sigmoid_group_topk, softmax_topk
 from moefp8.testing import assert_matches_reference
@@ -152,20 +154,29 @@ def test_mixed_devices_are_named():
         experts(torch.randn(3, 64), index, weights)
 
 
-def test_portable_bodies_are_announced(monkeypatch):
-    from moefp8.kernels.common import registry
+class OtherGpu(jit.Driver):
+    """Of no Hopper GPU."""
 
-    a = quantize_1x128(torch.ones(2, 128, device="cuda"))
-    b = quantize_128x128(torch.ones(1, 8, 128, device="cuda"))
-    d = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
-    offsets = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
-    name = "m_grouped_fp8_gemm_nt_contiguous"
-    monkeypatch.setattr(registry, "runs_our_kernels", lambda device_index: False)
-    registry._announce_portable.cache_clear()
-    with pytest.warns(UserWarning, match=f"{name} runs its portable PyTorch body on NVIDIA"):
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
-    registry._announce_portable.cache_clear()
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
-    registry._announce_portable.cache_clear()
+    def runs_our_kernels(self, device_index: int) -> bool:
+        return False
+
+
+def test_portable_bodies_are_announced(monkeypatch):
+    """Once by each op: this one is the test's own."""
+    op = register(
+        "announced_in_a_test(Tensor x) -> Tensor",
+        cpu=lambda x: x + 1,
+        fake=torch.empty_like,
+        hopper=lambda x: x + 2,
+    )
+    x = torch.ones(3, device="cuda")
+    assert torch.equal(op(x), x + 2)
+    with jit.using(OtherGpu()):
+        with monkeypatch.context() as patch:
+            patch.setenv("MOEFP8_STRICT", "1")
+            with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
+                op(x)
+        told = "announced_in_a_test runs its portable PyTorch body on NVIDIA"
+        with pytest.warns(UserWarning, match=told):
+            assert torch.equal(op(x), x + 1)
+        assert torch.equal(op(x), x + 1)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moefp8.functional import experts_launch
-from moefp8.functional.experts_prepare import Sizes, Workspace
-from moefp8.kernels.jit import tma
+from moefp8.functional.workspace import Workspace
+from moefp8.kernels import jit
+from moefp8.kernels.gemm.experts_sizes import Sizes
 from tests.functional.cases import run, tokens_of, weights_of
 from tests.gpu import NEEDS_GPU
-from tests.kernels.leaks import OPS, Mix, resident_bytes, watch
+from tests.kernels.leaks import Mix, resident_bytes
 from tests.kernels.ruin import full_memory
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
@@ -41,34 +41,34 @@ def usage() -> Usage:
     return Usage(host, torch.cuda.memory_allocated(), allocator, total - free - allocator)
 
 
-def test_a_million_calls_leak_nothing(monkeypatch):
+def test_a_million_calls_leak_nothing():
     """Of all ops in turn, on two streams, of ever-new shapes, strides and addresses."""
-    most = max(64, NUM_CALLS // 2000)
-    kept, mix = watch(monkeypatch, most), Mix(OPS, "cuda", fresh=0.01)
+    most, mix = max(64, NUM_CALLS // 400), Mix("cuda", fresh=0.01)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     sample = tokens_of(40, 264, "cuda"), weights_of(4, 264, 512, "cuda")
     ids, of_choices = torch.randint(5, (40, 2), device="cuda"), torch.rand(40, 2, device="cuda")
     expected = run(sample[0], ids, of_choices, sample[1])
-    mix.fill(kept, most)
-    before, begin = usage(), time.perf_counter()
-    for i in range(NUM_CALLS):
-        if i % 1000 == 0:  # what waits to run is bounded
-            torch.cuda.synchronize()
-            torch.cuda.set_stream(streams[i // 1000 % 2])
-        if i == NUM_CALLS // 5:
-            before, begin = usage(), time.perf_counter()
-        mix.call()
-    torch.cuda.set_stream(torch.cuda.default_stream())
-    after = usage()
-    microseconds = (time.perf_counter() - begin) / (0.8 * NUM_CALLS) * 1e6
-    print(f"{microseconds:.0f} us a call; {before} -> {after}; {[x.num_forgotten for x in kept]}")
-    assert all(len(x) <= most and x.num_forgotten > 1 for x in kept)
-    assert tma._encode.cache_info().currsize <= 4096
-    assert after.host - before.host < 32 * MIB
-    assert after.tensors == before.tensors
-    assert after.allocator - before.allocator < 64 * MIB  # two streams, and any order of sizes
-    assert after.driver - before.driver < 8 * MIB
-    assert torch.equal(run(sample[0], ids, of_choices, sample[1]), expected)
+    with jit.using(jit.Driver(max_prepared=most)):
+        mix.fill()
+        before, begin = usage(), time.perf_counter()
+        for i in range(NUM_CALLS):
+            if i % 1000 == 0:  # what waits to run is bounded
+                torch.cuda.synchronize()
+                torch.cuda.set_stream(streams[i // 1000 % 2])
+            if i == NUM_CALLS // 5:
+                before, begin = usage(), time.perf_counter()
+            mix.call()
+            assert mix.num_kept <= most
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        after = usage()
+        microseconds = (time.perf_counter() - begin) / (0.8 * NUM_CALLS) * 1e6
+        print(f"{microseconds:.0f} us a call; {before} -> {after}; {mix.num_forgotten} forgotten")
+        assert mix.num_forgotten > 1
+        assert after.host - before.host < 32 * MIB
+        assert after.tensors == before.tensors
+        assert after.allocator - before.allocator < 64 * MIB  # two streams, any order of sizes
+        assert after.driver - before.driver < 8 * MIB
+        assert torch.equal(run(sample[0], ids, of_choices, sample[1]), expected)
 
 
 # ---- No memory ----
@@ -85,7 +85,7 @@ def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
     expected = run(x, ids, of_choices, weights, None, masked)
     workspace = Workspace.of(Sizes(12000, 2, 8, 2048, size, masked)).size
     assert workspace > 64 * MIB
-    prepared = len(experts_launch._prepared)
+    prepared = [*jit.current_driver().prepared()]
     gc.collect()
     before = torch.cuda.memory_allocated()
     with full_memory(spare=expected.nbytes + 2 * MIB):  # the result alone finds a place
@@ -94,5 +94,5 @@ def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
                 run(x, ids, of_choices, weights, None, masked)
     gc.collect()
     assert torch.cuda.memory_allocated() == before
-    assert len(experts_launch._prepared) == prepared
+    assert [*jit.current_driver().prepared()] == prepared
     assert torch.equal(run(x, ids, of_choices, weights, None, masked), expected)

@@ -1,46 +1,207 @@
-"""Which body of an op runs on which GPU."""
+"""Which body of an op runs on which GPU, and who sees a call: the dispatcher, or nobody."""
 
+import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefp8.kernels.common import registry
+from moefp8.functional.linear import fp8_linear
+from moefp8.kernels import jit
+from moefp8.kernels.common import fp8, registry
+from tests.kernels.gemm import cases
+
+# ---- Bodies ----
 
 
-def test_which_body_runs(monkeypatch):
-    ran = []
-    bodies = [lambda x: ran.append("portable"), lambda x: ran.append("hopper")]
-    x = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
-    on_gpu = registry._on_gpu("some_op", *bodies)
+@pytest.mark.parametrize(
+    ("hip", "capability", "is_hopper"),
+    [(None, (9, 0), True), (None, (8, 0), False), (None, (10, 0), False), ("7.0", (9, 4), False)],
+)
+def test_which_gpus_run_our_kernels(monkeypatch, hip, capability, is_hopper):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    driver = jit.Driver()
+    assert driver.runs_our_kernels(0) == is_hopper
+    assert not driver.runs_our_kernels(-1)
+
+
+class Gpu(jit.Driver):
+    """A GPU that is a Hopper, or is not."""
+
+    def __init__(self, is_hopper: bool) -> None:
+        super().__init__()
+        self.is_hopper = is_hopper
+
+    def runs_our_kernels(self, device_index: int) -> bool:
+        return self.is_hopper and device_index >= 0
+
+
+def body(name: str):
+    return lambda x: name
+
+
+ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("is_hopper", "bodies", "takes", "expected"),
+    [
+        (True, {"hopper"}, True, "hopper"),
+        (True, {"hopper"}, False, "portable"),
+        (False, {"hopper"}, True, "portable"),
+        (True, {"hopper", "cuda"}, True, "hopper"),
+        (True, {"hopper", "cuda"}, False, "cuda"),
+        (False, {"hopper", "cuda"}, True, "cuda"),
+        (True, {"cuda"}, True, "cuda"),
+    ],
+)
+def test_which_body_runs(monkeypatch, is_hopper, bodies, takes, expected):
+    """The portable one with a warning, once for each op and GPU, or not at all where asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
-    for hip, capability, expected in (
-        (None, (9, 0), "hopper"),
-        (None, (8, 0), "portable"),
-        (None, (10, 0), "portable"),
-        ("7.0", (9, 4), "portable"),
-    ):
-        registry.runs_our_kernels.cache_clear()
-        registry._announce_portable.cache_clear()
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i, c=capability: c)
+    name = f"op {is_hopper} {sorted(bodies)} {takes}"
+    others = (body(x) if x in bodies else None for x in ("hopper", "cuda"))
+    on_gpu = registry._on_gpu(name, body("portable"), *others, lambda x: takes)
+    with jit.using(Gpu(is_hopper)), warnings.catch_warnings():
+        warnings.simplefilter("error")
         if expected == "portable":
-            with pytest.warns(UserWarning, match="some_op runs its portable .* NVIDIA 0"):
-                on_gpu(x)
-        on_gpu(x)
-        assert ran[-1] == expected
-    registry._announce_portable.cache_clear()
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
-        on_gpu(x)
-    registry._announce_portable.cache_clear()
-    registry.runs_our_kernels.cache_clear()
+            with monkeypatch.context() as patch:
+                patch.setenv("MOEFP8_STRICT", "1")
+                with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):
+                    on_gpu(ON_GPU)
+            told = r"runs its portable PyTorch body on NVIDIA 0: correct, but slow"
+            with pytest.warns(UserWarning, match=told):
+                on_gpu(ON_GPU)
+        assert on_gpu(ON_GPU) == expected
 
 
-def test_a_body_for_other_gpus_needs_no_warning(monkeypatch):
-    bodies = [lambda x: "portable", lambda x: "hopper", lambda x: "cuda"]
-    x = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
-    for is_hopper, expected in ((True, "hopper"), (False, "cuda")):
-        monkeypatch.setattr(registry, "runs_our_kernels", lambda index, is_it=is_hopper: is_it)
-        assert registry._on_gpu("some_op", *bodies)(x) == expected
-        assert registry._on_gpu("some_op", bodies[0], None, bodies[2])(x) == "cuda"
+# ---- Who sees a call ----
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def within(*managers):
+    """The call amid these contexts."""
+
+    def run(call, x):
+        with ExitStack() as stack:
+            for manager in managers:
+                stack.enter_context(manager())
+            return call(x)
+
+    return run
+
+
+def faked(call, x):
+    """It computes no numbers, and so gives what it is told."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = call(mode.from_tensor(x))
+    assert (y.shape, y.dtype) == (call.expected.shape, torch.bfloat16)
+    return call.expected
+
+
+def profiled(profile):
+    def run(call, x):
+        with profile() as found:
+            y = call(x)
+        assert any(x.key == f"moefp8::{call.name}" for x in found.key_averages())
+        return y
+
+    return run
+
+
+WATCHED = {
+    "a dispatch mode": within(Dispatches),
+    "a function mode": within(Functions),
+    "a default device": within(lambda: torch.device("cpu")),
+    "fake tensors": faked,
+    "compiled": lambda call, x: torch.compile(call, fullgraph=True, backend="aot_eager")(x),
+    "made a graph": lambda call, x: make_fx(call)(x)(x),
+    "traced": lambda call, x: torch.jit.trace(call, x, check_trace=False)(x),
+    "vmap": lambda call, x: torch.vmap(call)(x[None])[0],
+    "functionalized": lambda call, x: torch.func.functionalize(call)(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[0],
+    "profiled": profiled(torch.profiler.profile),
+    "profiled by autograd": profiled(torch.autograd.profiler.profile),
+    "negative bit": lambda call, x: call(torch._neg_view(-x)),
+    "a subclass": lambda call, x: call(x.as_subclass(Subclass)),
+}
+UNSEEN = {
+    "plain": within(),
+    "no gradients": within(torch.no_grad),
+    "inference": within(torch.inference_mode),
+    "a parameter": lambda call, x: call(torch.nn.Parameter(x, requires_grad=False)),
+    "once all have gone": lambda call, x: (WATCHED["a dispatch mode"](call, x), call(x))[1],
+}
+
+
+def linear():
+    """An op that returns its result, as a function of x."""
+    x = torch.randn(5, 256)
+    weight = fp8.quantize_128x128(torch.randn(48, 256), False)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(x, *weight, None)
+
+    call.name, call.expected = "fp8_linear", fp8_linear.overload(x, *weight, None)
+    return call, x
+
+
+def gemm():
+    """One that writes its result, as a function of the bias."""
+    *operands, d, bias = cases.operands(5, 48, 256, torch.float32)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return cases.run_gemm(*operands, torch.zeros(5, 48, dtype=torch.bfloat16), x)
+
+    call.name, call.expected = "fp8_gemm_nt", cases.expected_of(*operands, d, bias)
+    return call, bias
+
+
+@pytest.mark.parametrize(
+    ("op", "how"),
+    [
+        *((linear, how) for how in WATCHED),
+        # PyTorch transforms no ops that write: these two refuse.
+        *((gemm, how) for how in WATCHED if how not in ("vmap", "functionalized")),
+    ],
+)
+def test_who_watches_sees_the_op(gpu, op, how):
+    """The dispatcher calls the body, on tensors of the CPU that of the CPU."""
+    call, x = op()
+    assert torch.equal(WATCHED[how](call, x), call.expected)
+    assert gpu.launched == []
+
+
+@pytest.mark.parametrize("op", [linear, gemm])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_where_nobody_watches_the_launcher_is_called_at_once(gpu, op, how):
+    call, x = op()
+    y = UNSEEN[how](call, x)
+    assert torch.equal(y, call.expected)
+    assert not y.requires_grad
+    assert len(gpu.launched) == (2 if op is linear else 1)
+
+
+def test_a_result_that_is_written_has_a_new_version(gpu):
+    *operands, d, bias = cases.operands(5, 48, 256)
+    for version in (1, 2, 3):
+        cases.run_gemm(*operands, d, bias)
+        assert (d._version, len(gpu.launched)) == (version, version)

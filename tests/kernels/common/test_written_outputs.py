@@ -40,11 +40,15 @@ def gemm(request):
     return request.param
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.fixture(params=["cpu", "launched", pytest.param("cuda", marks=NEEDS_GPU)])
 def operands(request):
-    torch.manual_seed(0)
-    a, b = torch.randn(M, K, device=request.param), torch.randn(N, K, device=request.param)
-    return quantize_1x128(a), quantize_128x128(b)
+    """Of the CPU, once where its body runs and once where kernels are launched; or of a GPU."""
+    device = "cuda" if request.param == "cuda" else "cpu"
+    a, b = torch.randn(M, K, device=device), torch.randn(N, K, device=device)
+    pairs = quantize_1x128(a), quantize_128x128(b)
+    gpu = request.getfixturevalue("gpu") if request.param == "launched" else None
+    yield pairs
+    assert gpu is None or gpu.launched
 
 
 def empty(operands, **options):

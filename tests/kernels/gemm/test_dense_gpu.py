@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
-from moefp8.kernels.gemm import dense_launch as room
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm.dense_launch import launch_gemm
+from moefp8.kernels.gemm.launch import band
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from tests.kernels import sanitizer as sanitizer_cases
-from tests.kernels.gemm.cases import BIASES, NAN, PLACES, SCALE_PLACES, nothing_around_is_written
+from tests.kernels.gemm.cases import (
+    BIASES,
+    NAN,
+    PLACES,
+    SCALE_PLACES,
+    nothing_around_is_written,
+    run_gemm,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -67,7 +74,7 @@ def assert_right(d: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) ->
 def launch_and_compare(made: Case) -> None:
     made.arguments[4].fill_(NAN)
     with no_synchronisation():
-        room.launch_gemm(*made.arguments)
+        run_gemm(*made.arguments)
     assert_right(made.arguments[4], made.expected, made.size)
 
 
@@ -94,7 +101,7 @@ def test_any_shape_and_layout_is_right(shape, seed, octaves, places, scale_place
     )
     with nothing_around_is_written(d):
         with no_synchronisation():
-            room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, added)
+            run_gemm(a, a_scale_inv, b, b_scale_inv, d, added)
         assert_right(d, made.expected, made.size)
 
 
@@ -105,11 +112,11 @@ def test_large_shapes_are_right(m):
 
 
 @pytest.mark.parametrize("name", sanitizer_cases.FAMILIES)
+@pytest.mark.usefixtures("new_driver")
 def test_every_family_is_right(name, monkeypatch):
     """Also where it would not be chosen."""
     config = sanitizer_cases.FAMILIES[name]
     monkeypatch.setattr(heuristic, "choose_config", lambda *shape: config)
-    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
     k = 128 * config.split_k * config.k_blocks_per_stage
     shapes = [
         *sanitizer_cases.shapes_of(config),
@@ -119,7 +126,7 @@ def test_every_family_is_right(name, monkeypatch):
         made = case(m, n, k, BIASES[i % 4], octaves=i % 3 * 10)
         launch_and_compare(made)
         d, alone = made.arguments[4], made.arguments[4].clone()
-        room.launch_gemm(*made.arguments[:4], d.fill_(NAN), made.arguments[5], programmatic=True)
+        launch_gemm(*made.arguments[:4], d.fill_(NAN), made.arguments[5], programmatic=True)
         assert torch.equal(d, alone)
 
 
@@ -131,7 +138,7 @@ def test_what_shared_memory_held_before_is_never_seen(m):
     poison.arguments[0].view(torch.uint8).fill_(0x7F)  # NaN
     poison.arguments[1].fill_(NAN)
     for _ in range(5):
-        room.launch_gemm(*poison.arguments)
+        run_gemm(*poison.arguments)
         launch_and_compare(made)
 
 
@@ -154,14 +161,19 @@ def test_bad_activations_stay_in_their_row(bad, m):
     assert torch.equal(d[others], clean[others])
 
 
-def test_the_op_takes_our_kernel(monkeypatch):
-    made = case(33, 200, 520, torch.bfloat16)
-    a, a_scale_inv, b, b_scale_inv, d, bias = made.arguments
-    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
-    for _ in range(2):
-        fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d.fill_(NAN), bias=bias)
-        assert_right(d, made.expected, made.size)
-        assert len(room._launches.prepared) == 1
+def test_one_prepared_launch_serves_new_addresses_and_streams(new_driver):
+    """And it is our kernel that the op takes."""
+    cases = [case(33, 200, 528, torch.bfloat16) for _ in range(4)]
+    new_driver.prepared().clear()  # of what has quantized them
+    torch.cuda.synchronize()
+    for made in (*cases, *cases):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            made.arguments[4].fill_(NAN)
+            run_gemm(*made.arguments)
+        stream.synchronize()
+        assert_right(made.arguments[4], made.expected, made.size)
+        assert len(new_driver.prepared()) == 1
 
 
 @pytest.mark.parametrize("bias", BIASES)
@@ -184,7 +196,7 @@ def test_repeated_runs_are_identical(shape):
     first = made.arguments[4].clone()
     for _ in range(20):
         made.arguments[4].fill_(NAN)
-        room.launch_gemm(*made.arguments)
+        run_gemm(*made.arguments)
         assert torch.equal(made.arguments[4], first)
 
 
@@ -196,7 +208,7 @@ def test_streams_run_side_by_side():
         for made, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
                 made.arguments[4].fill_(NAN)
-                room.launch_gemm(*made.arguments)
+                run_gemm(*made.arguments)
     torch.cuda.synchronize()
     for made in cases:
         assert_right(made.arguments[4], made.expected, made.size)
@@ -210,22 +222,25 @@ def test_the_current_stream_is_taken():
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         late.copy_(a)
-        room.launch_gemm(late, *others)
+        run_gemm(late, *others)
     stream.synchronize()
     assert_right(others[3], made.expected, made.size)
 
 
-def test_threads_share_what_is_prepared():
+def test_threads_prepare_each_their_own_and_run_side_by_side(new_driver):
     cases = [case(m, 1000, 2000) for m in (5, 70, 300, 70)]
+    new_driver.prepared().clear()
     torch.cuda.synchronize()
 
-    def work(made: Case) -> None:
+    def work(made: Case) -> int:
         for _ in range(50):
-            room.launch_gemm(*made.arguments)
+            run_gemm(*made.arguments)
         torch.cuda.synchronize()
+        return len(new_driver.prepared())
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(work, cases))
+        assert all(pool.map(work, cases))
+    assert not new_driver.prepared()
     for made in cases:
         assert_right(made.arguments[4], made.expected, made.size)
 
@@ -234,7 +249,7 @@ def test_threads_share_what_is_prepared():
 def test_another_gpu_than_the_current_one():
     made = case(70, 1000, 2000)
     there = [x if x is None else x.to("cuda:1") for x in made.arguments]
-    room.launch_gemm(*there)
+    run_gemm(*there)
     assert_right(there[4].to("cuda:0"), made.expected, made.size)
 
 
@@ -260,7 +275,7 @@ def test_two_gpus_from_two_threads():
             made = [case(m, 1000, 2000) for m in (5, 300)]
             for _ in range(50):
                 for each in made:
-                    room.launch_gemm(*each.arguments)
+                    run_gemm(*each.arguments)
             for each in made:
                 assert_right(each.arguments[4], each.expected, each.size)
 
@@ -269,13 +284,13 @@ def test_two_gpus_from_two_threads():
 
 
 @pytest.mark.parametrize("shape", [(1, 2112, 7168), (77, 333, 1000), (512, 2112, 7168)])
-def test_graphs_replay_with_new_numbers(shape, monkeypatch):
-    # preparing while a graph is captured must be allowed
-    monkeypatch.setattr(room, "_launches", gemm_plan.Launches())
+@pytest.mark.usefixtures("new_driver")
+def test_graphs_replay_with_new_numbers(shape):
+    """Also when the kernel is loaded and prepared while the graph is captured."""
     made = case(*shape, torch.float32)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        room.launch_gemm(*made.arguments)
+        run_gemm(*made.arguments)
     for _ in range(3):
         new = case(*shape, torch.float32)
         for x, y in zip(made.arguments, new.arguments, strict=True):
@@ -285,22 +300,20 @@ def test_graphs_replay_with_new_numbers(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("m", [3, 300])
+@pytest.mark.usefixtures("new_driver")
 def test_a_limit_of_sms_changes_no_result(m):
     made = case(m, 2112, 7168)
-    try:
-        for limit in (1, 8, 131, 10_000, None):
-            kernels.set_num_sms(limit)
-            launch_and_compare(made)
-    finally:
-        kernels.set_num_sms(None)
+    for limit in (1, 8, 131, 10_000, None):
+        kernels.set_num_sms(limit)
+        launch_and_compare(made)
 
 
 def test_a_last_band_of_tiles_that_is_cut_off():
     m, n, k = 128 * 9 + 5, 2112, 24000
     config = heuristic.choose_config(m, n, k, kernels.get_num_sms())
     rows = kernels.ceil_div(m, config.tile[0])
-    assert gemm_plan.band(config, m, k) < rows
-    assert rows % gemm_plan.band(config, m, k)
+    assert band(config, m, k) < rows
+    assert rows % band(config, m, k)
     launch_and_compare(case(m, n, k))
 
 
@@ -311,7 +324,7 @@ def test_more_than_2_to_31_elements():
     a, b = quantize_1x128(many), quantize_128x128(other)
     data, scales = a.data.repeat(repeats, 1), a.scale_inv.repeat(repeats, 1)
     d = torch.full((repeats * rows, 128), NAN, dtype=torch.bfloat16, device="cuda")
-    room.launch_gemm(data, scales, *b, d, None)
+    run_gemm(data, scales, *b, d, None)
     blocks = d.view(repeats, rows, 128)
     assert_right(blocks[0], *in_fp64(a, b, None))
     assert bool((blocks == blocks[0]).all())
@@ -321,7 +334,7 @@ def test_more_than_2_to_31_elements():
     a = quantize_1x128(other[:few])
     d = torch.full((few, repeats * rows), NAN, dtype=torch.bfloat16, device="cuda")
     data.view(repeats, rows, k).copy_(b.data)
-    room.launch_gemm(*a, data, scales, d, None)
+    run_gemm(*a, data, scales, d, None)
     blocks = d.view(few, repeats, rows)
     assert_right(blocks[:, 0], *in_fp64(a, b, None))
     assert bool((blocks == blocks[:, :1]).all())
@@ -335,7 +348,7 @@ def test_d_of_more_than_2_to_31_elements():
         quantize_128x128(torch.randn(n, k, device="cuda")),
     )
     d = torch.full((m, n), NAN, dtype=torch.bfloat16, device="cuda")
-    room.launch_gemm(*a, *b, d, None)
+    run_gemm(*a, *b, d, None)
     for rows in (slice(0, 300), slice(m - 300, m)):
         some = BlockScaled(a.data[rows], a.scale_inv[rows])
         assert_right(d[rows], *in_fp64(some, b, None))
@@ -361,6 +374,16 @@ def test_linear_equals_its_two_steps(m, dtype):
         with no_synchronisation():
             y = layer(x)
         assert torch.equal(y, in_two_steps(layer, x))
+
+
+def test_layers_of_one_layout_share_what_is_prepared(new_driver):
+    layers = [FP8Linear(512, 336, device="cuda") for _ in range(3)]
+    inputs = [torch.randn(20, 512, device="cuda") for _ in layers]
+    expected = [in_two_steps(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    new_driver.prepared().clear()
+    for layer, x, y in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(layer(x), y)
+        assert len(new_driver.prepared()) == 1
 
 
 @pytest.mark.parametrize("m", [1, 64, 700])

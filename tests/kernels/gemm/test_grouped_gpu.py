@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
-from moefp8.kernels.gemm import grouped_launch as room
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import Launches, Operands
+from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
+from moefp8.kernels.gemm.launch import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
@@ -29,6 +28,7 @@ from tests.kernels.gemm.grouped_cases import (
     operands,
     routing_of,
     routings,
+    run_op,
 )
 
 pytestmark = NEEDS_GPU
@@ -99,10 +99,9 @@ def test_any_routing_and_layout_is_right(routing, n, k, places, scale_places, m)
 
 
 @pytest.fixture
-def choose(monkeypatch):
+def choose(new_driver, monkeypatch):
     def take(config: GemmConfig) -> None:
         monkeypatch.setattr(heuristic, "choose_grouped_config", lambda *shape: config)
-        monkeypatch.setattr(room, "_launches", Launches())
 
     return take
 
@@ -232,7 +231,9 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(layout, m):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [4, 60, 1000])
+@pytest.mark.usefixtures("new_driver")
 def test_one_graph_serves_all_loads(layout, m):
+    """Also when the kernel is loaded and prepared while the graph is captured."""
     num_tokens, n, k = 512, 264, 528
     loads = [(512, 0, 0), (0, 0, 0), (0, 512, 0), (100, 200, 128), (1, 0, 1), (128, 127, 256)]
 
@@ -250,8 +251,6 @@ def test_one_graph_serves_all_loads(layout, m):
 
     routing, memory = made_of(loads[0])
     bounds, graph = routing.bounds_on("cuda"), torch.cuda.CUDAGraph()
-    room._launches.prepared.clear()  # preparing while a graph is captured must be allowed
-    room._launches.plans.clear()
     with torch.cuda.graph(graph):
         launch(routing, memory, bounds, m)
     for counts in (*loads, *loads[::-1]):
@@ -287,23 +286,20 @@ def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
     assert bool((memory[-guard:] == UNTOUCHED).all())
 
 
-def test_the_ops_take_our_kernels(monkeypatch):
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    for layout in LAYOUTS:
-        routing = routing_of(layout, (5, 0, 130))
-        made, bounds = on_gpu(operands(routing, 200, 264)), routing.bounds_on("cuda")
-        monkeypatch.setattr(room, "_launches", Launches())
-        a, b = (made.a, made.a_scale_inv), (made.b, made.b_scale_inv)
-        for _ in range(2):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_prepared_launch_serves_new_addresses_and_streams(new_driver, layout):
+    """And it is our kernel that the op takes."""
+    routing = routing_of(layout, (5, 0, 130))
+    samples = [(on_gpu(operands(routing, 200, 272)), routing.bounds_on("cuda")) for _ in range(4)]
+    torch.cuda.synchronize()
+    for made, bounds in (*samples, *samples):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
             made.d.fill_(UNTOUCHED)
-            if layout == GroupLayout.MASKED:
-                m_grouped_fp8_gemm_nt_masked(a, b, made.d, bounds, 50)
-            elif layout == GroupLayout.ROWS:
-                m_grouped_fp8_gemm_nt_contiguous(a, b, made.d, bounds)
-            else:
-                m_grouped_fp8_gemm_nt_contiguous(a, b, made.d, expert_offsets=bounds)
-            assert torch.equal(made.d, expected_of(routing, made))
-            assert len(room._launches.prepared) == 1
+            run_op(routing, made, bounds, 50)
+        stream.synchronize()
+        assert torch.equal(made.d, expected_of(routing, made))
+        assert len(new_driver.prepared()) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -346,16 +342,14 @@ def test_another_gpu_than_the_current_one(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("new_driver")
 def test_a_limit_of_sms_changes_no_result(layout):
     routing = routing_of(layout, (5, 0, 300, 64))
     made = on_gpu(operands(routing, 1000, 1040))
-    try:
-        for limit in (1, 8, 131, 10_000, None):
-            kernels.set_num_sms(limit)
-            for m in (4, 60, 1000):
-                launch_and_compare(routing, made, m)
-    finally:
-        kernels.set_num_sms(None)
+    for limit in (1, 8, 131, 10_000, None):
+        kernels.set_num_sms(limit)
+        for m in (4, 60, 1000):
+            launch_and_compare(routing, made, m)
 
 
 SHARED_TOKENS = "two buffers, multicast", "three math groups, multicast"
@@ -367,12 +361,9 @@ def test_a_limit_of_sms_changes_no_result_of_clusters(layout, name, choose):
     choose(sanitizer_cases.GROUPED_FAMILIES[name])
     routing = routing_of(layout, (5, 0, 300, 64, 700))
     made = on_gpu(operands(routing, 1000, 1040))
-    try:
-        for limit in (2, 3, 131, None):
-            kernels.set_num_sms(limit)
-            launch_and_compare(routing, made, 300)
-    finally:
-        kernels.set_num_sms(None)
+    for limit in (2, 3, 131, None):
+        kernels.set_num_sms(limit)
+        launch_and_compare(routing, made, 300)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -391,7 +382,7 @@ def test_a_programmatic_launch_waits_for_what_it_reads(layout, m, choose):
         torch.cuda.synchronize()
         a = quantize_1x128(x)
         late = made._replace(a=a.data, a_scale_inv=a.scale_inv, d=d[0])
-        room.launch_grouped_gemm("op", layout, late, bounds, m, programmatic=True)
+        launch_grouped_gemm("op", layout, late, bounds, m, programmatic=True)
         torch.cuda.synchronize()
         launch(routing, late._replace(d=d[1]), bounds, m)
         assert torch.equal(d[0][of_group], d[1][of_group])
