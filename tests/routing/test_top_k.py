@@ -185,8 +185,8 @@ void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
 }
 """
 RUN_KERNEL = """
-extern "C" bool {op}_{items}(const Arguments* args, uint32_t grid, uint32_t block, uint32_t bytes) {{
-  run({op}_kernel<Input::kFloat, {items}>, *args, grid, block);
+extern "C" bool {op}_{items}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
+  run({op}_kernel<Input::kFloat, {items}>, *x, grid, block);
   return bytes == 0;
 }}
 """
