@@ -15,13 +15,13 @@ import torch
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
-from benchmarks.timing import device_us_many
-from moefp8.kernels import jit, round_up
+from benchmarks.timing import Call, device_us_many
+from moefp8.kernels import ceil_div, get_num_sms, jit, round_up
 from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import dense_launch as gemm_launch
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.jit import Source
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
@@ -55,7 +55,7 @@ def grid(case: Case) -> Iterator[GemmConfig]:
 def possible(case: Case) -> list[GemmConfig]:
     """The choice, then all of the grid whose CTAs can run as they must."""
     m, n, k = case
-    num_sms = gemm_plan.get_num_sms()
+    num_sms = get_num_sms()
     found = {heuristic.choose_config(m, n, k, num_sms): None}
     for config in map(gemm_config.with_most_stages, grid(case)):
         estimate = heuristic.estimate_us(config, m, n, k, num_sms)  # infinite if too few can run
@@ -64,30 +64,38 @@ def possible(case: Case) -> list[GemmConfig]:
     return list(found)
 
 
-def launch_of(config: GemmConfig, operands: Operands) -> jit.Launch:
-    """A launch of this configuration, whatever would be chosen."""
-    chosen = heuristic.choose_config
-    d = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0])
-    gemm_launch._launches = gemm_plan.Launches()
-    heuristic.choose_config = lambda *shape: config  # type: ignore[assignment]
-    try:
-        gemm_launch.launch_gemm(*operands.a, *operands.b, d, None)
-    finally:
-        heuristic.choose_config = chosen
-    (launch,) = gemm_launch._launches.prepared.values()
-    return launch
+def call_of(config: GemmConfig, operands: Operands) -> Call:
+    """With this configuration, whatever would be chosen."""
+    d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
+    given = gemm_launch.Operands(*operands.a, *operands.b, d)
+    matrices = gemm_launch.fitting_operands(given, False, keep_d=False)
+    launch = gemm_launch.prepare_gemm(
+        config,
+        matrices,
+        gemm_launch.GemmSources(*map(Source, range(5))),
+        num_sms=num_sms,
+        all_sms=num_sms,
+        token_tiles=ceil_div(len(d), config.tile[0]),
+        tokens=len(d),
+    )
+
+    def run() -> torch.Tensor:
+        jit.launch_all((launch,), d.get_device(), tuple(x.data_ptr() for x in matrices))
+        return d
+
+    return run
 
 
 def measure(case: Case) -> dict[str, object]:
     configs, operands = possible(case), Operands.random(case)
-    launches = {str(i): launch_of(config, operands) for i, config in enumerate(configs)}
-    names, us = list(launches), {}
+    calls = {str(i): call_of(config, operands) for i, config in enumerate(configs)}
+    names, us = list(calls), {}
     for start in range(0, len(names), _AT_ONCE):
-        some = {name: launches[name] for name in names[start : start + _AT_ONCE]}
-        us |= device_us_many({"0": launches["0"], **some}, repeats=5, warm_up_seconds=0.02)
+        some = {name: calls[name] for name in names[start : start + _AT_ONCE]}
+        us |= device_us_many({"0": calls["0"], **some}, repeats=5, warm_up_seconds=0.02)
     # The choice and the best once more, side by side: the minimum of many flatters.
     best = min(us, key=us.__getitem__)
-    again = device_us_many({"0": launches["0"], best: launches[best]}, repeats=15)
+    again = device_us_many({"0": calls["0"], best: calls[best]}, repeats=15)
     ratio = again["0"] / again[best]
     describe = {name: repr(configs[int(name)]) for name in ("0", best)}
     print(f"{case}: {again['0']:.1f} us, best {again[best]:.1f}: x{ratio:.3f}", flush=True)
@@ -106,7 +114,7 @@ def main() -> None:
     require_gpu("benchmarks.gemm_configs")
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in M for n, k in N_K]
-    kernels = {gemm_plan.kernel_of(c, None) for case in cases for c in possible(case)}
+    kernels = {gemm_launch.kernel_of(c, None) for case in cases for c in possible(case)}
     jit.compile_kernels(list(kernels))
     rows = [measure(case) for case in cases]
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -22,21 +23,17 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.grouped_cases import DEEPSEEK_V3, spread
 from benchmarks.moe_cases import MODELS, Model, random_experts
 from benchmarks.moe_cases import Case as LayerCase
-from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, Call, device_us_many
-from moefp8.functional import experts_launch
+from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, Call, device_us_many, on_driver
 from moefp8.kernels import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous
-from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped_launch
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.heuristic import (
     choose_config,
     choose_experts_configs,
     choose_grouped_config,
 )
-from moefp8.kernels.gemm.launch import Launches, kernel_of
-from moefp8.kernels.jit import Cubin, Kernel, compile_kernel, compile_kernels, module
+from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.jit import Cubin, Driver, Kernel, compile_kernel, compile_kernels, driver
 from moefp8.kernels.jit.interleave import interleaved, promotions
-from moefp8.kernels.jit.once import Once
 from moefp8.quant import quantize_1x128, quantize_128x128
 
 RESULTS = Path(__file__).parent / "results" / "interleaving.json"
@@ -141,26 +138,11 @@ def loader(folder: Path, variant: Variant) -> Callable[[Kernel], Cubin]:
 
 
 def with_kernels(compiled: Callable[[Kernel], Cubin], call: Call) -> Call:
-    """`call` with kernels of its own, and with launches of its own."""
-    state: list[tuple[object, str, object]] = [
-        (module, "compile_kernel", compiled),
-        (module, "_functions", Once()),
-        (gemm_launch, "_launches", Launches()),
-        (grouped_launch, "_launches", Launches()),
-        (experts_launch, "_prepared", {}),
-    ]
-
-    def run() -> object:
-        before = [(room, name, getattr(room, name)) for room, name, _ in state]
-        for room, name, value in state:
-            setattr(room, name, value)
-        try:
-            return call()
-        finally:
-            for room, name, value in before:
-                setattr(room, name, value)
-
-    return run
+    """`call` with kernels of its own; it is made once, so that all of them are loaded."""
+    own = on_driver(Driver(), call)
+    with mock.patch.object(driver, "compile_kernel", compiled):
+        own()
+    return own
 
 
 # ---- Cases ----

@@ -16,10 +16,11 @@ from torch import nn
 
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.moe_cases import MODELS, Case, random_experts
-from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many
+from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many, on_driver
 from moefp8 import GroupedExperts, MoE
-from moefp8.functional import experts_launch, experts_prepare
+from moefp8.functional import experts_launch
 from moefp8.functional.experts import swiglu
+from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.layers import moe as moe_room
 
@@ -58,8 +59,8 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
         call, calls = Case.random(MODEL, experts, tokens).run, {}
         for name, takes in (("counter", True), ("every n-th", False)):
             # Each has launches of its own: what takes_tiles says is kept in them.
-            kept = _with(experts_launch, "_prepared", {}, call)
-            calls[name] = _with(experts_prepare, "takes_tiles", lambda *_, t=takes: t, kept)
+            kept = on_driver(jit.Driver(), call)
+            calls[name] = _with(experts_launch, "takes_tiles", lambda *_, t=takes: t, kept)
         yield {"what": "tiles, us", "tokens": tokens, **rounded(layer_us_many(calls, 15))}
 
 

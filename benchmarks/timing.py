@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from moefp8.kernels import jit
+
 Call = Callable[[], object]
 
 
@@ -173,6 +175,16 @@ def captured(call: Call) -> Call:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def on_driver(driver: jit.Driver, call: Call) -> Call:
+    """`call` with the kernels and the prepared launches of that driver."""
+
+    def run() -> object:
+        with jit.using(driver):
+            return call()
+
+    return run
 
 
 def graph_us_many(replays: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:

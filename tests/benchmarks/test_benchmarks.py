@@ -1,5 +1,6 @@
 """The GEMM benchmark without a GPU: ratios, goals, tables and plot on canned rows; operands."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import circumstances, gemm, peers, report, roofline, timing
+import benchmarks
+from benchmarks import circumstances, gemm, gemm_configs, peers, report, roofline, timing
 from benchmarks.peers import BF16, BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, PER_TENSOR, Case, Operands
+from moefp8.kernels import fp8_gemm_nt, set_num_sms
 from moefp8.testing import relative_error
+from tests.fakes.emulator import emulated
 
 REPOSITORY = Path(__file__).parents[2]
 README = "before\n<!-- gemm -->\nnot measured yet\n<!-- /gemm -->\nafter\n"
@@ -340,3 +344,24 @@ def test_without_a_gpu_one_sentence():
     assert "torch finds no CUDA GPU" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(benchmarks.__file__).parent.glob("*.py")), ids=lambda x: x.stem
+)
+def test_every_benchmark_can_be_imported(path):
+    importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_a_configuration_is_timed_whatever_would_be_chosen():
+    case = Case(16, 64, 256)
+    operands, expected = Operands.random(case, "cpu"), torch.empty(16, 64, dtype=torch.bfloat16)
+    fp8_gemm_nt(operands.a, operands.b, expected)
+    with emulated() as gpu:
+        set_num_sms(132)
+        chosen, *others = gemm_configs.possible(case)
+        for config in (chosen, others[0], others[-1]):
+            gpu.config_of[config.kernel_name("kNone")] = config
+            assert torch.equal(gemm_configs.call_of(config, operands)(), expected)
+            assert gpu.launched[-1].config == config
+    assert others

@@ -8,7 +8,9 @@ import torch
 
 from benchmarks import moe_choices
 from benchmarks.moe_cases import Model, random_experts
-from moefp8.functional import experts_launch, experts_prepare
+from moefp8.functional import experts_launch
+from moefp8.kernels import jit
+from moefp8.kernels.common.prepared import prepared
 from moefp8.layers import moe
 
 SMALL = Model("small", 5, 3, 256, 128)
@@ -60,15 +62,15 @@ def test_what_is_changed_for_a_call_is_changed_back(monkeypatch):
     seen = []
 
     def call():
-        seen.append((experts_prepare.takes_tiles, moe._FEW_TOKENS))
+        seen.append((experts_launch.takes_tiles, moe._FEW_TOKENS))
         raise RuntimeError
 
-    before = experts_prepare.takes_tiles, moe._FEW_TOKENS
+    before = experts_launch.takes_tiles, moe._FEW_TOKENS
     few = moe_choices._with(moe, "_FEW_TOKENS", 0, call)
     with pytest.raises(RuntimeError):
-        moe_choices._with(experts_prepare, "takes_tiles", None, few)()
+        moe_choices._with(experts_launch, "takes_tiles", None, few)()
     assert seen == [(None, 0)]
-    assert before == (experts_prepare.takes_tiles, moe._FEW_TOKENS)
+    assert before == (experts_launch.takes_tiles, moe._FEW_TOKENS)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
@@ -81,11 +83,10 @@ def test_each_way_to_take_tiles_has_launches_of_its_own(monkeypatch):
         return dict.fromkeys(calls, 1.0)
 
     def run(case):
-        experts_launch._prepared.setdefault("takes", experts_prepare.takes_tiles())
-        kept.append(experts_launch._prepared["takes"])
+        kept.append(prepared("takes", experts_launch.takes_tiles))
 
     monkeypatch.setattr(moe_choices, "layer_us_many", many)
     monkeypatch.setattr(moe_choices.Case, "run", run)
     list(moe_choices.counters(random_experts(SMALL, device="cpu")))
     assert kept == [True, False, True, False] * 3
-    assert "takes" not in experts_launch._prepared
+    assert "takes" not in jit.current_driver().prepared()

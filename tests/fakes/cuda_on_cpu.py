@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit.kernel import DEVICE_FOLDER
+from tests.fakes.emulator import Emulator
 
 CUDA = r"""
 #include <stdint.h>
@@ -215,24 +216,16 @@ def is_possible() -> bool:
     return shutil.which("g++") is not None
 
 
-def launch_class(functions: dict[str, Callable[..., bool]]) -> type:
-    """In place of `jit.Launch`, for functions that are kernels."""
+class OnCpu(Emulator):
+    """A library for `FakeDriver` that launches functions of `build`."""
 
-    class LaunchOnCpu:
-        def __init__(
-            self, kernel, grid, block, arguments, *, stream, shared_bytes=0, programmatic=False
-        ):
-            assert block % 32 == 0
-            assert 32 <= block <= 1024
-            (self.arguments,) = arguments
-            self.kernel, self.shape = kernel, (grid, block, shared_bytes)
-            self.programmatic = programmatic
+    def __init__(self, functions: dict[str, Callable[..., bool]]) -> None:
+        super().__init__()
+        self.functions = functions
 
-        def __call__(self) -> None:
-            run = functions[self.kernel.name]
-            assert run(ctypes.byref(self.arguments), *self.shape), "writes behind shared memory"
-
-        def on(self, device_index: int) -> None:
-            self()
-
-    return LaunchOnCpu
+    def run(self, made, parameters):
+        assert made.block % 32 == 0
+        assert 32 <= made.block <= 1024
+        run, arguments = self.functions[made.kernel.name], ctypes.c_void_p(parameters[0])
+        is_within = run(arguments, made.grid, made.block, made.shared_bytes)
+        assert is_within, "writes behind shared memory"

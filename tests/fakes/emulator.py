@@ -36,11 +36,17 @@ class FakeDriver(jit.Driver):
     """The driver of a Hopper GPU that works on tensors of the CPU: `jit.using(FakeDriver())`.
 
     num_sms: how many SMs it has. max_prepared: as in `jit.Driver`.
+    library: runs what is launched.
     launched: all launches so far, with what the kernel was given.
     """
 
-    def __init__(self, num_sms: int = NUM_SMS, max_prepared: int = 4096) -> None:
-        super().__init__(Emulator(), max_prepared)
+    def __init__(
+        self,
+        num_sms: int = NUM_SMS,
+        max_prepared: int = 4096,
+        library: "Emulator | None" = None,
+    ) -> None:
+        super().__init__(library or Emulator(), max_prepared)
         self.sms, self.stream = num_sms, 7
         self.launched, self.kernels = self.library.launched, self.library.kernels
         self.maps, self.config_of = self.library.maps, self.library.config_of
@@ -198,6 +204,10 @@ class Emulator(GemmEmulator):
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
+        self.run(made, parameters)
+        return 0
+
+    def run(self, made, parameters):
         bodies = {
             "quantize": self.quantize,
             "softmax": self.top_k,
@@ -206,8 +216,7 @@ class Emulator(GemmEmulator):
             "dispatch": self.dispatch,
             "combine": self.combine,
         }
-        bodies.get(kernel.name.split("_")[0], self.gemm)(made, parameters)
-        return 0
+        bodies.get(made.kernel.name.split("_")[0], self.gemm)(made, parameters)
 
     def quantize(self, made, parameters):
         made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])

@@ -25,12 +25,10 @@ def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, devic
     """Of random experts whose outputs are about as large as their inputs."""
     gate_up = torch.randn(num_experts, 2, intermediate_size, hidden_size, device=device)
     down = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
-    gate_up_data, gate_up_scales = quantize_128x128(gate_up * max(hidden_size, 1) ** -0.5, False)
-    down_data, down_scales = quantize_128x128(down * max(intermediate_size, 1) ** -0.5, False)
-    return Weights(
-        *(gate_up_data.flatten(1, 2), gate_up_scales.flatten(1, 2)),
-        *(down_data, down_scales),
-    )
+    quantize = quantize_128x128.overload  # which a fake GPU is not asked for
+    gate_up, gate_up_scales = quantize(gate_up * max(hidden_size, 1) ** -0.5, False)
+    down, down_scales = quantize(down * max(intermediate_size, 1) ** -0.5, False)
+    return Weights(gate_up.flatten(1, 2), gate_up_scales.flatten(1, 2), down, down_scales)
 
 
 def tokens_of(num_tokens: int, hidden_size: int, device="cpu") -> torch.Tensor:
@@ -47,7 +45,20 @@ def run(
     limit: float | None = None,
     masked: bool = False,
 ) -> torch.Tensor:
-    """Through the dispatcher: on tensors of the CPU, what its body computes."""
+    return experts(x, ids, top_k_weights, *weights, limit, masked)
+
+
+def body(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: Weights,
+    limit: float | None = None,
+    masked: bool = False,
+) -> torch.Tensor:
+    """In PyTorch, on tensors of the CPU; ids out of range count as E."""
+    e = weights.down_proj.shape[0]
+    ids = ids.masked_fill((ids < 0) | (ids > e), e)
     return experts.overload(x, ids, top_k_weights, *weights, limit, masked)
 
 

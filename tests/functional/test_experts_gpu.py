@@ -8,10 +8,11 @@ import torch
 
 from moefp8 import GroupedExperts
 from moefp8.functional import experts as op_room
-from moefp8.functional import experts_launch as room
-from moefp8.functional import experts_prepare
-from moefp8.kernels import set_num_sms
-from moefp8.kernels.gemm import tuned
+from moefp8.functional import experts_launch
+from moefp8.functional.workspace import Workspace
+from moefp8.kernels import jit, set_num_sms
+from moefp8.kernels.gemm import heuristic
+from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
     DOWN_FAMILIES,
@@ -69,23 +70,26 @@ def layer() -> Weights:
 
 
 @pytest.fixture
-def choose(monkeypatch):
+def forget():
+    """What this thread has prepared: it no longer holds once choices are made in another way."""
+    yield jit.current_driver().prepared().clear
+    jit.current_driver().prepared().clear()
+
+
+@pytest.fixture
+def choose(monkeypatch, forget):
     """Take these configurations for gate and up, and for down, or what would be chosen."""
-    chosen = tuned.choose_configs
+    chosen = heuristic.choose_experts_configs
 
     def take(gate_up=None, down=None) -> None:
         def instead(*shape):
             first, second = chosen(*shape)
             return gate_up or first, down or second
 
-        monkeypatch.setattr(tuned, "choose_configs", instead)
-        room._layers.clear()
-        room._prepared.clear()
+        monkeypatch.setattr(heuristic, "choose_experts_configs", instead)
+        forget()
 
-    yield take
-    monkeypatch.undo()
-    room._layers.clear()
-    room._prepared.clear()
+    return take
 
 
 # ---- Against the portable body ----
@@ -236,7 +240,7 @@ def test_a_limit_of_sms_changes_no_bit(layer, choose, family):
 
 
 @pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
-def test_who_takes_which_tile_changes_no_bit(choose, family, monkeypatch):
+def test_who_takes_which_tile_changes_no_bit(choose, forget, family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
     choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
     weights = weights_of(6, 1664, 1152, "cuda")
@@ -244,9 +248,9 @@ def test_who_takes_which_tile_changes_no_bit(choose, family, monkeypatch):
     expected: list[torch.Tensor] = []
     try:
         for take in (False, True):
-            monkeypatch.setattr(experts_prepare, "takes_tiles", lambda *_, take=take: take)
+            monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
+            forget()
             for limit in (2, 5, 16, None):
-                room._prepared.clear()
                 set_num_sms(limit)
                 poison()
                 results = [run(*arguments, weights) for arguments in 2 * cases]
@@ -290,17 +294,14 @@ def test_masked_equals_contiguous(layer, num_tokens):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_parts_equal_the_whole(layer, monkeypatch, masked):
+def test_parts_equal_the_whole(layer, monkeypatch, forget, masked):
     arguments = inputs(777, kind="out of range")
     expected = run(*arguments, layer, None, masked)
-    size = room.Workspace.of(room.Sizes(777, K, E, H, I, masked)).size
+    size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
     for parts in (2, 5, 40):
-        monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", size // parts)
-        room._layers.clear()
-        room._prepared.clear()
+        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
+        forget()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
-    room._layers.clear()
-    room._prepared.clear()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -328,12 +329,11 @@ def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
 @pytest.mark.parametrize(("h", "i"), [(H, I), (100, 200)])
-def test_one_graph_serves_all_routings(num_tokens, masked, h, i):
+def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     memory = inputs(num_tokens, hidden_size=h)
     run(*memory, weights, None, masked)  # kernels are compiled and loaded
-    room._layers.clear()  # preparing while a graph is captured must be allowed
-    room._prepared.clear()
+    forget()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(*memory, weights, None, masked)
@@ -410,7 +410,7 @@ def test_memory_is_given_back(layer):
     assert torch.cuda.memory_allocated() == before
     torch.cuda.reset_peak_memory_stats()
     y = run(*arguments, layer)
-    size = room.Workspace.of(room.Sizes(500, K, E, H, I, False)).size
+    size = Workspace.of(Sizes(500, K, E, H, I, False)).size
     assert torch.cuda.max_memory_allocated() - before <= size + y.numel() * 2 + (4 << 20)
 
 

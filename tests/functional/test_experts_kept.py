@@ -1,5 +1,6 @@
-"""What the launcher of the routed experts keeps between calls; `Emulator` stands for libcuda."""
+"""The launch contract of the routed experts: what is prepared anew, and what is not."""
 
+import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,192 +8,166 @@ import pytest
 import torch
 
 from moefp8 import kernels
-from moefp8.functional import experts as op_room
-from moefp8.functional import experts_launch as room
-from moefp8.functional import experts_prepare
-from tests.functional.cases import Weights, tokens_of, weights_of
-from tests.functional.launched import body, launch, names_of
+from moefp8.functional import experts_launch
+from tests.fakes.emulator import Emulator, emulated
+from tests.functional.cases import body, run, tokens_of, weights_of
 from tests.layers.cases import assert_matches_up_to_codes
 from tests.routing.cases import ids_of
 
-
-def prepared() -> list:
-    """The keys of all that is."""
-    return list(room._prepared)
+E, H, I = 3, 144, 272
 
 
-@pytest.fixture
-def preparations(monkeypatch):
-    """The arguments of every preparation."""
-    made, prepare = [], room._prepare
-
-    def count(*arguments):
-        made.append(arguments)
-        return prepare(*arguments)
-
-    monkeypatch.setattr(room, "_prepare", count)
-    return made
+def inputs(num_tokens: int = 9, h: int = H):
+    """Tokens, ids and weights of the choices."""
+    return tokens_of(num_tokens, h), ids_of("distinct", num_tokens, 2, E), torch.rand(num_tokens, 2)
 
 
-@pytest.mark.usefixtures("workspaces")
+def assert_right(*arguments) -> torch.Tensor:
+    y = run(*arguments)
+    assert_matches_up_to_codes(y, body(*arguments))
+    return y
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_second_call_prepares_nothing(gpu, preparations, masked):
-    weights = weights_of(3, 144, 272)
-    for i in range(4):
-        x, ids = tokens_of(9, 144), ids_of("distinct", 9, 2, 3)
-        arguments = x, ids, torch.rand(9, 2), weights, None, masked
-        y = launch(*arguments)
-        assert_matches_up_to_codes(y, body(*arguments))
-        dispatch, *_, combine = gpu.launched[-4:]
+def test_new_addresses_other_layers_and_other_streams_prepare_nothing(gpu, masked):
+    for i in range(1, 5):
+        gpu.stream, (x, ids, top_k_weights) = 40 + i, inputs()
+        weights = weights_of(E, H, I)
+        y = assert_right(x, ids, top_k_weights, weights, None, masked)
+        assert (len(gpu.prepared()), len(gpu.kernels), len(gpu.launched)) == (1, 4, 4 * i)
+        dispatch, first, second, combine = gpu.launched[-4:]
+        assert {made.stream for made in gpu.launched[-4:]} == {gpu.stream}
         assert dispatch.arguments.x == x.data_ptr()
         assert dispatch.arguments.routing.ids == ids.data_ptr()
-        assert combine.arguments.weights == arguments[2].data_ptr()
+        assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
+        assert second.b_maps[0].address == weights.down_proj.data_ptr()
+        assert combine.arguments.weights == top_k_weights.data_ptr()
         assert combine.arguments.out == y.data_ptr()
-        assert len(preparations) == 1
-        assert len(gpu.launched) == 4 * (i + 1)
 
 
-@pytest.mark.usefixtures("workspaces", "gpu")
-def test_whatever_decides_a_launch_is_prepared_for():
-    weights = weights_of(3, 144, 272)
-    x, ids, top_k_weights = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
-    odd = torch.empty(9 * 144 + 1, dtype=x.dtype)[1:].view(9, 144).copy_(x)
-    assert x.data_ptr() % 16 == 0
-    wide = torch.empty(9, 152, dtype=x.dtype)[:, :144].copy_(x)
-    others = Weights(*(z.clone() for z in weights))
-    expected = body(x, ids, top_k_weights, weights)
+def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
+    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
+    scales = weights.down_proj_scale_inv
+    unaligned = torch.empty(9 * H + 1, dtype=x.dtype)[1:].view(9, H).copy_(x)
+    in_wide_rows = torch.empty(9, 152, dtype=x.dtype)[:, :H].copy_(x)
     variants = [
         (x, ids, top_k_weights, weights),
+        (x[:8], ids[:8], top_k_weights[:8], weights),
         (x, ids.int(), top_k_weights, weights),
         (x.float(), ids, top_k_weights, weights),
-        (odd, ids, top_k_weights, weights),
-        (wide, ids, top_k_weights, weights),
+        (unaligned, ids, top_k_weights, weights),
+        (in_wide_rows, ids, top_k_weights, weights),
         (x, ids.T.contiguous().T, top_k_weights, weights),
-        (x, ids, top_k_weights.double().float().T.contiguous().T, weights),
+        (x, ids, top_k_weights.T.contiguous().T, weights),
+        (x, ids, top_k_weights.half(), weights),
         (x, ids, top_k_weights, weights, None, True),
         (x, ids, top_k_weights, weights, 1e30),
-        (x, ids, top_k_weights, others),
-        (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=others.down_proj_scale_inv)),
+        (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=scales.mT.contiguous().mT)),
     ]
     for _ in range(2):
         for arguments in variants:
-            assert_matches_up_to_codes(launch(*arguments), expected)
-        assert len(prepared()) == len(variants)
-    kernels.set_num_sms(3)
-    assert_matches_up_to_codes(launch(*variants[0]), expected)
-    assert len(prepared()) == len(variants) + 1
+            assert_right(*arguments)
+        assert len(gpu.prepared()) == len(variants)
+    for _ in range(2):
+        kernels.set_num_sms(3)
+        assert_right(*variants[0])
+        kernels.set_num_sms(None)
+        assert_right(*variants[0])
+        assert len(gpu.prepared()) == len(variants) + 1
 
 
-@pytest.mark.usefixtures("workspaces", "gpu")
-def test_what_is_prepared_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(room, "_MAX_KEPT", 3)
-    weights = weights_of(3, 144, 272)
-    for num_tokens in (*range(1, 9), 1, 2):
-        ids = ids_of("distinct", num_tokens, 2, 3)
-        arguments = tokens_of(num_tokens, 144), ids, torch.rand(num_tokens, 2), weights
-        for limit in (None, 1.0, 2.0, 3.0, None):
-            assert_matches_up_to_codes(launch(*arguments, limit), body(*arguments, limit))
-            assert 1 <= len(room._layers) <= 3
-            assert 1 <= len(room._prepared) <= 3
+def test_what_is_prepared_does_not_fill_the_memory():
+    weights = weights_of(E, H, I)
+    with emulated(max_prepared=3) as gpu:
+        for num_tokens in (*range(1, 9), 1, 2):
+            for limit in (None, 1.0, None):
+                assert_right(*inputs(num_tokens), weights, limit)
+                assert 1 <= len(gpu.prepared()) <= 3
 
 
-@pytest.mark.usefixtures("workspaces", "gpu")
-def test_only_new_layouts_are_checked(monkeypatch):
-    checked, check = [], op_room._allocate
-    monkeypatch.setattr(op_room, "_allocate", lambda *given: checked.append(given) or check(*given))
-    weights, ids = weights_of(3, 144, 272), ids_of("distinct", 9, 2, 3)
-    for calls, x in enumerate((tokens_of(9, 144), tokens_of(9, 144), tokens_of(9, 144).float())):
-        launch(x, ids, torch.rand(9, 2), weights)
-        assert len(checked) == (1, 1, 2)[calls]
-    errors, message = (TypeError, ValueError), r"^experts: (hidden_states|top_k_index) must be"
-    for wrong in (tokens_of(9, 140), tokens_of(8, 144), tokens_of(9, 144).double()):
+def test_only_new_layouts_are_checked(gpu):
+    checked, weights = [], weights_of(E, H, I)
+    for made in (inputs(), inputs(), inputs(8), inputs()):
+        experts_launch.launch_experts(lambda: checked.append(1), made, weights, math.inf, False)
+    assert len(checked) == 2
+
+
+def test_what_is_wrong_is_refused_in_every_call(gpu):
+    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
+    run(x, ids, top_k_weights, weights, 1.0)
+    for wrong in (tokens_of(9, 140), tokens_of(8, H), tokens_of(9, H).double()):
         for _ in range(2):
-            with pytest.raises(errors, match=message):
-                launch(wrong, ids, torch.rand(9, 2), weights)
-    assert len(room._layers) == 2
+            with pytest.raises(
+                (TypeError, ValueError), match=r"^experts: (hidden_s|top_k_i)\w+ must"
+            ):
+                run(wrong, ids, top_k_weights, weights, 1.0)
+    for limit in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"^experts: swiglu_limit must be"):
+            run(x, ids, top_k_weights, weights, limit)
+    assert len(gpu.prepared()) == 1
 
 
-@pytest.mark.usefixtures("workspaces", "gpu")
-@pytest.mark.parametrize("limit", [-1.0, float("nan")])
-def test_a_wrong_limit_is_refused_also_for_known_layouts(limit):
-    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2)
-    weights = weights_of(3, 144, 272)
-    launch(*arguments, weights, 1.0)
-    with pytest.raises(ValueError, match=r"^experts: swiglu_limit must be"):
-        launch(*arguments, weights, limit)
+def test_threads_prepare_for_themselves(gpu):
+    """The addresses of a call are written into what is prepared."""
+    weights = weights_of(E, H, I)
 
-
-@pytest.mark.usefixtures("workspaces", "gpu")
-def test_threads_prepare_for_themselves(preparations):
-    """The addresses of tokens are written into what is prepared."""
-    weights = weights_of(3, 144, 272)
-
-    def work(_) -> None:
-        arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
+    def work() -> int:
         for _ in range(2):
-            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+            assert_right(*inputs(), weights)
+        return len(gpu.prepared())
 
-    work(0)
-    # One works after the other, for they have one workspace here, but both live until the end.
+    # One works after the other, since they have one workspace here, but both live until the end.
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         for i in range(4):
-            (first, second)[i % 2].submit(work, i).result()
-    assert len(preparations) == 3
+            assert (first, second)[i % 2].submit(work).result() == 1
+    assert len(gpu.prepared()) == 0
+    assert len(gpu.kernels) == 2 * 4
 
 
-@pytest.mark.usefixtures("workspaces")
+# ---- Weights that TMA cannot address ----
+
+
 @pytest.mark.parametrize(("h", "i"), [(100, 128), (128, 100), (3, 5), (1, 1), (129, 257)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_weights_that_tma_cannot_address_are_copied_each_time(gpu, preparations, h, i, masked):
-    weights = weights_of(3, h, i)
-    arguments = tokens_of(20, h), ids_of("distinct", 20, 2, 3), torch.rand(20, 2), weights
-    for calls in (1, 2):
-        y = launch(*arguments, None, masked)
-        assert_matches_up_to_codes(y, body(*arguments))
-        assert len(preparations) == calls
-        weights.gate_up_proj.copy_(weights_of(3, h, i).gate_up_proj)  # and are new each time
-    assert prepared() == []
+def test_they_are_copied_in_every_call(gpu, h, i, masked):
+    weights = weights_of(E, h, i)
+    for _ in range(3):
+        assert_right(*inputs(20, h), weights, None, masked)
+        for old, new in zip(weights, weights_of(E, h, i), strict=True):
+            old.copy_(new)
+    assert len(gpu.prepared()) == 1
     _, first, second, _ = gpu.launched[-4:]
     assert (first.b_maps[0].address != weights.gate_up_proj.data_ptr()) == (h % 16 != 0)
     assert (second.b_maps[0].address != weights.down_proj.data_ptr()) == (i % 16 != 0)
 
 
-@pytest.mark.usefixtures("gpu", "workspaces")
 @pytest.mark.parametrize("h", [8, 24])
-def test_up_lies_as_gate_does(h):
+def test_up_lies_as_gate_does(gpu, h):
     """Rows of gate that TMA can address, though those of up are not aligned: a copy of up alone."""
-    arguments = (
-        tokens_of(20, h),
-        ids_of("distinct", 20, 2, 3),
-        torch.rand(20, 2),
-        weights_of(3, h, 1),
-    )
+    weights = weights_of(E, h, 1)
     for _ in range(2):
-        assert_matches_up_to_codes(launch(*arguments, None, False), body(*arguments))
-    assert prepared() == []
+        assert_right(*inputs(20, h), weights)
+    assert len(gpu.prepared()) == 1
 
 
-def test_copies_of_weights_live_until_all_is_launched(gpu, monkeypatch):
+def test_copies_live_until_all_is_launched(monkeypatch):
     """Else another thread may be given their memory meanwhile."""
-    copies, combine = [], gpu.combine
+    copies, alive, make = [], [], experts_launch.fitting_weights
 
-    def recording(make):
-        def copy(*arguments) -> torch.Tensor:
-            fits = make(*arguments)
-            copies.append(weakref.ref(fits))
-            return fits
+    def remember(weights):
+        fitting = make(weights)
+        copies[:] = [weakref.ref(x) for x, y in zip(fitting, weights, strict=True) if x is not y]
+        return fitting
 
-        return copy
+    class Watching(Emulator):
+        def run(self, made, parameters):
+            super().run(made, parameters)
+            alive.append([x() is not None for x in copies])
 
-    def check(*arguments) -> None:
-        assert len(copies) == 3
-        assert all(x() is not None for x in copies)
-        combine(*arguments)
-
-    for name in ("fitting", "lying_as"):  # gate and down; up
-        monkeypatch.setattr(experts_prepare, name, recording(getattr(experts_prepare, name)))
-    monkeypatch.setattr(gpu, "combine", check)
-    ids = ids_of("distinct", 20, 2, 3)
-    launch(tokens_of(20, 100), ids, torch.rand(20, 2), weights_of(3, 100, 100))
-    assert names_of(gpu.launched)[-1] == "combine"
+    monkeypatch.setattr(experts_launch, "fitting_weights", remember)
+    weights = weights_of(E, 100, 100)
+    with emulated(library=Watching()):
+        for _ in range(2):
+            run(*inputs(20, 100), weights)
+    assert alive[-4:] == [[True] * 3] * 4
     assert all(x() is None for x in copies)

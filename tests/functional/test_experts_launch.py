@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional import experts_launch as room
+from moefp8.functional import experts_launch
+from moefp8.functional.workspace import Workspace
 from moefp8.kernels import num_blocks, round_up
-from moefp8.kernels.gemm import heuristic, tuned
+from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.experts_sizes import Sizes, mean_load
+from moefp8.kernels.gemm.tuned import ConfigSource
 from moefp8.routing.dispatch_launch import most_count_bytes
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
@@ -20,11 +23,12 @@ from tests.functional.cases import (
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
     Weights,
+    body,
     ids_of_loads,
+    run,
     tokens_of,
     weights_of,
 )
-from tests.functional.launched import body, launch, names_of
 from tests.gpu import NUM_SMS
 from tests.layers.cases import assert_matches_up_to_codes
 from tests.routing.cases import ids_of
@@ -41,7 +45,6 @@ SHAPES = {  # T, k, E, H, I
 }
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
@@ -50,12 +53,11 @@ def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
     ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
     arguments = x, ids, top_k_weights, weights, None, masked
-    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
-    names = ["dispatch", "gemm", "gemm", "combine"]
-    assert names_of(gpu.launched) == (["count", *names] if shape == "counted" else names)
+    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    names = ["count"] * (shape == "counted") + ["dispatch", "gemm", "gemm", "combine"]
+    assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.25])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,9 +68,9 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
     top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
     arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
-    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    assert_matches_up_to_codes(run(*arguments), body(*arguments))
     x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
-    assert_matches_up_to_codes(launch(x, *arguments[1:]), body(*arguments))
+    assert_matches_up_to_codes(run(x, *arguments[1:]), body(*arguments))
     if limit:
         clamped, free = body(*arguments), body(*arguments[:4], None, masked)
         assert not torch.equal(clamped, free)
@@ -76,7 +78,6 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     assert activation.limit == (limit or float("inf"))
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize(
     ("limit", "takes"),
     # 4 experts: 3 pairs of tiles with 64 outputs each, of gate and up; 5 tiles of down.
@@ -87,11 +88,11 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     kernels.set_num_sms(limit)
     x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
     for _ in range(2):
-        launch(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
+        run(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
     first, second = (made.arguments.groups.tile_counter for made in gpu.launched[-3:-1])
     assert (first is not None, second is not None) == takes
     assert first is None or first != second
-    launch(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
+    run(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
@@ -99,7 +100,6 @@ FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
 FAMILIES += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize(("name", "gate_up", "down"), FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 2])
@@ -110,12 +110,11 @@ def test_every_family_is_launched_rightly(name, gate_up, down, masked, limit):
             x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
             ids = ids_of("distinct", num_tokens, 2, 3)
             arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
-            assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+            assert_matches_up_to_codes(run(*arguments), body(*arguments))
             configs = [made.config for made in gpu.launched[-3:-1]]
             assert configs[0 if gate_up else 1] == (gate_up or down), name
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("family", ["a tail", "three math groups", "two buffers, two math groups"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_end_where_groups_do(family, masked):
@@ -124,10 +123,10 @@ def test_tiles_end_where_groups_do(family, masked):
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
         choices = ids, torch.rand(len(ids), 1)
         arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
-        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+        assert_matches_up_to_codes(run(*arguments), body(*arguments))
 
 
-def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
+def test_strided_weights_are_taken_where_they_lie(gpu):
     """The experts of a larger layer, every other one, and scales in any order."""
     gate_up, gate_up_scales, down, down_scales = weights_of(6, 144, 272)
     weights = Weights(
@@ -135,7 +134,7 @@ def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
         *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
     )
     arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
-    assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+    assert_matches_up_to_codes(run(*arguments), body(*arguments))
     _, first, second, _ = gpu.launched
     assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
     assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
@@ -148,7 +147,6 @@ def test_strided_weights_are_taken_where_they_lie(gpu, workspaces):
 # ---- What is launched how ----
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_kernels"), [(9, 4), (4097, 5)])
 def test_all_but_the_first_are_launched_before_the_one_before_ends(
@@ -156,7 +154,7 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
 ):
     arguments = tokens_of(num_tokens, 144), ids_of("distinct", num_tokens, 2, 3)
     weights = weights_of(3, 144, 272)
-    launch(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
+    run(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
     assert [made.programmatic for made in gpu.launched] == [False, *[True] * (num_kernels - 1)]
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
@@ -168,7 +166,6 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
     assert first.arguments.groups.bounds == second.arguments.groups.bounds
 
 
-@pytest.mark.usefixtures("workspaces")
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_is_launched_serves_all_routings(gpu, masked):
     """So may a CUDA graph: what the device is told depends on no id."""
@@ -178,30 +175,27 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
     for kind in ("distinct", "repeated", "out of range", "one expert"):
         ids.copy_(ids_of(kind, 9, 2, 3))
         arguments = x, ids, top_k_weights, weights, None, masked
-        room._layers.clear()
-        room._prepared.clear()
-        assert_matches_up_to_codes(launch(*arguments), body(*arguments))
+        gpu.prepared().clear()
+        assert_matches_up_to_codes(run(*arguments), body(*arguments))
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
 
 
-def test_configurations_go_by_the_load_of_experts_that_have_tokens(monkeypatch):
-    asked = []
-    monkeypatch.setattr(heuristic, "choose_experts_configs", lambda *shape: asked.append(shape))
-
-    def loads(num_tokens, top_k, num_experts) -> tuple[int, int]:
-        tuned.choose_configs(room.Sizes(num_tokens, top_k, num_experts, 256, 128, False), NUM_SMS)
-        load, groups, *rest = asked.pop()
-        assert rest == [256, 128, NUM_SMS]
-        return load, groups
-
-    assert loads(1, 8, 256) == (1, 8)
-    assert loads(64, 8, 256) == (2, 256)
-    assert loads(65, 8, 256) == (3, 256)
-    assert loads(4096, 8, 256) == (128, 256)
-    assert loads(1, 1, 1) == (1, 1)
-    assert loads(1, 9, 2) == (5, 2)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "active", "load"),
+    [
+        *((1, 8, 256, 8, 1), (64, 8, 256, 256, 2), (65, 8, 256, 256, 3), (4096, 8, 256, 256, 128)),
+        *((1, 1, 1, 1, 1), (1, 9, 2, 2, 5)),
+    ],
+)
+def test_configurations_go_by_the_load_of_experts_that_have_tokens(
+    num_tokens, top_k, num_experts, active, load
+):
+    layer = Sizes(num_tokens, top_k, num_experts, 256, 128, False)
+    assert mean_load(layer) == (active, load)
+    expected = heuristic.choose_experts_configs(load, active, 256, 128, NUM_SMS)
+    assert ConfigSource(NUM_SMS, NUM_SMS).experts(layer) == expected
 
 
 @pytest.mark.parametrize(
@@ -219,13 +213,12 @@ def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
     assert tails_and_rows(most + 1) == {(0, 192 if groups > 1 else 128)}
 
 
-@pytest.mark.usefixtures("workspaces")
 def test_num_sms_limits_the_grids_of_the_gemms(gpu):
     arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
     weights = weights_of(3, 144, 272)
     for limit in (None, 4, 1):
         kernels.set_num_sms(limit)
-        assert_matches_up_to_codes(launch(*arguments, weights), body(*arguments, weights))
+        assert_matches_up_to_codes(run(*arguments, weights), body(*arguments, weights))
     grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
     assert max(grids[0]) > 4 >= max(grids[1])
     assert grids[2] == [1, 1]
@@ -240,7 +233,7 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
     ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
-    y = launch(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
+    y = run(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
     assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
     assert gpu.launched == []
 
@@ -250,31 +243,28 @@ def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
-def test_many_tokens_go_in_parts(gpu, workspaces, monkeypatch, masked, num_tokens):
+def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
     weights = weights_of(4, 144, 272)
     ids, top_k_weights = ids_of("distinct", num_tokens, 2, 4), torch.rand(num_tokens, 2)
     arguments = tokens_of(num_tokens, 144), ids, top_k_weights, weights, None, masked
-    whole = launch(*arguments)
+    whole = run(*arguments)
     assert len(gpu.launched) == 4
-    (size,) = workspaces.sizes
-    least = room.Workspace.of(room.Sizes(1, 2, 4, 144, 272, masked)).size
+    (size,) = {len(memory) for memory in gpu.workspaces}
+    least = Workspace.of(Sizes(1, 2, 4, 144, 272, masked)).size
     for limit in (size, max(least, size // 3), max(least, size // 20)):
-        monkeypatch.setattr(room, "MAX_WORKSPACE_BYTES", limit)
-        room._layers.clear()
-        room._prepared.clear()
-        gpu.launched.clear()
-        workspaces.sizes.clear()
-        assert_matches_up_to_codes(launch(*arguments), whole)
-        parts = len(workspaces.sizes)
-        assert len(gpu.launched) == 4 * parts
-        assert max(workspaces.sizes) <= limit
+        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", limit)
+        for made in (gpu.prepared(), gpu.launched, gpu.workspaces):
+            made.clear()
+        assert_matches_up_to_codes(run(*arguments), whole)
+        parts = len(gpu.launched) // 4
+        assert max(len(memory) for memory in gpu.workspaces) <= limit
         assert parts == 1 if limit >= size else parts >= min(num_tokens, -(-size // limit))
 
 
 # ---- The workspace ----
 
 shapes = st.builds(
-    room.Sizes,
+    Sizes,
     num_tokens=sizes(3000, 1),
     top_k=st.integers(1, 12),
     num_experts=st.integers(1, 300),
@@ -284,9 +274,9 @@ shapes = st.builds(
 )
 
 
-def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
+def regions(shape: Sizes) -> dict[str, SimpleNamespace]:
     """Where each lies, and from which kernel on and up to which it is needed."""
-    at, (matrices, rows) = room.Workspace.of(shape), shape.matrix
+    at, (matrices, rows) = Workspace.of(shape), shape.matrix
     h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
     every, chunk_counts = matrices * rows, most_count_bytes(*shape[:3])
     lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
@@ -310,7 +300,7 @@ def regions(shape: room.Sizes) -> dict[str, SimpleNamespace]:
 
 @given(shape=shapes)
 def test_what_is_needed_at_once_lies_apart(shape):
-    found, at = regions(shape), room.Workspace.of(shape)
+    found, at = regions(shape), Workspace.of(shape)
     assert all(x.begin % 256 == 0 and 0 <= x.begin <= x.end <= at.size for x in found.values())
     for name, x in found.items():
         for other, y in found.items():
@@ -327,14 +317,14 @@ def test_a_workspace_is_as_large_as_what_is_needed_at_once(shape):
         for kernel in range(4)
     )
     activated = sum(x.end - x.begin for name, x in found.items() if "activated" in name)
-    size = room.Workspace.of(shape).size
+    size = Workspace.of(shape).size
     assert size <= at_once + activated + len(found) * 256
-    assert size == room.Workspace.of(shape).size
+    assert size == Workspace.of(shape).size
 
 
 def test_sizes_of_common_workspaces():
     """DeepSeek-V3's layer: 16.5 KB for each row, of which those of the results are 14."""
-    of_prefill = room.Sizes(4096, 8, 256, 7168, 2048, False)
-    assert 16_400 < room.Workspace.of(of_prefill).size / (4096 * 8) < 16_500
-    of_decode = room.Sizes(64, 8, 256, 7168, 2048, True)
-    assert 16_400 < room.Workspace.of(of_decode).size / (64 * 256) < 16_500
+    of_prefill = Sizes(4096, 8, 256, 7168, 2048, False)
+    assert 16_400 < Workspace.of(of_prefill).size / (4096 * 8) < 16_500
+    of_decode = Sizes(64, 8, 256, 7168, 2048, True)
+    assert 16_400 < Workspace.of(of_decode).size / (64 * 256) < 16_500

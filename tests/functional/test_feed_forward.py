@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefp8.functional.feed_forward import _body, feed_forward, launch_feed_forward
+from moefp8.functional.feed_forward import _body, feed_forward
 from moefp8.layers import moe
 from moefp8.layers.moe import SharedExperts
 from moefp8.quant import quantize_1x128, quantize_128x128
@@ -111,8 +111,8 @@ def test_launches_compute_what_the_body_does(t, h, i, limit):
     made = operands(t, h, i)
     with emulated() as gpu:
         for calls in (1, 2):
-            y = launch_feed_forward(*made, limit)
-            assert_matches_up_to_codes(y, _body(*made, limit))
+            y = feed_forward(*made, limit)
+            assert_matches_up_to_codes(y, feed_forward.overload(*made, limit))
             assert len(gpu.launched) == 3 * calls
     quantization, gate_up, down = gpu.launched[-3:]
     assert quantization.kernel.name.startswith("quantize")
@@ -126,13 +126,30 @@ def test_one_number_may_be_the_scale_of_all_blocks(at):
     made = operands(5, 256, 264)
     made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
     with emulated():
-        assert_matches_up_to_codes(launch_feed_forward(*made, None), _body(*made, None))
+        assert_matches_up_to_codes(feed_forward(*made, None), feed_forward.overload(*made, None))
+
+
+def test_other_layers_of_one_layout_prepare_nothing():
+    layers, (x, *rest) = [operands(5, 256, 264) for _ in range(3)], operands(4, 256, 264)
+    with emulated() as gpu:
+        for _, *weights in layers:
+            x = torch.randn(5, 256)
+            y = feed_forward(x, *weights, None)
+            assert_matches_up_to_codes(y, feed_forward.overload(x, *weights, None))
+        prepared = len(gpu.prepared())
+        assert prepared == len(gpu.kernels) == 3
+        for arguments in ((x, *weights, 0.3), (x[:4], *rest, None)):
+            y = feed_forward(*arguments)
+            assert_matches_up_to_codes(y, feed_forward.overload(*arguments))
+            assert len(gpu.prepared()) > prepared
+            prepared = len(gpu.prepared())
 
 
 def test_tokens_behind_128_rows_are_a_tail():
+    cases = [operands(t, 128, 128) for t in (128, 129, 152, 153)]
     with emulated() as gpu:
-        for t in (128, 129, 152, 153):
-            launch_feed_forward(*operands(t, 128, 128), None)
+        for case in cases:
+            feed_forward(*case, None)
     assert [made.config.tail > 0 for made in gpu.launched[1::3]] == [False, True, True, False]
 
 

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.functional import linear
+from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import fp8_gemm_nt
+from moefp8.kernels.jit import current_driver, using
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import gemm_shapes
-from tests.fakes.emulator import emulated
+from tests.fakes.emulator import FakeDriver, emulated
 from tests.kernels.gemm.cases import BIASES
 
 
@@ -22,12 +23,33 @@ def test_linear_is_two_launches(shape, dtype, bias):
     m, n, k = shape
     x, weight = torch.randn(m, k).to(dtype), quantize_128x128(torch.randn(n, k))
     bias = None if bias is None else torch.randn(n).to(bias)
-    expected = linear.fp8_linear(x, *weight, bias)
+    expected = fp8_linear(x, *weight, bias)
     with emulated() as made:
-        assert torch.equal(linear.launch_linear(x, *weight, bias), expected)
+        assert torch.equal(fp8_linear(x, *weight, bias), expected)
     copied = (k % 16 and max(m, n) > 1) or n % 8  # which may come in between
     if 0 not in shape:
         assert [x.programmatic for x in made.launched] == [False, not copied]
+
+
+def test_new_addresses_and_other_layers_prepare_nothing():
+    weights = [quantize_128x128(torch.randn(136, 256)) for _ in range(3)]
+    made = [(torch.randn(5, 256), *weight, torch.randn(136)) for weight in weights]
+    expected = [fp8_linear(*arguments) for arguments in made]
+    x, *rest = made[0]
+    wide = torch.randn(5, 260)
+    others = [(y, *rest) for y in (x[:4], x.half(), wide[:, 1:257], wide[:, 4:])]
+    others += [(x, *rest[:2], None), (x, *rest[:2], rest[2].half())]
+    expected_of_others = [fp8_linear(*arguments) for arguments in others]
+    with emulated() as gpu:
+        for stream in (7, 8):
+            gpu.stream = stream
+            for arguments, y in zip(made, expected, strict=True):
+                assert torch.equal(fp8_linear(*arguments), y)
+        assert (len(gpu.prepared()), len(gpu.kernels), len(gpu.launched)) == (1, 2, 12)
+        assert [launch.stream for launch in gpu.launched] == [7] * 6 + [8] * 6
+        for arguments, y in zip(2 * others, 2 * expected_of_others, strict=True):
+            assert torch.equal(fp8_linear(*arguments), y)
+        assert len(gpu.prepared()) == 1 + len(others)
 
 
 def test_linear_equals_its_parts():
@@ -35,7 +57,7 @@ def test_linear_equals_its_parts():
     d = torch.empty(5, 130, dtype=torch.bfloat16)
     for b in (None, bias):
         fp8_gemm_nt(quantize_1x128(x), weight, d, bias=b)
-        assert torch.equal(linear.fp8_linear(x, *weight, b), d)
+        assert torch.equal(fp8_linear(x, *weight, b), d)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +76,12 @@ def test_linear_names_what_is_wrong(change, message):
     weight = quantize_128x128(torch.randn(130, 300))
     good = {"x": torch.zeros(5, 300), "weight": weight.data, "weight_scale_inv": weight.scale_inv}
     arguments = {**good, "bias": None, **change}
-    for body in (linear.fp8_linear, linear.launch_linear):
-        with pytest.raises((TypeError, ValueError), match=f"^fp8_linear: .*{message}"):
-            body(*arguments.values())
+    for driver in (current_driver(), FakeDriver()):
+        with (
+            using(driver),
+            pytest.raises((TypeError, ValueError), match=f"^fp8_linear: .*{message}"),
+        ):
+            fp8_linear(*arguments.values())
 
 
 def test_linear_agrees_with_its_fake_body():

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional import experts_prepare
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
+from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.quant import quantize
 from moefp8.testing import assert_matches_reference, row_errors
@@ -196,11 +197,13 @@ def test_experts(device, case, choices):
     x, ids, weights, *projections = make(device)
     pairs = projections[:2], projections[2:]
     expected = judges.experts(quantized(x, device), ids, weights, *pairs, case.limit)
-    sizes = num_tokens, choices.top_k, num_experts, hidden_size, case.weights.rows
+    sizes = Sizes(
+        num_tokens, choices.top_k, num_experts, hidden_size, case.weights.rows, masked=False
+    )
     results = []
     for place, masked in ((device, False), (device, True), ("cpu", False)):
-        of_layer = experts_prepare.Sizes(*sizes, masked)
-        poison(place, experts_prepare.Workspace.of(of_layer).size, 2 * expected.value.numel())
+        workspace = Workspace.of(sizes._replace(masked=masked))
+        poison(place, workspace.size, 2 * expected.value.numel())
         y = experts(*make(place), case.limit, masked)
         check(y.to(device), expected)
         results.append(y.cpu())

@@ -15,7 +15,6 @@ from tests.gpu import on_cpu_and_gpu, on_gpu, same_bits
 from tests.routing.cases import (
     check_dispatch,
     expected_combine,
-    on_this_gpu,
     plan_of,
     run_combine,
     run_dispatch,
@@ -90,12 +89,12 @@ def test_the_kernels_of_layers(x, choices, num_experts, masked):
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     ids = choices.make_ids(num_tokens, num_experts, "cuda")
     max_m = num_tokens + choices.seed % 3 if masked else None
-    done = run_dispatch(tokens, ids, num_experts, max_m, **on_this_gpu())
+    done = run_dispatch(tokens, ids, num_experts, max_m)
     check_dispatch(done, tokens, ids, num_experts, max_m)
     plan, weights = plan_of(ids, num_experts, max_m), choices.make_weights(num_tokens, "cuda")
     y = fuzz.floats(x.kind, torch.bfloat16, len(plan.row_to_token), (hidden_size + 15) // 8 * 8)
     y[plan.row_to_token < 0] = torch.nan
-    ours = run_combine(y.cuda(), hidden_size, plan, weights, **on_this_gpu())
+    ours = run_combine(y.cuda(), hidden_size, plan, weights)
     assert same_bits(ours, expected_combine(y, hidden_size, plan, weights))
 
 

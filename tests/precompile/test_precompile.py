@@ -11,16 +11,14 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
-from moefp8.functional import experts as experts_room
-from moefp8.functional.feed_forward import launch_feed_forward
-from moefp8.functional.linear import launch_linear
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
-from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
+from moefp8.routing import sigmoid_group_topk, softmax_topk
+from tests.fakes.emulator import Emulator, emulated
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import forget
 from tests.routing.cases import ids_of
@@ -47,34 +45,26 @@ class Model(nn.Module):
         )
 
 
+@torch.inference_mode()
 def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """As a Hopper GPU would, of `tokens` tokens."""
-    for linear in model.linears:
-        x = torch.zeros(tokens, linear.in_features, dtype=dtype)
-        launch_linear(x, linear.weight, linear.weight_scale_inv, linear.bias)
-    shared = model.moe.shared_experts
-    x = torch.zeros(tokens, 256, dtype=dtype)
-    projections = (shared.gate_proj, shared.up_proj, shared.down_proj)
-    weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-    launch_feed_forward(x, *weights, None)
+    """`tokens` tokens through every layer, on a GPU of which nothing comes back."""
+    for linear in (*model.linears, model.moe.shared_experts):
+        features = linear.in_features if isinstance(linear, FP8Linear) else 256
+        linear(torch.zeros(tokens, features, dtype=dtype))
     logits = torch.randn(tokens, 12)
-    launch_sigmoid_group_topk(logits, None, 3, 2, 1, True, 1.0)
-    launch_softmax_topk(logits[:, :5], 2, True)
+    sigmoid_group_topk(logits, None, 3, 2, 1, True, 1.0)
+    softmax_topk(logits[:, :5], 2, True)
     for experts, top_k in ((model.moe.experts, 3), (model.odd["experts"], 2)):
-        x = torch.zeros(tokens, experts.hidden_size, dtype=dtype)
         ids = ids_of("distinct", tokens, top_k, experts.num_experts)
-        weights = [getattr(experts, name) for name in _WEIGHTS]
-        masked = experts.layout == "masked"
-        experts_room._launch(x, ids, torch.ones(tokens, top_k), *weights, None, masked)
+        x = torch.zeros(tokens, experts.hidden_size, dtype=dtype)
+        experts(x, ids, torch.ones(tokens, top_k))
 
 
-_WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+class Idle(Emulator):
+    """Runs nothing."""
 
-
-@pytest.fixture
-def launches_nothing(gpu, monkeypatch):
-    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
-    return gpu
+    def run(self, made, parameters):
+        pass
 
 
 @pytest.fixture(scope="module", params=["auto", "masked"])
@@ -84,20 +74,24 @@ def model(request) -> Model:
 
 @given(tokens=st.integers(1, MAX_TOKENS))
 def test_launchers_need_nothing_else(model, tokens):
-    from tests.fakes.emulator import emulated
-
     expected = set(ahead.kernels_of(model, MAX_TOKENS, dtype=torch.bfloat16))
-    with emulated() as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
+    with emulated(library=Idle()) as gpu:
         run(model, tokens)
+    assert gpu.kernels
     assert set(gpu.kernels) - expected == set()
 
 
-def test_every_kernel_is_needed_by_some_number_of_tokens(launches_nothing, model):
+def test_every_kernel_is_needed_by_some_number_of_tokens(model):
     """But those of tokens that lie unaligned."""
-    for tokens in (*range(1, 130), *range(130, 513, 21), *range(513, MAX_TOKENS, 45), MAX_TOKENS):
-        run(model, tokens)
-    named = set(ahead.kernels_of(model, MAX_TOKENS)) - set(launches_nothing.kernels)
+    with emulated(library=Idle()) as gpu:
+        for tokens in (
+            *range(1, 130),
+            *range(130, 513, 21),
+            *range(513, MAX_TOKENS, 45),
+            MAX_TOKENS,
+        ):
+            run(model, tokens)
+    named = set(ahead.kernels_of(model, MAX_TOKENS)) - set(gpu.kernels)
     unaligned = re.compile(r"quantize_1x128_kernel<.*, false>|dispatch_kernel<\S+ false, ")
     other_weights = re.compile(r"combine_kernel<Input::kBFloat16")
     rest = [k.name for k in named if not (unaligned.match(k.name) or other_weights.match(k.name))]
@@ -105,7 +99,7 @@ def test_every_kernel_is_needed_by_some_number_of_tokens(launches_nothing, model
 
 
 @pytest.mark.usefixtures("fresh_jit")
-def test_after_it_the_first_request_compiles_nothing(launches_nothing, monkeypatch, capsys):
+def test_after_it_the_first_request_compiles_nothing(monkeypatch, capsys):
     model = Model()
     done = moefp8.precompile(model, 20, progress=True)
     assert done.num_kernels == len(ahead.kernels_of(model, 20)) > 15
@@ -116,13 +110,14 @@ def test_after_it_the_first_request_compiles_nothing(launches_nothing, monkeypat
         raise AssertionError(f"{program.expression} is compiled")
 
     monkeypatch.setattr(Nvrtc, "compile", compile_anything)
-    for tokens in range(1, 21):
-        run(model, tokens)
-    for kernel in launches_nothing.kernels:
-        jit.compile_kernel(kernel)
-    run(model, 1000)
-    with pytest.raises(AssertionError, match="is compiled"):
-        jit.compile_kernels(launches_nothing.kernels)
+    with emulated(library=Idle()) as gpu:
+        for tokens in range(1, 21):
+            run(model, tokens)
+        for kernel in gpu.kernels:
+            jit.compile_kernel(kernel)
+        run(model, 1000)
+        with pytest.raises(AssertionError, match="is compiled"):
+            jit.compile_kernels(gpu.kernels)
 
 
 @on_gpu

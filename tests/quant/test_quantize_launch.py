@@ -1,7 +1,6 @@
 """The launchers of `quantize.cu`, without a GPU."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 from moefp8.kernels.common.divisor import Divisor
 from moefp8.kernels.jit import Kernel, compile_kernels
 from moefp8.quant import quantize_launch as room
-from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
+from moefp8.quant.quantize import launch_quantize_1x128, quantize_1x128, quantize_128x128
 from moefp8.quant.quantize_launch import Cut
-from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.gpu import NUM_SMS, assert_arguments_fit, same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -63,43 +62,15 @@ def test_few_rows_are_spread_over_the_sms(num_rows, num_k_blocks):
         assert -(-num_threads // cut.threads) >= NUM_SMS // 2
 
 
-@pytest.fixture
-def launches(monkeypatch) -> list[SimpleNamespace]:
-    """What would be launched, for tensors on the CPU; prepared anew for each test."""
-    made: list[SimpleNamespace] = []
-
-    class Recorder:
-        def __init__(self, function, grid, block, arguments, *, stream, programmatic):
-            known = SimpleNamespace(kernel=function.name, grid=grid, block=block)
-            self.known, self.arguments = known, arguments
-            known.stream, known.programmatic, known.launch = stream, programmatic, self
-
-        def on(self, device_index):
-            assert device_index == -1  # that of tensors on the CPU
-            (arguments,) = self.arguments
-            copy = type(arguments).from_buffer_copy(arguments)
-            made.append(SimpleNamespace(**vars(self.known), arguments=copy))
-
-    properties = SimpleNamespace(multi_processor_count=NUM_SMS)
-    monkeypatch.setattr(room, "Launch", Recorder)
-    monkeypatch.setattr(room, "load", lambda kernel, device_index: kernel)
-    monkeypatch.setattr(room, "current_stream", lambda device_index: 7)
-    monkeypatch.setattr(room, "_of_thread", room._OfThread())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return made
-
-
-def test_launch_says_where_everything_lies(launches):
-    x = torch.zeros(3, 10, 1024, dtype=torch.bfloat16)[:, :9, :520]
+def test_launch_says_where_everything_lies(gpu):
+    x = torch.randn(3, 10, 1024).bfloat16()[:, :9, :520]
     data, scale_inv = launch_quantize_1x128(x, True, programmatic=True, cut=Cut(4, 8, 64))
-    (launch,) = launches
+    (launch,) = gpu.launched
     arguments = launch.arguments
-    assert launch.kernel == "quantize_1x128_kernel<Input::kBFloat16, 4, 8, true>"
+    assert launch.kernel.name == "quantize_1x128_kernel<Input::kBFloat16, 4, 8, true>"
     assert (launch.grid, launch.block) == (-(-3 * 3 * 5 * 8 // 64), 64)
     assert (launch.stream, launch.programmatic) == (7, True)
-    assert arguments.x == x.data_ptr()
-    assert arguments.data == data.data_ptr()
+    assert (arguments.x, arguments.data) == (x.data_ptr(), data.data_ptr())
     assert arguments.scale_inv == scale_inv.data_ptr()
     assert (arguments.matrix_bytes, arguments.row_bytes) == (2 * 10 * 1024, 2 * 1024)
     assert (arguments.num_matrices, arguments.num_rows, arguments.k) == (3, 9, 520)
@@ -108,45 +79,35 @@ def test_launch_says_where_everything_lies(launches):
     assert arguments.ue8m0 == 1
 
 
-def test_all_matrices_go_in_one_launch(launches):
-    w = torch.zeros(2, 2, 200, 260)
-    data, scale_inv = launch_quantize_128x128(w, False)
-    (launch,) = launches
-    assert launch.kernel == "quantize_128x128_kernel<Input::kFloat, false>"
+def test_all_matrices_go_in_one_launch(gpu):
+    data, scale_inv = quantize_128x128(torch.zeros(2, 2, 200, 260), False)
+    (launch,) = gpu.launched
+    assert launch.kernel.name == "quantize_128x128_kernel<Input::kFloat, false>"
     assert (launch.grid, launch.block) == (2 * 2 * 2 * 3, 256)
     assert (launch.arguments.num_matrices, launch.arguments.num_rows) == (4, 200)
     assert (data.shape, scale_inv.shape) == ((2, 2, 200, 260), (2, 2, 2, 3))
 
 
-def test_a_launch_is_prepared_once_and_takes_new_addresses(launches):
-    x, y = torch.zeros(2, 16, 256).unbind()
-    kept = [launch_quantize_1x128(x, False), launch_quantize_1x128(y, False)]
-    assert launches[0].launch is launches[1].launch
-    for launch, source, (data, scale_inv) in zip(launches, (x, y), kept, strict=True):
-        addresses = launch.arguments.x, launch.arguments.data, launch.arguments.scale_inv
-        assert addresses == (source.data_ptr(), data.data_ptr(), scale_inv.data_ptr())
-    launch_quantize_1x128(x, True)
-    launch_quantize_1x128(x[:8], False)
-    launch_quantize_1x128(x.bfloat16(), False)
-    assert len({launch.launch for launch in launches}) == 4
+def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
+    for x in torch.randn(2, 16, 256).unbind():
+        assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+    assert len(gpu.prepared()) == 1
+    others = (x[:8], False), (x.bfloat16(), False), (x[:, 1:], False), (x, True)
+    for arguments in others:
+        assert same(quantize_1x128(*arguments), quantize_1x128.overload(*arguments))
+    assert len(gpu.prepared()) == 1 + len(others)
 
 
-def test_what_is_prepared_does_not_grow_for_ever(launches, monkeypatch):
-    monkeypatch.setattr(room, "_MAX_PREPARED", 3)
-    for m in range(1, 9):
-        launch_quantize_1x128(torch.zeros(m, 8), False)
-        assert len(room._of_thread.prepared) <= 3
-    assert len(launches) == 8
+def same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(map(same_bits, ours, expected))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 5), (0,), (2, 3, 0)])
-def test_nothing_is_launched_for_nothing(launches, shape):
-    expected = torch.ops.moefp8.quantize_1x128(torch.zeros(shape), False)
-    ours = launch_quantize_1x128(torch.zeros(shape), False)
-    assert [t.shape for t in ours] == [t.shape for t in expected]
-    if len(shape) > 1:
-        launch_quantize_128x128(torch.zeros(shape), False)
-    assert launches == []
+def test_nothing_is_launched_for_nothing(gpu, shape):
+    for op in (quantize_1x128, quantize_128x128)[: len(shape)]:
+        ours, expected = (f(torch.zeros(shape), False) for f in (op, op.overload))
+        assert [x.shape for x in ours] == [x.shape for x in expected]
+    assert gpu.launched == []
 
 
 @pytest.mark.parametrize(
@@ -167,16 +128,16 @@ def test_nothing_is_launched_for_nothing(launches, shape):
         (lambda: torch.zeros(6, 5)[:, 2:3], False, False),
     ],
 )
-def test_strides_are_read_as_they_are(launches, make, vectorized, copied):
-    x = make()
-    launch_quantize_1x128(x, False)
-    (launch,) = launches
-    assert launch.kernel.endswith(", true>" if vectorized else ", false>")
+def test_strides_are_read_as_they_are(gpu, make, vectorized, copied):
+    x = make().uniform_() if 0 not in make().stride() else make()
+    assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+    (launch,) = gpu.launched
+    assert launch.kernel.name.endswith(", true>" if vectorized else ", false>")
     assert (launch.arguments.x != x.data_ptr()) == copied
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(launches):
+def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
     x = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**31, 1)
-    scale_inv = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"got \[1, 2147483648, 1\].*split the tensor"):
-        room._prepare(x, scale_inv, False, False, None, 0)
+        room.prepare_quantize(x, 4, False, False, None)
+    assert gpu.kernels == []

@@ -6,9 +6,9 @@ On a GPU every result equals the CPU body's bit for bit; a NaN equals a NaN.
 import pytest
 import torch
 
+from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
 from moefp8.quant import quantize
-from moefp8.quant import quantize_launch as room
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.quant.quantize_launch import Cut
 from tests.gpu import no_synchronisation, on_gpu
@@ -252,9 +252,9 @@ def test_ops_take_the_kernels():
         (quantize.quantize_1x128, quantize._quantize_1x128),
         (quantize.quantize_128x128, quantize._quantize_128x128),
     ):
-        room._of_thread.prepared.clear()
-        assert_same(op(x.cuda(), False), cpu(x, False))
-        assert len(room._of_thread.prepared) == 1
+        with jit.using(jit.Driver()) as driver:
+            assert_same(op(x.cuda(), False), cpu(x, False))
+            assert len(driver.prepared()) == 1
 
 
 @on_gpu
@@ -278,9 +278,9 @@ def test_more_than_2_to_31_elements(launch, cpu):
 @both
 def test_graphs_replay_with_new_numbers(launch, cpu):
     x = spread(40, 384).cuda()
-    room._of_thread.prepared.clear()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Loading and preparing while a graph is captured must be allowed.
+    with jit.using(jit.Driver()), torch.cuda.graph(graph):
         ours = launch(x, False)
     for _ in range(3):
         x.copy_(spread(40, 384))

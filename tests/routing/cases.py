@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 from moefp8.kernels import num_blocks, round_up
-from moefp8.kernels.jit import Launch, current_stream
+from moefp8.kernels.jit import Launch, Source, launch_all
 from moefp8.quant.quantize import quantize_1x128
-from moefp8.routing import RoutingPlan, combine, combine_launch, dispatch_launch
+from moefp8.routing import RoutingPlan, combine
+from moefp8.routing.combine_launch import CombineSources, prepare_combine
+from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
+from moefp8.routing.plan_launch import RoutingSources
 from moefp8.routing.plan_op import _build
 
 _GUARD = 64
@@ -29,13 +32,6 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
         scores = torch.rand(num_tokens, max(num_experts, top_k))
         return scores.argsort(1)[:, :top_k]
     return torch.randint(0, num_experts, shape)  # "repeated"
-
-
-def on_this_gpu(programmatic: bool = False) -> dict[str, int | bool]:
-    device_index = torch.cuda.current_device()
-    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    stream = current_stream(device_index)
-    return {"num_sms": num_sms, "stream": stream, "programmatic": programmatic}
 
 
 def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:
@@ -65,6 +61,32 @@ class Dispatched:
     zeros: torch.Tensor  # int32 [2 + _GUARD]
     counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
     launches: tuple[Launch, ...]
+    sources: tuple[torch.Tensor, torch.Tensor]  # x and ids
+
+    def launch(self, launches: tuple[Launch, ...]) -> None:
+        filled = (self.rows, self.row_scales, self.expert_offsets, self.tokens_per_expert)
+        filled += (self.token_to_row, self.zeros, self.counts)
+        addresses = tuple(x.data_ptr() for x in (*self.sources, *filled))
+        launch_all(launches, self.rows.get_device(), addresses)
+
+
+_X, _IDS, _ROWS, _ROW_SCALES, _OFFSETS, _COUNTS_OF_EXPERTS, _TO_ROW, _ZEROS, _COUNTS = map(
+    Source, range(9)
+)
+DISPATCH_SOURCES = DispatchSources(
+    x=_X,
+    rows=_ROWS,
+    row_scales=_ROW_SCALES,
+    counts=_COUNTS,
+    zeros=_ZEROS,
+    routing=RoutingSources(
+        ids=_IDS,
+        tokens_per_expert=_COUNTS_OF_EXPERTS,
+        expert_offsets=_OFFSETS,
+        token_to_row=_TO_ROW,
+    ),
+)
+COMBINE_SOURCES = CombineSources(*map(Source, range(4)))
 
 
 def run_dispatch(
@@ -72,9 +94,6 @@ def run_dispatch(
     ids: torch.Tensor,
     num_experts: int,
     max_m: int | None,
-    *,
-    num_sms: int,
-    stream: int,
     programmatic: bool = False,
 ) -> Dispatched:
     (num_tokens, hidden_size), top_k, device = x.shape, ids.shape[1], x.device
@@ -82,8 +101,8 @@ def run_dispatch(
     pitch, num_k_blocks = round_up(hidden_size, 16) + 16, num_blocks(hidden_size)
     scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
     matrices = () if max_m is None else (num_experts,)
-    count_bytes = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
-    filled = (
+    count_bytes = most_count_bytes(num_tokens, top_k, num_experts)
+    done = Dispatched(
         poisoned((num_rows, pitch), torch.uint8, device),
         poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, device),
         poisoned((num_experts + 1,), torch.int32, device),
@@ -91,37 +110,20 @@ def run_dispatch(
         poisoned((num_tokens, top_k), torch.int32, device),
         poisoned((2 + _GUARD,), torch.int32, device),
         poisoned((count_bytes + _GUARD,), torch.uint8, device),
+        prepare_dispatch(
+            x,
+            ids,
+            num_experts,
+            max_m,
+            row_pitch=pitch,
+            scale_pitch=scale_pitch,
+            sources=DISPATCH_SOURCES,
+            programmatic=programmatic,
+        ),
+        (x, ids),
     )
-    rows, row_scales, expert_offsets, tokens_per_expert, token_to_row, zeros, counts = filled
-    launches = dispatch_launch.prepare_dispatch(
-        x.get_device(),
-        x=x.data_ptr(),
-        x_dtype=x.dtype,
-        x_row_stride_bytes=x.stride(0) * x.element_size(),
-        ids=ids.data_ptr(),
-        id_bytes=ids.element_size(),
-        id_strides=ids.stride(),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        max_m=max_m,
-        rows=rows.data_ptr(),
-        row_pitch=pitch,
-        row_scales=row_scales.data_ptr(),
-        scale_pitch=scale_pitch,
-        expert_offsets=expert_offsets.data_ptr(),
-        tokens_per_expert=tokens_per_expert.data_ptr(),
-        token_to_row=token_to_row.data_ptr(),
-        zeros=zeros.data_ptr(),
-        stream=stream,
-        num_sms=num_sms,
-        counts=counts.data_ptr(),
-        programmatic=programmatic,
-    )
-    for launch in launches:
-        launch.on(x.get_device())
-    return Dispatched(*filled, launches)
+    done.launch(done.launches)
+    return done
 
 
 def check_dispatch(
@@ -131,7 +133,7 @@ def check_dispatch(
     plan = plan_of(ids, num_experts, max_m)
     for name in ("expert_offsets", "tokens_per_expert", "token_to_row"):
         assert torch.equal(getattr(done, name), getattr(plan, name).to(x.device)), name
-    data, scale_inv = quantize_1x128(x, False)
+    data, scale_inv = quantize_1x128.overload(x, False)
     hidden_size, unit_end = x.shape[1], round_up(x.shape[1], 16)
     row_to_token = plan.row_to_token.to(x.device)
     row_to_token = row_to_token[: done.rows.shape[0]]
@@ -157,31 +159,21 @@ def run_combine(
     hidden_size: int,
     plan: RoutingPlan,
     weights: torch.Tensor,
-    *,
-    num_sms: int,
-    stream: int,
     programmatic: bool = False,
 ) -> torch.Tensor:
     """y [R, pitch] of which `hidden_size` columns count."""
-    num_tokens, top_k = weights.shape
     token_to_row = plan.token_to_row.to(y.device)
-    out = poisoned((num_tokens, hidden_size), torch.bfloat16, y.device)
-    combine_launch.prepare_combine(
-        y.get_device(),
-        y=y.data_ptr(),
+    out = poisoned((weights.shape[0], hidden_size), torch.bfloat16, y.device)
+    launch = prepare_combine(
+        weights,
+        hidden_size,
         y_row_pitch=y.stride(0),
-        token_to_row=token_to_row.data_ptr(),
-        weights=weights.data_ptr(),
-        weights_dtype=weights.dtype,
-        weight_strides=weights.stride(),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        out=out.data_ptr(),
-        stream=stream,
-        num_sms=num_sms,
+        out_is_aligned=out.data_ptr() % 16 == 0,
+        sources=COMBINE_SOURCES,
         programmatic=programmatic,
-    ).on(y.get_device())
+    )
+    addresses = tuple(x.data_ptr() for x in (y, token_to_row, weights, out))
+    launch_all((launch,), y.get_device(), addresses)
     return out
 
 

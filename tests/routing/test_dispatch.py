@@ -5,18 +5,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels import jit
+from moefp8.kernels.jit import Source, compile_kernels
 from moefp8.routing import combine_launch, dispatch_launch
 from moefp8.routing import plan_launch as routing_plan_launch
 from moefp8.routing import plan_op as routing_plan
 from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
+from tests.fakes.emulator import FakeDriver
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.routing.cases import (
+    COMBINE_SOURCES,
+    DISPATCH_SOURCES,
     check_dispatch,
     expected_combine,
     ids_of,
     plan_of,
+    poisoned,
     run_combine,
     run_dispatch,
 )
@@ -117,11 +122,12 @@ def test_lanes_find_their_token(top_k):
     assert routing.tokens_at_once == max(1, 32 // top_k)
 
 
-def routing_of(top_k: int, num_experts: int = 8, **changes: int) -> routing_plan_launch.Routing:
-    known = {"ids": 0, "id_bytes": 8, "id_strides": (top_k, 1), "num_tokens": 5, "max_m": None}
-    maps = dict.fromkeys(("tokens_per_expert", "expert_offsets", "token_to_row"), 0)
-    known = {**known, **maps, "top_k": top_k, "num_experts": num_experts, **changes}
-    return routing_plan_launch.routing_of("op", 2, **known)
+def routing_of(
+    top_k: int, num_experts: int = 8, max_m: int | None = None, num_warps: int = 0
+) -> routing_plan_launch.Routing:
+    """Of five tokens, in chunks of two."""
+    ids = torch.zeros(5, top_k, dtype=torch.int64)
+    return routing_plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)
 
 
 @pytest.mark.parametrize("num_experts", [1, 127, 128, 384])
@@ -171,31 +177,10 @@ def functions(tmp_path_factory):
 
 
 @pytest.fixture
-def on_cpu(functions, monkeypatch):
-    launch = cuda_on_cpu.launch_class(functions)
-    for module in MODULES:
-        monkeypatch.setattr(module, "Launch", launch)
-        monkeypatch.setattr(module, "load", lambda kernel, device_index: kernel)
-
-
-@pytest.fixture
-def build_on_cpu(on_cpu, monkeypatch):
-    """`launch_build_plan` for a CPU tensor and a GPU of some SMs."""
-
-    class Properties:
-        multi_processor_count = 5
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(routing_plan_launch, "current_stream", lambda device_index: 0)
-
-    def build(ids, num_experts, alignment, max_m):
-        allocated = routing_plan._allocate(ids, num_experts, alignment, max_m)
-        for x in allocated:
-            x.fill_(-7)
-        monkeypatch.setattr(routing_plan, "_allocate", lambda *_: allocated)
-        return routing_plan.launch_build_plan(ids, num_experts, alignment, max_m)
-
-    return build
+def on_cpu(functions):
+    """A GPU of two SMs that runs the kernels' text."""
+    with jit.using(FakeDriver(2, library=cuda_on_cpu.OnCpu(functions))) as driver:
+        yield driver
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,17 +200,18 @@ def build_on_cpu(on_cpu, monkeypatch):
     ],
 )
 def test_plan_equals_the_portable_body(
-    build_on_cpu, kind, num_tokens, top_k, num_experts, alignment, spare
+    on_cpu, kind, num_tokens, top_k, num_experts, alignment, spare
 ):
+    on_cpu.sms = 5
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     max_m = None if spare is None else num_tokens + spare
     expected = routing_plan._build(ids, num_experts, alignment, max_m)
-    ours = build_on_cpu(ids, num_experts, alignment, max_m)
+    ours = tuple(poisoned(x.shape, x.dtype, "cpu") for x in expected)
+    routing_plan_launch.launch_plan("op", ids, num_experts, alignment, max_m, ours)
     for mine, theirs in zip(ours, expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
@@ -244,8 +230,9 @@ def test_plan_equals_the_portable_body(
     ],
 )
 def test_dispatch_equals_its_parts(
-    kind, masked, num_tokens, top_k, num_experts, hidden_size, dtype, num_sms
+    on_cpu, kind, masked, num_tokens, top_k, num_experts, hidden_size, dtype, num_sms
 ):
+    on_cpu.sms = num_sms
     x = torch.randn(num_tokens, hidden_size + 8)[:, :hidden_size].to(dtype)
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     if kind != "out of range":
@@ -253,37 +240,36 @@ def test_dispatch_equals_its_parts(
     max_m = num_tokens + 1 if masked else None
     if masked and num_experts * num_tokens > 2**18:
         pytest.skip("too much memory")
-    done = run_dispatch(x, ids, num_experts, max_m, num_sms=num_sms, stream=0)
+    done = run_dispatch(x, ids, num_experts, max_m)
     check_dispatch(done, x, ids, num_experts, max_m)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("programmatic", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "names"),
     [(2730, 4, ["dispatch"]), (2731, 4, ["count", "dispatch"]), (2731, 1024, ["dispatch"])],
 )
-def test_of_many_choices_a_kernel_before_counts(num_tokens, num_experts, names, programmatic):
+def test_of_many_choices_a_kernel_before_counts(
+    on_cpu, num_tokens, num_experts, names, programmatic
+):
     x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, 3, num_experts)
-    where = {"num_sms": 2, "stream": 0, "programmatic": programmatic}
-    launches = run_dispatch(x, ids, num_experts, None, **where).launches
-    assert [launch.kernel.name.split("_")[0] for launch in launches] == names
-    assert [launch.programmatic for launch in launches] == [programmatic, True][: len(names)]
+    run_dispatch(x, ids, num_experts, None, programmatic)
+    assert [made.kernel.name.split("_")[0] for made in on_cpu.launched] == names
+    assert [made.programmatic for made in on_cpu.launched] == [programmatic, True][: len(names)]
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_second_kernel_takes_the_counts_of_the_first(masked):
+def test_the_second_kernel_takes_the_counts_of_the_first(on_cpu, masked):
     """And does not count anew: what is in memory decides."""
+    on_cpu.sms = 10
     x, ids = torch.randn(1100, 8), ids_of("distinct", 1100, 8, 20)
     max_m = 1100 if masked else None
-    done = run_dispatch(x, ids, 20, max_m, num_sms=10, stream=0)
+    done = run_dispatch(x, ids, 20, max_m)
     check_dispatch(done, x, ids, 20, max_m)
     per_chunk = torch.stack([chunk.flatten().bincount(minlength=128) for chunk in ids.split(110)])
     assert torch.equal(done.counts[: 10 * 128 * 2].view(torch.int16), per_chunk.short().flatten())
     done.counts.zero_()
-    _, dispatch = done.launches
-    dispatch()
+    done.launch(done.launches[1:])
     assert (done.tokens_per_expert == 0).all()
 
 
@@ -298,44 +284,31 @@ def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_s
     y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16()
     y[plan.row_to_token < 0] = torch.nan  # also row 0, if there is none
     weights = torch.rand(top_k, num_tokens).to(weights_dtype).T
-    ours = run_combine(y, hidden_size, plan, weights, num_sms=2, stream=0)
+    ours = run_combine(y, hidden_size, plan, weights)
     assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights))
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_rows_must_be_aligned():
-    x, ids = torch.randn(3, 24), torch.zeros(3, 1, dtype=torch.int64)
-    common = {"num_tokens": 3, "top_k": 1, "hidden_size": 24, "stream": 0, "num_sms": 2}
-    maps = dict.fromkeys(("expert_offsets", "tokens_per_expert", "token_to_row"), 0)
-    with pytest.raises(ValueError, match=r"dispatch: rows must begin at .* 0x10 and pitch 24"):
+@pytest.mark.parametrize(("plus", "pitch"), [(0, 24), (8, 32), (0, 16)])
+def test_rows_must_be_aligned_and_hold_a_token(on_cpu, plus, pitch):
+    x, ids, rows = torch.randn(3, 24), torch.zeros(3, 1, dtype=torch.int64), Source(2, plus)
+    told = rf"must begin at .* got byte {plus} and pitch"
+    with pytest.raises(ValueError, match=f"dispatch: rows {told} {pitch}"):
         dispatch_launch.prepare_dispatch(
-            -1,
-            x=x.data_ptr(),
-            x_dtype=x.dtype,
-            x_row_stride_bytes=96,
-            ids=ids.data_ptr(),
-            id_bytes=8,
-            id_strides=(1, 1),
-            num_experts=2,
-            max_m=None,
-            rows=16,
-            row_pitch=24,
-            row_scales=0,
+            x,
+            ids,
+            2,
+            None,
+            row_pitch=pitch,
             scale_pitch=4,
-            counts=0,
-            zeros=0,
-            **common,
-            **maps,
+            sources=DISPATCH_SOURCES._replace(rows=rows),
         )
-    with pytest.raises(ValueError, match=r"combine: rows of y must begin at .* and pitch 28"):
+    pitch = 28 if pitch == 24 else pitch  # elements of 2 bytes
+    with pytest.raises(ValueError, match=f"combine: rows of y {told} {pitch}"):
         combine_launch.prepare_combine(
-            -1,
-            y=16,
-            y_row_pitch=28,
-            token_to_row=0,
-            weights=0,
-            weights_dtype=torch.float32,
-            weight_strides=(1, 1),
-            out=0,
-            **common,
+            x,
+            24,
+            y_row_pitch=pitch,
+            out_is_aligned=True,
+            sources=COMBINE_SOURCES._replace(y=rows),
         )
+    assert on_cpu.kernels == []

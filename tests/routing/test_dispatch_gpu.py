@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from moefp8.kernels import jit
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, dispatch
 from moefp8.routing import plan_op as routing_plan
@@ -13,7 +14,6 @@ from tests.routing.cases import (
     check_dispatch,
     expected_combine,
     ids_of,
-    on_this_gpu,
     plan_of,
     run_combine,
     run_dispatch,
@@ -42,14 +42,15 @@ def test_plan_equals_the_cpu(num_tokens, num_experts, top_k):
         expected = routing_plan._build(ids, num_experts, alignment, max_m)
         on_gpu = as_ids(ids, (torch.int32, torch.int64)[alignment == 1], alignment == 5)
         with no_synchronisation():
-            ours = routing_plan.launch_build_plan(on_gpu, num_experts, alignment, max_m)
+            ours = routing_plan.build_plan(on_gpu, num_experts, alignment, max_m)
         for mine, theirs in zip(ours, expected, strict=True):
             assert torch.equal(mine.cpu(), theirs), (kind, alignment, max_m)
 
 
-def test_the_op_runs_our_kernel(monkeypatch):
-    monkeypatch.setattr(routing_plan, "_build", None)
-    plan = build_plan(torch.tensor([[2, 0], [2, 2]], device="cuda"), 3)
+def test_the_op_runs_our_kernel():
+    with jit.using(jit.Driver()) as driver:
+        plan = build_plan(torch.tensor([[2, 0], [2, 2]], device="cuda"), 3)
+        assert len(driver.prepared()) == 1
     assert plan.token_to_row.tolist() == [[1, 0], [2, 2]]
 
 
@@ -68,7 +69,7 @@ def test_dispatch_equals_its_parts(num_tokens, hidden_size, num_experts, top_k, 
     ids_dtype = (torch.int32, torch.int64)[seed % 2]
     for kind in KINDS:
         ids = as_ids(ids_of(kind, num_tokens, top_k, num_experts), ids_dtype, seed % 5 == 0)
-        done = run_dispatch(x, ids, num_experts, max_m, **on_this_gpu())
+        done = run_dispatch(x, ids, num_experts, max_m)
         check_dispatch(done, x, ids, num_experts, max_m)
 
 
@@ -83,8 +84,19 @@ def test_dispatch_of_any_dtype_and_stride(num_tokens, offset, hidden_size, dtype
     x[0, 0], x[-1, -1] = torch.inf, torch.nan
     ids = ids_of("repeated", num_tokens, 4, 6).cuda()
     for max_m in (None, num_tokens):
-        done = run_dispatch(x, ids, 6, max_m, **on_this_gpu())
+        done = run_dispatch(x, ids, 6, max_m)
         check_dispatch(done, x, ids, 6, max_m)
+
+
+class DriverOfSomeSms(jit.Driver):
+    """Of this GPU, as if it had another number of SMs."""
+
+    def __init__(self, num_sms: int) -> None:
+        super().__init__()
+        self.sms = num_sms
+
+    def num_sms(self, device_index: int) -> int:
+        return self.sms
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -96,18 +108,19 @@ def test_dispatch_of_many_choices(num_tokens, top_k, num_experts, masked):
     max_m = num_tokens if masked else None
     if masked and num_experts * num_tokens > 2**22:
         pytest.skip("too much memory")
+    drivers = [DriverOfSomeSms(num_sms) for num_sms in (3, 132)]
     for kind in KINDS:
         ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
-        for num_sms in (3, 132):
-            where = {**on_this_gpu(), "num_sms": num_sms}
-            done = run_dispatch(x, ids, num_experts, max_m, **where)
+        for driver in drivers:
+            with jit.using(driver):
+                done = run_dispatch(x, ids, num_experts, max_m)
             assert len(done.launches) == 1 + (num_tokens * top_k > 2**13 and num_experts < 1024)
             check_dispatch(done, x, ids, num_experts, max_m)
 
 
 def test_dispatch_equals_the_routing_room():
     x, ids = torch.randn(77, 7168, device="cuda").bfloat16(), ids_of("distinct", 77, 8, 256).cuda()
-    done, plan = run_dispatch(x, ids, 256, None, **on_this_gpu()), build_plan(ids, 256)
+    done, plan = run_dispatch(x, ids, 256, None), build_plan(ids, 256)
     data, scale_inv = (dispatch(part, plan) for part in quantize_1x128(x))
     assert torch.equal(done.rows[:, :7168], data.view(torch.uint8))
     assert torch.equal(done.row_scales[:, : scale_inv.shape[0]].T, scale_inv)
@@ -125,7 +138,7 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
         y[plan.row_to_token < 0] = torch.nan
         weights = torch.rand(top_k, num_tokens).to(DTYPES[(num_tokens + top_k) % 3]).T
         expected = expected_combine(y, hidden_size, plan, weights)
-        ours = run_combine(y.cuda(), hidden_size, plan, weights.cuda(), **on_this_gpu())
+        ours = run_combine(y.cuda(), hidden_size, plan, weights.cuda())
         assert torch.equal(ours.cpu(), expected), kind
 
 
@@ -134,19 +147,19 @@ def test_launched_early_it_waits(num_tokens):
     """Dispatch and combine behind kernels that write what they read."""
     ids = ids_of("distinct", num_tokens, 4, 16).cuda()
     plan = plan_of(ids, 16, None)
-    weights, where = torch.rand(num_tokens, 4, device="cuda"), on_this_gpu(programmatic=True)
+    weights = torch.rand(num_tokens, 4, device="cuda")
     for _ in range(5):
         source = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
         x = torch.full_like(source, torch.nan)
         x.copy_(source)
-        check_dispatch(run_dispatch(x, ids, 16, None, **where), source, ids, 16, None)
+        check_dispatch(run_dispatch(x, ids, 16, None, True), source, ids, 16, None)
         rows = torch.randn(num_tokens * 4, 2048, device="cuda").bfloat16()
         token_to_row = plan.token_to_row.cuda()
         torch.cuda.synchronize()
         y = torch.full_like(rows, torch.nan)
         y.copy_(rows)
         plan_there = type(plan)(**{**vars(plan), "token_to_row": token_to_row})
-        ours = run_combine(y, 2048, plan_there, weights, **where)
+        ours = run_combine(y, 2048, plan_there, weights, True)
         assert torch.equal(ours.cpu(), expected_combine(rows, 2048, plan, weights))
 
 
@@ -154,11 +167,11 @@ def test_launched_early_it_waits(num_tokens):
 def test_a_graph_follows_the_ids(num_tokens):
     x = torch.randn(num_tokens, 512, device="cuda")
     ids = torch.zeros(num_tokens, 3, device="cuda").long()
-    run_dispatch(x, ids, 9, None, **on_this_gpu())
+    run_dispatch(x, ids, 9, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        done = run_dispatch(x, ids, 9, None, **on_this_gpu())
-        maps = routing_plan.launch_build_plan(ids, 9, 4, None)
+        done = run_dispatch(x, ids, 9, None)
+        maps = routing_plan.build_plan(ids, 9, 4, None)
     for kind in KINDS:
         ids.copy_(ids_of(kind, num_tokens, 3, 9))
         graph.replay()

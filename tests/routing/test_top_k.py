@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import TopKRouter
-from moefp8.kernels.common import registry
+from moefp8.kernels import jit
 from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
 from moefp8.routing import top_k_op as top_k
-from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
+from moefp8.routing.top_k_op import launch_softmax_topk
 from tests import naive
 from tests.fakes import cuda_on_cpu
+from tests.fakes.emulator import FakeDriver
 from tests.gpu import assert_arguments_fit, no_synchronisation, on_gpu
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -185,11 +185,13 @@ void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
 }
 """
 RUN_KERNEL = """
-extern "C" void {op}_{items}(const Arguments* args, uint32_t grid, uint32_t block) {{
-  run({op}_kernel<Input::kFloat, {items}>, *args, grid, block);
+extern "C" bool {op}_{items}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
+  run({op}_kernel<Input::kFloat, {items}>, *x, grid, block);
+  return bytes == 0;
 }}
 """
 SIZES = 1, 8, 33, 64, 160, 256, 512
+VARIANTS = [(op, items) for op in OPS for items in {-(-e // 32) for e in SIZES}]
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +200,7 @@ def on_cpu(tmp_path_factory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("cpu")
-    variants = [(op, items) for op in OPS for items in {-(-e // 32) for e in SIZES}]
-    code = RUN + "".join(RUN_KERNEL.format(op=op, items=items) for op, items in variants)
+    code = RUN + "".join(RUN_KERNEL.format(op=op, items=items) for op, items in VARIANTS)
     (folder / "run.cpp").write_text(code)
     folders = [Path(cuda_on_cpu.__file__).parent, top_k_launch._SOURCE.parent]
     includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
@@ -218,38 +219,30 @@ def test_the_kernels_sigmoid_is_bit_equal(on_cpu):
 
 
 @pytest.fixture
-def launched_on_cpu(on_cpu, monkeypatch):
-    """Launches run the kernel's text."""
+def runs_the_text(on_cpu):
+    """A GPU of four SMs that runs the kernels' text."""
+    functions = {}
+    for op, items in VARIANTS:
+        function = functions[f"{op}_kernel<Input::kFloat, {items}>"] = on_cpu[f"{op}_{items}"]
+        function.restype = ctypes.c_bool
+    with jit.using(FakeDriver(4, library=cuda_on_cpu.OnCpu(functions))) as driver:
+        yield driver
 
-    class Launch:
-        def __init__(self, function, grid, block, arguments, *, stream, programmatic):
-            op, items = function.name.replace(">", "").split("_kernel<Input::kFloat, ")
-            self.run, self.shape = getattr(on_cpu, f"{op}_{items}"), (grid, block)
-            self.arguments = arguments[0]
 
-        def on(self, device_index):
-            self.run(ctypes.byref(self.arguments), *self.shape)
-
-    properties = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(top_k_launch, "Launch", Launch)
-    monkeypatch.setattr(top_k_launch, "load", lambda kernel, device_index: kernel)
-    monkeypatch.setattr(top_k_launch, "current_stream", lambda device_index: 7)
-    monkeypatch.setattr(top_k_launch, "_of_thread", top_k_launch._OfThread())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+# What the dispatcher gives for tensors on the CPU, whatever GPU there is.
+SOFTMAX, SIGMOID = (getattr(torch.ops.moefp8, op).default for op in OPS)
 
 
 @pytest.mark.parametrize("num_experts", SIZES)
-@pytest.mark.usefixtures("launched_on_cpu")
-def test_the_kernels_text_chooses_the_same(num_experts):
+def test_the_kernels_text_chooses_the_same(runs_the_text, num_experts):
     logits, bias = logits_of(13, num_experts), bias_of(num_experts)
     for k in {1, min(8, num_experts), min(40, num_experts), num_experts}:
-        ours = launch_softmax_topk(logits, k, True)
-        assert_same_choice(ours, softmax_topk(logits, k, True), 16)
+        assert_same_choice(softmax_topk(logits, k, True), SOFTMAX(logits, k, True), 16)
         for groups in group_limits(num_experts, k):
             for steered in (bias, None):
                 rest = (steered, k, *groups, steered is None, 2.5)
-                ours = launch_sigmoid_group_topk(logits, *rest)
-                assert_same_choice(ours, sigmoid_group_topk(logits, *rest), 0)
+                assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert runs_the_text.launched
 
 
 # ---- The launcher ----
@@ -263,45 +256,41 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, dtype):
         logits_of(num_tokens, 64, dtype)[:, 3:43],
         logits_of(40, num_tokens, dtype).T,
     ):
-        bias = bias_of(80)[::2]
-        expected = softmax_topk(logits, 3, True)
-        assert_same_choice(launch_softmax_topk(logits, 3, True, programmatic=True), expected, 0)
-        rest = (bias, 3, 8, 2, False, 2.5)
-        expected = sigmoid_group_topk(logits, *rest)
-        assert_same_choice(launch_sigmoid_group_topk(logits, *rest), expected, 0)
+        ours = launch_softmax_topk(logits, 3, True, programmatic=True)
+        assert_same_choice(ours, SOFTMAX(logits, 3, True), 0)
+        rest = (bias_of(80)[::2], 3, 8, 2, False, 2.5)
+        assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
     assert [x.programmatic for x in gpu.launched] == [True, False] * 3
     assert {x.stream for x in gpu.launched} == {7}
 
 
-def test_a_launch_is_prepared_once(gpu, monkeypatch):
+def test_a_launch_is_prepared_once_for_each_layout(gpu):
     for logits in torch.randn(3, 5, 16):
-        assert_same_choice(launch_softmax_topk(logits, 2, True), softmax_topk(logits, 2, True), 0)
-    assert len(gpu.kernels) == 1
-    launch_softmax_topk(logits, 2, False)
-    launch_softmax_topk(logits, 3, True)
-    launch_softmax_topk(logits[:4], 2, True)
-    assert len(gpu.kernels) == 4
-    monkeypatch.setattr(top_k_launch, "_MAX_PREPARED", 3)
-    for num_tokens in range(1, 9):
-        launch_softmax_topk(torch.zeros(num_tokens, 8), 1, True)
-        assert len(top_k_launch._of_thread.prepared) <= 4
+        assert_same_choice(softmax_topk(logits, 2, True), SOFTMAX(logits, 2, True), 0)
+    assert len(gpu.prepared()) == 1
+    softmax_topk(logits, 2, False)
+    softmax_topk(logits, 3, True)
+    softmax_topk(logits[:4], 2, True)
+    softmax_topk(logits.half(), 2, True)
+    assert len(gpu.prepared()) == 5
+    for bias in (None, *torch.randn(2, 16)):  # whether there is one counts
+        rest = (bias, 2, 4, 2, True, 1.0)
+        assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert len(gpu.prepared()) == 7
 
 
 def test_nothing_is_launched_for_no_token(gpu):
-    index, weights = launch_softmax_topk(torch.zeros(0, 8), 3, True)
+    index, weights = softmax_topk(torch.zeros(0, 8), 3, True)
     assert (index.shape, weights.shape, gpu.launched) == ((0, 3), (0, 3), [])
 
 
-def test_more_experts_than_lanes_hold_run_in_pytorch(monkeypatch):
-    logits, ran = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0, ndim=2), []
-    bodies = [lambda x: ran.append("portable"), lambda x: ran.append("hopper")]
-    op = registry._on_gpu("some_op", *bodies, None, top_k_launch.can_launch)
-    monkeypatch.setattr(registry, "runs_our_kernels", lambda index: True)
-    monkeypatch.setattr(registry, "_announce_portable", lambda *_: ran.append("announced"))
-    for num_experts in (512, 513):
-        logits.shape = (1, num_experts)
-        op(logits)
-    assert ran == ["hopper", "announced", "portable"]
+@pytest.mark.parametrize(("num_experts", "launches"), [(512, 2), (513, 0)])
+def test_more_experts_than_lanes_hold_run_in_pytorch(gpu, num_experts, launches):
+    logits = logits_of(7, num_experts)
+    assert_same_choice(softmax_topk(logits, 4, True), SOFTMAX(logits, 4, True), 0)
+    rest = (None, 4, 1, 1, True, 1.0)
+    assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert len(gpu.launched) == launches
 
 
 # ---- On a GPU ----
