@@ -154,7 +154,7 @@ class Emulator(GemmEmulator):
     def cuGraphLaunch(self, executable, stream):
         for config, function, parameters in self.captured[executable.value]:
             config.stream = stream
-            self.run(config, function, parameters)
+            self.launch(config, function, parameters)
         return 0
 
     def cuGraphExecDestroy(self, executable):
@@ -188,9 +188,9 @@ class Emulator(GemmEmulator):
             kept = launch.Config.from_buffer_copy(config)
             self.captured[config.stream].append((kept, function, parameters))
             return 0
-        return self.run(config, function, parameters)
+        return self.launch(config, function, parameters)
 
-    def run(self, config, function, parameters):
+    def launch(self, config, function, parameters):
         kernel = self.kernels[function.value - 1]
         attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes or 1)
         found = {x.id: x.value[0] for x in attributes}
