@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take."""
+"""Check arguments that several functions take."""
 
 import torch
 
@@ -8,7 +8,7 @@ _MAX_REASON = 200
 
 
 def usable_device(device: torch.device | str | int | None, caller: str) -> torch.device:
-    """The device that a user names; None: the CPU. A tensor is made there.
+    """Return the device that a user names, or the CPU for None; a tensor can be made there.
 
     caller: what the error begins with. Raises ValueError unless there is such a device, TypeError.
     """

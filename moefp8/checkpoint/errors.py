@@ -50,7 +50,7 @@ def printable(text: str, limit: int = _MAX_LINE) -> str:
 
 
 def quoted(value: object) -> str:
-    """The repr of what JSON gave, as a message can hold it."""
+    """Return the repr of what JSON gave, as a message can hold it."""
     return printable(_REPR.repr(value), _MAX_QUOTE)
 
 

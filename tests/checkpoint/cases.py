@@ -3,6 +3,7 @@
 What is expected here is not computed by moefp8.checkpoint. E experts, H hidden, I intermediate.
 """
 
+import ctypes
 import json
 import re
 from pathlib import Path
@@ -208,8 +209,8 @@ def assert_loads(path, tensors: dict, model: nn.Module | None = None, **options)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return bytes(flat.view(torch.uint8).tolist())
+    flat = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
 
 
 def model_bytes(model: nn.Module) -> dict[str, bytes]:

@@ -129,7 +129,7 @@ def at_random_moments(source: Path, folder: Path, expected: dict[str, bytes]) ->
 
 
 def race(source: Path, folder: Path, expected: dict[str, bytes]) -> None:
-    """Of processes that want the same, one gets it, and the others are told."""
+    """One of several processes that want the same gets it, and the others are told."""
     for number in range(5):
         target = folder / f"c{number}"
         children = [start(partial(quantize, source, target)) for _ in range(4)]

@@ -28,7 +28,7 @@ def expert_tensors(module: str) -> dict:
 
 
 def stacked_tensors(module: str) -> dict:
-    """As transformers holds experts in memory."""
+    """Stack experts as transformers holds them in memory."""
     return {
         f"{module}.gate_up_proj": bf16(E, 2 * I, H),
         f"{module}.down_proj": bf16(E, H, I),
@@ -82,7 +82,7 @@ def qwen3_next() -> dict:
 
 
 def minimax_m2() -> dict:
-    """And Mixtral, but for the bias."""
+    """Mixtral has the same names, but no bias."""
     layer = "model.layers.0.mlp"
     tensors = {
         f"{layer}.gate.weight": bf16(E, H),
@@ -170,7 +170,7 @@ FAMILIES = {
 
 
 def write_source(directory: Path, tensors: dict, config: dict | None = None, num_shards: int = 1):
-    """And files that a model needs, and such that must not come along."""
+    """Write a checkpoint, files that a model needs, and files that must not come along."""
     write(directory, tensors, PLAIN if config is None else config, num_shards)
     for name in (
         "tokenizer.json",

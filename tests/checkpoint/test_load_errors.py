@@ -61,21 +61,6 @@ EXTRA = {
 }
 # (key -> new tensor, or None for none; what the message says of them)
 MISFITS = [
-    *(
-        ({key: None, f"{key}_scale_inv": None}, ["does not fit", f"{key}: missing from {{path}}"])
-        for key in MISSING
-    ),
-    *(
-        (
-            {f"{key}_scale_inv": None},
-            [f"{key} in {{file}}: an FP8 weight without its scale", f"{key}_scale_inv", "(1 probl"],
-        )
-        for key in (UP, f"{LINEAR}.weight")
-    ),
-    *(
-        ({key: tensor}, [f"{key} in {{file}}: ", rule, "(1 problem)"])
-        for key, tensor, rule in WRONG
-    ),
     (
         EXTRA,
         [
@@ -88,6 +73,14 @@ MISFITS = [
     ({f"{EXPERT}.w1.weight": zeros(I, H)}, [".1.w1.weight", f"{EXPERT}.gate_proj", "already"]),
     ({FUSED: zeros(E, H, I)}, [FUSED, "mlp.experts.0.down_proj.weight", "already"]),
 ]
+for key in MISSING:
+    told = ["does not fit", f"{key}: missing from {{path}}"]
+    MISFITS.append(({key: None, f"{key}_scale_inv": None}, told))
+for key in (UP, f"{LINEAR}.weight"):
+    told = [f"{key} in {{file}}: an FP8 weight without its scale", f"{key}_scale_inv"]
+    MISFITS.append(({f"{key}_scale_inv": None}, [*told, "(1 problem)"]))
+for key, wrong, rule in WRONG:
+    MISFITS.append(({key: wrong}, [f"{key} in {{file}}: ", rule, "(1 problem)"]))
 
 
 @pytest.mark.parametrize(("changes", "needles"), MISFITS)
@@ -126,7 +119,7 @@ def test_fp8_weight_for_an_ordinary_module(tmp_path):
 
 
 def test_a_scale_is_never_dropped(tmp_path):
-    """Not even where the model has an FP8 parameter of its own, without a scale."""
+    """That holds too where the model has an FP8 parameter of its own, without a scale."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(128, 128).to(torch.float8_e4m3fn), requires_grad=False)
     path = write(tmp_path / "c", {k[2:]: t for k, t in fp8_pair("m", 128, 128).items()})
@@ -211,8 +204,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     refuse(tmp_path / "x.bin", "x.bin", ".safetensors")
     os.mkfifo(tmp_path / "model.safetensors")
     refuse(tmp_path, "model.safetensors", "regular file")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_config(tmp_path)
+    assert "config.json" in refusal(read_config, tmp_path)
 
 
 def write_raw(path, header, data):

@@ -276,7 +276,7 @@ def counted(path: Path, tests) -> dict:
 
 
 def test_counts_are_of_the_right_tensor_in_any_batch(tmp_path, monkeypatch):
-    """Against plain loops, with batches that cut tensors and that join files and dtypes."""
+    """Plain loops count the same; batches cut tensors and join files and dtypes."""
     monkeypatch.setattr("moefp8.checkpoint.files.values._BATCH_BYTES", 40)
     monkeypatch.setattr("moefp8.checkpoint.files.values._SERIAL", 3)
     special = torch.tensor([1.0, 0.0, -0.0, -2.0, 0.75, 2.0**-127, 3.0, math.nan, math.inf])
@@ -296,7 +296,7 @@ def test_counts_are_of_the_right_tensor_in_any_batch(tmp_path, monkeypatch):
 
 
 def test_scales_at_the_same_place_of_two_files(tmp_path):
-    """Where one ends in its file, the other begins in its own."""
+    """One begins in its file at the byte where the other ends in its own."""
     tensors = {"a": torch.ones(4), "b": torch.full((4,), math.nan)}
     path = write(tmp_path / "c", tensors, num_shards=2)
     first, second = sorted(path.glob("*.safetensors"))

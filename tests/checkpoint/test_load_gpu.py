@@ -9,7 +9,14 @@ from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.load import read
 from moefp8.checkpoint.load.staging import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
-from tests.checkpoint.cases import Tiny, deepseek_tensors, model_bytes, spoiled, write
+from tests.checkpoint.cases import (
+    Tiny,
+    assert_same_tensors,
+    deepseek_tensors,
+    model_bytes,
+    spoiled,
+    write,
+)
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
 pytestmark = NEEDS_GPU
@@ -22,7 +29,7 @@ PLANS = {
 
 
 def tiny(place: str, plan: dict) -> nn.Module:
-    """On meta, or in memory of the GPU that holds anything."""
+    """Make a `Tiny` on meta, or in memory of the GPU that holds anything."""
     with torch.device("meta"):
         model = Tiny(1)
     if plan:
@@ -66,9 +73,7 @@ def big(tmp_path_factory):
 
 
 def assert_same(model: nn.Module, wanted: nn.Module) -> None:
-    for name, tensor in wanted.state_dict().items():
-        got = model.state_dict()[name].cpu()
-        assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)), name
+    assert_same_tensors(model.state_dict(), wanted.state_dict())
 
 
 def test_memory_of_the_gpu_is_that_of_the_model(big):

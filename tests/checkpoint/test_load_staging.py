@@ -153,7 +153,7 @@ def check_sizes(made: list[Task], itemsize: int) -> None:
 
 @pytest.mark.parametrize(("gap", "num_tasks"), [(56, 4), (57, 1)])
 def test_long_gaps_are_left_out(tmp_path, monkeypatch, gap, num_tasks):
-    """Of rows of 64 bytes, 8 are ours."""
+    """8 bytes of each row of 64 are ours."""
     monkeypatch.setattr(tasks, "_GAP_BYTES", gap)
     monkeypatch.setattr(tasks, "STAGED_BYTES", 1000)
     entry, _ = write_entry(tmp_path / "f", "F32", (4, 16))
@@ -238,5 +238,5 @@ def test_a_device_that_fails_at_the_end_is_told(tmp_path, monkeypatch):
 
 
 def test_a_cast_of_the_largest_task_fits_in_a_buffer():
-    """As they are outside of this file: one byte may become 8."""
+    """One byte may become 8. The limits are those outside of this file."""
     assert LIMITS[1] * 8 <= LIMITS[0]

@@ -33,11 +33,9 @@ def test_other_files(tmp_path):
     (source / "tokenizer.json").symlink_to("../../blobs/1f2e")
     quantize_checkpoint(source, tmp_path / "t")
     files = files_of(tmp_path / "t")
-    assert set(files) == {
-        *("config.json", "model.safetensors"),
-        *("tokenizer.json", "chat_template.jinja", "modeling_own.py", "templates/tool.jinja"),
-    }
-    for name in set(files) - {"config.json", "model.safetensors"}:
+    others = {"tokenizer.json", "chat_template.jinja", "modeling_own.py", "templates/tool.jinja"}
+    assert set(files) == {"config.json", "model.safetensors", *others}
+    for name in others:
         assert files[name] == (source / name).read_bytes()
     assert not (tmp_path / "t" / "tokenizer.json").is_symlink()
     config = json.loads(files["config.json"])

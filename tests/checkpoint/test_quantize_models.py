@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moefp8 import FP8Linear, GroupedExperts, convert, load_checkpoint
 from moefp8.checkpoint import fp8_modules
+from tests.checkpoint.cases import assert_same_tensors
 from tests.checkpoint.quantize_cases import quantization_of
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next", "minimax_m2")
@@ -75,11 +76,7 @@ def test_it_loads_as_the_converted_model(quantized):
     fill_tables_of(model, original)
     load_checkpoint(model, path)
     convert(original)
-    wanted, got = original.state_dict(), model.state_dict()
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert_same_tensors(model.state_dict(), original.state_dict())
     assert sum(isinstance(module, GroupedExperts) for module in model.modules()) >= 2
     check_lists(model, path)
 

@@ -34,7 +34,7 @@ def test_errors_by_hand(tmp_path):
 
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e-3, 1.0, 1e30, 4e37])
 def test_errors_are_those_of_the_whole_weight(size, tmp_path, monkeypatch):
-    """In FP64; also where squares would vanish or overflow. Tiny ones become zeros."""
+    """FP64 tells, also where squares would vanish or overflow. Tiny weights become zeros."""
     monkeypatch.setattr(stream, "_BAND_ELEMENTS", 1)
     monkeypatch.setattr(stream, "_COLUMNS", 128)
     w = torch.randn(300, 200) * size

@@ -16,18 +16,17 @@ from transformers import (
     PretrainedConfig,
 )
 
-import moefp8.hf
 from benchmarks.families.models import tiny_model
 from moefp8 import FP8Linear, GroupedExperts
-from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
+from moefp8.checkpoint import CheckpointError, quantize_checkpoint
+from moefp8.layers import plan_conversion
 from tests.checkpoint.cases import read
 from tests.checkpoint.quantize_cases import bf16, quantization_of, write_source
+from tests.checkpoint.transformers_cases import assert_equal, fp8_of, loaded_alike, saved
 from tests.hf.model_cases import RELEASE
 
-SIZES = {
-    **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
-}
+SIZES = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 
 
 def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
@@ -43,37 +42,15 @@ def dbrx(d_model: int = 256, ffn_hidden_size: int = 384) -> PretrainedConfig:
     return DbrxConfig(**sizes, ffn_config=experts, attn_config=attention)
 
 
-def saved(config: PretrainedConfig, path, **options) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path, **options)
-    return model
-
-
-def fp8_of(path) -> torch.nn.Module:
-    config = moefp8.hf.FP8Config()
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
-
-
-def assert_equal(got: torch.nn.Module, wanted: torch.nn.Module) -> None:
-    got, wanted = got.state_dict(), wanted.state_dict()
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
 def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
-    """In DeepSeek's names, as they were written before, transformers would not find them."""
+    """transformers would not find them under DeepSeek's names."""
     saved(stacks_only(), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert "GraniteMoeSWAForCausalLM" in done.basis
     stack = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
     assert read(tmp_path / "t")[stack].dtype == torch.float8_e4m3fn
-    model = fp8_of(tmp_path / "t")
+    model = loaded_alike(tmp_path)
     assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
-    assert_equal(model, fp8_of(tmp_path / "s"))
-    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
 
 
 def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog):
@@ -105,10 +82,8 @@ def test_dbrx_gets_the_stacks_that_convert_makes(tmp_path):
     assert stored[f"{home}.gate_up_proj"].shape == (4, 768, 256)
     assert stored[f"{home}.down_proj_scale_inv"].shape == (4, 2, 3)
     assert not any(f"{home}.mlp" in key for key in stored)
-    model = fp8_of(tmp_path / "t")
+    model = loaded_alike(tmp_path)
     assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
-    assert_equal(model, fp8_of(tmp_path / "s"))
-    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
 
 
 @pytest.mark.parametrize("sizes", [{"ffn_hidden_size": 320}, {"d_model": 192}])
@@ -125,12 +100,11 @@ def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
 
 
 def test_a_base_of_dbrx_loads_as_the_whole_model(tmp_path):
-    """Whose experts have no slot of that name before they are converted."""
-    config = moefp8.hf.FP8Config()
+    """Its experts have no slot of that name before they are converted."""
     torch.manual_seed(0)
     AutoModel.from_config(dbrx(), dtype=torch.bfloat16).save_pretrained(tmp_path / "s")
     quantize_checkpoint(tmp_path / "s", tmp_path / "t")
-    base = AutoModel.from_pretrained(tmp_path / "s", quantization_config=config)
+    base = fp8_of(tmp_path / "s", AutoModel)
     base.save_pretrained(tmp_path / "saved")
     for path in (tmp_path / "t", tmp_path / "saved"):
         assert "blocks.0.ffn.experts.gate_up_proj_scale_inv" in read(path)
@@ -152,25 +126,18 @@ def test_what_transformers_fuses_when_it_loads_is_stored_fused(family, tmp_path)
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "s", max_shard_size="400KB")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", max_shard_bytes=500_000)
-    plan = moefp8.layers.plan_conversion(model)
-    assert done.conversion.swapped == plan.swapped
-    assert "experts" in plan.swapped.values()
-    config = moefp8.hf.FP8Config()
-    wanted, got = (
-        type(model).from_pretrained(tmp_path / name, quantization_config=config) for name in "st"
-    )
-    assert_equal(got, wanted)
-    wanted.save_pretrained(tmp_path / "saved")
-    saved, written = (
+    assert done.conversion.swapped == plan_conversion(model).swapped
+    assert "experts" in done.conversion.swapped.values()
+    loaded_alike(tmp_path, type(model)).save_pretrained(tmp_path / "saved")
+    again, written = (
         {key for key in read(tmp_path / name) if "experts" in key} for name in ("saved", "t")
     )
-    assert written == saved
-    assert not [a for a in inspect_checkpoint(tmp_path / "t").anomalies if a.severity == "error"]
+    assert written == again
 
 
 @pytest.mark.skipif(RELEASE < (5, 20), reason="older transformers build no tiny model of these")
 def test_what_is_fused_is_told_by_its_keys(tmp_path):
-    """Where it is not finite, where a part is skipped, and where an expert is missing."""
+    """A value is not finite, a part is skipped, or an expert is missing."""
     tiny_model("ernie4_5_vl_moe").save_pretrained(tmp_path / "s")
     path, key = tmp_path / "s" / "model.safetensors", "model.layers.1.mlp.experts.9.up_proj.weight"
     with pytest.raises(CheckpointError, match=r"mlp\.text_moe\.experts: must be skipped whole"):
@@ -187,24 +154,21 @@ def test_what_is_fused_is_told_by_its_keys(tmp_path):
 
 
 def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
-    """Of more rows than are quantized at once, and a last block that is not full."""
+    """It has more rows than are quantized at once, and a last block that is not full."""
     sizes = {"vocab_size": 256, "n_embd": 512, "n_inner": 2000, "n_layer": 1, "n_head": 2}
     saved(GPT2Config(**sizes), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert set(done.conversion.swapped.values()) == {"Conv1D"}
     assert read(tmp_path / "t")["transformer.h.0.mlp.c_fc.weight"].shape == (2000, 512)
-    assert_equal(fp8_of(tmp_path / "t"), fp8_of(tmp_path / "s"))
+    loaded_alike(tmp_path)
 
 
 def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
     """Models hold none, but servers do."""
-    config = DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128},
-        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-        **{"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
-        **{"qk_nope_head_dim": 32, "num_nextn_predict_layers": 1},
-    )
-    saved(config, tmp_path / "s")
+    sizes = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 4}
+    sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 64}
+    sizes |= {"q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32}
+    saved(DeepseekV3Config(**sizes, num_nextn_predict_layers=1), tmp_path / "s")
     tensors = read(tmp_path / "s")
     extra = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.eh_proj.weight"
     tensors |= {key: bf16(256, 256) for key in extra}
@@ -212,14 +176,14 @@ def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
     quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     got = read(tmp_path / "t")
     assert [got[key].dtype for key in extra] == [torch.float8_e4m3fn, torch.bfloat16]
-    assert_equal(fp8_of(tmp_path / "t"), fp8_of(tmp_path / "s"))
+    loaded_alike(tmp_path)
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.*.experts", "block_sparse_moe", "*.q_proj"])
 def test_skip_takes_what_convert_takes(tmp_path, pattern):
     model = saved(stacks_only(), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", skip=pattern)
-    assert done.conversion.swapped == moefp8.layers.plan_conversion(model, skip=pattern).swapped
+    assert done.conversion.swapped == plan_conversion(model, skip=pattern).swapped
     assert done.conversion.swapped
     assert "skipped" in done.conversion.kept.values()
 

@@ -250,7 +250,7 @@ class GemmEmulator:
 
     @staticmethod
     def walk_group(made, segment, weight_tiles):
-        """(tile of weights, its first token, which are stored) per CTA, as `GroupedScheduler`."""
+        """(tile of weights, first token, which are stored) of each CTA, as `GroupedScheduler`."""
         config, arguments = made.config, made.arguments
         step, (begin, end, _) = config.cta_tile[0], segment
         start = begin if config.begins_anywhere else begin // 4 * 4

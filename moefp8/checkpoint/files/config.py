@@ -24,7 +24,7 @@ _DECODER_LAYER = re.compile(
 
 
 def config_path(path: str | os.PathLike[str]) -> Path:
-    """Where the config.json lies of a checkpoint directory, or of a file beside it."""
+    """Return the place of config.json for a checkpoint directory, or a file beside it."""
     path = Path(path)
     return (path if path.is_dir() else path.parent) / "config.json"
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CheckpointError, failing_as, quoted
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a flag to open a file that is to be written
-_MAX_BYTES = 100_000_000  # of a JSON file; an index of 150,000 keys takes 20 MB
+_MAX_BYTES = 100_000_000  # an index of 150,000 keys takes 20 MB
 _MAX_VALUES = 4_000_000  # 150,000 tensors of a header have 1.7 million; these take 5 s and 0.5 GiB
 _MAX_DEPTH = 64
 _MAX_KEY = 1000

@@ -34,7 +34,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
 
 
 def check_free(path: Path) -> None:
-    """Raises CheckpointError unless path does not exist or is an empty directory."""
+    """Raise CheckpointError if path exists, unless it is an empty directory."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: exists and is not an empty directory; save elsewhere")
 

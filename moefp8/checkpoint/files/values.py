@@ -19,7 +19,7 @@ from .reading import Files, read_into, telling
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
-_SERIAL = 32768  # elements that PyTorch does not spread over its threads, which wait for cores here
+_SERIAL = 32768  # so few elements stay in this thread; those of PyTorch would wait for cores
 
 Test = Callable[[torch.Tensor], torch.Tensor]
 Counts = dict[str, Counter[Entry]]

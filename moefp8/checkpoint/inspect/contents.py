@@ -43,7 +43,7 @@ class Contents:
         return frozenset(key for key in self.scan.source.entries if is_leftover(self.config, key))
 
     def has_power_of_two_scales(self) -> bool:
-        """Whether config.json says so; DeepSeek-V3.1 says it, and its o_proj has others."""
+        """Whether config.json promises them; DeepSeek-V3.1 does, and its o_proj has others."""
         quantization = self.config.get("quantization_config")
         return isinstance(quantization, dict) and quantization.get("scale_fmt") == "ue8m0"
 
@@ -84,8 +84,8 @@ def contents_of(scan: Scan) -> Contents:
 class Kind:
     """All tensors whose names differ in numbers alone.
 
-    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once. num_bytes: of tensors and
-    their scales.
+    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once. num_bytes: the tensors and
+    their scales have so many.
     """
 
     name: str

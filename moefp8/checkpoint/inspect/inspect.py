@@ -66,7 +66,7 @@ def inspect_checkpoint(
     """Read headers, config.json and all scales; go on with what is whole if something is broken.
 
     path: as in load_checkpoint. weights: read all FP8 weights too, and look for NaN.
-    progress: of weights, show a bar on stderr; None means if it is a terminal.
+    progress: show a bar on stderr for weights; None means if it is a terminal.
     Raises CheckpointError if there is nothing at path that could be a checkpoint.
     """
     contents = contents_of(scan_source(path))

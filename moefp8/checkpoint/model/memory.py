@@ -1,4 +1,4 @@
-"""Which tensors of a model lie in the same memory: what is read into one would change another."""
+"""Find tensors of a model that share memory: what is read into one would change another."""
 
 from collections.abc import Iterable, Iterator
 

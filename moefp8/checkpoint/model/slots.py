@@ -119,7 +119,6 @@ class Inventory:
         """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] do not tell how it is cut.
 
         Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
-        slot: such a weight or its scales; no other is ambiguous.
         """
         weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
         if weight is None or slot.role is Role.PLAIN or not slot.is_fused:

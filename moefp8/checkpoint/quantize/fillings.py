@@ -1,7 +1,6 @@
 """Find the rows of a checkpoint that fill a weight which transformers makes of several tensors.
 
-A conversion that moves whole rows is asked where it moves them: it gets numbers of rows in place of
-the rows.
+A conversion that moves whole rows is asked where to: it gets numbers of rows in place of the rows.
 """
 
 from collections import defaultdict
@@ -95,7 +94,7 @@ def _converted(
         step.add_tensor(name, entry.key, pattern, rows)
     try:
         made = step.convert(name, model=skeleton.model, config=skeleton.model.config)
-    except Exception:  # whatever it raises of experts that are missing, or of another shape
+    except Exception:  # it may raise anything for experts that are missing, or of another shape
         return {}
     return made if all(isinstance(x, torch.Tensor) for x in made.values()) else {}
 

@@ -38,8 +38,7 @@ class Move:
     """Pieces, one above the other, become the tensor `key` of this shape.
 
     In FP8, that is a matrix, or a stack of matrices whose numbers of rows are multiples of 128; all
-    of its pieces but the last have such numbers too. Any other tensor has one piece, which is
-    copied.
+    of its pieces but the last have such numbers too. Any other tensor is one piece, and is copied.
     """
 
     pieces: tuple[Piece, ...]

@@ -71,7 +71,7 @@ def quantize_checkpoint(
             ("mlp.shared_experts", "layers.0"), or a pattern (fnmatch), of keys or of the modules
             of the model that transformers builds.
         device: where weights are quantized; the CPU by default.
-        max_shard_bytes: of tensors in a file, unless one alone is larger.
+        max_shard_bytes: a file holds at most so many of tensors, unless one alone is larger.
         progress: show a bar on stderr; None means if it is a terminal.
 
     Raises:

@@ -28,7 +28,7 @@ _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders c
 def select_by_model(
     source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
 ) -> Selected:
-    """skip: patterns; is_skipped: tells whether they keep a key. Raises CheckpointError."""
+    """Select by the model; is_skipped tells whether skip keeps a key. Raises CheckpointError."""
     parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
         conversion = plan_conversion(skeleton.model, skip=parts)

@@ -25,7 +25,7 @@ _STACKS = {"gate_up_proj", "down_proj"}
 
 
 def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str) -> Selected:
-    """why: the reason why no model is known. Raises CheckpointError that begins with headline."""
+    """Select by name; `why` says why no model is known. Raises CheckpointError with headline."""
     linears = {e.key for e in source.entries.values() if is_linear(e) and not stays(e.key, skip)}
     problems = dtype_problems(source, linears, {})
     stacks = _select_stacks(source, skip, problems)
@@ -60,7 +60,7 @@ def is_linear(entry: Entry) -> bool:
 
 
 def dtype_problems(source: Source, keys: Iterable[str], homes: Mapping[str, str]) -> list[str]:
-    """homes: key -> its module, for a module that can only be skipped as a whole."""
+    """List keys of other dtypes. homes: key -> its module, if only all of that can be skipped."""
     return [
         f"{source.entries[key]}: {problem}; {_to_keep(homes.get(key, key))}"
         for key in sorted(keys)

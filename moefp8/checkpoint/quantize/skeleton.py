@@ -172,7 +172,7 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callab
 
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
-    is_whole = hasattr(model, model.base_model_prefix)  # else it lies below prefix in others
+    is_whole = hasattr(model, model.base_model_prefix)  # a base model lies below prefix in others
     homes = {  # experts that hold stacks, or will when they are converted, as DBRX's do
         name
         for name, module in model.named_modules(remove_duplicate=False)

@@ -1,7 +1,6 @@
 """Let transformers build a model of a config.json that a stranger wrote, bounded and offline.
 
-A number there can make layers without end, and a key can name what transformers would fetch and
-run.
+A number there can make endless layers, and a key can name what transformers would fetch and run.
 """
 
 import os
