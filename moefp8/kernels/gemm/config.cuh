@@ -63,7 +63,8 @@ struct GemmConfig {
   int store_box_weights, store_box_tokens;  // of one TMA store: as wide as one span of the swizzle
   int shared_bytes;             // as the host counts them; gemm.cu asserts that the compiler agrees
 
-  // ---- Derived here, for the kernel alone, without calls of functions: NVRTC refuses a constant after such a call ----
+  // ---- Derived here, for the kernel alone ----
+  // An initialiser calls no function: NVRTC would not take what follows it for constant.
   int dimensions = grouped ? 3 : 2;  // of a, b and d
   int part_n = stacked ? wgmma_n : wgmma_n / parts;
   bool has_short_tiles = num_token_boxes > 1;  // a group may end before the rows of some warpgroups
