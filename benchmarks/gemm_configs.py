@@ -35,30 +35,20 @@ def grid(case: Case) -> Iterator[GemmConfig]:
     m, depths, up_to_4 = case.m, (1, 2), (1, 2, 3, 4)
     if m <= 128:
         for rows, depth, split, ctas in product((64, 128), depths, up_to_4, up_to_4):
-            for batches in (1, 2):
-                yield GemmConfig(
-                    *(rows, round_up(m, 8), 0),
-                    k_blocks_per_stage=depth,
-                    split_k=split,
-                    ctas_per_sm=ctas,
-                    swap_ab=True,
-                    num_product_buffers=batches,
-                )
+            options = {"k_blocks_per_stage": depth, "split_k": split, "ctas_per_sm": ctas}
+            yield GemmConfig(rows, round_up(m, 8), 0, swap_ab=True, **options)
     if m < 32:
         return
-    shares = ((1, False), (2, False), (2, True))
     rows = (64,) if m <= 64 else (64, 128) if m <= 128 else (64, 128, 192)
     for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
-        for (share, multicast_rows), ctas, batches in product(shares, (1, 2), (1, 2)):
+        for ctas, buffers in product((1, 2), (1, 2)):
             yield GemmConfig(
                 *(row, col, 0),
-                parts=2 if col > 192 or (batches == 2 and col > 128) else 1,
+                parts=2 if col > 192 or (buffers == 2 and col > 128) else 1,
                 k_blocks_per_stage=depth,
-                multicast=share,
-                multicast_rows=multicast_rows,
                 split_k=split,
                 ctas_per_sm=ctas,
-                num_product_buffers=batches,
+                num_product_buffers=buffers,
             )
 
 

@@ -1,6 +1,7 @@
-"""Write the tables of README and docs/benchmarks.md, draw plots: `python -m benchmarks.report`.
+"""Write the tables of three pages, draw the plots: `python -m benchmarks.report`.
 
-All are made of the JSON files in `benchmarks/results`.
+The pages are README.md, benchmarks/README.md and docs/families.md; the tables are made of the JSON
+files in `benchmarks/results`.
 """
 
 import json
@@ -26,7 +27,7 @@ from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *((ROOT / "docs") / name for name in ("benchmarks.md", "families.md")))
+PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", "docs/families.md"))
 
 
 def accuracy_table(results: dict[str, Any]) -> str:
@@ -84,7 +85,7 @@ def gemm_tables(results: dict[str, Any]) -> str:
             + ", ".join(f"{PEERS[name].title} {us:.1f}" for name, us in host.items())
             + ".",
             "",
-            f"![Roofline of the GEMM on one {results['gpu']}](../benchmarks/results/gemm.png)",
+            f"![Roofline of the GEMM on one {results['gpu']}](results/gemm.png)",
             "",
             f"<details><summary>All {len(rows)} times</summary>",
             "",
@@ -150,7 +151,7 @@ def grouped_tables(results: dict[str, Any]) -> str:
             "DeepGEMM's contiguous form takes padded groups, ours does not. Worst row against "
             f"FP64 sums of the same operands: {errors}.",
             "",
-            f"![Grouped GEMMs on one {results['gpu']}](../benchmarks/results/grouped.png)",
+            f"![Grouped GEMMs on one {results['gpu']}](results/grouped.png)",
             "",
             f"<details><summary>All {len(rows)} cases</summary>",
             "",
@@ -209,7 +210,7 @@ def moe_tables(results: dict[str, Any]) -> str:
             "TFLOP/s. Goals are against the mega-kernel. Error against an FP32 layer with the same "
             f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
             "",
-            f"![Layers of routed experts on one {results['gpu']}](../benchmarks/results/moe.png)",
+            f"![Layers of routed experts on one {results['gpu']}](results/moe.png)",
             "",
             f"<details><summary>All {len(rows)} cases</summary>",
             "",

@@ -1,4 +1,4 @@
-"""README and docs/: every block runs, every command is one, every link leads somewhere.
+"""README, docs/ and other pages: blocks run, commands exist, links lead somewhere.
 
 Blocks of ```python run on the CPU, those of ```python gpu are compiled, and run where there is a
 GPU. CHECKPOINT, ORIGINAL and COMPRESSED are small checkpoints in the folder where a page runs.
@@ -25,6 +25,10 @@ from tests.hf.test_hf import BLOCKS as OF_COMPRESSED_TENSORS
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+OTHERS = [
+    *(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((REPOSITORY / "docs" / "design").glob("*.md")),
+]
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PYTHON, ON_GPU, BASH, OUTPUT = "python", "python gpu", "bash", ""
 
@@ -47,7 +51,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def name_of(page: Path) -> str:
-    return page.stem
+    return str(page.relative_to(REPOSITORY).with_suffix(""))
 
 
 def needs_gpu(page: Path) -> bool:
@@ -169,15 +173,17 @@ def test_the_readme_shows_every_use_and_links_its_page():
     index, *sections = use.partition("\n## ")[0].split("\n### ")
     assert all(f"```{PYTHON}\n" in section for section in sections)
     assert all(len(docs_in(section)) == 1 for section in sections)
-    assert sorted(docs_in(index)) == [f"docs/{page.name}" for page in PAGES]
+    found = sorted(docs_in(index + "".join(sections)))
+    assert found == [f"docs/{page.name}" for page in PAGES]
 
 
 def docs_in(text: str) -> list[str]:
-    return re.findall(r"\]\((docs/\w+\.md)\)", text)
+    return re.findall(r"\]\((docs/[\w-]+\.md)\)", text)
 
 
-def test_the_readme_is_short():
-    assert README.read_text().count("\n") <= 260
+@pytest.mark.parametrize(("page", "most"), [("README.md", 220), ("CONTRIBUTING.md", 120)])
+def test_first_pages_are_short(page, most):
+    assert (REPOSITORY / page).read_text().count("\n") <= most
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
@@ -190,6 +196,40 @@ def test_property_tests_have_no_deadline(page):
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_nothing_is_installed_from_an_index_that_lacks_it(page):
     assert not re.search(r"pip install \S*moefp8", page.read_text())
+
+
+# Names of code
+
+CODE = re.compile(
+    r"`(k[A-Z]\w+|[A-Z][a-z]+[A-Z]\w+|[a-z]+(?:_[a-z0-9]+)+|[a-z]\w+(?:/\w+)*\.(?:cuh?|py))`"
+)
+DESIGN = [REPOSITORY / "docs" / "hopper-fp8-gemm.md", *(REPOSITORY / "docs/design").glob("*.md")]
+
+
+def unknown_names(text: str) -> list[str]:
+    """Constants, types, fields and files of text that the sources do not have."""
+    sources = [
+        file
+        for folder in ("moefp8", "tests", "benchmarks")
+        for ending in ("py", "cu", "cuh")
+        for file in (REPOSITORY / folder).rglob(f"*.{ending}")
+        if file != Path(__file__)
+    ]
+    words = {word for file in sources for word in re.findall(r"\w+", file.read_text())}
+
+    def is_known(name: str) -> bool:
+        return name in words or any(f"/{file}".endswith(f"/{name}") for file in sources)
+
+    return sorted({name for name in CODE.findall(text) if not is_known(name)})
+
+
+def test_design_pages_name_what_the_code_has():
+    assert unknown_names("".join(page.read_text() for page in DESIGN)) == []
+
+
+def test_unknown_names_are_found():
+    text = "`kNoSuch` `NoSuchType` `no_such_field` `no_such.cuh` `GemmConfig` `scale_inv` `gemm.cu`"
+    assert unknown_names(text) == ["NoSuchType", "kNoSuch", "no_such.cuh", "no_such_field"]
 
 
 # Links
@@ -214,7 +254,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES, *OTHERS], ids=name_of)
 def test_links_lead_somewhere(page):
     assert broken_links(page) == []
 

@@ -13,6 +13,8 @@ import moefp8
 ROOT = Path(moefp8.__file__).parent
 REPOSITORY = ROOT.parent
 
+CHECKPOINT = {"checkpoint/errors", "checkpoint/arguments", "checkpoint/files"}  # its foundations
+
 # Rooms and what each may import: arrows point down only.
 ALLOWED = {
     "kernels/jit": {"kernels/jit"},
@@ -25,7 +27,15 @@ ALLOWED = {
     "distributed": {"kernels", "layers", "distributed"},
     "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},
-    "checkpoint": {"kernels", "quant", "layers", "checkpoint", "progress"},
+    "checkpoint/errors": set(),
+    "checkpoint/arguments": {"checkpoint/errors"},
+    "checkpoint/files": {*CHECKPOINT, "kernels", "progress"},
+    "checkpoint/model": {*CHECKPOINT, "checkpoint/model", "kernels", "layers"},
+    **{
+        room: {room, *CHECKPOINT, "checkpoint/model", "kernels", "quant", "layers", "progress"}
+        for room in (f"checkpoint/{name}" for name in ("load", "save", "inspect", "quantize"))
+    },
+    "checkpoint": {"checkpoint"},
     "progress": {"progress"},
     "precompile": {"kernels", "quant", "routing", "functional", "layers", "progress", "precompile"},
     "tuning": {"kernels", "functional", "layers", "quant", "progress", "tuning"},

@@ -1,21 +1,16 @@
 """Strict, streaming safetensors <-> modules: everything is checked before one byte is written.
 
-Reading order: `source` and `header` (what the files hold), `slots` and `names` (where it goes in
-a model), `plan` (match the two), `read` (move the bytes), `values` (look at them); `load` and
-`save` call them. `inspect` needs no model: `contents` pairs weights and scales, `checks` and
-`numbers` find `anomalies`, `family` tells whose it is. From files to files: `choose`, by `skeleton`
-and `fillings` (which `moves` become FP8), `shard_file` and `stream` (write it), `report`,
-`workplace` (outlive a kill); `quantize` calls them.
+`files` knows a checkpoint on disk and `model` the places that it fills. `load` matches the two and
+moves the bytes; `save` writes a model back; `inspect` tells what a checkpoint holds without a
+model; `quantize` turns a 16-bit checkpoint into one in FP8. The rooms import `files`, `model`,
+`errors` and `arguments`, and never each other.
 """
 
-from .config import read_config
 from .errors import CheckpointError
-from .fp8 import fp8_modules
-from .inspect import Inspection, inspect_checkpoint
-from .layers import fp8_layers
+from .files.config import read_config
+from .inspect import Inspection, fp8_layers, fp8_modules, inspect_checkpoint
 from .load import LoadReport, load_checkpoint
-from .quantize import quantize_checkpoint
-from .report import QuantizeReport, WeightReport
+from .quantize import QuantizeReport, WeightReport, quantize_checkpoint
 from .save import save_checkpoint
 
 __all__ = [

@@ -1,7 +1,8 @@
 """The one exception of this package, and how its message quotes what others wrote."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _NUM_SHOWN = 10
 _MAX_LINE = 800
@@ -27,9 +28,21 @@ class CheckpointError(RuntimeError):
         return "\n".join(self.args)
 
 
+@contextmanager
+def failing_as(what: object, failed: str, outcome: str = "") -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError: `what: failed (reason); outcome`."""
+    try:
+        yield
+    except OSError as error:
+        end = f"; {outcome}" if outcome else ""
+        raise CheckpointError(f"{what}: {failed} ({error.strerror}){end}") from error
+
+
 def printable(text: str, limit: int = _MAX_LINE) -> str:
-    """At most limit characters of text, from its two ends; control characters, line ends, lone
-    surrogates and such are escaped."""
+    """Shorten text to limit characters, from its two ends, and escape what cannot be printed.
+
+    Control characters, line ends and lone surrogates cannot.
+    """
     text = _cut(text, limit)
     if text.isprintable():
         return text
@@ -37,7 +50,7 @@ def printable(text: str, limit: int = _MAX_LINE) -> str:
 
 
 def quoted(value: object) -> str:
-    """The repr of what JSON gave, as a message can hold it."""
+    """Return the repr of what JSON gave, as a message can hold it."""
     return printable(_REPR.repr(value), _MAX_QUOTE)
 
 
@@ -49,7 +62,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def raise_if_any(problems: Sequence[str], headline: str) -> None:
-    """problems: one sentence each. Raises CheckpointError with the first ten and a count."""
+    """Raise CheckpointError with a count of problems and the first ten, one sentence each."""
     if not problems:
         return
     lines = [f"{headline} ({len(problems)} problem{'s' * (len(problems) > 1)}):"]

@@ -1,4 +1,4 @@
-"""Write a model as a checkpoint: the keys and the config it was loaded with, all or nothing."""
+"""Write a model as a checkpoint, with the keys and the config that it was loaded with."""
 
 import os
 import shutil
@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
-from .config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .errors import CheckpointError, raise_if_any
-from .header import DTYPE_NAMES
-from .names import SCALE_SUFFIX, scale_of_weight
-from .record import Record, recall
-from .slots import Inventory, ModelTensor, Role, Slot, not_dense
-from .target import shard_name, target_of, write_index, write_json
-from .workplace import workplace
+from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
+from .files.header import DTYPE_NAMES
+from .files.names import SCALE_SUFFIX, scale_of_weight
+from .files.target import in_shards, shard_name, target_of, write_index, write_json
+from .files.workplace import workplace
+from .model.record import Record, recall
+from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
 
 
 def save_checkpoint(
@@ -73,7 +73,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tensor]:
-    """Checkpoint key -> view of the model's tensor."""
+    """Return checkpoint key -> view of the model's tensor."""
     tensors: dict[str, torch.Tensor] = {}
     problems = []
     for slot in _slots_to_save(inventory, record):
@@ -93,9 +93,9 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
 
 
 def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
-    """Every part once; a stacked tensor whole if the checkpoint had it whole.
+    """Yield every part once, and a stacked tensor whole if the checkpoint had it whole.
 
-    Unless its scales would not tell how gate and up are cut: then all of that module is apart.
+    If scales would not tell how gate and up are cut, all of that module is taken apart.
     """
     whole: set[ModelTensor] = set()
     apart = {slot.module for slot in inventory.slots.values() if inventory.is_ambiguous(slot)}
@@ -114,7 +114,7 @@ def _weight_of(slot: Slot) -> str:
 
 
 def _key(slot: Slot, record: Record) -> str:
-    """The recorded name; a scale that has none follows its weight's."""
+    """Return the recorded name of slot; a scale that has none follows its weight's."""
     name = slot.name if slot.is_fused else slot.parts[0]
     weight = name.removesuffix(SCALE_SUFFIX)
     if slot.role is Role.SCALE and name not in record.names and weight in record.names:
@@ -137,25 +137,12 @@ def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str,
 def _write_all(
     directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], max_bytes: int
 ) -> None:
-    shards = list(_shards(tensors, max_bytes))
+    shards = list(in_shards(tensors, lambda key: tensors[key].nbytes, max_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = shard_name(number, len(shards))
-        whole = {key: tensor.contiguous() for key, tensor in shard.items()}
+        whole = {key: tensors[key].contiguous() for key in shard}
         save_file(whole, directory / name, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, name))
     write_index(directory, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     write_json(directory / "config.json", config)
-
-
-def _shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Fill one shard after the other, in the model's order; at least one, even if it is empty."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for key, tensor in tensors.items():
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[key] = tensor
-        size += tensor.nbytes
-    yield shard

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from ..checkpoint import Inspection, inspect_checkpoint
-from ..checkpoint.anomalies import Anomaly
-from ..checkpoint.contents import Kind
 from ..checkpoint.errors import printable
-from ..checkpoint.inspect import Amount
+from ..checkpoint.inspect.anomalies import Anomaly
+from ..checkpoint.inspect.contents import Kind
+from ..checkpoint.inspect.inspect import Amount
 
 _UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 _HEAD = ["", "count", "shape", "dtype", "scales", "grid", "bytes"]

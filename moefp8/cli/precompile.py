@@ -4,7 +4,7 @@ import argparse
 
 from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
-from ..checkpoint.layers import Layers
+from ..checkpoint.inspect.layers import Layers
 from ..kernels.jit import cache_state
 from ..layers import GroupedExperts
 from ..precompile import layers as ahead

@@ -26,7 +26,7 @@ from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.grouped_launch import most_token_tiles, prepare_grouped
 from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, Operands, num_clusters
 from ..kernels.gemm.tuned import Pair, config_source_of
-from ..kernels.jit import Launch, Source, current_driver, launch_all
+from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
@@ -98,8 +98,7 @@ def launch_experts(
     if found.launches is None:
         _launch_parts(found.num_parts, check, tokens, projections, limit, masked, y)
         return y
-    launches, workspace_bytes = found.launches
-    memory = driver.workspace(workspace_bytes, x.device)
+    memory = driver.workspace(found.launches.workspace_bytes, x.device)
     if found.fits:
         weights = (gate, gate_scales, gate + found.up, gate_scales + found.up_scales)
         addresses = (*addresses[:3], *weights, *addresses[5:], y.data_ptr(), memory.data_ptr())
@@ -107,7 +106,7 @@ def launch_experts(
         copies = fitting_weights(split_weights(projections))
         of_copies = [z.data_ptr() for z in copies]
         addresses = (*addresses[:3], *of_copies, y.data_ptr(), memory.data_ptr())
-    launch_all(launches, x.get_device(), addresses)
+    found.launches(x.get_device(), addresses)
     return y
 
 

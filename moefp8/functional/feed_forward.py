@@ -4,6 +4,7 @@ T tokens, H hidden, I intermediate.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register
+from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
@@ -32,17 +33,27 @@ from .experts import check_limit, swiglu
 _OP = "feed_forward"
 
 
-def _allocate(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
+class FeedForwardInputs(NamedTuple):
+    """What `feed_forward` takes.
+
+    x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so is what is activated.
+    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
+    swiglu_limit: see `swiglu` in experts.py.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    gate_scale_inv: torch.Tensor
+    up: torch.Tensor
+    up_scale_inv: torch.Tensor
+    down: torch.Tensor
+    down_scale_inv: torch.Tensor
+    swiglu_limit: float | None
+
+
+def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     """Check, then allocate the result. Also the fake body."""
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
     weights["down"] = (down, down_scale_inv)
@@ -60,18 +71,9 @@ def _allocate(
     return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
-def _body(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
-    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
-    y = _allocate(x, *weights, swiglu_limit)
+def _body(inputs: FeedForwardInputs) -> torch.Tensor:
+    y = _allocate(inputs)
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     data, scale_inv = quantize_1x128(x)
     gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv)
     ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv)
@@ -79,22 +81,13 @@ def _body(
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv))
 
 
-def launch_feed_forward(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    gate_scale_inv: torch.Tensor,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    down: torch.Tensor,
-    down_scale_inv: torch.Tensor,
-    swiglu_limit: float | None,
-) -> torch.Tensor:
+def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
     Each starts while the one before it ends, and loads weights meanwhile: see `launch_linear`.
     """
-    weights = (gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv)
-    y = _allocate(x, *weights, swiglu_limit)
+    y = _allocate(inputs)
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     (num_tokens, _), size = x.shape, gate.shape[0]
     if y.numel() == 0 or size == 0:
         return y.zero_()
@@ -156,13 +149,8 @@ def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> 
     )
 
 
-feed_forward = register(
-    f"{_OP}(Tensor x, Tensor gate, Tensor gate_scale_inv, Tensor up, Tensor up_scale_inv, "
-    "Tensor down, Tensor down_scale_inv, float? swiglu_limit) -> Tensor",
-    _body,
-    _allocate,
-    launch_feed_forward,
+feed_forward = register_inputs(
+    _OP, FeedForwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
 )
-"""x [T, H] bf16, fp16 or fp32, quantized to 1x128 as what is activated is; gate and up e4m3 [I, H],
-down e4m3 [H, I], each with fp32 scales of its 128x128 blocks -> bf16 [T, H]. swiglu_limit: as in
-`experts`. Raises TypeError, ValueError, naming the argument, the rule and what came."""
+"""`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
+and what came."""

@@ -18,7 +18,7 @@ from ..kernels.common.tma_operands import fits
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.dense_launch import launch_gemm, prepare_dense
 from ..kernels.gemm.launch import GemmSources, Operands, check_sizes
-from ..kernels.jit import Source, current_driver, launch_all
+from ..kernels.jit import Source, current_driver
 from ..quant.quantize import launch_quantize_1x128
 from ..quant.quantize_launch import prepare_quantize
 
@@ -104,7 +104,7 @@ def launch_linear(
         memory.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )
-    launch_all(found.launches, x.get_device(), addresses)
+    found(x.get_device(), addresses)
     return y
 
 

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
-from ..checkpoint.config import FP8_QUANTIZATION, block_problem
+from ..checkpoint.files.config import FP8_QUANTIZATION, block_problem
 from ..layers.conversion.choose import FilterFn, Overrides, Patterns, patterns_of
 
 METHOD = "moefp8"

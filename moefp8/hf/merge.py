@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from ..checkpoint.pool import run_all
+from ..checkpoint.files.thread_pool import run_all
 
 SCALE = "_scale_inv"  # of a weight's name and its scales'
 _NUM_THREADS = 4

@@ -18,17 +18,17 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint import CheckpointError
-from ..checkpoint.config import FP8_QUANTIZATION, block_problem
-from ..checkpoint.files import check_inside
-from ..checkpoint.fp8 import fp8_modules_of
-from ..checkpoint.header import Entry
-from ..checkpoint.load import check_scales
-from ..checkpoint.names import weight_of_scale
-from ..checkpoint.plan import FP8, Rename, plan_fp8, widens
-from ..checkpoint.read import open_files
-from ..checkpoint.skeleton import renaming
-from ..checkpoint.slots import Inventory
-from ..checkpoint.source import Source, open_shards
+from ..checkpoint.files.config import FP8_QUANTIZATION, block_problem
+from ..checkpoint.files.header import FP8, Entry
+from ..checkpoint.files.names import Rename, weight_of_scale
+from ..checkpoint.files.reading import open_files
+from ..checkpoint.files.safe_read import check_inside
+from ..checkpoint.files.source import Source, open_shards
+from ..checkpoint.inspect.fp8 import fp8_modules_of
+from ..checkpoint.load.assign import assign_fp8, widens
+from ..checkpoint.load.load import check_scales
+from ..checkpoint.model.slots import Inventory
+from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
 from ..layers import Conversion, FP8Linear, GroupedExperts, plan_conversion
 from ..layers.conversion import convert, dequantize
@@ -288,10 +288,10 @@ def _refuse_fp8(found: Entry | str | None) -> None:
 
 def _check(source: Source, model: nn.Module, rename: Rename) -> None:
     """Headers against the model, and the values of scales."""
-    plan = plan_fp8(source, Inventory(model), rename)
+    assignment = assign_fp8(source, Inventory(model), rename)
     with ExitStack() as stack:
-        files = open_files(stack, [copy.entry for copy in plan.copies], source.shards)
-        check_scales(plan, files, source)
+        files = open_files(stack, [copy.entry for copy in assignment.copies], source.shards)
+        check_scales(assignment, files, source)
 
 
 def _widen(source: Source, model: nn.Module, rename: Rename) -> None:

@@ -157,17 +157,19 @@ class FP8Linear(FixedDtypeModule):
                 f"FP8Linear: the last dimension of x must be in_features = {self.in_features}, "
                 f"got shape {list(x.shape)}"
             )
-        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        is_matrix = x.ndim == 2
+        rows = x if is_matrix else x.reshape(math.prod(x.shape[:-1]), self.in_features)
         if self.columns_before:
             rows = F.pad(rows, (self.columns_before, 0))
-        names = "weight", "weight_scale_inv", "bias"
-        operands = (rows, *map(self._look_up, names))
+        operands = (rows, *map(self._look_up, ("weight", "weight_scale_inv", "bias")))
         # An autograd function costs the host as much as a launch does.
         run = _LinearFunction.apply if records("FP8Linear", *operands) else fp8_linear
         y = run(*operands)
         if self.rows_before:
             y = y[:, self.rows_before :]
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        if not is_matrix:
+            y = y.view(*x.shape[:-1], self.out_features)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def extra_repr(self) -> str:
         return (

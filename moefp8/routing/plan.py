@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from . import plan_op as ops
 
 Layout = Literal["contiguous", "masked"]
@@ -86,66 +85,3 @@ def build_plan(
     return RoutingPlan(
         tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row, max_m
     )
-
-
-def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """Copy every token to its rows; padding rows become zeros.
-
-    Args:
-        x: [T, ...] of any dtype, FP8 included.
-
-    Returns:
-        [R, ...] in the contiguous layout, [E, max_m, ...] in the masked one.
-
-    Raises:
-        ValueError: `x` has another number of tokens than the plan, or is on another device.
-    """
-    num_tokens = plan.token_to_row.shape[0]
-    if x.ndim < 1 or x.shape[0] != num_tokens:
-        raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
-    check_same_device("dispatch", x=x, plan=plan.row_to_token)
-    if num_tokens == 0:
-        return x.new_zeros((*plan.row_shape, *x.shape[1:]))  # masked, there may be rows
-    if x.dtype.itemsize == 1:  # FP8 has few ops of its own
-        return _dispatch(x.view(torch.uint8), plan).view(x.dtype)
-    return _dispatch(x, plan)
-
-
-def _dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    rows = x.index_select(0, plan.row_to_token.clamp(min=0))
-    is_padding = (plan.row_to_token < 0).view(-1, *[1] * (x.ndim - 1))
-    return rows.masked_fill_(is_padding, 0).view(*plan.row_shape, *x.shape[1:])
-
-
-def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Sum the rows of every token, each times its weight, in FP32 and in the order of the choices.
-
-    Deterministic: no atomics. Padding rows are never read into a result, whatever they hold, and
-    a choice without a row counts as zero, whatever its weight.
-
-    Args:
-        y: [R, H] or [E, max_m, H], as `dispatch` returns; bf16, fp16 or fp32.
-        top_k_weights: [T, k] bf16, fp16 or fp32.
-
-    Returns:
-        [T, H] in the dtype of `y`.
-
-    Raises:
-        TypeError, ValueError: `y` or `top_k_weights` does not fit the plan.
-    """
-    check_tensor("combine", "y", y, FLOATS, len(plan.row_shape) + 1)
-    check_tensor("combine", "top_k_weights", top_k_weights, FLOATS, 2)
-    check_same_device("combine", y=y, top_k_weights=top_k_weights, plan=plan.row_to_token)
-    check_shape("combine", "y", y, [*plan.row_shape, y.shape[-1]], "[rows of the plan, H]")
-    check_shape("combine", "top_k_weights", top_k_weights, plan.token_to_row.shape, "[T, k]")
-    rows = y.flatten(0, -2)
-    num_tokens, top_k = plan.token_to_row.shape
-    result = torch.zeros(num_tokens, y.shape[-1], dtype=torch.float32, device=y.device)
-    if num_tokens == 0:
-        return result.to(y.dtype)
-    for choice in range(top_k):
-        row = plan.token_to_row[:, choice]
-        weight = top_k_weights[:, choice, None].float()
-        term = weight * rows.index_select(0, row.clamp(min=0)).float()
-        result = result + term.masked_fill(row[:, None] < 0, 0.0)
-    return result.to(y.dtype)

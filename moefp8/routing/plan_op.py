@@ -49,7 +49,7 @@ def _allocate(
     return tuple(top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _build(
+def build_maps(
     top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: int | None
 ) -> tuple[torch.Tensor, ...]:
     maps = _allocate(top_k_index, num_experts, alignment, max_m)
@@ -94,7 +94,7 @@ def _cpu(
     """Also checks the ids, which only on a CPU costs no synchronisation."""
     _check(top_k_index, num_experts, alignment, max_m)
     check_choices(_OP, top_k_index, num_experts)
-    return _build(top_k_index, num_experts, alignment, max_m)
+    return build_maps(top_k_index, num_experts, alignment, max_m)
 
 
 def launch_build_plan(
@@ -113,5 +113,5 @@ build_plan = register(
     cpu=_cpu,
     fake=_allocate,
     hopper=launch_build_plan,
-    cuda=_build,
+    cuda=build_maps,
 )

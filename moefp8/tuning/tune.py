@@ -230,7 +230,7 @@ def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig]
         ]
     if load > 192:
         rows += [
-            grouped(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
+            grouped(128, 128, num_product_buffers=2, multicast=2),
             grouped(128, 256, parts=2),
         ]
     of_few = [few(wgmma_m=128, wgmma_n=c) for c in columns]
@@ -259,15 +259,15 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
     tokens, y, device_index = (x, index, top_k_weights), torch.empty_like(x), x.get_device()
 
     def call_with(configs: Pair) -> Call:
-        launches, workspace_bytes = prepare_experts(
+        launches = prepare_experts(
             sizes, tokens, weights, math.inf, configs, (base.num_sms, base.all_sms)
         )
-        memory = current_driver().workspace(workspace_bytes, x.device)
+        memory = current_driver().workspace(launches.workspace_bytes, x.device)
         tensors = (*tokens, *weights, y, memory)
         addresses = tuple(z.data_ptr() for z in tensors)
 
         def run(_: object = tensors) -> int:  # which live as long as it does
-            launch_all(launches, device_index, addresses)
+            launches(device_index, addresses)
             return 1
 
         return run

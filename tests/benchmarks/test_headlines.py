@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,24 @@ def test_the_report_writes_them_when_all_results_are_there(results, tmp_path):
     changed["rows"][0]["peers"]["sgl_megamoe"]["us"] = 20
     (tmp_path / "moe.json").write_text(json.dumps(changed))
     assert "| SGLang mega-kernel | - | 2.00 | - |" in report.with_tables(text, tmp_path)
+
+
+def ratios_of(page: str, peer: str) -> list[float]:
+    """Of the two models that the README's first claim names: each cell against `peer`."""
+    rows = re.findall(
+        r"^\| experts of (?:DeepSeek-V3|Qwen3-30B-A3B) \| (.*)\|$", page, re.MULTILINE
+    )
+    cells = [row.split(" | ") for row in rows]
+    return [float(x) for title, *values in cells if title == peer for x in values]
+
+
+def test_the_first_claim_of_the_readme_is_that_of_its_table():
+    page = (report.ROOT / "README.md").read_text()
+    claim = re.search(r"run (\S+) to (\S+) times.*?and (\S+) to (\S+) times", page, re.DOTALL)
+    assert claim
+    mega_kernel, bf16 = (
+        ratios_of(page, name) for name in ("SGLang mega-kernel", "transformers, BF16")
+    )
+    assert len(mega_kernel) == len(bf16) == 6
+    found = [f"{x:.1f}" for values in (mega_kernel, bf16) for x in (min(values), max(values))]
+    assert found == [*claim.groups()]

@@ -222,14 +222,10 @@ class GemmEmulator:
         config, arguments = made.config, made.arguments
         counts = arguments.num_row_tiles, arguments.num_col_tiles
         weight_tiles = counts[0 if config.swap_ab else 1]
-        in_cluster = (
-            config.cluster if config.multicasts_tokens or config.shares_scale_with_peer else 1
-        )
+        in_cluster = config.cluster if config.multicast > 1 or config.shares_scale_with_peer else 1
         of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
-        loaded = [
-            x.box[1] * (config.multicast if config.multicasts_tokens else 1) for x in made.a_maps
-        ]
+        loaded = [x.box[1] * (config.multicast if config.multicast > 1 else 1) for x in made.a_maps]
         num_tiles = 0
         for segment in segments:
             met = []
@@ -254,7 +250,7 @@ class GemmEmulator:
 
     @staticmethod
     def walk_group(made, segment, weight_tiles):
-        """(tile of weights, its first token, which are stored) per CTA, as `GroupedScheduler`."""
+        """(tile of weights, first token, which are stored) of each CTA, as `GroupedScheduler`."""
         config, arguments = made.config, made.arguments
         step, (begin, end, _) = config.cta_tile[0], segment
         start = begin if config.begins_anywhere else begin // 4 * 4
@@ -264,7 +260,7 @@ class GemmEmulator:
             weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
             first_token = start + (first + token_tile) * config.tile[0]
             for rank in range(config.cluster):
-                if config.multicasts_tokens or config.shares_scale_with_peer:
+                if config.multicast > 1 or config.shares_scale_with_peer:
                     own_tile, own_first = weight_tile * config.cluster + rank, first_token
                 else:
                     own_tile, own_first = weight_tile, first_token + rank * step
@@ -283,7 +279,7 @@ class GemmEmulator:
         config, outer = made.config, [1] * made.config.grouped
         tokens, weights = config.cta_tile
         tokens += config.tail
-        shared = config.multicasts_tokens
+        shared = config.multicast > 1
         of_tokens, of_weights = (config.multicast, 1) if shared else (1, config.multicast)
         assert [x.box for x in made.b_maps] == [
             [128, size // of_weights, *outer] for size in config.weight_pieces

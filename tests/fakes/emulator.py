@@ -67,6 +67,9 @@ class FakeDriver(jit.Driver):
     def current_device(self) -> int:
         return -1
 
+    def is_capturing(self) -> bool:
+        return False
+
     def on_device(self, device_index: int):
         return nullcontext()
 
@@ -104,6 +107,62 @@ class Emulator(GemmEmulator):
         super().__init__()
         self.kernels: list[jit.Kernel] = []
         self.launched: list[SimpleNamespace] = []
+        self.captured: dict[int, list] = {}  # stream or graph -> what is launched
+
+    def cuStreamCreate(self, out, flags):
+        out._obj.value = 1000 + len(self.captured)
+        return 0
+
+    def cuStreamDestroy_v2(self, stream):
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        return 0
+
+    def cuStreamBeginCapture_v2(self, stream, mode):
+        self.captured[stream.value] = []
+        return 0
+
+    def cuStreamEndCapture(self, stream, graph):
+        graph._obj.value = stream.value  # in a graph, each node has the number of its launch
+        return 0
+
+    def cuGraphGetNodes(self, graph, nodes, count):
+        for i in range(len(self.captured[graph.value])):
+            nodes[i] = i + 1
+        count._obj.value = len(self.captured[graph.value])
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node, out):
+        *_, launches = self.captured.values()  # of the graph that is being made
+        config = launches[node.value - 1][0]
+        out._obj.grid_x, out._obj.block_x = config.grid_x, config.block_x
+        out._obj.shared_bytes = config.shared_bytes
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable, graph, flags):
+        executable._obj.value = graph.value
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, executable, node, params):
+        config, function, parameters = self.captured[executable.value][node.value - 1]
+        at = params._obj.parameters
+        set_ = (ctypes.c_void_p * len(parameters)).from_address(at)
+        self.captured[executable.value][node.value - 1] = config, function, list(set_)
+        return 0
+
+    def cuGraphLaunch(self, executable, stream):
+        for config, function, parameters in self.captured[executable.value]:
+            config.stream = stream
+            self.run(config, function, parameters)
+        return 0
+
+    def cuGraphExecDestroy(self, executable):
+        self.captured.pop(executable.value)
+        return 0
+
+    def cuGraphDestroy(self, graph):
+        return 0
 
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, *rest):
         assert rank in (2, 3)
@@ -125,6 +184,13 @@ class Emulator(GemmEmulator):
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         config, parameters = config._obj, list(parameters)
+        if config.stream in self.captured:
+            kept = launch.Config.from_buffer_copy(config)
+            self.captured[config.stream].append((kept, function, parameters))
+            return 0
+        return self.run(config, function, parameters)
+
+    def run(self, config, function, parameters):
         kernel = self.kernels[function.value - 1]
         attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes or 1)
         found = {x.id: x.value[0] for x in attributes}
@@ -138,10 +204,10 @@ class Emulator(GemmEmulator):
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
-        self.run(made, parameters)
+        self.compute(made, parameters)
         return 0
 
-    def run(self, made, parameters):
+    def compute(self, made, parameters):
         bodies = {
             "quantize": self.quantize,
             "softmax": self.top_k,

@@ -83,22 +83,20 @@ def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
 
 _FEW_OF_DOWN = {"k_blocks_per_stage": 2, "ctas_per_sm": 2, "swap_ab": True}
 _FEW = {"parts": 2, **_FEW_OF_DOWN}
-_PAIRS = {"multicast": 2, "multicast_rows": True}
 # Every family of kernels for gate and up.
 GATE_UP_FAMILIES = {
     "weights are rows, 8": _gate_up(128, 8, **_FEW),
     "weights are rows, 16": _gate_up(128, 16, **_FEW),
     "weights are rows, 24": _gate_up(128, 24, **_FEW),
     "weights are rows, 32": _gate_up(128, 32, **_FEW),
-    "weights are rows, two math groups": _gate_up(256, 32, parts=2, swap_ab=True),
-    "two batches": _gate_up(64, 128, num_product_buffers=2),
+    "two buffers": _gate_up(64, 128, num_product_buffers=2),
     "whole blocks": _gate_up(64, 256, parts=2),
     "whole blocks, two math groups": _gate_up(128, 256, parts=2),
-    "two batches, two math groups": _gate_up(128, 128, num_product_buffers=2),
-    "two batches, shared rows": _gate_up(128, 128, num_product_buffers=2, **_PAIRS),
+    "two buffers, two math groups": _gate_up(128, 128, num_product_buffers=2),
+    "two buffers, multicast": _gate_up(128, 128, num_product_buffers=2, multicast=2),
     "three math groups": _gate_up(192, 128),
     "a tail": _gate_up(128, 128, tail=24),
-    "three math groups, shared rows": _gate_up(192, 128, **_PAIRS),
+    "three math groups, multicast": _gate_up(192, 128, multicast=2),
 }
 # Every family that is chosen for down.
 DOWN_FAMILIES = {
@@ -106,9 +104,9 @@ DOWN_FAMILIES = {
     "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
     "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
     "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
-    "two batches": _down(64, 128, num_product_buffers=2),
-    "two batches, two math groups": _down(128, 128, num_product_buffers=2),
-    "two batches, shared rows": _down(128, 128, num_product_buffers=2, **_PAIRS),
+    "two buffers": _down(64, 128, num_product_buffers=2),
+    "two buffers, two math groups": _down(128, 128, num_product_buffers=2),
+    "two buffers, multicast": _down(128, 128, num_product_buffers=2, multicast=2),
     "three math groups": _down(192, 128),
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),

@@ -45,7 +45,8 @@ def body(x, ids, top_k_weights, weights, limit=None) -> torch.Tensor:
     """The portable one, also on this GPU; ids out of range count as E."""
     e = weights.down_proj.shape[0]
     ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    return op_room._body(x, ids, top_k_weights, *weights, limit, False)
+    inputs = op_room.ExpertsInputs(x, ids, top_k_weights, *weights, limit, False)
+    return op_room._body(inputs)
 
 
 def poison() -> None:

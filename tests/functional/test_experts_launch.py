@@ -115,7 +115,7 @@ def test_every_family_is_launched_rightly(name, gate_up, down, masked, limit):
             assert configs[0 if gate_up else 1] == (gate_up or down), name
 
 
-@pytest.mark.parametrize("family", ["a tail", "three math groups", "two batches, two math groups"])
+@pytest.mark.parametrize("family", ["a tail", "three math groups", "two buffers, two math groups"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_end_where_groups_do(family, masked):
     """The emulator sees to it that each token of a group meets each weight."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantize_cases import quantization_of
 from small_checkpoint import small_config
 from transformers import (
     AutoModelForCausalLM,
@@ -22,11 +21,12 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
+from tests.checkpoint.quantize_cases import quantization_of
 from tests.hf.model_cases import RELEASE, prompt, states_differ, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 SIZES = {
     **{"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},

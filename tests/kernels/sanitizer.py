@@ -5,16 +5,13 @@ No pytest and no torch operation more than needed: under the sanitizer each one 
 
 import torch
 
-from moefp8.functional import experts_launch
 from moefp8.functional.experts import experts
-from moefp8.functional.linear import launch_linear
-from moefp8.kernels import empty_tma_aligned
-from moefp8.kernels.gemm import dense_launch as gemm_launch
-from moefp8.kernels.gemm import grouped_launch, heuristic, tuned
-from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.functional.linear import fp8_linear
+from moefp8.kernels import empty_tma_aligned, fp8_gemm_nt, jit, set_num_sms
+from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
+from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
 from moefp8.kernels.gemm.launch import Operands
-from moefp8.kernels.jit import current_stream
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.routing.plan_op import launch_build_plan
 from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
@@ -28,47 +25,23 @@ FAMILIES = {
     "three math groups": GemmConfig(192, 112, 0),
     "uneven columns": GemmConfig(128, 176, 0),
     "two parts": GemmConfig(128, 256, 0, parts=2),
-    "shared columns": GemmConfig(128, 176, 0, multicast=2),
-    "shared rows": GemmConfig(128, 256, 0, parts=2, multicast=2, multicast_rows=True),
-    "split_k": GemmConfig(128, 192, 0, multicast=2, split_k=3),
+    "split": GemmConfig(128, 192, 0, split_k=3),
     "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2),
     "one math group, deep": GemmConfig(64, 24, 0, k_blocks_per_stage=2),
-    "one math group, split and shared": GemmConfig(
-        64, 32, 0, k_blocks_per_stage=4, multicast=2, multicast_rows=True, split_k=2
-    ),
-    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2),
-    "two batches, parts of a stage": GemmConfig(128, 192, 0, parts=2, num_product_buffers=2),
-    "two batches, deep": GemmConfig(64, 48, 0, k_blocks_per_stage=2, num_product_buffers=2),
-    "two batches, split and shared": GemmConfig(
-        128, 64, 0, multicast=2, split_k=2, num_product_buffers=2
-    ),
-    "two batches, narrow": GemmConfig(128, 32, 0, k_blocks_per_stage=2, num_product_buffers=2),
-    "two batches, split parts": GemmConfig(128, 192, 2, parts=2, split_k=2, num_product_buffers=2),
-    "two batches, as few stages as can be": GemmConfig(
+    "one math group, deep and split": GemmConfig(64, 32, 0, k_blocks_per_stage=4, split_k=2),
+    "two buffers": GemmConfig(128, 128, 0, num_product_buffers=2),
+    "two buffers, parts of a stage": GemmConfig(128, 192, 0, parts=2, num_product_buffers=2),
+    "two buffers, deep": GemmConfig(64, 48, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two buffers, split": GemmConfig(128, 64, 0, split_k=2, num_product_buffers=2),
+    "two buffers, narrow": GemmConfig(128, 32, 0, k_blocks_per_stage=2, num_product_buffers=2),
+    "two buffers, as few stages as can be": GemmConfig(
         64, 64, 2, ctas_per_sm=2, num_product_buffers=2
     ),
-    "four math groups": GemmConfig(256, 32, 0),
     "four pieces": GemmConfig(128, 120, 0),
-    "three pieces, shared rows": GemmConfig(
-        128, 112, 0, multicast=2, multicast_rows=True, num_product_buffers=2
-    ),
+    "three pieces, two buffers": GemmConfig(128, 112, 0, num_product_buffers=2),
     "weights are rows": GemmConfig(64, 8, 0, ctas_per_sm=2, swap_ab=True),
-    "weights are rows, split": GemmConfig(
-        64, 16, 0, multicast=2, split_k=4, ctas_per_sm=2, swap_ab=True
-    ),
-    "weights are rows, shared": GemmConfig(
-        128, 64, 0, multicast=4, split_k=2, ctas_per_sm=1, swap_ab=True
-    ),
-    "weights are rows, two batches": GemmConfig(
-        64,
-        16,
-        0,
-        k_blocks_per_stage=2,
-        split_k=2,
-        ctas_per_sm=2,
-        swap_ab=True,
-        num_product_buffers=2,
-    ),
+    "weights are rows, split": GemmConfig(64, 16, 0, split_k=4, ctas_per_sm=2, swap_ab=True),
+    "weights are rows, two math groups": GemmConfig(128, 64, 0, split_k=2, swap_ab=True),
     "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True),
     "weights are rows, deep": GemmConfig(
         64, 16, 0, k_blocks_per_stage=4, split_k=4, ctas_per_sm=2, swap_ab=True
@@ -77,31 +50,26 @@ FAMILIES = {
 FAMILIES = {
     name: config if config.stages else with_most_stages(config) for name, config in FAMILIES.items()
 }
+
+
+def _grouped(wgmma_m: int, wgmma_n: int, **options) -> GemmConfig:
+    return with_most_stages(GemmConfig(wgmma_m, wgmma_n, 0, grouped=True, **options))
+
+
 GROUPED_FAMILIES = {
-    "two batches": GemmConfig(128, 128, 0, num_product_buffers=2, grouped=True),
-    "three math groups": GemmConfig(192, 112, 0, grouped=True),
-    "two parts": GemmConfig(128, 256, 0, parts=2, grouped=True),
-    "two CTAs on an SM": GemmConfig(64, 64, 0, ctas_per_sm=2, grouped=True),
-    "two batches, parts of a stage": GemmConfig(
-        128, 192, 0, parts=2, num_product_buffers=2, grouped=True
-    ),
-    "shared columns": GemmConfig(128, 128, 0, multicast=2, grouped=True),
-    "shared rows": GemmConfig(128, 128, 0, multicast=2, multicast_rows=True, grouped=True),
-    "two batches, shared rows": GemmConfig(
-        128, 128, 0, multicast=2, multicast_rows=True, num_product_buffers=2, grouped=True
-    ),
-    "three math groups, shared rows": GemmConfig(
-        192, 128, 0, multicast=2, multicast_rows=True, grouped=True
-    ),
-    "weights are rows": GemmConfig(64, 8, 0, swap_ab=True, grouped=True),
-    "weights are rows, two math groups": GemmConfig(128, 64, 0, swap_ab=True, grouped=True),
-    "weights are rows, deep": GemmConfig(
-        64, 16, 0, k_blocks_per_stage=2, swap_ab=True, grouped=True
-    ),
-    "weights are rows, two pieces": GemmConfig(192, 24, 0, swap_ab=True, grouped=True),
-    "weights are rows, shared": GemmConfig(128, 64, 0, multicast=4, swap_ab=True, grouped=True),
+    "two buffers": _grouped(128, 128, num_product_buffers=2),
+    "three math groups": _grouped(192, 112),
+    "two parts": _grouped(128, 256, parts=2),
+    "two CTAs on an SM": _grouped(64, 64, ctas_per_sm=2),
+    "two buffers, parts of a stage": _grouped(128, 192, parts=2, num_product_buffers=2),
+    "multicast": _grouped(128, 128, multicast=2),
+    "two buffers, multicast": _grouped(128, 128, multicast=2, num_product_buffers=2),
+    "three math groups, multicast": _grouped(192, 128, multicast=2),
+    "weights are rows": _grouped(64, 8, swap_ab=True),
+    "weights are rows, two math groups": _grouped(128, 64, swap_ab=True),
+    "weights are rows, deep": _grouped(64, 16, k_blocks_per_stage=2, swap_ab=True),
+    "weights are rows, two pieces": _grouped(192, 24, swap_ab=True),
 }
-GROUPED_FAMILIES = {name: with_most_stages(config) for name, config in GROUPED_FAMILIES.items()}
 # Tokens of each group: few groups, and more than a warp has lanes.
 COUNTS = (0, 77, 1, 0, 130, 5), (*[0] * 33, 9, 0, 260, 1)
 
@@ -116,18 +84,23 @@ def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
     return [(77, 200, k), (130, 331, rounds)]
 
 
+def prepare_anew() -> None:
+    """Without the launches of another family's configuration."""
+    jit.current_driver().prepared().clear()
+
+
 def main() -> None:
     torch.manual_seed(0)
     chosen = heuristic.choose_config
     for name, config in FAMILIES.items():
         for m, n, k in shapes_of(config):
             heuristic.choose_config = lambda *shape, config=config: config
-            gemm_launch._launches = gemm_plan.Launches()  # without another family's plan
+            prepare_anew()
             run_gemm(f"{name}, {m}x{n}x{k}", m, n, k)
         if config.split_k == 1:  # one cluster walks over all tiles
-            gemm_plan.set_num_sms(1)
+            set_num_sms(1)
             run_gemm(f"{name}, {m}x{n}x{k}, one SM", m, n, k)
-            gemm_plan.set_num_sms(None)
+            set_num_sms(None)
     heuristic.choose_config = chosen
     run_grouped_families()
     run_experts_families()
@@ -137,15 +110,16 @@ def main() -> None:
         launch_quantize_1x128(x[:, 1:], True)
         launch_quantize_128x128(x, False)
         weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
-        launch_linear(x, *weight, None)
+        fp8_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
     for num_tokens, top_k, hidden_size, num_sms in (
         *((3, 2, 200, 132), (200, 3, 1160, 5)),
         (2731, 3, 136, 50),  # choices are counted by a kernel before
     ):
-        for kind in ("out of range", "one expert", "nowhere"):
-            run_routing(kind, num_tokens, top_k, hidden_size, num_sms)
+        with jit.using(FewSms(num_sms)):
+            for kind in ("out of range", "one expert", "nowhere"):
+                run_routing(kind, num_tokens, top_k, hidden_size)
     torch.cuda.synchronize()
 
 
@@ -164,18 +138,28 @@ def run_top_k(dtype: torch.dtype) -> None:
             raise SystemExit(1)
 
 
-def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int, num_sms: int) -> None:
-    """Plan, dispatch and combine; `num_sms` makes long chunks."""
-    where = {"num_sms": num_sms, "stream": current_stream(0)}
+class FewSms(jit.Driver):
+    """As if the GPU had no more SMs: then the chunks of tokens are long."""
+
+    def __init__(self, num_sms: int) -> None:
+        super().__init__()
+        self.few = num_sms
+
+    def num_sms(self, device_index: int) -> int:
+        return self.few
+
+
+def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> None:
+    """Plan, dispatch and combine."""
     x = torch.ones(num_tokens, hidden_size, dtype=torch.bfloat16, device="cuda")
     ids = ids_of(kind, num_tokens, top_k, 9).cuda()
     weights = torch.ones(num_tokens, top_k, device="cuda")
     for max_m in (None, num_tokens):
         launch_build_plan(ids, 9, 1 if max_m else 4, max_m)
-        check_dispatch(run_dispatch(x, ids, 9, max_m, **where), x, ids, 9, max_m)
+        check_dispatch(run_dispatch(x, ids, 9, max_m), x, ids, 9, max_m)
         plan = plan_of(ids, 9, max_m)
         y = torch.ones(len(plan.row_to_token), hidden_size, dtype=torch.bfloat16, device="cuda")
-        out = run_combine(y, hidden_size, plan, weights, **where)
+        out = run_combine(y, hidden_size, plan, weights)
         expected = (plan.token_to_row >= 0).sum(1, keepdim=True)
         wrong = int((out.cpu() != expected).sum())
         print(f"routing, {kind}, {num_tokens} tokens: {wrong} wrong", flush=True)
@@ -192,7 +176,7 @@ def run_gemm(name: str, m: int, n: int, k: int) -> None:
     b_scale_inv = torch.full((-(-n // 128), k_blocks), 2.0, device="cuda")
     bias = torch.full((n,), 8.0, device="cuda")
     d = torch.zeros(m, n, dtype=torch.bfloat16, device="cuda")
-    gemm_launch.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias)
+    fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
     wrong = int((d.cpu() != torch.tensor(k + 8.0).bfloat16()).sum())
     print(f"{name}: {wrong} wrong", flush=True)
     if wrong:
@@ -203,14 +187,14 @@ def run_grouped_families() -> None:
     chosen = heuristic.choose_grouped_config
     for name, config in GROUPED_FAMILIES.items():
         heuristic.choose_grouped_config = lambda *shape, config=config: config
-        grouped_launch._launches = gemm_plan.Launches()
+        prepare_anew()
         shapes = [shape[1:] for shape in shapes_of(config)]
         for (n, k), counts, limit in zip(shapes, COUNTS, (None, 1), strict=True):
-            gemm_plan.set_num_sms(limit)  # of one: one cluster walks over all tiles
+            set_num_sms(limit)  # of one: one cluster walks over all tiles
             for layout in GroupLayout:
                 what = f"grouped, {name}, {layout.name}, {n}x{k}"
                 run_grouped_gemm(what, routing_of(layout, counts), n, k)
-            gemm_plan.set_num_sms(None)
+            set_num_sms(None)
     heuristic.choose_grouped_config = chosen
     for layout in GroupLayout:
         run_broken_bounds(layout)
@@ -233,15 +217,13 @@ def run_experts_families() -> None:
         if (gate_up or down).tail:
             shapes.append((230, 264, 400, None))  # 138 of each expert
         for num_tokens, h, i, limit in shapes:
-            gemm_plan.set_num_sms(limit)
-            experts_launch._layers.clear()
-            experts_launch._prepared.clear()
+            set_num_sms(limit)
+            prepare_anew()
             for masked in (False, True):
                 run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
-            gemm_plan.set_num_sms(None)
+            set_num_sms(None)
     tuned.choose_configs = chosen
-    experts_launch._layers.clear()
-    experts_launch._prepared.clear()
+    prepare_anew()
     run_experts("experts, counted", 2731, 136, 144, False)
 
 
@@ -277,7 +259,7 @@ def run_broken_bounds(layout: GroupLayout) -> None:
     d = torch.zeros(*routing.rows_of_a(), 136, dtype=torch.bfloat16, device="cuda")
     operands = Operands(a.view(torch.float8_e4m3fn), a_scale_inv, b, b_scale_inv, d)
     for expected_m in (4, 60, 1000):
-        grouped_launch.launch_grouped_gemm("broken", layout, operands, bounds, expected_m)
+        launch_grouped_gemm("broken", layout, operands, bounds, expected_m)
     print(f"grouped, broken bounds, {layout.name}", flush=True)
 
 
@@ -293,7 +275,7 @@ def run_grouped_gemm(name: str, routing: Routing, n: int, k: int) -> None:
     d = torch.full((*rows, n), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
     operands = Operands(a, a_scale_inv, b.view(torch.float8_e4m3fn), b_scale_inv, d)
     bounds = routing.bounds_on("cuda")
-    grouped_launch.launch_grouped_gemm(name, routing.layout, operands, bounds, 64)
+    launch_grouped_gemm(name, routing.layout, operands, bounds, 64)
     expected = torch.where(is_of_group, float(k), UNTOUCHED).bfloat16()[..., None]
     wrong = int((d.cpu() != expected).sum())
     print(f"{name}: {wrong} wrong", flush=True)

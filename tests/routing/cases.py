@@ -8,11 +8,11 @@ import torch
 from moefp8.kernels import num_blocks, round_up
 from moefp8.kernels.jit import Launch, Source, launch_all
 from moefp8.quant.quantize import quantize_1x128
-from moefp8.routing import RoutingPlan, combine
+from moefp8.routing import RoutingPlan
 from moefp8.routing.combine_launch import CombineSources, prepare_combine
 from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
 from moefp8.routing.plan_launch import RoutingSources
-from moefp8.routing.plan_op import _build
+from moefp8.routing.plan_op import build_maps
 
 _GUARD = 64
 POISON = 0x7F  # a code, and in each byte of a scale or of a map
@@ -38,8 +38,8 @@ def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPl
     """As dispatch makes it: without max_m, every choice has a row of its own."""
     ids = ids.cpu()
     if max_m is not None:
-        return RoutingPlan(*_build(ids, num_experts, 1, max_m), max_m)
-    maps = _build(ids.reshape(-1, 1), num_experts, 1, None)
+        return RoutingPlan(*build_maps(ids, num_experts, 1, max_m), max_m)
+    maps = build_maps(ids.reshape(-1, 1), num_experts, 1, None)
     counts, offsets, row_to_choice, row_to_expert, choice_to_row = maps
     row_to_token = row_to_choice.div(ids.shape[1], rounding_mode="floor").int()  # -1 stays -1
     token_to_row = choice_to_row.view(ids.shape)
@@ -182,4 +182,4 @@ def expected_combine(
 ) -> torch.Tensor:
     """On the CPU, of the same rows."""
     rows = y.cpu()[:, :hidden_size]
-    return combine(rows.reshape(*plan.row_shape, hidden_size), plan, weights.cpu())
+    return torch.ops.moefp8.combine(rows, plan.token_to_row.cpu(), weights.cpu())

@@ -205,7 +205,7 @@ def test_plan_equals_the_portable_body(
     on_cpu.sms = 5
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     max_m = None if spare is None else num_tokens + spare
-    expected = routing_plan._build(ids, num_experts, alignment, max_m)
+    expected = routing_plan.build_maps(ids, num_experts, alignment, max_m)
     ours = tuple(poisoned(x.shape, x.dtype, "cpu") for x in expected)
     routing_plan_launch.launch_plan("op", ids, num_experts, alignment, max_m, ours)
     for mine, theirs in zip(ours, expected, strict=True):

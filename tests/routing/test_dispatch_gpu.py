@@ -39,7 +39,7 @@ def test_plan_equals_the_cpu(num_tokens, num_experts, top_k):
         if max_m is not None and num_experts * max_m > 2**20:
             continue
         ids = ids_of(kind, num_tokens, top_k, num_experts)
-        expected = routing_plan._build(ids, num_experts, alignment, max_m)
+        expected = routing_plan.build_maps(ids, num_experts, alignment, max_m)
         on_gpu = as_ids(ids, (torch.int32, torch.int64)[alignment == 1], alignment == 5)
         with no_synchronisation():
             ours = routing_plan.build_plan(on_gpu, num_experts, alignment, max_m)
@@ -176,5 +176,5 @@ def test_a_graph_follows_the_ids(num_tokens):
         ids.copy_(ids_of(kind, num_tokens, 3, 9))
         graph.replay()
         check_dispatch(done, x, ids, 9, None)
-        for mine, theirs in zip(maps, routing_plan._build(ids.cpu(), 9, 4, None), strict=True):
+        for mine, theirs in zip(maps, routing_plan.build_maps(ids.cpu(), 9, 4, None), strict=True):
             assert torch.equal(mine.cpu(), theirs)

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch import _C
 
 from ..jit import current_driver
 
@@ -58,7 +59,7 @@ def register(
     return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, float, type(None)}
+_NUMBERS = {bool, int, float, type(None)}
 
 
 class Op:
@@ -83,21 +84,56 @@ class Op:
         return self._direct(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
+        for x in args:
+            kind = type(x)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if x.is_neg():  # its memory holds the opposite
+                    return False
+            elif kind not in _NUMBERS:
+                return False
         first = args[0]
         if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
-            return False
-        if not _PLAIN.issuperset(map(type, args)):
             return False
         if self._takes is not None and not self._takes(*args):
             return False
         return not (
-            torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._get_tracing_state() is not None
-            or torch.autograd._profiler_enabled()
-            or any(isinstance(x, torch.Tensor) and x.is_neg() for x in args)
+            _C._len_torch_dispatch_stack()
+            or _C._len_torch_function_stack()
+            or _C._functorch.peek_interpreter_stack() is not None
+            or _C._get_tracing_state() is not None
+            or _C._autograd._profiler_enabled()
         )
+
+
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float | None: "float?",
+    bool: "bool",
+}
+
+
+def register_inputs(
+    name: str,
+    inputs: type[Any],
+    returns: str,
+    *,
+    cpu: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    hopper: Callable[[Any], Any],
+) -> "Op":
+    """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
+
+    The schema follows from their annotations, and each body takes one such tuple.
+    """
+    fields = get_type_hints(inputs)
+    told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
+
+    def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *args: body(inputs(*args))
+
+    bodies = map(taking_inputs, (cpu, fake, hopper))
+    return register(f"{name}({told}) -> {returns}", *bodies)
 
 
 def _written(name: str) -> dict[int, str]:

@@ -48,25 +48,15 @@ __device__ inline void tma_prefetch(bool elected, const TensorMap& map, Corner a
       : "memory");
 }
 
-// Loads a box into every CTA of the cluster whose bit is set in `ranks`, at the same address there.
-template <int kDimensions>
+// Loads a box of a 3-D map into every CTA of the cluster whose bit is set in `ranks`, at the same address there.
 __device__ inline void tma_load_multicast(bool elected, void* destination, const TensorMap& map, Barrier& full,
                                           Corner at, uint16_t ranks) {
-  if constexpr (kDimensions == 2) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-        "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4}], [%2], %5;\n}" ::"r"(shared_address(destination)),
-        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "h"(ranks), "r"(static_cast<int>(elected))
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %7, 0;\n"
-        "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4, %5}], [%2], %6;\n}" ::"r"(shared_address(destination)),
-        "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "r"(at.z), "h"(ranks), "r"(static_cast<int>(elected))
-        : "memory");
-  }
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %7, 0;\n"
+      "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;\n}" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(full.address()), "r"(at.x), "r"(at.y), "r"(at.z), "h"(ranks), "r"(static_cast<int>(elected))
+      : "memory");
 }
 
 // Makes what this thread wrote to shared memory visible to TMA and WGMMA; a barrier follows.

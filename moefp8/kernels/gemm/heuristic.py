@@ -58,9 +58,9 @@ def candidates(m: int) -> Iterator[GemmConfig]:
     yield GemmConfig(64, 128, 0, num_product_buffers=2)
     for split in splits:
         for cols in (32, 48):
-            for batches in (1, 2):
+            for buffers in (1, 2):
                 yield GemmConfig(
-                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=batches
+                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=buffers
                 )
         yield GemmConfig(128, 64, 0, k_blocks_per_stage=2, split_k=split)
         yield GemmConfig(128, 96, 0, split_k=split)
@@ -95,7 +95,7 @@ def _estimate_us(
     # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
     # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
     area, loaded = config.wgmma_m * config.wgmma_n, config.wgmma_m + config.wgmma_n
-    reads = config.math_groups * BLOCK // 32 * (2048 * config.parts + 32 * config.wgmma_n)
+    reads = config.math_warpgroups * BLOCK // 32 * (2048 * config.parts + 32 * config.wgmma_n)
     stage = (
         on_sm
         * config.k_blocks_per_stage
@@ -109,7 +109,7 @@ def _estimate_us(
     compute = waves * (1960 + num_stages * stage) + 22 * config.wgmma_n
     compute /= 1600
     if compute > 300 and config.num_product_buffers == 1:
-        compute *= 1.14  # the power limit lowers the clock of long kernels, with one batch more
+        compute *= 1.14  # the power limit lowers the clock of long kernels, with one buffer more
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
     into_sms = num_ctas * num_stages * config.k_blocks_per_stage * BLOCK * loaded
     memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
@@ -188,7 +188,7 @@ def choose_grouped_config(
     if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
         config = tall if tokens >= _MANY_TOKENS else square
         if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
-            return with_most_stages(replace(config, multicast=2, multicast_rows=True))
+            return with_most_stages(replace(config, multicast=2))
 
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n
 
@@ -250,14 +250,13 @@ def choose_experts_configs(
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
     elif many:
         configs = (
-            gate_up(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
-            down(128, 128, num_product_buffers=2, multicast=2, multicast_rows=True),
+            gate_up(128, 128, num_product_buffers=2, multicast=2),
+            down(128, 128, num_product_buffers=2, multicast=2),
         )
     elif tokens < 2 * _SOME_TOKENS:
         configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
     else:
         configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
-    if num_sms == 1:  # there is no second CTA for half of the outputs, or to share tokens
-        alone = gate_up(256, 32, parts=2, swap_ab=True), down(128, 128, num_product_buffers=2)
-        configs = alone if tokens <= _FEW_TOKENS else (gate_up(128, 256, parts=2), alone[1])
+    if num_sms == 1:  # which cannot hold a cluster of two CTAs
+        configs = gate_up(128, 256, parts=2), down(128, 128, num_product_buffers=2)
     return with_most_stages(configs[0]), with_most_stages(configs[1])

@@ -1,40 +1,20 @@
-// The warps that load: a ring of stages, filled for the math warpgroups of gemm.cu.
+// The warps that fill the stages of the pipeline. `Producer` loads both operands and the scales of the tokens by TMA,
+// `ScaleProducer` the scales of the weights.
 #pragma once
-#include "groups.cuh"
-#include "tile.cuh"
-#include "mbarrier.cuh"
+#include "pipeline.cuh"
 #include "tma.cuh"
 
-// One k-block of one operand. Where CTAs share it, each loads a slice for all of them.
-template <bool kShared, class C>
-__device__ void load_operand(bool elected, int rank, uint8_t* destination, const TensorMap& map, int size,
-                             Barrier& full, int k_block, int first, int matrix, L2Policy policy) {
-  if constexpr (!kShared || C::kMulticast == 1) {
-    tma_load<C::kDimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix}, policy);
-  } else {
-    const int share = rank % C::kMulticast, slice = size / C::kMulticast;
-    const uint16_t ranks = ((1 << C::kMulticast) - 1) << (rank - share);
-    tma_load_multicast<C::kDimensions>(elected, destination + share * slice * kBlock, map, full,
-                                       {k_block * kBlock, first + share * slice, matrix}, ranks);
-  }
-}
-
-template <class C>
+template <GemmConfig C>
 struct WeightMaps {
-  TensorMap of_piece[C::kPieces];  // they differ in the size of the box
+  TensorMap of_piece[C.num_weight_pieces];  // they differ in the size of the box
 };
-template <class C>
+template <GemmConfig C>
 struct TokenMaps {
-  TensorMap of_box[C::kTokenBoxes];  // and so do these
+  TensorMap of_box[C.num_token_boxes];  // and so do these
 };
-// Who finds the tiles. Of a dense GEMM, every warp does.
-template <class C>
-using SchedulerOf = typename Select<C::kGrouped, SchedulerClient<C>, StaticScheduler<C>>::Type;
-template <class C>
-using GroupedSchedulerOf = typename Select<C::kGrouped, GroupedScheduler<C>, NoGroupedScheduler>::Type;
 
-// One warp: both operands of every stage and the scales of its tokens, by TMA.
-template <class C>
+// One warp. Its elected lane issues the loads.
+template <GemmConfig C>
 struct Producer {
   using Piece = typename TileCoord<C>::Piece;
 
@@ -43,91 +23,102 @@ struct Producer {
   const TensorMap& token_scale_map;
   const WeightMaps<C>& weight_maps;
   bool elected;
-  int rank = C::kMulticast == 1 ? 0 : cluster_rank();
+  int rank = C.multicast > 1 ? cluster_rank() : 0;
   L2Policy usual = L2Policy::usual(), read_once = L2Policy::read_once();
 
   template <class Call>
   static __device__ void for_each_piece(Call call) {
 #pragma unroll
-    for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+    for (int weight = 0; weight < C.tile_weights; weight += C.smallest_piece) {
       const auto piece = TileCoord<C>::piece(weight);
       if (weight == piece.begin) call(piece);
     }
   }
+  // One k-block of one operand. With multicast, a slice of the tokens for both CTAs of the cluster.
+  template <bool kMulticast>
+  __device__ void load_operand(uint8_t* destination, const TensorMap& map, int size, Barrier& full, int k_block,
+                               int first, int matrix, L2Policy policy) {
+    if constexpr (kMulticast) {
+      const int half = rank % 2, slice = size / 2;
+      const uint16_t ranks = 3 << (rank - half);
+      tma_load_multicast(elected, destination + half * slice * kBlock, map, full,
+                         {k_block * kBlock, first + half * slice, matrix}, ranks);
+    } else {
+      tma_load<C.dimensions>(elected, destination, map, full, {k_block * kBlock, first, matrix}, policy);
+    }
+  }
   __device__ void load_weights(const SchedulerOf<C>& schedule) {
-    // Segments that are blocks of rows share weights, and nobody knows which.
-    const bool is_read_once = C::kGrouped && C::kGroupLayout != GroupLayout::kRows && schedule.coord.is_only;
-    shared.full[schedule.stage].arrive_and_expect(elected, schedule.args->stage_bytes[schedule.coord.token_box()]);
+    const TileCoord<C>& coord = schedule.coord;
+    // Blocks of rows may have the same weights as other blocks, and nobody knows which.
+    const bool is_read_once = C.grouped && C.group_layout != GroupLayout::kRows && coord.is_only;
+    shared.full[schedule.stage].arrive_and_expect(elected, schedule.args->stage_bytes[coord.token_box()]);
 #pragma unroll
-    for (int i = 0; i < C::kKBlocksPerStage; ++i) {
+    for (int i = 0; i < C.k_blocks_per_stage; ++i) {
       for_each_piece([&](Piece piece) {
-        load_operand<C::kMulticastRows == C::kSwapAb, C>(
-            elected, rank, shared.weight_operand(schedule.stage, i) + piece.begin * kBlock,
-            weight_maps.of_piece[piece.index], piece.size, shared.full[schedule.stage], schedule.k * C::kKBlocksPerStage + i,
-            schedule.coord.weight(*schedule.args, piece.begin), schedule.coord.group,
-            is_read_once ? read_once : usual);
+        load_operand<false>(shared.weight_operand(schedule.stage, i) + piece.begin * kBlock,
+                            weight_maps.of_piece[piece.index], piece.size, shared.full[schedule.stage],
+                            schedule.k * C.k_blocks_per_stage + i, coord.weight(*schedule.args, piece.begin),
+                            coord.group, is_read_once ? read_once : usual);
       });
     }
   }
   __device__ void load_tokens(const SchedulerOf<C>& schedule) {
+    const TileCoord<C>& coord = schedule.coord;
 #pragma unroll
-    for (int i = 0; i < C::kKBlocksPerStage; ++i) {
-      load_operand<C::kMulticastRows != C::kSwapAb, C>(elected, rank, shared.token_operand(schedule.stage, i),
-                                                           token_maps.of_box[schedule.coord.token_box()],
-                                                           schedule.coord.box_tokens(),
-                                                           shared.full[schedule.stage], schedule.k * C::kKBlocksPerStage + i,
-                                                           schedule.coord.first_token, schedule.coord.matrix, usual);
+    for (int i = 0; i < C.k_blocks_per_stage; ++i) {
+      load_operand<(C.multicast > 1)>(shared.token_operand(schedule.stage, i), token_maps.of_box[coord.token_box()],
+                                      coord.box_tokens(), shared.full[schedule.stage],
+                                      schedule.k * C.k_blocks_per_stage + i, coord.first_token, coord.matrix, usual);
     }
-    const int first_scale = schedule.coord.first_token - schedule.coord.scale_offset();
-    tma_load<C::kDimensions>(elected, &shared.tokens[schedule.stage], token_scale_map, shared.full[schedule.stage],
-                             {first_scale, schedule.k * C::kKBlocksPerStage, schedule.coord.matrix}, usual);
+    const int first_scale = coord.first_token - coord.scale_offset();
+    tma_load<C.dimensions>(elected, &shared.tokens[schedule.stage], token_scale_map, shared.full[schedule.stage],
+                           {first_scale, schedule.k * C.k_blocks_per_stage, coord.matrix}, usual);
   }
 
-  // Of a grouped GEMM, while the numbers of tokens are on their way: the operands that the first stage takes if all
-  // groups have as many tokens as expected, into the L2 cache. If it takes others, nothing is lost but a little time
-  // of the memory. Where tokens lie is known only if each group has a matrix of its own; and they are fetched in vain
+  // Of a grouped GEMM, while the numbers of tokens are on their way: prefetches into the L2 cache what the first stage
+  // takes if all groups have as many tokens as expected. If it takes others, nothing is lost but a little time of the
+  // memory. Tokens are among it only if each group has a matrix of its own, so that their place is known, and not
   // while a kernel may still write them.
   __device__ void prefetch_expected(const Arguments& args) {
-    constexpr bool kSharesWeights = C::kTogether > 1 && !C::kSameTokens;
-    const int height = args.groups.expected_tiles, width = C::kSwapAb ? args.num_row_tiles : args.num_col_tiles;
-    if (kSharesWeights || C::kGroupLayout == GroupLayout::kRows || height == 0) return;
-    const int tile = blockIdx.x / C::kTogether, rank = blockIdx.x % C::kTogether;
+    const int height = args.groups.expected_tiles, width = C.swap_ab ? args.num_row_tiles : args.num_col_tiles;
+    if (C.group_layout == GroupLayout::kRows || height == 0) return;
+    const int tile = blockIdx.x / C.tiles_per_cluster, rank = blockIdx.x % C.tiles_per_cluster;
     TileCoord<C> coord;
     coord.group = tile / (height * width);
     if (coord.group >= args.groups.num_groups) return;
     const Cell cell = Cell::at(tile - coord.group * height * width, height, width);
-    coord.tile = cell.weight * C::kTogether + rank;
-    coord.first_token = min(cell.token * C::kTokenStep, args.last_token);
-    if (C::kMulticastsTokens) coord.first_token += rank * (C::kTokens / C::kMulticast);  // its slice
-    const bool with_tokens = C::kGroupLayout == GroupLayout::kMasked && !args.programmatic;
+    coord.tile = cell.weight * C.tiles_per_cluster + rank;
+    coord.first_token = min(cell.token * C.tile_tokens, args.last_token);
+    if (C.multicast > 1) coord.first_token += rank * (C.most_tokens / 2);
+    const bool with_tokens = C.group_layout == GroupLayout::kMasked && !args.programmatic;
 #pragma unroll
-    for (int i = 0; i < C::kKBlocksPerStage; ++i) {
+    for (int i = 0; i < C.k_blocks_per_stage; ++i) {
       for_each_piece([&](Piece piece) {
         const Corner at{i * kBlock, coord.weight(args, piece.begin), coord.group};
         tma_prefetch(elected, weight_maps.of_piece[piece.index], at);
       });
       const Corner at{i * kBlock, coord.first_token, coord.group};
-      tma_prefetch(elected && with_tokens, token_maps.of_box[C::kTokenBoxes - 1], at);
+      tma_prefetch(elected && with_tokens, token_maps.of_box[C.num_token_boxes - 1], at);
     }
   }
 
-  // The first round. Memory answers about in the order in which it is asked, so each stage is asked for
-  // as a whole. But while the previous kernel may still write the tokens, the first `num_ahead` stages, of one tile,
-  // get their weights: of a dense GEMM only one, behind the weights of more the tokens would wait.
+  // The first round over the stages. Memory answers about in the order in which it is asked, so each stage is asked
+  // for as a whole. But while the previous kernel may still write the tokens, the first `num_ahead` stages, of one
+  // tile, get their weights: of a dense GEMM only one stage, since the tokens would wait behind the weights of more.
   __device__ void fill(SchedulerOf<C>& schedule, bool programmatic) {
     int num_ahead = programmatic;
     bool waits = true;
-    if constexpr (C::kGrouped) {
+    if constexpr (C.grouped) {
       waits = schedule.args->groups.bounds_ready;  // else the scheduler has waited
-      num_ahead = programmatic && waits && !schedule.done() ? min(C::kStages, schedule.k_end) : 0;
+      num_ahead = programmatic && waits && !schedule.done() ? min(C.stages, schedule.k_end) : 0;
     }
     auto ahead = schedule;
 #pragma unroll 1
     for (int i = 0; i < num_ahead; ++i, ++ahead.k, ahead.next_stage()) load_weights(ahead);
     if (waits) wait_for_previous_kernel();
 #pragma unroll 1
-    for (int i = 0; i < C::kStages && !schedule.done(); ++i, schedule.next()) {
-      if constexpr (C::kGrouped) schedule.want_next();
+    for (int i = 0; i < C.stages && !schedule.done(); ++i, schedule.next()) {
+      if constexpr (C.grouped) schedule.want_next();
       if (i >= num_ahead) load_weights(schedule);
       load_tokens(schedule);
     }
@@ -144,50 +135,50 @@ struct Producer {
   __device__ void run(SchedulerOf<C> schedule) {
 #pragma unroll 1
     for (; !schedule.done(); schedule.next_tile()) {
-      if constexpr (C::kGrouped) {
+      if constexpr (C.grouped) {
         load_until(schedule, schedule.wants_at());
         schedule.want_next();
       }
       load_until(schedule, schedule.k_end);
     }
-    if constexpr (C::kGrouped && C::kMulticast > 1) {  // this CTA stays until all signals to it have arrived
+    if constexpr (C.multicast > 1) {  // this CTA stays until all signals to it have arrived
 #pragma unroll 1
-      for (int i = 0; i < C::kStages; ++i, schedule.next_stage()) shared.empty[schedule.stage].wait(schedule.parity ^ 1);
+      for (int i = 0; i < C.stages; ++i, schedule.next_stage()) shared.empty[schedule.stage].wait(schedule.parity ^ 1);
     }
   }
 };
 
-// One warp: the weight scales of every stage, whatever their strides; TMA would ask for aligned rows. What it
-// does for a stage is little, since the math warps beside it lose what it takes.
-template <class C>
+// One warp. The scales of the weights may have any strides, and TMA would ask for aligned rows. The warp does little
+// for a stage, since it takes issue slots from the math warps beside it.
+template <GemmConfig C>
 struct ScaleProducer {
-  static constexpr int kChunk = kWarp / C::kKBlocksPerStage;  // stages whose scales are read at once: a lane, a k-block
-  // Where tiles are taken from a counter, stages of a chunk that are handed out only when the next one is being read. For
-  // that the next tile is needed: it must have been asked for by then, or this warp and the one that asks wait for each
-  // other.
+  static constexpr int kChunk = kWarp / C.k_blocks_per_stage;  // stages that are read at once: a lane, a k-block
+  // Where tiles are taken from a counter: so many stages of a chunk are handed out only while the next chunk is being
+  // read. For that read the next tile is needed. It must have been asked for by then, or this warp and the one that
+  // asks would wait for each other.
   static constexpr int kKept = 2;
-  static_assert(kKept <= kWantedAhead, "see above");
+  static_assert(!C.grouped || kKept <= SchedulerClient<C>::kWantedAhead, "see above");
   const Arguments& args;
   const int lane;
   struct {
-    float scales[C::kWeightScales];
+    float scales[C.weight_scales];
   } chunk;
 
-  // The chunk that begins where `schedule` is. Beyond the edges any finite scale will do: the operands are zeros.
+  // Reads the chunk that begins where `schedule` is. Beyond the edges any finite scale will do: the operands are zeros.
   __device__ void read(const SchedulerOf<C>& schedule) {
     const int last_block = (args.num_weights - 1) / kBlock;
-    const int64_t k_block = min(schedule.k * C::kKBlocksPerStage + lane, args.num_k_blocks - 1);
+    const int64_t k_block = min(schedule.k * C.k_blocks_per_stage + lane, args.num_k_blocks - 1);
     int64_t first = k_block * args.weight_scale_stride_k;
-    if constexpr (C::kGrouped) first += schedule.coord.group * args.groups.weight_scale_stride;
+    if constexpr (C.grouped) first += schedule.coord.group * args.groups.weight_scale_stride;
 #pragma unroll
-    for (int weight = 0; weight < C::kWeights; weight += C::kSmallestPiece) {
+    for (int weight = 0; weight < C.tile_weights; weight += C.smallest_piece) {
       if (!TileCoord<C>::begins_scale(weight)) continue;
       const int64_t block = min(schedule.coord.weight(args, weight) / kBlock, last_block);
-      const float* scales = C::kGateUp && weight > 0 ? args.activation.up_scales : args.weight_scales;
+      const float* scales = C.gate_up && weight > 0 ? args.activation.up_scales : args.weight_scales;
       chunk.scales[TileCoord<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }
-  // After `read` of the first chunk. Each is read while the one before it is handed out.
+  // After `read` of the first chunk. Each further chunk is read while the one before it is handed out.
   __device__ void run(Shared<C>& shared, SchedulerOf<C> schedule) {
 #pragma unroll 1
     while (!schedule.done()) {
@@ -198,15 +189,15 @@ struct ScaleProducer {
 #pragma unroll 1
         for (; i < end; ++i, schedule.next_stage()) {
           shared.empty[schedule.stage].wait(schedule.parity ^ 1);
-          if (lane / C::kKBlocksPerStage == i) {
+          if (lane / C.k_blocks_per_stage == i) {
 #pragma unroll
-            for (int j = 0; j < C::kWeightScales; ++j)
-              shared.weights[schedule.stage].scales[lane % C::kKBlocksPerStage][j] = read_before.scales[j];
+            for (int j = 0; j < C.weight_scales; ++j)
+              shared.weights[schedule.stage].scales[lane % C.k_blocks_per_stage][j] = read_before.scales[j];
           }
           shared.full[schedule.stage].arrive();
         }
       };
-      if (C::kGrouped && args.groups.tile_counter != nullptr) hand_out(num_stages - kKept);
+      if (C.grouped && args.groups.tile_counter != nullptr) hand_out(num_stages - kKept);
       schedule.k += num_stages;
       if (schedule.k == schedule.k_end) schedule.next_tile();
       if (!schedule.done()) read(schedule);

@@ -6,20 +6,19 @@
 #pragma once
 #include "epilogue/swiglu.cuh"
 #include "epilogue/store.cuh"
-#include "tile.cuh"
 #include "matrix.cuh"
 #include "wgmma.cuh"
 
-template <class C>
+template <GemmConfig C>
 struct Tail {
-  static constexpr int kParts = C::kWeights / 64, kSize = C::kTail / 2;
+  static constexpr int kParts = C.tile_weights / 64, kSize = C.tail / 2;
   float total[kParts][kSize];
 
   // Adds a k-block, as `ProductBuffer` in gemm.cu does.
   __device__ void add(Shared<C>& shared, const SchedulerOf<C>& schedule, const Thread<C>& thread) {
     const int stage = schedule.stage;
     const uint32_t weights = wgmma_descriptor_low(shared.weight_operand(stage, 0));
-    const uint32_t tokens = wgmma_descriptor_low(shared.token_operand(stage, 0) + C::kWgmmaM * kBlock);
+    const uint32_t tokens = wgmma_descriptor_low(shared.token_operand(stage, 0) + C.wgmma_m * kBlock);
     float products[kParts][kSize];
     shared.full[stage].wait(schedule.parity);
 #pragma unroll
@@ -30,21 +29,21 @@ struct Tail {
 #pragma unroll
       for (int i = 0; i < kBlock / 32; ++i) {
         const uint32_t a = weights + part * 64 * kBlock / 16 + i * kDescriptorStepK, b = tokens + i * kDescriptorStepK;
-        wgmma<C::kTail>(products[part], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
+        wgmma<C.tail>(products[part], wgmma_descriptor(a), wgmma_descriptor(b), i > 0);
       }
     }
     wgmma_commit();
-    const float* token_scales = shared.tokens[stage].scales[0] + schedule.coord.scale_offset() + C::kWgmmaM + thread.col;
-    float scales[C::kTail / 8][2], weight_scales[C::kWeightScales];
+    const float* token_scales = shared.tokens[stage].scales[0] + schedule.coord.scale_offset() + C.wgmma_m + thread.col;
+    float scales[C.tail / 8][2], weight_scales[C.weight_scales];
 #pragma unroll
-    for (int i = 0; i < C::kWeightScales; ++i) weight_scales[i] = shared.weights[stage].scales[0][i];
+    for (int i = 0; i < C.weight_scales; ++i) weight_scales[i] = shared.weights[stage].scales[0][i];
 #pragma unroll
-    for (int j = 0; j < C::kTail / 8; ++j) scales[j][0] = token_scales[8 * j], scales[j][1] = token_scales[8 * j + 1];
+    for (int j = 0; j < C.tail / 8; ++j) scales[j][0] = token_scales[8 * j], scales[j][1] = token_scales[8 * j + 1];
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       pin_registers(products[part]);
-      const float weight = weight_scales[C::kWeightScales == 1 ? 0 : part];
+      const float weight = weight_scales[C.weight_scales == 1 ? 0 : part];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) total[part][i] += scales[i / 4][i % 2] * weight * products[part][i];
     }
@@ -55,7 +54,7 @@ struct Tail {
   // In BF16, as `store` in epilogue/store.cuh does where weights are rows: a part is a box.
   __device__ void store(Shared<C>& shared, const Arguments& args, const TileCoord<C>& coord,
                         const Thread<C>& thread) const {
-    constexpr int kBarrier = 1 + C::kRowGroups, kGroups = C::kTail / 8;
+    constexpr int kBarrier = 1 + C.row_warpgroups, kGroups = C.tail / 8;
     named_barrier<kWarpgroup>(kBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -73,13 +72,13 @@ struct Tail {
     named_barrier<kWarpgroup>(kBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      store_rows<C, uint16_t, 64, kWarpgroup>(shared.tail_output.tail[part], args, coord, C::kWgmmaM, C::kTail,
+      store_rows<C, uint16_t, 64>(shared.tail_output.tail[part], args, coord, C.wgmma_m, C.tail,
                                               coord.weight(args, part * 64), thread.index);
     }
   }
 };
 
-template <class C>
+template <GemmConfig C>
 __device__ void consume_tail(Shared<C>& shared, const Arguments& args, SchedulerOf<C> schedule) {
   const Thread<C> thread;
   int num_activated = 0;
@@ -92,7 +91,7 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
     Tail<C> tail = {};
 #pragma unroll 1
     for (int k = 0; k < schedule.k_end; ++k, schedule.next_stage()) tail.add(shared, schedule, thread);
-    if constexpr (C::kGateUp) {
+    if constexpr (C.gate_up) {
       swiglu(tail.total[0], tail.total[1], args.activation.limit);
       swiglu_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {

@@ -14,6 +14,7 @@ from .cache import (
 )
 from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
+from .graph import LaunchGraph
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
 from .launch import Launch, Pointer, Source, launch_all, pointers
 from .tma import TensorMaps, tensor_map, tensor_map_array
@@ -26,6 +27,7 @@ __all__ = [
     "JitError",
     "Kernel",
     "Launch",
+    "LaunchGraph",
     "Pointer",
     "Source",
     "TensorMaps",

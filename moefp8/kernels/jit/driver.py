@@ -77,6 +77,10 @@ class Driver(Libcuda):
         device: int = torch._C._cuda_getDevice()
         return device
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream of the current GPU is being captured into a graph."""
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
     def on_device(self, device_index: int) -> AbstractContextManager[object]:
         return torch.cuda.device(device_index)
 

@@ -172,18 +172,39 @@ class Launch:
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
         if addresses != self._addresses:
-            words = self._words
-            for word, which, plus in self._write:
-                words[word] = addresses[which] + plus
-            for at, (which, plus) in self._maps:
-                replace = self._driver.library.cuTensorMapReplaceAddress
-                self._driver.check(replace(at, addresses[which] + plus), f"{self._function}: a map")
-            self._addresses = addresses
+            self.write(addresses)
         config = self._config
         config.stream = stream
         result = self._launch(ctypes.byref(config), self._handle, self._parameters, None)
         if result:
             self._relaunch(result)
+
+    def write(self, addresses: tuple[int, ...]) -> None:
+        """Write the addresses of a call into the arguments."""
+        self._addresses = ()  # until all are written
+        words = self._words
+        for word, which, plus in self._write:
+            words[word] = addresses[which] + plus
+        for at, (which, plus) in self._maps:
+            self._replace_address(at, addresses[which] + plus)
+        self._addresses = addresses
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(CTAs, threads of each, bytes of dynamic shared memory)"""
+        return self._what[:3]
+
+    @property
+    def parameters(self) -> int:
+        """The address of the array of addresses of the arguments."""
+        return ctypes.addressof(self._parameters)
+
+    def _replace_address(self, at: int, address: int) -> None:
+        """Of the tensor map that lies at `at`."""
+        driver, function = self._driver, self._function
+        replace = driver.library.cuTensorMapReplaceAddress
+        result = driver.in_context(function.device_index, lambda: int(replace(at, address)))
+        driver.check(result, f"{function}: a tensor map cannot have its address {address:#x}")
 
     def _relaunch(self, result: int) -> None:
         """A thread that has not used CUDA yet has no context, or it is another GPU's.

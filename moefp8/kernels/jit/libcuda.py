@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cached_property
 from typing import Any, Final
 
@@ -54,6 +54,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuTensorMapReplaceAddress": (c_void_p, c_void_p),
+    "cuStreamCreate": (_HANDLE, c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamBeginCapture_v2": (c_void_p, c_int),
+    "cuStreamEndCapture": (c_void_p, _HANDLE),
+    "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
+    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
+    "cuGraphInstantiateWithFlags": (_HANDLE, c_void_p, c_uint64),
+    "cuGraphExecKernelNodeSetParams_v2": (c_void_p, c_void_p, c_void_p),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphExecDestroy": (c_void_p,),
+    "cuGraphDestroy": (c_void_p,),
     "cuTensorMapEncodeTiled": (
         c_void_p,  # the map
         c_int,  # data type
@@ -156,6 +167,16 @@ class Libcuda:
             return call()
         finally:
             self._pop_context()
+
+    def in_context(self, device_index: int, call: Callable[[], int]) -> int:
+        """The result of a function of the driver that needs a context, whichever it is.
+
+        A thread that has not used CUDA yet has none, and gets that of a GPU for the call.
+        """
+        result = call()
+        if result == INVALID_CONTEXT:
+            result = self.within(self.primary_context(device_index), call)
+        return result
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:

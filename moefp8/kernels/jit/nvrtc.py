@@ -1,6 +1,7 @@
 """NVRTC, NVIDIA's compiler as a library, which CUDA builds of torch bring along."""
 
 import ctypes
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -94,13 +95,19 @@ class Nvrtc:
 
 def _load() -> tuple[ctypes.CDLL, str]:
     try:
-        path = _of_torch() or _found()
+        path = _chosen() or _of_torch() or _found()
         lib = ctypes.CDLL(str(path))
     except (ImportError, RuntimeError, OSError) as error:
         raise JitError(_NO_NVRTC.format(error)) from error
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
     _load_builtins(lib, path)
     return lib, str(path)
+
+
+def _chosen() -> Path | None:
+    """The library that `MOEFP8_NVRTC` names, if it is set."""
+    path = os.environ.get("MOEFP8_NVRTC")
+    return Path(path) if path else None
 
 
 def _of_torch() -> Path | None:

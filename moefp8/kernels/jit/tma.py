@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 
 from .driver import current_driver
-from .libcuda import INVALID_CONTEXT
 
 # CUtensorMapDataType of cuda.h. TMA copies e4m3 as bytes.
 _DATA_TYPES = {
@@ -109,19 +108,19 @@ def _encode(address: int, layout: _Layout) -> TensorMaps:
         arguments = (at, *layout.before_address, address, *layout.after_address)
         return int(driver.library.cuTensorMapEncodeTiled(*arguments))
 
-    result = encode()
-    if result == INVALID_CONTEXT:  # a thread that has not used CUDA yet; any GPU will do
-        result = driver.within(driver.primary_context(driver.current_device()), encode)
+    device_index = driver.current_device()  # any GPU will do
+    result = driver.in_context(device_index, encode)
     driver.check(result, f"tensor_map: {layout.name} at {address:#x}")
     made = TensorMaps(1)
     ctypes.memmove(made.memory, at, MAP_BYTES)
     # A twin at another address must differ in the first word alone, and that must be the address.
     twin, other = at + MAP_BYTES, address ^ 1 << 20
     ctypes.memmove(twin, at, MAP_BYTES)
-    replaced = driver.library.cuTensorMapReplaceAddress(twin, other)
+    replace = driver.library.cuTensorMapReplaceAddress
+    result = driver.in_context(device_index, lambda: int(replace(twin, other)))
     words = (c_uint64 * (MAP_BYTES // 8)).from_address(twin)
     alike = [other, *made.memory[1:]]
-    made.begin_with_address = not replaced and made.memory[0] == address and [*words] == alike
+    made.begin_with_address = not result and made.memory[0] == address and [*words] == alike
     return made
 
 

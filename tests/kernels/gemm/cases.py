@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from moefp8 import kernels
-from moefp8.kernels import round_up
-from moefp8.kernels.gemm import dense as gemm
-from moefp8.quant import quantize_1x128, quantize_128x128
+from moefp8.kernels import fp8_gemm_nt, round_up
+from moefp8.kernels.common import fp8
 
 NAN = float("nan")
 BIAS_NAMES = "kNone", "kFloat", "kBFloat16", "kHalf"
@@ -144,15 +143,23 @@ def stacked(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> to
 
 def operands(m: int, n: int, k: int, bias: torch.dtype | None = None) -> list[torch.Tensor | None]:
     """a, a_scale_inv, b, b_scale_inv, d filled with NaN, bias."""
-    a, b = quantize_1x128(torch.randn(m, k)), quantize_128x128(torch.randn(n, k))
+    a = fp8.quantize_1x128(torch.randn(m, k), False)  # without a launch
+    b = fp8.quantize_128x128(torch.randn(n, k), False)
     d = torch.full((m, n), NAN, dtype=torch.bfloat16)
     return [*a, *b, d, None if bias is None else torch.randn(n).to(bias)]
 
 
 def expected_of(a, a_scale_inv, b, b_scale_inv, d, bias) -> torch.Tensor:
+    """What the CPU's body computes."""
     expected = torch.empty_like(d, memory_format=torch.contiguous_format)
-    gemm._body(a, a_scale_inv, b, b_scale_inv, expected, bias)
+    torch.ops.moefp8.fp8_gemm_nt(a, a_scale_inv, b, b_scale_inv, expected, bias)
     return expected
+
+
+def run_gemm(a, a_scale_inv, b, b_scale_inv, d, bias=None) -> torch.Tensor:
+    """By the public name; returns d."""
+    fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
+    return d
 
 
 @contextmanager

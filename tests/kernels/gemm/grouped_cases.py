@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moefp8.kernels import num_blocks, tma_aligned
-from moefp8.kernels.gemm import grouped_launch
+from moefp8.kernels import (
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    num_blocks,
+    tma_aligned,
+)
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
 from moefp8.kernels.gemm.launch import Operands
 
 if TYPE_CHECKING:
@@ -148,6 +153,17 @@ def only_groups_are_written(routing: Routing, d: torch.Tensor) -> Iterator[None]
     assert torch.equal(around.view(torch.uint8), before.view(torch.uint8))
 
 
+def run_op(routing: Routing, made: Operands, bounds: torch.Tensor, expected_m: int = 4) -> None:
+    """By the public names."""
+    a, b, d = made[:2], made[2:4], made.d
+    if routing.layout == GroupLayout.MASKED:
+        m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
+    elif routing.layout == GroupLayout.ROWS:
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
+    else:
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds)
+
+
 def launch(
     routing: Routing,
     made: Operands,
@@ -156,7 +172,7 @@ def launch(
     **options: bool,
 ) -> None:
     bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    grouped_launch.launch_grouped_gemm("op", routing.layout, made, bounds, expected_m, **options)
+    launch_grouped_gemm("op", routing.layout, made, bounds, expected_m, **options)
 
 
 def launch_and_compare(

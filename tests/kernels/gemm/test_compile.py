@@ -198,7 +198,7 @@ def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_t
     assert all(size.bit_count() == 1 for size in pieces if size < 128)
     covered, first = [], 0
     for size in pieces:
-        for tile in range(num_tiles):  # as `TileCoord` in tile.cuh
+        for tile in range(num_tiles):  # as `TileCoord` in schedule.cuh
             begin = first * num_tiles + tile * size
             covered += range(begin, begin + size)
             assert begin // 128 + kernels.ceil_div(size, 128) == kernels.ceil_div(begin + size, 128)
@@ -206,15 +206,16 @@ def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_t
     assert covered == list(range(weights * num_tiles))
 
 
-def test_what_is_shared_is_cut_into_whole_rows_of_the_swizzle():
-    rows, k = {"multicast": 2, "multicast_rows": True}, 4096
-    assert gemm_config.is_possible(gemm_config.GemmConfig(128, 112, 4, multicast=2), k)
-    last_piece_is_8 = gemm_config.GemmConfig(128, 104, 4)
-    assert not gemm_config.is_possible(replace(last_piece_is_8, multicast=2), k)
-    assert gemm_config.is_possible(replace(last_piece_is_8, **rows), k)
-    tokens = gemm_config.GemmConfig(64, 24, 4, multicast=2, swap_ab=True)
-    assert not gemm_config.is_possible(tokens, k)
-    assert gemm_config.is_possible(replace(tokens, wgmma_n=32), k)
+def test_what_there_is_no_kernel_for_is_not_possible():
+    dense = gemm_config.GemmConfig(128, 64, 4)
+    assert gemm_config.is_possible(dense, 4096)
+    for options in (
+        {"multicast": 2},
+        {"split_k": 2, "parts": 2},
+        {"num_product_buffers": 2, "swap_ab": True},
+        {"wgmma_m": 256},
+    ):
+        assert not gemm_config.is_possible(replace(dense, **options), 4096), options
 
 
 def test_a_bias_makes_nothing_spill(cubins_with_bias):
@@ -264,20 +265,12 @@ def test_machine_code_is_what_was_meant(which, request, disassemble):
         if config.grouped:  # what the previous kernel may write tells which weights are needed
             assert not re.search(r"UTMALDG|\bLDG", before), config
             assert after, config
-            # The first stage is prefetched, unless another CTA loads a part: before warps meet.
+            # The first stage is prefetched, before warps meet.
             loads = len(config.weight_pieces) + (layout == GroupLayout.MASKED)  # weights, tokens
-            own_weights = (
-                config.cluster == 1 or config.shares_scale_with_peer or config.multicasts_tokens
-            )
-            of_a_stage = (
-                config.k_blocks_per_stage * loads * (own_weights and layout != GroupLayout.ROWS)
-            )
+            of_a_stage = config.k_blocks_per_stage * loads * (layout != GroupLayout.ROWS)
             prefetches = [part.count("UTMAPF") for part in code.split("BAR.SYNC", 1)]
             assert prefetches == [of_a_stage, 0], (config, layout)
-            # Multicast takes no policy, and nobody knows which blocks of rows share weights.
-            drops = (
-                config.multicast == 1 or config.multicasts_tokens
-            ) and layout != GroupLayout.ROWS
+            drops = layout != GroupLayout.ROWS  # nobody knows which blocks of rows share weights
             found = re.search(r"UMOV \w+, 0x12[0f]", code)  # evict_first begins so
             assert bool(found) == drops, (config, layout)
         else:  # before the wait for the previous kernel: the weights of one stage, and no tokens
@@ -287,7 +280,7 @@ def test_machine_code_is_what_was_meant(which, request, disassemble):
 
 
 CELLS = """
-#include "groups.cuh"
+#include "schedule.cuh"
 
 // Each tile once, and of two that follow each other in a pair the same weights.
 __device__ constexpr bool is_walked(int height, int width) {
@@ -323,12 +316,12 @@ __global__ void nothing() {}
 def test_tiles_of_a_group_are_walked_once_by_pairs(tmp_path, change):
     for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
         shutil.copy(header, tmp_path)
-    source, groups = tmp_path / "cells.cu", tmp_path / "groups.cuh"
+    source, schedule = tmp_path / "cells.cu", tmp_path / "schedule.cuh"
     source.write_text(CELLS)
     if change:  # that is, the kernel's own code is read
-        code = groups.read_text()
+        code = schedule.read_text()
         assert code.count(change[0]) == 1
-        groups.write_text(code.replace(*change))
+        schedule.write_text(code.replace(*change))
         with pytest.raises(jit.JitError, match="static assertion"):
             jit.compile_kernel(jit.Kernel(source, "nothing<0>"))
     else:
@@ -372,7 +365,7 @@ def releases_before_reads(code: str) -> int:
     "which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins", "experts_cubins"]
 )
 def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
-    """TMA may fill it again at once, and no hardware holds it back: see `release` in tile.cuh.
+    """TMA may fill it again at once, and no hardware holds it back: see `release` in pipeline.cuh.
 
     Of a grouped GEMM the scheduler may fill the slot that told of a tile.
     """
@@ -385,7 +378,6 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
     "variant",
     [
         Variant(sanitizer_cases.FAMILIES["weights are rows"]),
-        Variant(sanitizer_cases.FAMILIES["weights are rows, two batches"]),
         Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], layout=GroupLayout.OFFSETS),
         Variant(GATE_UP_FAMILIES["weights are rows, 24"], layout=GroupLayout.OFFSETS),
         Variant(GATE_UP_FAMILIES["a tail"], layout=GroupLayout.OFFSETS),
@@ -393,11 +385,11 @@ def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
     """That is, the test above sees it."""
-    for part in gemm_plan.SOURCE.parent.glob("*.cu*"):
-        shutil.copy(part, tmp_path)
+    tmp_path = tmp_path / "gemm"
+    shutil.copytree(gemm_plan.SOURCE.parent, tmp_path)
     for name, fence in (
-        ("tile.cuh", "if constexpr (C::kWeightsAreRows) fence_cta();"),
-        ("gemm.cu", "fence_cta();  // scales"),
+        ("pipeline.cuh", "if constexpr (C.swap_ab) fence_cta();"),
+        ("consumer.cuh", "fence_cta();  // scales"),
         ("tail.cuh", "fence_cta();  // see"),
     ):
         code = (tmp_path / name).read_text()

@@ -1,6 +1,4 @@
-"""The launcher of the dense GEMM without a GPU: `Emulator` stands for libcuda."""
-
-from contextlib import contextmanager
+"""The dense GEMM as it is launched, without a GPU: see `tests/fakes/emulator.py`."""
 
 import pytest
 import torch
@@ -10,8 +8,8 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import dense_launch as room
-from moefp8.kernels.gemm import launch as gemm_plan
+from moefp8.kernels.gemm import launch as gemm_launch
+from moefp8.kernels.gemm.dense_launch import launch_gemm
 from moefp8.testing import gemm_shapes
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
@@ -25,6 +23,7 @@ from tests.kernels.gemm.cases import (
     flat,
     nothing_around_is_written,
     operands,
+    run_gemm,
     within,
 )
 
@@ -48,7 +47,7 @@ def test_every_layout_is_addressed_rightly(shape, places, scale_places, bias, bi
     if bias is not None:
         bias = bias.repeat_interleave(bias_step)[::bias_step]
     with emulated() as made, nothing_around_is_written(d):
-        room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias)
+        run_gemm(a, a_scale_inv, b, b_scale_inv, d, bias)
         assert torch.equal(d, expected)
     assert len(made.launched) == (0 not in shape)
 
@@ -57,7 +56,7 @@ def test_every_layout_is_addressed_rightly(shape, places, scale_places, bias, bi
 def test_what_tma_can_address_is_not_copied(gpu, place):
     a, a_scale_inv, b, b_scale_inv, d, _ = operands(5, 48, 256)
     a, b, d = (PLACES[place].make(x) for x in (a, b, d))
-    room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
+    run_gemm(a, a_scale_inv, b, b_scale_inv, d)
     (made,) = gpu.launched
     for x, its_map in zip((a, b, d), (made.a_maps[0], made.b_maps[0], made.d_map), strict=True):
         assert (its_map.address == x.data_ptr()) == PLACES[place].fits
@@ -71,7 +70,7 @@ def test_what_tma_can_address_is_not_copied(gpu, place):
 def test_scales_are_copied_only_if_they_must(gpu, place, copied):
     a, a_scale_inv, b, b_scale_inv, d, _ = operands(5, 48, 512)
     a_scale_inv, b_scale_inv = (SCALE_PLACES[place](x) for x in (a_scale_inv, b_scale_inv))
-    room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
+    run_gemm(a, a_scale_inv, b, b_scale_inv, d)
     (made,) = gpu.launched
     assert (made.scale_map.address != a_scale_inv.data_ptr()) == copied
     assert made.arguments.weight_scales == b_scale_inv.data_ptr()
@@ -83,7 +82,7 @@ def test_what_one_row_says_of_its_stride_is_void(gpu, stride):
     expected = expected_of(a, a_scale_inv, b, b_scale_inv, d, None)
     a, d = (x.as_strided(x.shape, (stride, 1)) for x in (a, d))
     a_scale_inv = a_scale_inv.as_strided((1, 1), (stride, stride))
-    room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None)
+    run_gemm(a, a_scale_inv, b, b_scale_inv, d)
     assert torch.equal(d, expected)
     (made,) = gpu.launched
     maps = made.a_maps[0], made.scale_map, made.b_maps[0], made.d_map
@@ -96,7 +95,7 @@ def test_addresses_are_looked_at_in_each_call(gpu):
     rows = flat(a.numel() + 16, a)
     for start in (0, 3, 16):
         moved = rows[start : start + a.numel()].view(a.shape).copy_(a)
-        room.launch_gemm(moved, a_scale_inv, b, b_scale_inv, d.fill_(NAN), None)
+        run_gemm(moved, a_scale_inv, b, b_scale_inv, d.fill_(NAN), None)
         assert torch.equal(d, expected)
     assert len(gpu.chosen) == 1
 
@@ -109,7 +108,7 @@ def test_every_family_is_launched_rightly(name, limit):
         arguments = operands(*shape, BIASES[i])
         with emulated(config) as made:
             kernels.set_num_sms(limit)
-            room.launch_gemm(*arguments)
+            run_gemm(*arguments)
         assert torch.equal(arguments[4], expected_of(*arguments))
         (launched,) = made.launched
         assert launched.config == config
@@ -118,10 +117,10 @@ def test_every_family_is_launched_rightly(name, limit):
 @pytest.mark.parametrize(("m", "n"), [(320, 96), (290, 200), (513, 31)])
 @pytest.mark.parametrize("band", [1, 3, 5])
 def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
-    monkeypatch.setattr(gemm_plan, "band", lambda *shape: band)
+    monkeypatch.setattr(gemm_launch, "band", lambda *shape: band)
     with emulated(gemm_config.with_most_stages(gemm_config.GemmConfig(64, 32, 0))) as gpu:
         made = operands(m, n, 48)
-        room.launch_gemm(*made)
+        run_gemm(*made)
         assert torch.equal(made[4], expected_of(*made))
         assert gpu.launched[0].arguments.band == band
 
@@ -137,7 +136,7 @@ def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
     ],
 )
 def test_how_many_tokens_are_walked_together(config, m, k, band):
-    assert gemm_plan.band(gemm_config.GemmConfig(stages=4, **config), m, k) == band
+    assert gemm_launch.band(gemm_config.GemmConfig(stages=4, **config), m, k) == band
 
 
 def test_rows_that_overlap_are_copied(gpu):
@@ -146,18 +145,18 @@ def test_rows_that_overlap_are_copied(gpu):
         if view.ndim == 1:
             view = view.as_strided((9, 160), (16, 1))
         expected = expected_of(view, a_scale_inv, b, b_scale_inv, d, None)
-        room.launch_gemm(view, a_scale_inv, b, b_scale_inv, d, None)
+        run_gemm(view, a_scale_inv, b, b_scale_inv, d, None)
         assert torch.equal(d, expected)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d[:1].expand(9, 40), None)
+        run_gemm(a, a_scale_inv, b, b_scale_inv, d[:1].expand(9, 40), None)
 
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_nothing_is_launched_without_work(gpu, bias):
     for shape in ((0, 5, 9), (5, 0, 9), (0, 0, 0)):
-        room.launch_gemm(*operands(*shape, bias))
+        run_gemm(*operands(*shape, bias))
     *arguments, d, bias = operands(5, 7, 0, bias)
-    room.launch_gemm(*arguments, d, bias)
+    run_gemm(*arguments, d, bias)
     expected = torch.zeros(5, 7) if bias is None else bias.float().expand(5, 7)
     assert torch.equal(d, expected.bfloat16())
     assert gpu.launched == []
@@ -165,62 +164,36 @@ def test_nothing_is_launched_without_work(gpu, bias):
 
 def test_a_bias_that_wants_a_gradient_records_nothing(gpu):
     *arguments, d, bias = operands(5, 7, 0, torch.float32)
-    room.launch_gemm(*arguments, d, bias.requires_grad_())
+    run_gemm(*arguments, d, bias.requires_grad_())
     assert not d.requires_grad
 
 
-def test_a_second_call_is_one_call_of_the_driver(gpu):
-    arguments = operands(5, 48, 256)
-    room.launch_gemm(*arguments)
-    num_maps = len(gpu.maps)
-    (prepared,) = room._launches.prepared.values()
-    arguments[4].fill_(NAN)
-    room.launch_gemm(*arguments)
-    assert len(gpu.launched) == 2
-    assert (len(gpu.maps), num_maps) == (4, 4)
-    assert list(room._launches.prepared.values()) == [prepared]
-    assert len(gpu.chosen) == 1
-    assert bool(arguments[4].isfinite().all())
-
-
-def test_new_addresses_cost_their_own_maps_only(gpu):
-    a, *others, _, _ = operands(5, 48, 256)
-    alive = [(a.clone(), torch.empty(5, 48, dtype=torch.bfloat16)) for _ in range(3)]
-    for x, d in alive:
-        room.launch_gemm(x, *others, d, None)
-    assert {made.b_maps[0].address for made in gpu.launched} == {others[1].data_ptr()}
-    assert len(gpu.chosen) == len(gpu.kernels) == 1
-    assert len(gpu.maps) == 3 * 2 + 2  # weights and scales are found
-
-
-def test_whatever_decides_a_launch_is_in_its_key(gpu, monkeypatch):
+def test_whatever_decides_a_launch_is_in_its_key(gpu):
     a, a_scale_inv, b, b_scale_inv, d, bias = operands(6, 48, 256, torch.float32)
     wide = within(16, 16)(a)
     halves = torch.cat([b_scale_inv, b_scale_inv], 1)
+    pairs = a, a_scale_inv, b, b_scale_inv
     calls = [
-        lambda: room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None),
-        lambda: room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias),
-        lambda: room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, bias.view(torch.int32).float()),
-        lambda: room.launch_gemm(a, a_scale_inv, b, b_scale_inv, d, None, programmatic=True),
-        lambda: room.launch_gemm(wide, a_scale_inv, b, b_scale_inv, d, None),
-        lambda: room.launch_gemm(a, a_scale_inv.clone(), b, b_scale_inv, d, None),
-        lambda: room.launch_gemm(a, a_scale_inv, b, halves[:, :2], d, None),
-        lambda: room.launch_gemm(a[:5], a_scale_inv[:5], b, b_scale_inv, d[:5], None),
+        lambda: run_gemm(*pairs, d),
+        lambda: run_gemm(*pairs, d, bias),
+        lambda: run_gemm(*pairs, d, bias.bfloat16()),
+        lambda: launch_gemm(*pairs, d, None, programmatic=True),
+        lambda: launch_gemm(*pairs, d, None, d_is_padded=True),
+        lambda: run_gemm(wide, *pairs[1:], d),
+        lambda: run_gemm(*pairs[:3], halves[:, :2], d),
+        lambda: run_gemm(a[:5], a_scale_inv[:5], b, b_scale_inv, d[:5]),
     ]
     for number, call in enumerate(calls, 1):
         call()
-        assert len(room._launches.prepared) == number
-    monkeypatch.setattr(gemm_plan, "current_stream", lambda device_index: 8)
-    calls[0]()
-    assert gpu.launched[-1].stream == 8
+        assert len(gpu.prepared()) == number
     kernels.set_num_sms(3)
     calls[0]()
     assert gpu.launched[-1].grid <= max(3, gpu.launched[-1].cluster)
-    assert len(room._launches.prepared) == len(calls) + 2
+    assert len(gpu.prepared()) == len(calls) + 1
     for call in calls:
         call()
         call()
-    assert len(gpu.launched) == 3 * len(calls) + 2
+    assert len(gpu.launched) == 3 * len(calls) + 1
 
 
 @pytest.mark.parametrize(
@@ -240,37 +213,34 @@ def test_whatever_decides_a_launch_is_in_its_key(gpu, monkeypatch):
 def test_what_was_checked_once_is_no_excuse(gpu, change, message):
     names = "a", "a_scale_inv", "b", "b_scale_inv", "d", "bias"
     arguments = dict(zip(names, operands(6, 48, 256, torch.float32), strict=True))
-    room.launch_gemm(**arguments)
+    run_gemm(**arguments)
     ((name, view),) = change.items()
     with pytest.raises((TypeError, ValueError), match=f"^fp8_gemm_nt: .*{message}"):
-        room.launch_gemm(**{**arguments, name: view(arguments[name])})
+        run_gemm(**{**arguments, name: view(arguments[name])})
     assert len(gpu.launched) == 1
 
 
-def test_what_is_kept_does_not_grow_for_ever(gpu, monkeypatch):
-    monkeypatch.setattr(gemm_plan.Launches, "max_kept", 3)
-    for m in range(1, 9):
-        room.launch_gemm(*operands(m, 8, 16))
-        assert max(len(room._launches.prepared), len(room._launches.plans)) <= 3
-    assert len(gpu.launched) == 8
-
-
-def test_num_sms_limits_the_grid(gpu):
+def test_num_sms_limits_the_grid():
     arguments = operands(700, 640, 128)
     config = gemm_config.with_most_stages(gemm_config.GemmConfig(128, 64, 0, ctas_per_sm=2))
-    with emulated(config) as made:
+    with emulated(config) as gpu:
         for limit in (None, 1, 5, 1000):
             kernels.set_num_sms(limit)
-            room.launch_gemm(*arguments)
-        assert [x.grid for x in made.launched] == [60, 1, 5, 60]
-        assert [sms for *_, sms in made.chosen] == [NUM_SMS, 1, 5, NUM_SMS]
+            run_gemm(*arguments)
+        assert [x.grid for x in gpu.launched] == [60, 1, 5, 60]
+        assert [sms for *_, sms in gpu.chosen] == [NUM_SMS, 1, 5, NUM_SMS]
 
 
-def test_num_sms_is_checked_and_told(gpu, monkeypatch):
+@pytest.mark.usefixtures("gpu")
+def test_num_sms_is_checked_and_told(monkeypatch):
     for bad in (0, -3):
         with pytest.raises(ValueError, match=f"num_sms must be at least 1, .* got {bad}"):
             kernels.set_num_sms(bad)
+    for bad in (1.5, True, "1"):
+        with pytest.raises(TypeError, match=f"num_sms must be an int, .* got {bad!r}"):
+            kernels.set_num_sms(bad)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert kernels.get_num_sms() == NUM_SMS
     kernels.set_num_sms(20)
     assert kernels.get_num_sms() == 20
@@ -280,26 +250,15 @@ def test_num_sms_is_checked_and_told(gpu, monkeypatch):
         kernels.get_num_sms()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_sizes_beyond_the_coordinates_are_refused():
-    rows = torch.zeros(1, 16, dtype=torch.float8_e4m3fn).expand(2**31, 16)
-    huge = rows, torch.zeros(1, 1).expand(2**31, 1), rows[:8], torch.zeros(1, 1)
-    d = torch.zeros(1, 8, dtype=torch.bfloat16).expand(2**31, 8)
+    a, d = (
+        torch.empty(2**31, n, dtype=dtype, device="meta")
+        for n, dtype in ((16, kernels.E4M3), (8, torch.bfloat16))
+    )
+    a_scale_inv, b_scale_inv = (kernels.empty_tma_aligned([rows, 1], "meta") for rows in (2**31, 1))
     with pytest.raises(ValueError, match=r"M, N and K must be at most .* got 2147483648, 8 and 16"):
-        room._plan(gemm_plan.Operands(*huge, d), None, ())
-
-
-def test_the_device_is_made_current(gpu, monkeypatch):
-    made_current = []
-
-    @contextmanager
-    def device(index):
-        made_current.append(index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    room.launch_gemm(*operands(3, 8, 16))
-    assert made_current == [-1]
+        launch_gemm(a, a_scale_inv, a[:8], b_scale_inv, d, None)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +270,9 @@ def test_without_a_kernel_there_is_an_error(gpu, monkeypatch, error):
 
     arguments = operands(3, 8, 16)
     with monkeypatch.context() as patch:
-        patch.setattr(gemm_plan, "load", fail)
+        patch.setattr(gpu, "load", fail)
         with pytest.raises(type(error), match=str(error)):
-            room.launch_gemm(*arguments)
+            run_gemm(*arguments)
     assert bool(arguments[4].isnan().all())
-    room.launch_gemm(*arguments)  # once the cause is gone
+    run_gemm(*arguments)  # once the cause is gone
     assert len(gpu.launched) == 1

@@ -358,7 +358,7 @@ def test_a_limit_of_sms_changes_no_result(layout):
         kernels.set_num_sms(None)
 
 
-SHARED_TOKENS = "two batches, shared rows", "three math groups, shared rows"
+SHARED_TOKENS = "two buffers, multicast", "three math groups, multicast"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""The launcher of the grouped GEMMs without a GPU: `Emulator` stands for libcuda."""
+"""The grouped GEMMs as they are launched, without a GPU: see `tests/fakes/emulator.py`."""
 
 import pytest
 import torch
@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import kernels
+from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import grouped as grouped_gemm
-from moefp8.kernels.gemm import grouped_launch as room
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.testing import sizes
 from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
 from tests.kernels import sanitizer as sanitizer_cases
-from tests.kernels.gemm.cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, stacked
+from tests.kernels.gemm.cases import GROUPED_PLACES, GROUPED_SCALE_PLACES, flat, stacked
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     by_offsets,
@@ -29,6 +29,7 @@ from tests.kernels.gemm.grouped_cases import (
     operands,
     routing_of,
     routings,
+    run_op,
 )
 
 LAYOUTS = tuple(GroupLayout)
@@ -170,7 +171,7 @@ def test_every_family_is_launched_rightly(layout, name, limit):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "shared columns"])
+@pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "multicast"])
 def test_pairs_of_tiles_are_walked_whole_also_the_last(layout, family):
     routing = routing_of(layout, (300, 0, 1, 65, 8, 64 * 6))
     with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
@@ -234,7 +235,7 @@ def test_a_launch_serves_all_routings(layout, family):
         assert len(others) == len(routings_of_kind[layout]) - 1
         assert all(bytes(x.arguments) == bytes(first.arguments) for x in others)
         assert {x.grid for x in others} == {first.grid}
-        assert len(room._launches.prepared) == 1
+        assert len(gpu.prepared()) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -287,7 +288,7 @@ def test_without_groups_nothing_is_launched(gpu):
     """As on a CPU, where that is no error."""
     made = operands(by_offsets((3,)), 8, 16)
     made = made._replace(b=made.b[:0], b_scale_inv=made.b_scale_inv[:0])
-    grouped_gemm._launch_contiguous(*made, None, torch.zeros(1, dtype=torch.int32))
+    run_op(by_offsets(()), made, torch.zeros(1, dtype=torch.int32))
     assert gpu.launched == []
 
 
@@ -300,29 +301,28 @@ def test_a_launch_says_whether_it_waits_for_the_kernel_before(gpu, programmatic)
     assert gpu.launched[-1].programmatic == programmatic
 
 
+@pytest.mark.usefixtures("gpu")
 def test_sizes_beyond_the_coordinates_are_refused():
-    rows = torch.zeros(1, 16, dtype=torch.float8_e4m3fn).expand(2**31, 16)
-    scales, d = torch.zeros(1, 1), torch.zeros(1, 8, dtype=torch.bfloat16)
-    b, b_scale_inv = rows[None, :8], torch.zeros(1, 1, 1)
-    huge = Operands(rows, scales.expand(2**31, 1), b, b_scale_inv, d.expand(2**31, 8))
+    with torch.device("meta"):
+        a, d = (
+            torch.empty(2**31, n, dtype=dtype)
+            for n, dtype in ((16, kernels.E4M3), (8, torch.bfloat16))
+        )
+        scales, bounds = torch.ones(1, 1, 1), torch.empty(2, dtype=torch.int32)
+        made = Operands(a, kernels.empty_tma_aligned([2**31, 1], "meta"), a[None, :8], scales, d)
     with pytest.raises(ValueError, match=r"^op: M, N and K must be .* got 2147483648, 8 and 16"):
-        room._plan("op", GroupLayout.OFFSETS, huge, 4, ())
+        launch_grouped_gemm("op", GroupLayout.OFFSETS, made, bounds)
 
 
-# ---- The ops' bodies ----
+# ---- By the public names ----
 
 
 @settings(max_examples=40)
 @given(routing=routings(), n=sizes(140, 1), k=sizes(300, 1), expected_m=st.integers(-3, 500))
-def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m):
+def test_the_ops_launch_what_they_were_given(routing, n, k, expected_m):
     made, bounds = operands(routing, n, k), routing.bounds_on()
     with emulated() as gpu, only_groups_are_written(routing, made.d):
-        if routing.layout == GroupLayout.MASKED:
-            grouped_gemm._launch_masked(*made, bounds, expected_m)
-        elif routing.layout == GroupLayout.OFFSETS:
-            grouped_gemm._launch_contiguous(*made, None, bounds)
-        else:
-            grouped_gemm._launch_contiguous(*made, bounds, None)
+        run_op(routing, made, bounds, expected_m)
         assert torch.equal(made.d, expected_of(routing, made))
     if gpu.chosen:
         mean = kernels.ceil_div(routing.num_tokens, routing.num_groups)
@@ -334,15 +334,95 @@ def test_bodies_of_the_ops_launch_what_they_were_given(routing, n, k, expected_m
         assert gpu.chosen == [(min(mean, limit), limit, num_segments, n, k, NUM_SMS)]
 
 
-def test_bodies_of_the_ops_check_their_arguments(gpu):
+def test_the_ops_check_their_arguments(gpu):
     routing = by_offsets((3, 0, 9))
-    made, bounds = operands(routing, 8, 16), routing.bounds_on()
+    (*pairs, d), bounds = operands(routing, 8, 16), routing.bounds_on()
+    a, b = pairs[:2], pairs[2:]
     with pytest.raises(ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"):
-        grouped_gemm._launch_contiguous(*made, None, bounds[:3])
-    with pytest.raises(ValueError, match="got both"):
-        grouped_gemm._launch_contiguous(*made, bounds, bounds)
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds[:3])
+    for both, came in (({}, "neither"), ({"expert_offsets": bounds}, "both")):
+        layout = bounds if both else None
+        with pytest.raises(ValueError, match=f"got {came}"):
+            m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, **both)
     routing = masked((3, 9))
-    made = operands(routing, 8, 16)
+    *pairs, d = operands(routing, 8, 16)
     with pytest.raises(TypeError, match="masked_m must be int32, got int64"):
-        grouped_gemm._launch_masked(*made, routing.bounds_on().long(), 4)
+        m_grouped_fp8_gemm_nt_masked(pairs[:2], pairs[2:], d, routing.bounds_on().long(), 4)
     assert gpu.launched == []
+
+
+# ---- What is kept ----
+
+
+def test_addresses_are_looked_at_in_each_call(gpu):
+    routing = by_offsets((5, 0, 9))
+    made = operands(routing, 48, 256)
+    rows = flat(made.a.numel() + 16, made.a)
+    for start in (0, 3, 16):
+        moved = rows[start : start + made.a.numel()].view(made.a.shape).copy_(made.a)
+        launch_and_compare(routing, made._replace(a=moved))
+    assert len(gpu.chosen) == 1
+
+
+def test_whatever_decides_a_launch_is_in_its_key(gpu):
+    routing = by_offsets((2, 0, 4))
+    made, bounds = operands(routing, 48, 256), routing.bounds_on()
+    wide = stacked(GROUPED_PLACES["aligned columns"].make, made.a)
+    apart = GROUPED_PLACES["halves"].make(made.b)
+    scales = GROUPED_SCALE_PLACES["halves"](made.b_scale_inv)
+    fewer = made._replace(a=made.a[:5], a_scale_inv=made.a_scale_inv[:5], d=made.d[:5])
+    fewer_bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    rows = torch.zeros(6, dtype=torch.int32)
+
+    def call(made=made, bounds=bounds, layout=GroupLayout.OFFSETS, expected_m=4, **options):
+        return lambda: launch_grouped_gemm("op", layout, made, bounds, expected_m, **options)
+
+    calls = [
+        call(),
+        call(expected_m=5),
+        call(layout=GroupLayout.ROWS, bounds=rows),
+        call(programmatic=True),
+        call(d_is_padded=True),
+        call(made._replace(a=wide)),
+        call(made._replace(b=apart)),
+        call(made._replace(b_scale_inv=scales)),
+        call(fewer, fewer_bounds),
+    ]
+    for number, each in enumerate(calls, 1):
+        each()
+        assert len(gpu.prepared()) == number
+        assert gpu.launched[-1].programmatic == (number == 4)
+    kernels.set_num_sms(3)
+    calls[0]()
+    assert gpu.launched[-1].grid <= max(3, gpu.launched[-1].cluster)
+    assert gpu.chosen[-1][-1] == 3
+    assert len(gpu.prepared()) == len(calls) + 1
+    for each in calls:
+        each()
+        each()
+    assert len(gpu.launched) == 3 * len(calls) + 1
+
+
+def test_the_same_memory_may_be_of_another_kind(gpu):
+    """[G + 1] offsets and [M] rows look alike where M = G + 1."""
+    made = operands(by_offsets((1, 2)), 8, 16)
+    bounds = torch.tensor([0, 1, 3], dtype=torch.int32)
+    launch_and_compare(by_offsets((1, 2)), made, bounds)
+    bounds.copy_(torch.tensor([1, 1, -1]))
+    routing = by_rows([(1, 2)], 2, 1)
+    launch_and_compare(routing, made, bounds)
+    assert len(gpu.chosen) == 2
+
+
+def test_without_a_kernel_there_is_an_error(gpu, monkeypatch):
+    def fail(kernel, device_index):
+        raise jit.JitError("no usable NVRTC")
+
+    routing = by_offsets((3, 0, 9))
+    made = operands(routing, 8, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "load", fail)
+        with pytest.raises(jit.JitError, match="no usable NVRTC"):
+            launch(routing, made)
+    assert bool((made.d == UNTOUCHED).all())
+    launch_and_compare(routing, made)  # once the cause is gone

@@ -16,7 +16,7 @@ from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.kernels.jit import write_beside_kernels
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
-from tests.functional.launched import launch
+from tests.functional.cases import run
 from tests.gpu import NUM_SMS
 
 LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
@@ -73,7 +73,7 @@ def test_choices_are_the_tables_or_the_heuristic_s():
     assert configs.experts(sizes._replace(masked=True)) != PAIR
 
 
-@pytest.mark.usefixtures("table", "workspaces")
+@pytest.mark.usefixtures("table")
 def test_launchers_take_them(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *_: 0)
     weight, scales = quantize_128x128(torch.randn(*LINEAR), False)
@@ -85,7 +85,7 @@ def test_launchers_take_them(gpu, monkeypatch):
         gate_up = torch.zeros(e, 2 * i, h).to(torch.float8_e4m3fn), torch.zeros(e, 2, 2)
         down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
         ids = torch.zeros(20, k, dtype=torch.int64)
-        launch(torch.zeros(20, h).bfloat16(), ids, torch.ones(20, k), (*gate_up, *down))
+        run(torch.zeros(20, h).bfloat16(), ids, torch.ones(20, k), (*gate_up, *down))
         return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
 
     expected = [FLAT.kernel_name("kNone")]

@@ -1,26 +1,35 @@
-"""The JIT room without a GPU: loading, launches and tensor maps; libcuda is `FakeDriver`."""
+"""The JIT room without a GPU: loading, launches and tensor maps; libcuda is `FakeLibcuda`."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import driver, launch
+from moefp8.kernels.jit import launch
 from tests.kernels.jit.cases import write_kernel
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
+STREAM = 0x7F00_DEAD_BEE0
+MAP_BYTES = 128
 
-class FakeDriver:
-    """libcuda as far as we use it. `fails` maps a function's name to results yet to return."""
 
-    def __init__(self) -> None:
+class FakeLibcuda:
+    """libcuda as far as we use it. `fails` maps a function's name to results yet to return.
+
+    opaque: whether the address in a tensor map is hidden, rather than its first word.
+    """
+
+    def __init__(self, opaque: bool = False) -> None:
+        self.key = 0x5A5A_5A5A if opaque else 0
         self.calls: list[str] = []
         self.fails: dict[str, list[int]] = {}
         self.launched: list[tuple] = []
-        self.maps: list[tuple] = []
+        self.maps: list[list] = []
         self.capability = {75: 9, 76: 0}
 
     def __getattr__(self, name):
@@ -61,19 +70,52 @@ class FakeDriver:
         out._obj.value = {1: 48}[attribute]
 
     def _cuLaunchKernelEx(self, config, function, parameters, extra):
-        self.launched.append((config._obj, function.value, list(parameters), extra))
+        assert extra is None
+        copied = launch.Config.from_buffer_copy(config._obj)
+        self.launched.append((copied, function.value, list(parameters)))
 
     def _cuTensorMapEncodeTiled(self, at, *arguments):
-        ctypes.memset(at, 7, 128)
+        assert at % MAP_BYTES == 0
         plain = [list(x) if isinstance(x, ctypes.Array) else x for x in arguments]
-        self.maps.append((at, *plain))
+        self.maps.append(plain)
+        ctypes.memset(at, 7, MAP_BYTES)
+        self._cuTensorMapReplaceAddress(at, plain[2])
+
+    def _cuTensorMapReplaceAddress(self, at, address):
+        ctypes.c_uint64.from_address(at).value = address ^ self.key
+
+    def address_in(self, at: int) -> int:
+        """That of a tensor map."""
+        return ctypes.c_uint64.from_address(at).value ^ self.key
 
 
-@pytest.fixture
-def fake(monkeypatch) -> FakeDriver:
-    made = FakeDriver()
-    monkeypatch.setattr(driver, "library", lambda: made)
-    return made
+class HostDriver(jit.Driver):
+    """What PyTorch says of CUDA, which it may not have: GPU 0 is the current one."""
+
+    def __init__(self, library: FakeLibcuda) -> None:
+        super().__init__(library)
+        self.made_current: list[int] = []
+
+    def current_stream(self, device_index: int) -> int:
+        return STREAM + device_index
+
+    def current_device(self) -> int:
+        return 0
+
+    @contextmanager
+    def on_device(self, device_index: int) -> Iterator[None]:
+        self.made_current.append(device_index)
+        yield
+
+
+@pytest.fixture(params=[False], ids=["plain maps"])
+def fake(request) -> Iterator[FakeLibcuda]:
+    with jit.using(HostDriver(FakeLibcuda(request.param))) as made:
+        yield made.library
+
+
+def load(kernel: jit.Kernel, device_index: int = 0) -> jit.Function:
+    return jit.current_driver().load(kernel, device_index)
 
 
 def test_structures_are_those_of_cuda_h():
@@ -90,16 +132,16 @@ def test_structures_are_those_of_cuda_h():
 
 def test_load_once_per_kernel_and_gpu(tmp_path, fake):
     kernel = write_kernel(tmp_path)
-    function = jit.load(kernel, 0)
-    assert jit.load(kernel, 0) is function
+    function = load(kernel)
+    assert load(kernel) is function
     assert function.handle.value == 0x7F00_0000_3000
-    assert driver.primary_context(0) == 0x7F00_0000_1000
+    assert jit.current_driver().primary_context(0) == 0x7F00_0000_1000
     assert function.max_shared_bytes == 232448 - 48
-    jit.load(kernel, 1)
-    assert driver.primary_context(1) == 0x7F00_0000_1001
+    load(kernel, 1)
+    assert jit.current_driver().primary_context(1) == 0x7F00_0000_1001
     assert fake.calls.count("cuModuleLoadData") == 2
-    load = fake.calls.index("cuModuleLoadData")
-    around = [x for x in fake.calls[:load] if x.startswith(("cuCtx", "cuThread"))]
+    loaded = fake.calls.index("cuModuleLoadData")
+    around = [x for x in fake.calls[:loaded] if x.startswith(("cuCtx", "cuThread"))]
     assert around == ["cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent_v2"]
     for name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
         assert fake.calls.count(name) == 2
@@ -121,52 +163,139 @@ def test_a_failed_load_says_what_to_do(tmp_path, fake, result, capability, error
     fake.capability[75] = capability
     kernel = write_kernel(tmp_path)
     with pytest.raises(error, match=told):
-        jit.load(kernel, 0)
+        load(kernel)
     assert fake.calls[-2:].count("cuThreadExchangeStreamCaptureMode") == 1  # all is put back
     assert fake.calls.count("cuCtxPushCurrent_v2") == fake.calls.count("cuCtxPopCurrent_v2") == 1
-    assert jit.load(kernel, 0).handle  # and once the cause is gone, it loads
+    assert load(kernel).handle  # and once the cause is gone, it loads
 
 
-def test_without_a_driver_the_error_says_so(monkeypatch):
+def test_without_a_driver_the_error_says_so(tmp_path, monkeypatch):
     def no_library(name, *arguments, **options):
         raise OSError(f"{name}: cannot open shared object file")
 
-    driver.library.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", no_library)
     with pytest.raises(jit.JitError, match=r"no NVIDIA driver .*libcuda\.so\.1.*install one"):
-        driver.library()
+        jit.Driver().version()
 
 
-def make_launch(tmp_path: Path, *arguments, **options) -> jit.Launch:
-    function = jit.load(write_kernel(tmp_path), 0)
-    return jit.Launch(function, 132, 384, arguments, stream=0x7F00_DEAD_BEE0, **options)
+# Launches
+
+
+class Numbers(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("data", ctypes.c_void_p), ("factor", ctypes.c_float))
+
+
+def make_launch(tmp_path: Path, *arguments, pointers=(), device_index=0, **options) -> jit.Launch:
+    function = load(write_kernel(tmp_path), device_index)
+    return jit.Launch(function, 132, 384, arguments, pointers, **options)
+
+
+def make_map(address: int = 64) -> jit.TensorMaps:
+    return jit.tensor_map(address, torch.uint8, (64, 8), (64,), (64, 8), 64)
 
 
 def test_a_launch_is_one_call(tmp_path, fake):
-    pointer, number = ctypes.c_void_p(16), ctypes.c_float(1.5)
-    mapped = jit.tensor_map(64, torch.uint8, (64, 8), (64,), (64, 8), 64)
-    once = make_launch(
-        tmp_path, mapped, pointer, number, shared_bytes=1000, cluster=2, programmatic=True
-    )
+    prepared = make_launch(tmp_path, Numbers(), shared_bytes=1000, cluster=2, programmatic=True)
     fake.calls.clear()
-    once()
-    once()
+    for stream in (STREAM, 8):
+        prepared(stream, ())
     assert fake.calls == ["cuLaunchKernelEx"] * 2
-    config, function, parameters, extra = fake.launched[0]
+    assert [config.stream for config, *_ in fake.launched] == [STREAM, 8]
+    config, function, parameters = fake.launched[0]
     grid = (config.grid_x, config.grid_y, config.grid_z)
     block = (config.block_x, config.block_y, config.block_z)
     assert (grid, block, config.shared_bytes) == ((132, 1, 1), (384, 1, 1), 1000)
-    assert (config.stream, function, extra) == (0x7F00_DEAD_BEE0, 0x7F00_0000_3000, None)
-    assert parameters == [mapped.address, ctypes.addressof(pointer), ctypes.addressof(number)]
+    assert (function, len(parameters)) == (0x7F00_0000_3000, 1)
     attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes)
     found = [(x.id, list(x.value), x.rest) for x in attributes]
     assert found == [(4, [2, 1, 1], b""), (6, [1, 0, 0], b"")]
 
 
 def test_a_plain_launch_has_no_attributes(tmp_path, fake):
-    make_launch(tmp_path)()
-    ((config, _, parameters, _),) = fake.launched
+    make_launch(tmp_path)(STREAM, ())
+    ((config, _, parameters),) = fake.launched
     assert (config.num_attributes, config.attributes, parameters) == (0, None, [])
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["plain maps", "opaque maps"], indirect=True)
+def test_a_call_writes_its_addresses_and_nothing_else(tmp_path, fake):
+    """Also where an address cannot be read in a tensor map: then libcuda replaces it."""
+    both = jit.tensor_map_array([make_map(1 << 12), make_map(1 << 13)])
+    assert both.begin_with_address == (fake.key == 0)
+    prepared = make_launch(
+        tmp_path,
+        *(Numbers(3, 16, 1.5), both, Numbers(4, 32, 2.5)),
+        pointers=[
+            *jit.pointers(Numbers, data=jit.Source(1, 24)),
+            jit.Pointer(1, MAP_BYTES, jit.Source(0, 256)),
+        ],
+    )
+    fake.calls.clear()
+    for first, second in ((1 << 20, 1 << 21), (1 << 22, 1 << 21), (1 << 20, 1 << 30)):
+        for _ in range(2):
+            prepared(STREAM, (first, second))
+        numbers, maps, others = fake.launched[-1][-1]
+        assert maps % MAP_BYTES == 0
+        found = Numbers.from_address(numbers)
+        assert (found.count, found.data, found.factor) == (3, second + 24, 1.5)
+        found = Numbers.from_address(others)
+        assert (found.count, found.data, found.factor) == (4, 32, 2.5)
+        assert [fake.address_in(maps + i * MAP_BYTES) for i in (0, 1)] == [1 << 12, first + 256]
+        for i in (0, 1):
+            assert ctypes.string_at(maps + i * MAP_BYTES + 8, 120) == b"\7" * 120
+    assert fake.calls.count("cuTensorMapReplaceAddress") == (3 if fake.key else 0)
+    assert len(fake.launched) == 6
+
+
+def test_what_was_prepared_from_is_copied(tmp_path, fake):
+    """Two launches of the same arguments do not share them."""
+    arguments = Numbers(3, 16, 1.5), make_map()
+    pointers = [jit.Pointer(1, 0, jit.Source(0))]
+    one, other = (make_launch(tmp_path, *arguments, pointers=pointers) for _ in range(2))
+    one(STREAM, (1 << 20,))
+    other(STREAM, (1 << 21,))
+    one(STREAM, (1 << 20,))
+    maps = [parameters[1] for _, _, parameters in fake.launched]
+    assert [fake.address_in(at) for at in maps] == [1 << 20, 1 << 21, 1 << 20]
+
+
+@pytest.mark.parametrize("fake", [True], ids=["opaque maps"], indirect=True)
+def test_after_an_address_that_is_refused_the_one_before_is_written_again(tmp_path, fake):
+    pointers = [*jit.pointers(Numbers, data=jit.Source(0)), jit.Pointer(1, 0, jit.Source(0))]
+    prepared = make_launch(tmp_path, Numbers(), make_map(), pointers=pointers)
+    prepared(STREAM, (1 << 20,))
+    fake.fails["cuTensorMapReplaceAddress"] = [1]
+    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*map.*FAKE \(1\)"):
+        prepared(STREAM, (1 << 21,))
+    assert len(fake.launched) == 1
+    prepared(STREAM, (1 << 20,))
+    numbers, maps = fake.launched[-1][-1]
+    assert (Numbers.from_address(numbers).data, fake.address_in(maps)) == (1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["plain maps", "opaque maps"], indirect=True)
+def test_a_thread_without_a_context_makes_and_patches_maps_too(tmp_path, fake):
+    fake.fails = {name: [201] for name in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress")}
+    made = make_map()
+    assert made.begin_with_address == (fake.key == 0)
+    prepared = make_launch(tmp_path, made, pointers=[jit.Pointer(0, 0, jit.Source(0))])
+    fake.calls.clear()
+    fake.fails = {"cuTensorMapReplaceAddress": [201]}
+    prepared(STREAM, (1 << 20,))
+    assert fake.address_in(fake.launched[0][-1][0]) == 1 << 20
+    push, replace, pop = "cuCtxPushCurrent_v2", "cuTensorMapReplaceAddress", "cuCtxPopCurrent_v2"
+    assert fake.calls[:-1] == ([replace, push, replace, pop] if fake.key else [])
+
+
+def test_all_go_in_order_to_the_stream_of_their_gpu(tmp_path, fake):
+    for device_index, made_current in ((0, []), (1, [1])):
+        launches = [
+            make_launch(tmp_path, shared_bytes=i, device_index=device_index) for i in range(3)
+        ]
+        jit.launch_all(launches, device_index, ())
+        assert jit.current_driver().made_current == made_current
+        found = [(x.shared_bytes, x.stream) for x, *_ in fake.launched[-3:]]
+        assert found == [(i, STREAM + device_index) for i in range(3)]
 
 
 @pytest.mark.parametrize("result", [201, 400])
@@ -174,7 +303,7 @@ def test_a_thread_without_the_context_launches_too(tmp_path, fake, result):
     prepared = make_launch(tmp_path)
     fake.calls.clear()
     fake.fails["cuLaunchKernelEx"] = [result]
-    prepared()
+    prepared(STREAM, ())
     push, pop = "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
     assert fake.calls == ["cuLaunchKernelEx", push, "cuLaunchKernelEx", pop]
     assert len(fake.launched) == 1
@@ -185,7 +314,7 @@ def test_a_failed_launch_names_kernel_and_configuration(tmp_path, fake, results)
     prepared = make_launch(tmp_path, cluster=4)
     fake.fails["cuLaunchKernelEx"] = list(results)
     with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*grid=132.*cluster=4.*FAKE"):
-        prepared()
+        prepared(STREAM, ())
     assert fake.launched == []
 
 
@@ -201,12 +330,12 @@ def test_after_the_loss_of_a_context_kernels_are_loaded_again(tmp_path, fake, lo
     prepared, other = make_launch(tmp_path), make_launch(tmp_path)
     fake.fails.update({name: list(results) for name, results in LOSSES[loss].items()})
     with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*make them anew, then call again"):
-        prepared()
-    assert (fake.launched, bool(jit.load(write_kernel(tmp_path), 0).handle)) == ([], False)
+        prepared(STREAM, ())
+    assert (fake.launched, bool(load(write_kernel(tmp_path)).handle)) == ([], False)
     fake.fails["cuLaunchKernelEx"] = [400]  # for want of a function
-    prepared()
-    other()
-    assert [function for _, function, *_ in fake.launched] == [0x7F00_0000_3000] * 2
+    prepared(STREAM, ())
+    other(STREAM, ())
+    assert [function for _, function, _ in fake.launched] == [0x7F00_0000_3000] * 2
     for name in ("cuModuleLoadData", "cuFuncSetAttribute", "cuDevicePrimaryCtxRetain"):
         assert fake.calls.count(name) == 2
     assert fake.calls.count("cuCtxPopCurrent_v2") == fake.calls.count("cuCtxPushCurrent_v2") - (
@@ -219,8 +348,8 @@ def test_another_lost_handle_is_no_loss_of_the_context(tmp_path, fake):
     prepared = make_launch(tmp_path)
     fake.fails["cuLaunchKernelEx"] = [400, 400]
     with pytest.raises(jit.JitError, match=r"cannot be launched with .*FAKE \(400\)"):
-        prepared()
-    prepared()
+        prepared(STREAM, ())
+    prepared(STREAM, ())
     assert fake.calls.count("cuModuleLoadData") == 1
 
 
@@ -229,7 +358,7 @@ def test_what_fails_for_good_says_so(tmp_path, fake, result):
     prepared = make_launch(tmp_path)
     fake.fails["cuLaunchKernelEx"] = [result]
     with pytest.raises(jit.JitError, match=rf"FAKE \({result}\).*restart the process"):
-        prepared()
+        prepared(STREAM, ())
 
 
 def test_too_much_shared_memory_is_refused_at_once(tmp_path, fake):
@@ -250,18 +379,16 @@ GOOD = {
 }
 
 
-def test_a_tensor_map_is_encoded_once(fake):
+def test_what_a_tensor_map_is_encoded_of(fake):
     made = jit.tensor_map(**GOOD)
-    assert jit.tensor_map(**{**GOOD, "shape": [7168, 100], "box": [128, 64]}) is made
-    assert made.address % 128 == 0
-    assert ctypes.string_at(made.address, 128) == b"\7" * 128
-    ((at, *rest),) = fake.maps
-    assert at == made.address
+    assert bytes(made.memory)[8:] == b"\7" * 120
+    assert made.begin_with_address
+    (found,) = fake.maps
     # type, rank, address, shape, strides, box, element strides, then interleave: none, swizzle:
     # 128 B, L2 promotion: 256 B, out of bounds: zeros
-    assert rest[:4] == [0, 2, GOOD["address"], [7168, 100]]
-    assert rest[4][:1] == [7168]
-    assert rest[5:] == [[128, 64], [1, 1], 0, 3, 3, 0]
+    assert found[:4] == [0, 2, GOOD["address"], [7168, 100]]
+    assert found[4][:1] == [7168]
+    assert found[5:] == [[128, 64], [1, 1], 0, 3, 3, 0]
 
 
 @pytest.mark.parametrize(("l2_bytes", "number"), [(64, 1), (128, 2), (256, 3)])
@@ -275,7 +402,7 @@ def test_what_l2_fetches_at_a_time(fake, l2_bytes, number):
 )
 def test_data_types_of_tensor_maps(fake, dtype, number):
     jit.tensor_map(16, dtype, (64,), (), (16,), 0)
-    assert fake.maps[0][1] == number
+    assert fake.maps[0][0] == number
 
 
 @pytest.mark.parametrize(

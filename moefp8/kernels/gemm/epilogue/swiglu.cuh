@@ -7,14 +7,6 @@
 #pragma once
 #include "fp8.cuh"
 #include "epilogue/store.cuh"
-#include "tile.cuh"
-
-template <class C>
-__device__ void init_magnitudes(Magnitudes<C>& magnitudes) {
-  if constexpr (C::kSharesScaleWithPeer) {
-    for (int i = 0; i < 2 * C::kMathGroups; ++i) magnitudes.delivered[i / C::kMathGroups][i % C::kMathGroups].init(1);
-  }
-}
 
 // min and max that keep NaN, as torch.clamp does.
 __device__ inline float min_or_nan(float a, float b) {
@@ -52,24 +44,24 @@ __device__ void swiglu(float (&gate)[kSize], float (&up)[kSize], float limit) {
 
 __device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
 
-template <class C>
+template <GemmConfig C>
 __device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, int token, float scale_inv) {
-  const int num_blocks = ceil_div(args.num_weights, kBlock), block = coord.tile * C::kOutputs / kBlock;
+  const int num_blocks = ceil_div(args.num_weights, kBlock), block = coord.tile * C.outputs / kBlock;
   if (token < coord.begin() || token >= coord.end()) return;
   const int64_t row = static_cast<int64_t>(coord.matrix) * num_blocks + block;
   args.activation.scales[row * args.activation.pitch + coord.first_token + token] = scale_inv;
 }
 
 // Copies tokens from the staging, 16 bytes at a time: only those of the group.
-template <class C, int kThreads>
+template <GemmConfig C>
 __device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first, int size,
                             int thread) {
-  store_rows<C, uint8_t, C::kOutputs, kThreads>(staging, args, coord, first, size, coord.tile * C::kOutputs, thread);
+  store_rows<C, uint8_t, C.outputs>(staging, args, coord, first, size, coord.tile * C.outputs, thread);
 }
 
 // The larger of this CTA's magnitudes of a row and those of the CTA with the other 64 outputs. The slot of a tile is
 // free again two tiles later: the peer sends for the next one only after it has read this one.
-template <class C>
+template <GemmConfig C>
 __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles, const Thread<C>& thread) {
   const int slot = num_tiles % 2;
   auto& delivered = shared.magnitudes.delivered[slot][thread.group];
@@ -85,7 +77,7 @@ __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles,
 }
 
 // Tokens are rows: a thread has two columns of every eight of two rows.
-template <class C, int kSize>
+template <GemmConfig C, int kSize>
 __device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map, const Arguments& args,
                               const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
   uint32_t amax[2] = {0, 0};
@@ -97,16 +89,16 @@ __device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared,
     for (int half = 0; half < 2; ++half)
       amax[half] = max(amax[half], __shfl_xor_sync(0xffffffff, amax[half], distance));
   }
-  if constexpr (C::kSharesScaleWithPeer) meet_peer(shared, amax, num_tiles, thread);
+  if constexpr (C.shares_scale_with_peer) meet_peer(shared, amax, num_tiles, thread);
 
-  constexpr int kPitch = C::kOutputs, kUnits = kPitch / 16;
+  constexpr int kPitch = C.outputs, kUnits = kPitch / 16;
   const Staging staging = output_staging(shared, thread);
   named_barrier<kWarpgroup>(1 + thread.group);
   const int odd = thread.lane % 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Scale scale(amax[half], false);
-    if (thread.lane % 4 == 0 && coord.tile * C::kOutputs % kBlock == 0)
+    if (thread.lane % 4 == 0 && coord.tile * C.outputs % kBlock == 0)
       store_scale(args, coord, thread.row + half * 8, scale.scale_inv);
     const int y = thread.row % 64 + half * 8;
     uint8_t* row = staging.first + y * kPitch + thread.lane % 4 / 2 * 4 + odd * 8;
@@ -125,30 +117,30 @@ __device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared,
   fence_for_async();
   named_barrier<kWarpgroup>(1 + thread.group);
   if (coord.begin() > first || first + 64 > coord.end()) {
-    store_codes<C, kWarpgroup>(staging.first, args, coord, first, 64, thread.index);
+    store_codes<C>(staging.first, args, coord, first, 64, thread.index);
   } else if (thread.index == 0) {
-    tma_store<C::kDimensions>(d_map, staging.first,
-                              {coord.tile * C::kOutputs, coord.first_token + first, coord.matrix});
+    tma_store<C.dimensions>(d_map, staging.first,
+                              {coord.tile * C.outputs, coord.first_token + first, coord.matrix});
     tma_store_commit();
   }
 }
 
 // Where tokens that are columns are on their way out.
-template <class C>
+template <GemmConfig C>
 __device__ uint8_t* columns_staging(Shared<C>& shared) {
-  if constexpr (C::kTail > 0) return shared.tail_output.tail[0];
+  if constexpr (C.tail > 0) return shared.tail_output.tail[0];
   else return shared.output[0][0];
 }
 
-// Tokens are columns: a thread has two of every eight, for outputs 8 apart.
-template <class C, int kSize>
+// Tokens are columns, of one warpgroup in each CTA: a thread has two of every eight, for outputs 8 apart.
+template <GemmConfig C, int kSize>
 __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
-                                 const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
+                                        const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
+  static_assert(C.shares_scale_with_peer);
   using Tokens = Columns<C>;
-  constexpr int kMine = Tokens::kSize / 4, kThreads = Tokens::kGroups * kWarpgroup, kWarps = Tokens::kGroups * 4;
-  constexpr int kAll = 1 + Tokens::kFirstGroup;
-  const int rank = C::kSharesScaleWithPeer ? cluster_rank() : 0, slot = C::kSharesScaleWithPeer ? num_tiles % 2 : 0;
-  const int group = thread.group - Tokens::kFirstGroup;
+  constexpr int kMine = Tokens::kSize / 4, kWarps = kWarpgroup / kWarp, kBarrier = 1 + Tokens::kFirstWarpgroup;
+  const int rank = cluster_rank(), slot = num_tiles % 2;
+  const int group = thread.group - Tokens::kFirstWarpgroup;
   uint32_t amax[kMine];  // of every eight tokens, two
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
@@ -165,17 +157,15 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
     for (int i = 0; i < kMine; i += 2)
       *reinterpret_cast<uint2*>(mine + i * 4 + thread.col) = {amax[i], amax[i + 1]};
   }
-  if constexpr (C::kSharesScaleWithPeer) {
-    auto& delivered = shared.magnitudes.delivered[slot][Tokens::kFirstGroup];
-    delivered.arrive_and_expect(thread.index == 0, kWarps * Tokens::kSize * sizeof(uint32_t));
+  auto& delivered = shared.magnitudes.delivered[slot][Tokens::kFirstWarpgroup];
+  delivered.arrive_and_expect(thread.index == 0, kWarps * Tokens::kSize * sizeof(uint32_t));
 #pragma unroll
-    for (int i = 0; i < kMine; ++i)
-      store_in_cluster(thread.lane < 4, mine + i / 2 * 8 + thread.col + i % 2, delivered, rank ^ 1, amax[i]);
-    delivered.wait(num_tiles / 2 % 2);
-  }
-  named_barrier<kThreads>(kAll);
+  for (int i = 0; i < kMine; ++i)
+    store_in_cluster(thread.lane < 4, mine + i / 2 * 8 + thread.col + i % 2, delivered, rank ^ 1, amax[i]);
+  delivered.wait(num_tiles / 2 % 2);
+  named_barrier<kWarpgroup>(kBarrier);
   uint8_t* staging = columns_staging(shared);
-  const int output = thread.row - Tokens::kFirstGroup * 64;  // of the tile
+  const int output = thread.row - Tokens::kFirstWarpgroup * 64;  // of the tile
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const int token = i / 2 * 8 + thread.col + i % 2;
@@ -186,23 +176,24 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
       store_scale(args, coord, Tokens::kFirst + token, scale.scale_inv);
     const float* of_token = v + i / 2 * 4 + i % 2;
     const uint32_t codes = encode_e4m3(scale.divide(of_token[0]), scale.divide(of_token[2]), 0, 0);
-    const int y = token * C::kOutputs, unit = output / 16 ^ y / 128 % (C::kOutputs / 16);
+    const int y = token * C.outputs, unit = output / 16 ^ y / 128 % (C.outputs / 16);
     staging[y + unit * 16 + output % 16] = codes;
     staging[y + unit * 16 + output % 16 + 8] = codes >> 8;
   }
-  named_barrier<kThreads>(kAll);
-  store_codes<C, kThreads>(staging, args, coord, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
+  named_barrier<kWarpgroup>(kBarrier);
+  store_codes(staging, args, coord, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
 }
 
-template <class C>
-__device__ void swiglu_epilogue(float (&total)[C::kParts][C::kPartN / 2], Shared<C>& shared, const TensorMap& d_map,
-                         const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
-  // No formulas any more, or addresses would be formed ahead of the loop over tiles, which has no registers for them.
+template <GemmConfig C>
+__device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
+                                const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
+  // The compiler must not see formulas in these: it would form addresses ahead of the loop over tiles, which has no
+  // registers for them.
   asm volatile("" : "+r"(thread.index), "+r"(thread.lane), "+r"(thread.row), "+r"(thread.warp));
-  constexpr int kSize = C::kParts * C::kPartN / 4;  // gate's, then up's
+  constexpr int kSize = C.parts * C.part_n / 4;  // gate's, then up's
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
-  auto& up = reinterpret_cast<float(&)[kSize]>(total[C::kParts / 2][C::kParts == 1 ? kSize : 0]);
+  auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
   swiglu(gate, up, args.activation.limit);
-  if constexpr (C::kStacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
+  if constexpr (C.stacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
   else swiglu_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
 }

@@ -1,0 +1,181 @@
+"""Host time of one eager call: `python -m benchmarks.host_time` (`--json` stores it).
+
+A call costs the host the same whatever the GPU does meanwhile. Beside a repeated call stand calls
+with new addresses (of tokens, and of another layer of the same layout), with numbers of tokens that
+were seen before, and with new ones within a configuration that was seen. All layers of one layout
+share what is prepared, so a new number of tokens costs a model what "a model's layer" says.
+
+Without a GPU, launches go to a driver that does nothing, and BF16 is left out.
+"""
+
+import argparse
+import ctypes
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.circumstances import circumstances
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.kernels import jit
+
+RESULTS = Path(__file__).parent / "results" / "host_time.json"
+NUM_LAYERS = 61  # of DeepSeek-V3
+TOKENS = 16
+KNOWN_TOKENS = range(TOKENS, TOKENS + 8)
+NEW_TOKENS = range(4097, 4353)  # all have one configuration
+CALLS, ROUNDS = 100, 15
+
+
+class NullDriver(jit.Driver):
+    """A Hopper GPU whose driver does nothing, on tensors of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(_NullLibrary())
+
+    def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
+        return jit.Function(kernel, device_index, ctypes.c_void_p(1), 232448)
+
+    def num_sms(self, device_index: int) -> int:
+        return 132
+
+    def current_stream(self, device_index: int) -> int:
+        return 7
+
+    def current_device(self) -> int:
+        return -1
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def on_device(self, device_index: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def runs_our_kernels(self, device_index: int) -> bool:
+        return True
+
+
+class _NullLibrary:
+    def cuStreamCreate(self, *arguments: object) -> int:
+        return 1  # so that no graph is made
+
+    def cuLaunchKernelEx(self, *arguments: object) -> int:
+        return 0
+
+    def cuTensorMapEncodeTiled(
+        self, at: int, dtype: int, rank: int, address: int, *_: object
+    ) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    def cuTensorMapReplaceAddress(self, at: int, address: int) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+
+Call = Callable[[Any, int], object]  # a layer and a number of tokens
+
+
+def linear_calls(device: str) -> tuple[list[Any], Call]:
+    layers = [FP8Linear(2048, 2048, bias=False, device=device) for _ in range(8)]
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16())
+    return layers, lambda layer, n: layer(tokens[n])
+
+
+def bf16_calls(device: str) -> tuple[list[Any], Call]:
+    """`F.linear`, a function: what a module costs, ours pays in addition."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    layers = [torch.randn(2048, 2048, **options) for _ in range(8)]
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, **options))
+    return layers, lambda layer, n: F.linear(tokens[n], layer)
+
+
+def experts_calls(device: str) -> tuple[list[Any], Call]:
+    layers = [GroupedExperts(16, 1024, 512, device=device) for _ in range(8)]
+    most = NEW_TOKENS[-1]
+    tokens = _slices(torch.randn(most, 1024, device=device).bfloat16())
+    scores, index = map(_slices, torch.rand(most, 16, device=device).topk(4))
+    return layers, lambda layer, n: layer(tokens[n], index[n], scores[n])
+
+
+def _slices(x: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The first n rows, for each n that is asked for."""
+    return {n: x[:n] for n in (*KNOWN_TOKENS, *NEW_TOKENS)}
+
+
+def us_of(calls: Iterator[Callable[[], object]], num_calls: int, warmup: int = 20) -> float:
+    """Host microseconds of a call, without waiting for the GPU within."""
+    for call in itertools.islice(calls, warmup):
+        call()
+    before = time.perf_counter_ns()
+    for call in itertools.islice(calls, num_calls):
+        call()
+    passed = time.perf_counter_ns() - before
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return passed / num_calls / 1e3
+
+
+def measure(layers: list[Any], call: Call) -> dict[str, float]:
+    """Medians over rounds in which the kinds of calls take turns."""
+    first = layers[0]
+    fresh = iter(NEW_TOKENS)
+    for n in KNOWN_TOKENS:
+        call(first, n)
+    call(first, next(fresh))  # the configuration, and its kernels
+    kinds: dict[str, Callable[[], float]] = {
+        "repeated": lambda: us_of(itertools.repeat(lambda: call(first, TOKENS)), CALLS),
+        "new addresses": lambda: us_of(
+            (lambda layer=layer: call(layer, TOKENS) for layer in itertools.cycle(layers)), CALLS
+        ),
+        "known tokens": lambda: us_of(
+            (lambda n=n: call(first, n) for n in itertools.cycle(KNOWN_TOKENS)), CALLS
+        ),
+        "new tokens": lambda: us_of((lambda n=n: call(first, n) for n in fresh), 10, 0),
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, run in kinds.items():
+            found[kind].append(run())
+    us = {kind: statistics.median(some) for kind, some in found.items()}
+    rest = NUM_LAYERS - 1
+    us["new tokens, a model's layer"] = (us["new tokens"] + rest * us["new addresses"]) / NUM_LAYERS
+    return us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help=f"store it in {RESULTS.name}")
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    rows = {}
+    with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
+        makers = {"FP8Linear": linear_calls, "GroupedExperts": experts_calls}
+        if has_gpu:
+            makers["F.linear, BF16"] = bf16_calls
+        cases = {name: make(device) for name, make in makers.items()}
+        for name, (layers, call) in cases.items():
+            rows[name] = measure(layers, call)
+            told = ", ".join(
+                f"{kind} {us:.1f} us ({us / rows[name]['repeated']:.2f}x)"
+                for kind, us in rows[name].items()
+            )
+            print(f"{name}: {told}")
+    if has_gpu:
+        bf16 = rows["F.linear, BF16"]["repeated"]
+        for name in ("FP8Linear", "GroupedExperts"):
+            print(f"{name}: {rows[name]['repeated'] / bf16:.2f}x of F.linear in BF16")
+    if options.json:
+        RESULTS.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A checkpoint on disk: how its files are found, opened, read with care, and written."""

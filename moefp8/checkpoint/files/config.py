@@ -1,0 +1,111 @@
+"""What config.json tells a loader: the scale block, and the tensors a family leaves over."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import printable
+from .safe_read import read_object
+
+BLOCK = [128, 128]
+FP8_QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": BLOCK,
+}
+
+_DECODER_LAYER = re.compile(
+    r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
+    r"layers\.(0|[1-9][0-9]{0,8})\."  # int() refuses thousands of digits
+)
+
+
+def config_path(path: str | os.PathLike[str]) -> Path:
+    """Return the place of config.json for a checkpoint directory, or a file beside it."""
+    path = Path(path)
+    return (path if path.is_dir() else path.parent) / "config.json"
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the config.json of the checkpoint at path: a directory, or a .safetensors file in it."""
+    return read_object(config_path(path))
+
+
+def block_problem(config: dict[str, Any]) -> str | None:
+    """Say what is wrong if config tells of scales for anything but 128x128 blocks, else None.
+
+    Without a quantization_config the shapes of the scales decide; they are checked anyway.
+    """
+    if config.get("quantization_config") is None:
+        return None
+    found = block_sizes(config)
+    if found and all(block == BLOCK for block in found):
+        return None
+    told = printable(", ".join(map(str, found)), 200) or "none"
+    return (
+        "config.json: quantization_config.weight_block_size must be [128, 128], "
+        f"got {told}; requantize the checkpoint in 128x128 blocks"
+    )
+
+
+def block_sizes(config: Mapping[str, Any]) -> list[Any]:
+    """Return the sizes that config states, whatever they are.
+
+    fp8 states weight_block_size, compressed-tensors one block_structure for every group.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return []
+    groups = quantization.get("config_groups")
+    if "weight_block_size" in quantization or not isinstance(groups, dict):
+        block = quantization.get("weight_block_size")
+        return [] if block is None else [block]
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    return [
+        scheme.get("block_structure") or f"strategy {scheme.get('strategy')!r}"
+        for scheme in weights
+        if isinstance(scheme, dict)
+    ]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config that tells of the language model; multimodal models nest it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the first of these numbers that config has."""
+    values = (text_config(config).get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config without MTP layers: models do not hold them, so no save has them."""
+    changed = dict(config)
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = without_mtp(config["text_config"])
+    if config.get("num_nextn_predict_layers"):
+        changed["num_nextn_predict_layers"] = 0
+    return changed
+
+
+def is_leftover(config: dict[str, Any], key: str) -> bool:
+    """Whether the family of config stores key for others: MTP layers, rotary tables."""
+    if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
+        return True
+    layer = layer_of(key)
+    text = text_config(config)
+    num_layers, num_mtp = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
+    if layer is None or type(num_layers) is not int or type(num_mtp) is not int:
+        return False
+    return num_layers <= layer < num_layers + num_mtp
+
+
+def layer_of(key: str) -> int | None:
+    """Return 3 for `model.layers.3.mlp.gate.weight`, and None outside of the decoder."""
+    layer = _DECODER_LAYER.match(key)
+    return int(layer[1]) if layer else None

@@ -1,0 +1,115 @@
+"""Open files and parse JSON that others wrote, without trusting either.
+
+A pipe would be waited for without end, a device may never end, and a link may lead to what its
+owner cannot read, but we can: a file is looked at before a byte of it is read. JSON that would cost
+more than a file of its size should is refused: a list of nothing takes 2 bytes of the file and 64
+of memory, and deep nesting cannot be printed, copied or written again.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, failing_as, quoted
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a flag to open a file that is to be written
+_MAX_BYTES = 100_000_000  # an index of 150,000 keys takes 20 MB
+_MAX_VALUES = 4_000_000  # 150,000 tensors of a header have 1.7 million; these take 5 s and 0.5 GiB
+_MAX_DEPTH = 64
+_MAX_KEY = 1000
+
+
+def open_regular(path: Path) -> int:
+    """Open path and return a descriptor to read from.
+
+    Raises OSError; CheckpointError if path is no regular file.
+    """
+    waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
+    file = os.open(path, os.O_RDONLY | waiting | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CheckpointError(f"{path}: must be a regular file")
+    return file
+
+
+def read_small(path: Path) -> bytes:
+    """Read all of a file that describes others and lies beside them, such as config.json.
+
+    Raises CheckpointError if it is no regular file, larger than 100 MB, a link out of its directory
+    or cannot be read.
+    """
+    check_inside(path, path.parent)
+    with failing_as(path, "cannot be read"), open(open_regular(path), "rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(f"{path}: must be of at most {_MAX_BYTES:,} bytes")
+    return data
+
+
+def check_inside(path: Path, directory: Path) -> None:
+    """Raise CheckpointError if path is a link that leads out of directory.
+
+    What is read may be written to where others read it. A link may lead elsewhere in the
+    directory, or to the blobs of the hub cache that it is in.
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
+    snapshots = [folder for folder in root.parents if folder.name == "snapshots"]
+    if not any(real.is_relative_to(x) for x in (root, *(x.parent / "blobs" for x in snapshots))):
+        raise CheckpointError(
+            f"{path}: a link out of the checkpoint, to {real}, is not followed; put the file "
+            "itself there, or remove the link"
+        )
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Parse text, UTF-8 JSON that errors call `where`. Raises CheckpointError if it is no object.
+
+    What is returned has no key twice, nests at most 64 deep, and its strings can be encoded.
+    """
+    if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise CheckpointError(f"{where}: must hold at most {_MAX_VALUES:,} values")
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        _check_depth(value)
+        if b"\\u" in text:  # half of a character can be written in no other way
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # decoding and encoding errors are ValueErrors
+        raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in the file at path by `read_small`."""
+    return parse_object(read_small(path), str(path))
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise CheckpointError unless the key of a tensor is short and a terminal can show it."""
+    if not key or len(key) > _MAX_KEY or not key.isprintable():
+        raise CheckpointError(
+            f"{where}: the key of a tensor must be 1 to {_MAX_KEY} printable characters, got "
+            f"{quoted(key)}"
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"key {quoted(key)} appears twice")
+        value[key] = item
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(_MAX_DEPTH):
+        items = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for some in items for x in some if type(x) in (dict, list)]
+        if not level:
+            return
+    raise ValueError(f"it nests more than {_MAX_DEPTH} deep")

@@ -1,0 +1,225 @@
+"""Open a checkpoint: find its shards, read their headers, and agree them with the index."""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, TypeVar
+
+from ..errors import CheckpointError, failing_as, quoted, raise_if_any
+from .config import config_path
+from .header import Entry, Shard, read_shard
+from .safe_read import check_inside, check_key, read_object
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MAX_FILES = 10_000  # DeepSeek-V3 has 163
+_MAX_NAME = 1000
+_MAX_DOUBLES = 100  # keys of one file that are told one by one
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose files agree. path: what the user gave; config: {} if it has none."""
+
+    path: Path
+    config: dict[str, Any]
+    entries: dict[str, Entry]
+    shards: dict[Path, Shard]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What can be read of a checkpoint. named: all keys that a header or the index contains.
+
+    problems: file -> what is broken there, one sentence each.
+    """
+
+    source: Source
+    named: frozenset[str]
+    problems: dict[Path, list[str]]
+
+
+def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
+    """Open a directory or a .safetensors file. Raises CheckpointError listing what is broken.
+
+    outcome: how the error ends; it says what became of the caller's work.
+    """
+    return _whole(scan_source(path), outcome)
+
+
+def open_shards(files: Sequence[Path]) -> Source:
+    """Open the checkpoint of these files, whatever an index says.
+
+    config.json lies beside the first. The caller has judged by `check_inside` where links lead.
+    """
+    path = files[0] if len(files) == 1 else files[0].parent
+    return _whole(_scan(path, {}, list(files), None, defaultdict(list)), "no model was made")
+
+
+def _whole(scan: Scan, outcome: str) -> Source:
+    each = list(scan.problems.values())
+    problems = [some[0] for some in each] + [problem for some in each for problem in some[1:]]
+    raise_if_any(problems, f"checkpoint {scan.source.path} is broken; {outcome}")
+    return scan.source
+
+
+def scan_source(path: str | os.PathLike[str]) -> Scan:
+    """Open a checkpoint as `open_source` does, but go on with what is whole.
+
+    Raises CheckpointError if there is nothing at path that could be a checkpoint.
+    """
+    path = Path(path)
+    problems: dict[Path, list[str]] = defaultdict(list)
+    with failing_as(path, "cannot be read"):
+        home = path if path.is_dir() else None
+        return _scan(path, *_locate(path, problems), home, problems)
+
+
+def _scan(
+    path: Path,
+    weight_map: dict[str, Any],
+    files: list[Path],
+    home: Path | None,
+    problems: dict[Path, list[str]],
+) -> Scan:
+    """Read what there is. home: where files must lie that the user did not name, links followed."""
+    has_config = os.path.lexists(config_path(path))
+    config = _try(read_object, config_path(path), problems) if has_config else None
+    shards = _read_shards(files, home, problems)
+    for shard in shards:
+        if shard.problems:
+            problems[shard.path] += shard.problems
+    entries = _merge(shards, problems)
+    named = frozenset(weight_map).union(*(shard.named for shard in shards))
+    if index_problems := _index_problems(path, weight_map, shards):
+        problems[path / INDEX_NAME] += index_problems
+    source = Source(path, config or {}, entries, {shard.path: shard for shard in shards})
+    return Scan(source, named, dict(problems))
+
+
+def _read_shards(
+    files: Iterable[Path], home: Path | None, problems: dict[Path, list[str]]
+) -> list[Shard]:
+    """Read the files that can be read, each once, and that lie in home if that is given."""
+    names: dict[tuple[int, int], Path] = {}
+
+    def read(file: Path) -> Shard:
+        if home is not None:
+            check_inside(file, home)
+        with suppress(OSError):  # which read_shard will tell
+            status = file.stat()
+            first = names.setdefault((status.st_dev, status.st_ino), file)
+            if first is not file:
+                raise CheckpointError(f"{file}: is the same file as {first}; remove one of the two")
+        return read_shard(file)
+
+    return [shard for file in files if (shard := _try(read, file, problems)) is not None]
+
+
+def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]) -> _T | None:
+    try:
+        return read(file)
+    except CheckpointError as error:
+        problems[file].append(str(error))
+        return None
+
+
+def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any], list[Path]]:
+    """Return (weight_map of the index, or {} if it cannot be read, the shard files)."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
+        return {}, [path]
+    index, single = path / INDEX_NAME, path / SINGLE_NAME
+    if not os.path.lexists(index):
+        if single.exists():
+            return {}, [single]
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{path}: there is no such file or directory")
+        raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+    if single.exists():
+        problems[path].append(
+            f"{path}: holds both {INDEX_NAME} and {SINGLE_NAME}; remove one, or give the path of "
+            f"{SINGLE_NAME} itself"
+        )
+    weight_map = _try(_weight_map, index, problems)
+    if weight_map is None:
+        return {}, sorted(path.glob("*.safetensors"))
+    names = dict.fromkeys(name for name in weight_map.values() if isinstance(name, str))
+    files = {name: path / name for name in names if _is_inside(name)}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name not in files:
+            problems[index].append(
+                f"{key} in {index}: its file must lie in the directory, got {quoted(name)}"
+            )
+    return weight_map, list(dict.fromkeys(files.values()))
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index}: weight_map must map keys to files, got {quoted(weight_map)}"
+        )
+    for key in weight_map:
+        check_key(key, str(index))
+    num_files = len({name for name in weight_map.values() if isinstance(name, str)})
+    if num_files > _MAX_FILES:
+        raise CheckpointError(f"{index}: names {num_files:,} files, and may {_MAX_FILES:,}")
+    return weight_map
+
+
+def _is_inside(name: str) -> bool:
+    """Judge the name by its spelling; where links lead is looked at when their files are read."""
+    if not name or len(name) > _MAX_NAME or not name.isprintable():
+        return False
+    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
+    return ".." not in parts and not PurePosixPath(name).root and not PureWindowsPath(name).anchor
+
+
+def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for shard in shards:
+        doubles = [entry for entry in shard.entries if entry.key in entries]
+        for entry in doubles[:_MAX_DOUBLES]:
+            first = entries[entry.key].file
+            problems[shard.path].append(
+                f"{entry}: the same key is in {first}; delete one of the two"
+            )
+        if num_more := len(doubles[_MAX_DOUBLES:]):
+            problems[shard.path].append(f"{shard.path}: has {num_more:,} more such keys")
+        for entry in shard.entries:
+            entries.setdefault(entry.key, entry)
+    return entries
+
+
+def _index_problems(path: Path, weight_map: dict[str, Any], shards: Iterable[Shard]) -> list[str]:
+    """List what the index promises and its shards lack; a key that only a shard knows is fine.
+
+    A shard that could not be read has been told already, and is left out here.
+    """
+    named = {shard.path: shard.named for shard in shards}
+    names = {name for name in weight_map.values() if isinstance(name, str)}
+    held = {name: named[path / name] for name in names if path / name in named}
+    return [
+        f"{key}: {INDEX_NAME} places it in {path / name}, which does not hold it"
+        for key, name in weight_map.items()
+        if isinstance(name, str) and key not in held.get(name, {key})
+    ]
+
+
+def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:
+    if isinstance(ignore, str):  # its characters would be patterns, and '*' matches everything
+        raise TypeError(f"ignore must be an iterable of patterns, got the str {ignore!r}")
+    patterns = tuple(ignore)
+    return {
+        key: entry
+        for key, entry in source.entries.items()
+        if not any(fnmatchcase(key, pattern) for pattern in patterns)
+    }

@@ -1,0 +1,199 @@
+"""A checkpoint grows in a directory beside its target, and another run can finish what one began.
+
+.TARGET.partial/lock           the process that works here has it locked
+.TARGET.partial/job.json       what is made here: its source and options
+.TARGET.partial/reports/       a report on each shard, written before the shard gets its name
+.TARGET.partial/checkpoint/    becomes TARGET by one rename
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ...kernels.jit.cache import require_ours, try_lock
+from ...kernels.jit.once import lock_of_threads_and_forks
+from ..errors import CheckpointError
+from .safe_read import open_regular, read_object
+from .target import check_free, sync, write_json
+
+_TEMPORARY = ".tmp"
+_CHUNK_BYTES = 4 << 20
+_WAIT = "wait for it, or choose another target"
+
+_guard = lock_of_threads_and_forks()
+_held: set[tuple[int, Path]] = set()  # with the process: a forked child holds nothing
+
+
+class Workplace:
+    """The directory beside target. Files with their final names are whole, others are of dead runs.
+
+    It is ours alone: whoever else could write there could have us publish what we did not make.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f".{target.name}.partial")
+        self.content = self.path / "checkpoint"
+
+    def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
+        """Return the report of the shard of this name, or None if it must be written (again).
+
+        All of the shard is read, and must be what was written. advance: it is given the bytes.
+        """
+        try:
+            record = read_object(self._report_path(name))
+            found = _seal(self.content / name, advance)
+        except (OSError, CheckpointError):
+            return None
+        report = record.get("report")
+        return report if record.get("shard") == found and isinstance(report, dict) else None
+
+    def is_finished(self, name: str) -> bool:
+        """Whether the shard has a report, right or not."""
+        return self._report_path(name).exists()
+
+    def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Let write make the shard and report on it; if it raises, no part of the shard remains."""
+        temporary = self.content / f"{name}{_TEMPORARY}"
+        try:
+            report = write(temporary)
+            record = {"shard": _seal(temporary, lambda _: None), "report": report}
+            _publish_json(self._report_path(name), record)
+            sync(self._report_path(name).parent)
+            temporary.rename(self.content / name)
+            sync(self.content)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return report
+
+    def publish(self) -> None:
+        """Rename the content to the target."""
+        for folder, _, names in os.walk(self.content):
+            for name in names:
+                sync(Path(folder, name))
+            sync(Path(folder))
+        self.content.rename(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _report_path(self, name: str) -> Path:
+        return self.path / "reports" / f"{name}.json"
+
+
+@contextmanager
+def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
+    """Enter the directory beside target, an absolute path. job: what a later run must agree with.
+
+    Raises CheckpointError if another process works there, or one began another job.
+    """
+    place = Workplace(target)
+    _make_private(place.path)
+    with _locked(place):
+        _begin(place, job)
+        yield place
+
+
+@contextmanager
+def _locked(place: Workplace) -> Iterator[None]:
+    """Keep out other processes by a file, which death unlocks too, and threads by `_held`."""
+    lock, me = place.path / "lock", (os.getpid(), place.path.resolve())
+    with _guard:
+        if me in _held:
+            raise CheckpointError(f"{place.target}: another thread writes it; {_WAIT}")
+        try:
+            descriptor = try_lock(lock)
+        except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
+            raise CheckpointError(
+                f"{place.target}: another process writes it, and holds {lock}; {_WAIT}"
+            ) from error
+        _held.add(me)
+    try:
+        yield
+    finally:
+        with _guard:
+            _held.remove(me)
+            os.close(descriptor)
+
+
+def _begin(place: Workplace, job: dict[str, Any]) -> None:
+    path = place.path / "job.json"
+    try:
+        check_free(place.target)  # whoever had the lock before may have finished it
+    except CheckpointError:
+        if not place.content.exists():  # then nothing of value is here
+            shutil.rmtree(place.path, ignore_errors=True)
+        raise
+    if path.exists():
+        _check_same(path, job)
+    else:
+        try:
+            _publish_json(path, job)
+        except OSError:
+            shutil.rmtree(place.path, ignore_errors=True)
+            raise
+    for folder in (place.content, place.path / "reports"):
+        folder.mkdir(exist_ok=True)
+        _require_folder(folder)
+    for found in place.content.iterdir():  # a run that died left it
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        elif found.is_symlink() or not place.is_finished(found.name):
+            found.unlink()
+
+
+def _make_private(path: Path) -> None:
+    """Make path, or check that it is ours and nobody else may write there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        require_ours(path, _require_folder(path))
+    except PermissionError as error:
+        raise CheckpointError(f"{error}; remove {path}, or choose another target") from error
+
+
+def _require_folder(path: Path) -> os.stat_result:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{path}: must be a directory, and no link; remove it")
+    return status
+
+
+def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Return size and SHA-256, by which a file is known again. Raises OSError, CheckpointError."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            advance(len(chunk))
+    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def _check_same(path: Path, job: dict[str, Any]) -> None:
+    try:
+        found = read_object(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove {path.parent} to start again") from error
+    job = json.loads(json.dumps(job))  # as it was when it was written: tuples are lists
+    differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
+    if differing:
+        raise CheckpointError(
+            f"{path.parent}: was begun with another {', '.join(differing)} than now; repeat that "
+            "command to go on, or remove the directory to start again"
+        )
+
+
+def _publish_json(path: Path, value: dict[str, Any]) -> None:
+    """Write all of value or nothing."""
+    temporary = path.with_name(f"{path.name}{_TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # to open a pipe would wait for its reader
+    write_json(temporary, value)
+    sync(temporary)
+    temporary.replace(path)

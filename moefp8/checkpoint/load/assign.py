@@ -1,0 +1,238 @@
+"""Assign the tensors of a checkpoint to places of a model, from headers alone.
+
+Nothing here reads or writes a tensor. A copy is one entry of the checkpoint and the slot of the
+model that it fills.
+"""
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...kernels import num_blocks
+from ..errors import raise_if_any
+from ..files.config import block_problem, is_leftover
+from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
+from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, split_expert, weight_of_scale
+from ..files.source import Source, kept_entries
+from ..model.slots import Inventory, ModelTensor, Role, Slot
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+FP8_ROLES = (Role.WEIGHT, Role.SCALE)
+_WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
+
+
+@dataclass(frozen=True)
+class Copy:
+    entry: Entry
+    slot: Slot
+
+
+@dataclass
+class Assignment:
+    """copies: what is to be read here; twins: pairs of entries for one tied tensor, to be compared.
+
+    ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
+    widened: 16-bit correction biases that the checkpoint holds in FP32.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    twins: list[tuple[Entry, Entry]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    widened: set[ModelTensor] = field(default_factory=set)
+
+
+def assign(
+    source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
+) -> Assignment:
+    """Assign all of source, except what ignore names, to all of a model.
+
+    Raises CheckpointError listing every key that is missing, extra or does not fit.
+    """
+    matcher = _Matcher(source, inventory, rename)
+    kept = kept_entries(source, ignore)
+    matcher.assignment.ignored += [key for key in source.entries if key not in kept]
+    matcher.match(kept)
+    matcher.check_missing()
+    headline = f"checkpoint {source.path} does not fit the model; the model is unchanged"
+    raise_if_any(matcher.problems, headline)
+    return matcher.assignment
+
+
+def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
+    """Assign the model's FP8 weights and their scales alone.
+
+    Raises CheckpointError unless each has a key that fits. Other tensors are not looked at, nor are
+    keys for which the model has no place.
+    """
+    matcher = _Matcher(source, inventory, rename)
+    matcher.problems.clear()  # what only a loader of whole models minds
+    matcher.match(source.entries, roles=FP8_ROLES)
+    matcher.check_missing(roles=FP8_ROLES)
+    raise_if_any(matcher.problems, f"checkpoint {source.path} does not fit the model")
+    return matcher.assignment
+
+
+class _Matcher:
+    """It fills an assignment and collects problems. taken: part -> the entry that fills it."""
+
+    def __init__(self, source: Source, inventory: Inventory, rename: Rename | None) -> None:
+        self.source, self.inventory, self.rename = source, inventory, rename
+        self.assignment = Assignment()
+        self.problems = list(inventory.problems)
+        self.taken: dict[str, Entry] = {}
+        self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
+        self.scaled: set[str] = set()  # canonical names of weights whose scale is stored
+
+    def match(self, entries: dict[str, Entry], roles: Container[Role] = tuple(Role)) -> None:
+        names = {key: renamed(key, self.rename) for key in entries}
+        for key, name in names.items():
+            if weight := weight_of_scale(name):
+                self.scaled.add(canonical(weight))
+            elif entries[key].dtype == FP8:
+                self.fp8[canonical(name)] = entries[key]
+        if (problem := block_problem(self.source.config)) and self.scaled & self.fp8.keys():
+            self.problems.append(problem)
+        for key, name in names.items():
+            slot = self.inventory.find(name)
+            if slot is not None and slot.role in roles:
+                self._fill(entries[key], slot)
+            elif roles is FP8_ROLES:
+                if slot is not None and entries[key].dtype == FP8:
+                    self.problems.append(f"{entries[key]}: an FP8 weight without its scale")
+            elif slot is not None:
+                self._fill(entries[key], slot)
+            elif canonical(name) in self.inventory.foreign:
+                continue
+            elif is_leftover(self.source.config, key):
+                self.assignment.ignored.append(key)
+            elif not self._told_at_weight(name):
+                self.problems.append(self._extra(entries[key], name))
+
+    def check_missing(self, roles: Container[Role] = tuple(Role)) -> None:
+        unscaled: dict[Entry, str] = {}
+        for part, slot in self.inventory.parts.items():
+            if part in self.taken or slot.role not in roles:
+                continue
+            weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
+            if weight in self.taken:
+                unscaled.setdefault(self.taken[weight], part)
+            else:
+                names = slot.owner.names if part in slot.owner.names else [part]
+                self.problems.append(f"{' or '.join(names)}: missing from {self.source.path}")
+        self.problems += [
+            f"{entry}: an FP8 weight without its scale: {part} is missing"
+            for entry, part in unscaled.items()
+            if entry.dtype == FP8  # others were told that their dtype does not fit
+        ]
+
+    def _fill(self, entry: Entry, slot: Slot) -> None:
+        other = next((self.taken[part] for part in slot.parts if part in self.taken), None)
+        if other is not None and self._are_twins(entry, other, slot):
+            self.assignment.twins.append((other, entry))
+            return
+        if other is not None:
+            self.problems.append(f"{entry}: {other} fills {slot.name} already; ignore one of them")
+            return
+        self.taken.update(dict.fromkeys(slot.parts, entry))
+        if problem := self._misfit(entry, slot):
+            self.problems.append(f"{entry}: {problem}")
+            return
+        if widens(entry, slot):
+            self.assignment.widened.add(slot.owner)
+        if slot.pieces:
+            self.assignment.copies.append(Copy(entry, slot))
+        name = slot.name if slot.is_fused else slot.parts[0]
+        if slot.is_fused or entry.key != name:
+            self.assignment.names[name] = entry.key
+
+    def _are_twins(self, entry: Entry, other: Entry, slot: Slot) -> bool:
+        """Whether both fill one tied tensor, under two of its names."""
+        first = self.inventory.find(renamed(other.key, self.rename))
+        is_tied = first is not None and first.parts == slot.parts and first.name != slot.name
+        return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
+
+    def _misfit(self, entry: Entry, slot: Slot) -> str | None:
+        problem = _DTYPE_RULES[slot.role](entry, slot)
+        if problem:
+            return problem
+        if entry.shape != slot.shape:
+            return (
+                f"shape must be {list(slot.shape)}, got {list(entry.shape)}{self._why(entry, slot)}"
+            )
+        if slot.role is Role.SCALE and self.inventory.is_ambiguous(slot):
+            num_rows = self.inventory.slots[slot.name.removesuffix(SCALE_SUFFIX)].shape[1]
+            return (
+                f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
+                f"blocks one after the other or as {num_rows} rows, since there are as many; store "
+                "experts one by one, as quantize_checkpoint and save_checkpoint do "
+                "(experts.0.gate_proj.weight and such), or keep them in 16 bits"
+            )
+        return None
+
+    def _why(self, entry: Entry, slot: Slot) -> str:
+        """Explain scales of gate and up as one tensor of 2I rows; "" for other scales."""
+        weight_name = slot.name.removesuffix(SCALE_SUFFIX)
+        if not (slot.role is Role.SCALE and weight_name.endswith("gate_up_proj")):
+            return ""
+        num_rows = self.inventory.slots[weight_name].shape[1]
+        if entry.shape[1:2] != (num_blocks(num_rows),):
+            return ""
+        return (
+            f"; these cut all {num_rows} rows into blocks, one of which holds rows of gate and of "
+            "up, but each must be cut by itself: requantize them"
+        )
+
+    def _told_at_weight(self, name: str) -> bool:
+        """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
+        weight = weight_of_scale(name)
+        if weight is None or canonical(weight) not in self.fp8:
+            return False
+        entry, slot = self.fp8[canonical(weight)], self.inventory.find(weight)
+        return slot is not None and slot.role is Role.PLAIN and bool(_plain_rule(entry, slot))
+
+    def _extra(self, entry: Entry, name: str) -> str:
+        expert = split_expert(canonical(name))
+        num_experts = self.inventory.experts.get(expert[0]) if expert else None
+        if expert and num_experts is not None and expert[1] >= num_experts:
+            return f"{entry}: expert {expert[1]}, but {expert[0]} has {num_experts} experts"
+        return f"{entry}: extra, the model has no place for it; ignore= it if that is intended"
+
+
+def _weight_rule(entry: Entry, slot: Slot) -> str | None:
+    if entry.dtype == FP8:
+        return None
+    return (
+        f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
+        "or load the unconverted model, then convert it"
+    )
+
+
+def _scale_rule(entry: Entry, slot: Slot) -> str | None:
+    if slot.owner.tensor.dtype != torch.float32:
+        return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
+    if entry.dtype in SCALE_DTYPES:
+        return None
+    return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
+
+
+def _plain_rule(entry: Entry, slot: Slot) -> str | None:
+    wanted = DTYPE_NAMES.get(slot.owner.tensor.dtype, str(slot.owner.tensor.dtype))
+    if entry.dtype == wanted or (entry.dtype in _FLOATS and wanted in _FLOATS):
+        return None
+    if entry.dtype == FP8:
+        return f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; {_WAY_OUT}"
+    return f"dtype must be {wanted}, got {entry.dtype}"
+
+
+_DTYPE_RULES = {Role.WEIGHT: _weight_rule, Role.SCALE: _scale_rule, Role.PLAIN: _plain_rule}
+
+
+def widens(entry: Entry, slot: Slot) -> bool:
+    """Whether slot is a 16-bit correction bias that the checkpoint holds in FP32.
+
+    It must not be rounded: its values lie so close that many would become equal.
+    """
+    is_bias = slot.name.rpartition(".")[2] == "e_score_correction_bias"
+    return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2

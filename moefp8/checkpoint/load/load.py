@@ -1,0 +1,113 @@
+"""Fill a model from a checkpoint: check everything, then read every byte once."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..arguments import usable_device
+from ..errors import CheckpointError, raise_if_any
+from ..files.reading import Files, open_files
+from ..files.source import Source, open_source
+from ..files.values import count_values, not_finite
+from ..model.record import remember
+from ..model.slots import Inventory, ModelTensor, Role
+from .assign import Assignment, assign
+from .read import check_twins, read_copies
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one load did. ignored: the keys of the checkpoint that were left out."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    ignored: tuple[str, ...]
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    ignore: Iterable[str] = (),
+    rename: Callable[[str], str] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> LoadReport:
+    """Fill every parameter and persistent buffer of model, in place.
+
+    1. Read the headers of all shards. 2. Match them to the model; every place must have its key,
+    and every key its place, but for MTP layers and rotary tables. 3. Read the scales, 1/4096 of the
+    bytes: all must be finite. 4. Materialise what is on meta. 5. Read, each byte once.
+
+    A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
+    exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
+
+    Args:
+        model: experts stacked or not, in FP8 where the checkpoint is.
+        path: a directory with model.safetensors or its index, or a .safetensors file.
+        ignore: patterns (fnmatch) of checkpoint keys to leave out.
+        rename: checkpoint key -> model key, where a model has names of its own.
+        device: where tensors on meta are made, CPU by default; others stay where they are.
+        progress: show a bar on stderr; None means if it is a terminal.
+
+    Raises:
+        CheckpointError: naming keys and files; before step 4 the model is then unchanged.
+        ValueError, TypeError: a device or an ignore that cannot be meant.
+    """
+    started = time.perf_counter()
+    place = usable_device(device, "load_checkpoint")
+    source = open_source(path)
+    assignment = assign(source, Inventory(model), ignore, rename)
+    entries = [copy.entry for copy in assignment.copies]
+    entries += [entry for twin in assignment.twins for entry in twin]
+    with ExitStack() as stack:
+        files = open_files(stack, entries, source.shards)
+        check_twins(assignment.twins, files)
+        check_scales(assignment, files, source)
+        _materialise(assignment, place)
+        num_bytes = read_copies(assignment.copies, files, progress)
+    remember(model, source.config, assignment.names)
+    seconds = time.perf_counter() - started
+    return LoadReport(len(assignment.copies), num_bytes, seconds, tuple(assignment.ignored))
+
+
+def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
+    """Raise CheckpointError for NaN and infinity: one such scale makes a token's output NaN."""
+    scales = [copy.entry for copy in assignment.copies if copy.slot.role is Role.SCALE]
+    found = count_values(scales, files, {"not finite": not_finite})["not finite"]
+    raise_if_any(
+        [
+            f"{entry}: {found[entry]} of {math.prod(entry.shape)} scales are NaN or infinite; "
+            "fetch the file again, or quantize the weight anew"
+            for entry in scales
+            if entry in found
+        ],
+        f"checkpoint {source.path} has scales that are not finite; the model is unchanged",
+    )
+
+
+@torch.inference_mode(False)  # parameters outlive the mode in which they are loaded
+def _materialise(assignment: Assignment, device: torch.device) -> None:
+    """Give memory to meta tensors, and FP32 to widened ones; to all of them or to none."""
+    made: dict[ModelTensor, torch.Tensor] = {}
+    for owner in [copy.slot.owner for copy in assignment.copies]:
+        old = owner.tensor
+        if owner in made or not (old.is_meta or owner in assignment.widened):
+            continue
+        dtype = torch.float32 if owner in assignment.widened else old.dtype
+        place = device if old.is_meta else old.device
+        try:
+            made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"{owner.names[0]}: no memory on {place} ({error}); the model is unchanged"
+            ) from error
+    for owner, data in made.items():
+        owner.replace(data)

@@ -1,0 +1,123 @@
+"""Each thread that loads has memory for tensors that a file cannot be read straight into.
+
+Bytes reach a GPU through a pinned buffer, by copies on a stream of the thread's own. Two buffers
+take turns, so that the next is read while the last is copied. What has gaps or another dtype is
+read into plain memory first, and packed or cast by the CPU.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from ..files.reading import read_into
+from .tasks import DIRECT_BYTES, STAGED_BYTES, Task
+
+_NUM_BUFFERS = 2
+
+
+class Queue(Protocol):
+    """It copies to one device while the caller goes on."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes] that copies may read from."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+        """Begin a copy and return a function that waits until it is over."""
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+
+
+class CudaQueue:
+    """It copies from pinned memory, on a stream of its own. device: it must have an index."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):  # else device 0 would be given a context
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        return event.synchronize
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def _cuda_queue(device: torch.device) -> Queue | None:
+    return CudaQueue(device) if device.type == "cuda" else None
+
+
+class Staging:
+    """A context manager: when it ends, also by an error, all copies are over.
+
+    new_queue: it makes the queue of a device, or None where the CPU writes there itself.
+    """
+
+    def __init__(self, new_queue: Callable[[torch.device], Queue | None] = _cuda_queue) -> None:
+        self._new_queue = new_queue
+        self._queues: dict[torch.device, Queue | None] = {}
+        self._plain = torch.empty(0, dtype=torch.uint8)
+        self._buffers: list[torch.Tensor] = []
+        self._waits: list[Callable[[], Any]] = []  # until the buffer of that index is free
+        self._turn = 0
+
+    def __enter__(self) -> "Staging":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for queue in self._queues.values():
+            if queue is not None:
+                queue.finish()
+
+    def run(self, task: Task, file: int) -> None:
+        """Read a task; its target is filled when the context ends. Raises OSError, EOFError."""
+        device = task.target.device
+        if device not in self._queues:
+            self._queues[device] = self._new_queue(device)
+        queue = self._queues[device]
+        if queue is not None:
+            self._send(task, file, queue)
+        elif task.is_plain and device.type == "cpu":
+            read_into(file, task.begin, task.target)
+        else:
+            task.target.copy_(self._read(task, file))
+
+    def _read(self, task: Task, file: int) -> torch.Tensor:
+        """Return the values of a task, in plain memory that the next one takes over."""
+        if self._plain.numel() < task.num_bytes:  # a plain task has more than STAGED_BYTES
+            self._plain = torch.empty(max(STAGED_BYTES, task.num_bytes), dtype=torch.uint8)
+        read_into(file, task.begin, self._plain[: task.num_bytes])
+        return task.view(self._plain)
+
+    def _send(self, task: Task, file: int, queue: Queue) -> None:
+        target, buffer = task.target, self._next_buffer(queue)
+        values = buffer[: target.numel() * target.itemsize].view(target.dtype).view(target.shape)
+        if task.is_plain:
+            read_into(file, task.begin, values)
+        else:
+            values.copy_(self._read(task, file))
+        self._waits[self._turn] = queue.copy(target, values)
+
+    def _next_buffer(self, queue: Queue) -> torch.Tensor:
+        """Return the buffer that was lent longest ago, once the copy from it is over."""
+        if len(self._buffers) < _NUM_BUFFERS:
+            self._turn = len(self._buffers)
+            self._buffers.append(queue.buffer(DIRECT_BYTES))
+            self._waits.append(lambda: None)
+        else:
+            self._turn = (self._turn + 1) % _NUM_BUFFERS
+            self._waits[self._turn]()
+        return self._buffers[self._turn]

@@ -1,0 +1,78 @@
+"""Find tensors of a model that share memory: what is read into one would change another."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Named = tuple[str, torch.Tensor]
+
+
+def memory_problems(named: Iterable[Named]) -> Iterator[str]:
+    """Yield a sentence for each tensor that is expanded, or shares elements with another.
+
+    named: each tensor once, under one of its names; tied tensors are one.
+    """
+    found = [pair for pair in named if _has_memory(pair[1])]
+    for name, tensor in found:
+        if _is_expanded(tensor):
+            yield (
+                f"{name}: several of its elements are one place in memory, as expand makes it; "
+                "give it memory of its own by .clone()"
+            )
+    for (first, _), (second, _) in _meeting(found):
+        yield (
+            f"{second}: shares memory with {first}, which has another key; make both the same "
+            "Parameter, which ties them, or give each memory of its own by .clone()"
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_meta and tensor.numel() > 0
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether a step along an axis stays among the elements of the axes with smaller steps."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
+def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
+    """Pairs that have elements in common; in the order of addresses, device by device."""
+    open_spans: list[tuple[int, Named]] = []  # (end, pair): those that end behind the next begin
+    device: torch.device | None = None
+    for pair in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+        tensor = pair[1]
+        begin = tensor.data_ptr()
+        same = tensor.device == device
+        open_spans = [span for span in open_spans if same and span[0] > begin]
+        device = tensor.device
+        yield from ((other, pair) for _, other in open_spans if _meet(other[1], tensor))
+        open_spans.append((begin + _num_elements_spanned(tensor) * tensor.itemsize, pair))
+
+
+def _num_elements_spanned(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return 1 + sum(stride * (size - 1) for stride, size in steps)
+
+
+def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether tensors with overlapping spans share an element; columns of one matrix do not.
+
+    first: the one that begins first.
+    """
+    distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
+    is_simple = first.is_contiguous() and second.is_contiguous()
+    if is_simple or rest or first.itemsize != second.itemsize:
+        return True
+    spanned = max(_num_elements_spanned(first), distance + _num_elements_spanned(second))
+    is_used = torch.zeros(spanned, dtype=torch.bool, device="cpu")
+    is_used.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(is_used.as_strided(second.shape, second.stride(), distance).any())

@@ -1,0 +1,28 @@
+"""What a model remembers of its checkpoint, so that saving gives the same keys and config back.
+
+A plain dict on the root module: deepcopy and pickle keep it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_ATTRIBUTE = "_moefp8_checkpoint"
+
+
+@dataclass(frozen=True)
+class Record:
+    """config: config.json, or {} if there is none; names: model key -> another checkpoint key."""
+
+    config: dict[str, Any]
+    names: dict[str, str]
+
+
+def remember(model: nn.Module, config: dict[str, Any], names: dict[str, str]) -> None:
+    setattr(model, _ATTRIBUTE, {"config": config, "names": names})
+
+
+def recall(model: nn.Module) -> Record:
+    """Return the record of the latest load into this root module, or an empty one."""
+    return Record(**getattr(model, _ATTRIBUTE, {"config": {}, "names": {}}))

@@ -1,0 +1,220 @@
+"""The places of a model that a checkpoint can fill.
+
+A ModelTensor is one tensor, under all its names. A slot is a tensor, or the rows of one expert
+in a stacked [E, rows, columns] one. Parts are the smallest slots: all of them must be filled.
+Slots are those of the whole model; of a sharded one, each knows which pieces of it are here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...kernels import BLOCK, num_blocks
+from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
+from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
+from .memory import memory_problems
+
+
+class Role(Enum):
+    WEIGHT = "FP8 weight that has a scale"
+    SCALE = "scale of an FP8 weight"
+    PLAIN = "anything else"
+
+
+@dataclass(eq=False)
+class ModelTensor:
+    """One parameter or persistent buffer; it has several places if it is tied.
+
+    shard: which part of which axes it holds, if it is not the whole.
+    """
+
+    tensor: torch.Tensor
+    shard: Parts = field(default_factory=dict)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def replace(self, data: torch.Tensor) -> None:
+        """Put data in every place of the tensor, as a parameter or buffer like it."""
+        new: torch.Tensor = data
+        if isinstance(self.tensor, nn.Parameter):
+            new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
+            new.__dict__.update(self.tensor.__dict__)
+        for module, name in self.places:
+            home: dict[str, Any] = module._parameters
+            (home if name in home else module._buffers)[name] = new
+        self.tensor = new
+
+    def clear_padding(self) -> None:
+        """Write zeros where entries of other ranks would be."""
+        for index in paddings(self.shard):
+            self.tensor.detach()[index].zero_()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place of the whole model. name: its key; shape: that of the stored tensor.
+
+    module: the name of its module; index: its place in the whole tensor, () for all of it.
+    """
+
+    name: str
+    module: str
+    owner: ModelTensor
+    parts: tuple[str, ...]
+    role: Role
+    shape: tuple[int, ...]
+    index: Index = ()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether this is all experts of a stacked tensor at once."""
+        return not self.index and self.parts != (self.owner.names[0],)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Index, Index], ...]:
+        """Pairs (place in what is stored, place in the tensor here); none if all is elsewhere."""
+        if not self.owner.shard:
+            return (((), self.index),)
+        return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
+
+    def view(self) -> torch.Tensor:
+        """Return the slot's values, in a model that is not sharded."""
+        return self.owner.tensor.detach()[self.index]
+
+
+class Inventory:
+    """All slots of a model.
+
+    slots: all by name, fused and per-expert; parts: the slots to fill; experts: canonical name of a
+    module -> E; foreign: canonical names of what other ranks hold; problems: a sentence for each
+    tensor that no checkpoint can fill.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[int, ModelTensor] = {}
+        self.slots: dict[str, Slot] = {}
+        self.parts: dict[str, Slot] = {}
+        self.experts: dict[str, int] = {}
+        self.foreign: set[str] = set()
+        self.problems: list[str] = []
+        modules = list(model.named_modules(remove_duplicate=False))
+        for prefix, module in modules:
+            self._collect(prefix, module)
+        for prefix, module in modules:
+            for name, tensor in _persistent(module):
+                self._add_slots(prefix, module, name, self.tensors[id(tensor)])
+        self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
+
+    def find(self, name: str) -> Slot | None:
+        """Return the slot of this name, or the only one of the same canonical name."""
+        return self.slots.get(name) or self._aliases.get(canonical(name))
+
+    def is_ambiguous(self, slot: Slot) -> bool:
+        """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] do not tell how it is cut.
+
+        Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
+        """
+        weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
+        if weight is None or slot.role is Role.PLAIN or not slot.is_fused:
+            return False
+        rows = weight.shape[1]
+        is_cut_alike = 2 * num_blocks(rows // 2) == num_blocks(rows)
+        return weight.name.endswith("gate_up_proj") and is_cut_alike and rows % (2 * BLOCK) != 0
+
+    @cached_property
+    def _aliases(self) -> dict[str, Slot | None]:
+        aliases: dict[str, Slot | None] = {}
+        for name, slot in self.slots.items():
+            key = canonical(name)
+            aliases[key] = None if key in aliases else slot
+        return aliases
+
+    def _collect(self, prefix: str, module: nn.Module) -> None:
+        persistent, parts = dict(_persistent(module)), parts_of(module)
+        self.foreign |= {canonical(join(prefix, name)) for name in parts.keys() - persistent}
+        for name, tensor in persistent.items():
+            new = ModelTensor(tensor, parts.get(name, {}))
+            known = self.tensors.setdefault(id(tensor), new)
+            known.places.append((module, name))
+            known.names.append(join(prefix, name))
+            if is_traceable_wrapper_subclass(tensor):
+                self.problems.append(
+                    f"{join(prefix, name)}: a {type(tensor).__name__} cannot be filled; load "
+                    "before sharding or wrapping the model"
+                )
+            elif tensor.layout is not torch.strided:
+                self.problems.append(f"{join(prefix, name)}: {not_dense(tensor)}")
+        for name, tensor in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and name not in persistent:
+                self.problems.append(
+                    f"{join(prefix, name)}: on the meta device, and no checkpoint stores it; "
+                    f"build {prefix or 'the model'} again outside torch.device('meta')"
+                )
+
+    def _add_slots(self, prefix: str, module: nn.Module, name: str, owner: ModelTensor) -> None:
+        role, whole = _role(module, name), join(prefix, name)
+        shape = whole_shape(owner.tensor.shape, owner.shard)
+        first = owner.names[0]
+        pieces = list(_expert_pieces(name, shape)) if is_stacked(module) else []
+        if not pieces:
+            slot = Slot(whole, prefix, owner, (first,), role, shape)
+            self.slots[whole] = slot
+            self.parts.setdefault(first, slot)
+            return
+        home = first.removesuffix(name).removesuffix(".")
+        parts = tuple(join(home, piece) for piece, _, _ in pieces)
+        self.slots[whole] = Slot(whole, prefix, owner, parts, role, shape)
+        self.experts[canonical(f"{prefix}.").removesuffix(".")] = shape[0]
+        for part, (piece, index, piece_shape) in zip(parts, pieces, strict=True):
+            slot = Slot(join(prefix, piece), prefix, owner, (part,), role, piece_shape, index)
+            self.slots[slot.name] = slot
+            self.parts.setdefault(part, slot)
+
+
+def not_dense(tensor: torch.Tensor) -> str:
+    """Say what is wrong with a tensor of another layout than torch.strided."""
+    return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _role(module: nn.Module, name: str) -> Role:
+    def is_pair(weight: str) -> bool:
+        tensors = module._parameters
+        data, scale = tensors.get(weight), tensors.get(scale_of_weight(weight))
+        return data is not None and scale is not None and data.dtype == torch.float8_e4m3fn
+
+    if is_pair(name):
+        return Role.WEIGHT
+    return Role.SCALE if is_pair(name.removesuffix(SCALE_SUFFIX)) else Role.PLAIN
+
+
+def _expert_pieces(
+    name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, Index, tuple[int, ...]]]:
+    """Yield (per-expert name, index, shape) for each piece of a stacked tensor, and no other."""
+    stem = name.removesuffix(SCALE_SUFFIX)
+    if stem not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+        return
+    leaf = scale_of_weight("weight") if stem != name else "weight"
+    num_experts, num_rows, num_columns = shape
+    half = num_rows // 2
+    for expert in range(num_experts):
+        if stem == "down_proj":
+            yield f"{expert}.down_proj.{leaf}", (expert,), (num_rows, num_columns)
+            continue
+        for piece, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, num_rows))):
+            yield f"{expert}.{piece}.{leaf}", (expert, rows), (half, num_columns)

@@ -1,0 +1,197 @@
+"""Build the model that transformers would build for a checkpoint, without weights.
+
+A key of the checkpoint is renamed to a name of the model. Some keys are converted besides: experts
+that are stored one by one are stacked, and fused projections are cut.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layers import GroupedExperts
+from ...layers.conversion.stacks import STACKS, stacks_of
+from ..errors import printable, quoted
+from ..files.names import scale_of_weight, weight_of_scale
+from ..model.slots import Inventory
+from .untrusted import Bounded, count_problem, offline, stacks_problem, without_fetched
+
+_FLOATS = "Infinity", "-Infinity", "NaN"
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """model: on the meta device; conversions: transformers' steps from keys to names."""
+
+    model: nn.Module
+    conversions: list[Any]
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """List the names of all modules of the model."""
+        return [name for name, _ in self.model.named_modules() if name]
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        return Inventory(self.model)
+
+    @cached_property
+    def rename(self) -> Callable[[str], str]:
+        """Map key -> name by what only renames: a key that is converted keeps a name of its own."""
+        return renaming(self.model, self.conversions, self.inventory)
+
+    def in_order(self, keys: Iterable[str]) -> list[str]:
+        """Sort keys as transformers does for a conversion, numbers by value.
+
+        Return none if it cannot: it takes a "²" for a number, and fails to read it.
+        """
+        from transformers.core_model_loading import dot_natural_key
+
+        try:
+            return sorted(keys, key=dot_natural_key)
+        except ValueError:
+            return []
+
+    def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
+        """Return (first name that it becomes, step, its pattern) for a key that is converted."""
+        renamed = self.rename(key)
+        for step in self.conversions:
+            if hasattr(step, "operations"):
+                target, pattern = step.rename_source_key(renamed)
+                if pattern is not None:
+                    return self.rename(target), step, pattern
+        return None
+
+    def spelled(self, names: Collection[str], keys: Iterable[str]) -> dict[str, str] | None:
+        """Return name of a weight -> how the checkpoint of these keys would spell it.
+
+        That is with the checkpoint's prefix if loaders then find weights and scales, else as in the
+        model; None if they find neither, since some renamings miss scales.
+        """
+        found = list(map(self._prefixes, keys))
+        base = f"{self.model.base_model_prefix}."  # rename adds it to no key that is converted
+        found += [(prefix, base + theirs) for prefix, theirs in found]
+        for prefix, theirs in dict.fromkeys([*found, ("", "")]):
+            made = {x: prefix + x.removeprefix(theirs) for x in names if x.startswith(theirs)}
+            if all(name in made and self.is_found(made[name], name) for name in names):
+                return made
+        return None
+
+    def is_found(self, key: str, name: str) -> bool:
+        """Whether a loader takes a weight of this key, and its scales, for those of name."""
+        scale = scale_of_weight(key)
+        return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
+
+    def _prefixes(self, key: str) -> tuple[str, str]:
+        """Return what key begins with in the checkpoint and in the model; the rest is the same."""
+        name = self.rename(key)
+        pairs = zip(reversed(key), reversed(name), strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return key[: len(key) - num_same], name[: len(name) - num_same]
+
+    def stacks(self, key: str, name: str) -> bool:
+        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
+        target, step, _ = self.conversion_of(key) or ("", None, "")
+        operations = [type(x).__name__ for x in getattr(step, "operations", ())]
+        return target == name and "MergeModulelist" in operations
+
+
+def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
+    """Build the skeleton of a config.json, or say why transformers cannot build it.
+
+    num_tensors: those of the checkpoint. A model that cannot belong to so many is not built, and
+    nothing is fetched to build one.
+    """
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    model_type = config.get("model_type")
+    # When its import is done, another module takes its place: a thread that waited for the import
+    # would be given the one from before.
+    import_module("transformers")
+    transformers: Any = sys.modules["transformers"]
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        return f"transformers knows no model_type {quoted(model_type)}"
+    if problem := count_problem(config, num_tensors):
+        return problem
+    try:
+        with offline(), Bounded(num_tensors), torch.device("meta"):
+            model = _build(config)
+    except Exception as error:  # a config of others can make transformers raise anything
+        told = printable(str(error), 200)
+        return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
+    if problem := stacks_problem(model, num_tensors):
+        return problem
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
+
+
+def _build(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    told = without_fetched(_with_floats(dict(config)))
+    made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(told)
+    return _class_of(config, made)(made)
+
+
+def _with_floats(value: Any) -> Any:
+    """Read {"__float__": "Infinity"}, which transformers writes where JSON has no number."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in _FLOATS:
+            return float(value["__float__"])
+        return {name: _with_floats(x) for name, x in value.items()}
+    return [_with_floats(x) for x in value] if isinstance(value, list) else value
+
+
+def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:
+    """Return the class that config names, or the family's causal language model, or its base."""
+    import transformers
+
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        named = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(made) in auto._model_mapping:
+            from_config: Callable[[Any], nn.Module] = auto.from_config
+            return from_config
+    raise ValueError("no model of it")
+
+
+def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
+    """Return checkpoint key -> model name, as transformers renames; experts stay one by one."""
+    from transformers.core_model_loading import WeightRenaming
+
+    steps = [step for step in conversions if isinstance(step, WeightRenaming)]
+    prefix = f"{model.base_model_prefix}."
+    is_whole = hasattr(model, model.base_model_prefix)  # a base model lies below prefix in others
+    homes = {  # experts that hold stacks, or will when they are converted, as DBRX's do
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, GroupedExperts) or stacks_of(module) is not None
+    }
+
+    def is_there(weight: str) -> bool:
+        home, _, leaf = weight.rpartition(".")
+        return inventory.find(weight) is not None or (leaf in STACKS and home in homes)
+
+    def rename(key: str) -> str:
+        name = key
+        for step in steps:
+            name, _ = step.rename_source_key(name)
+        weight = weight_of_scale(name) or name  # not all scales have a place yet
+        if is_there(weight):
+            return name
+        if is_there(f"{prefix}{weight}"):
+            return f"{prefix}{name}"
+        return name if is_whole else name.removeprefix(prefix)
+
+    return rename

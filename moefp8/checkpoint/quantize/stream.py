@@ -1,0 +1,150 @@
+"""Write one shard of FP8 weights from the files of another checkpoint, in little memory.
+
+A thread takes one tensor at a time, and reads, quantizes and writes it in bands of rows of blocks.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...kernels import BLOCK, E4M3, num_blocks
+from ...kernels.jit.kernel import num_processors
+from ...quant import quantize_128x128
+from ..errors import CheckpointError, failing_as
+from ..files.header import Entry, stamp_of
+from ..files.reading import Files, open_files, read_into, telling
+from ..files.source import Source
+from ..files.thread_pool import run_all
+from .moves import Move, Piece
+from .report import ErrorSums, WeightReport
+from .shard_file import OUTCOME, create, lay_out, write
+
+_NUM_THREADS = 8  # each takes 25 MiB
+_BAND_ELEMENTS = 1 << 19
+_COLUMNS = 4096
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Job:
+    """sources: descriptors to read from; target: where to write; entries: what it will hold."""
+
+    sources: Files
+    target: int
+    entries: dict[str, Entry]
+    device: torch.device
+
+
+def write_shard(
+    path: Path,
+    moves: list[Move],
+    source: Source,
+    device: torch.device,
+    advance: Callable[[int], None],
+) -> list[WeightReport]:
+    """Write path, synced, and report on its FP8 weights. advance: it is given the bytes read.
+
+    Raises CheckpointError naming key and file; then path may exist, incomplete.
+    """
+    header, entries = lay_out(path, (output for move in moves for output in move.outputs()))
+    reports: dict[str, WeightReport] = {}
+    with ExitStack() as stack:
+        sources = open_files(
+            stack, [x.entry for move in moves for x in move.pieces], source.shards, OUTCOME
+        )
+        target = create(path, header)
+        stack.callback(os.close, target)
+        job = _Job(sources, target, entries, device)
+
+        def work(moves: Iterator[Move]) -> None:
+            for move in moves:
+                if move.is_fp8:
+                    reports[move.key] = _quantize(job, move, advance)
+                else:
+                    _copy(job, move, advance)
+
+        # Tensors are parallel; where operations were parallel too, 2 cores took twice as long.
+        num_threads = min(_NUM_THREADS, num_processors())
+        run_all(moves, work, num_threads, "moefp8-quantize", serial=True)
+        for read, file in sources.items():
+            if stamp_of(os.fstat(file)) != source.shards[read].stamp:
+                raise CheckpointError(f"{read}: changed while it was read; {OUTCOME}")
+        with failing_as(path, "cannot be written", OUTCOME):
+            os.fsync(target)
+    return [reports[move.key] for move in moves if move.is_fp8]
+
+
+def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightReport:
+    data, scale = (job.entries[key] for key, _, _ in move.outputs())
+    n, k = move.matrix()
+    scale_inv = torch.empty(num_blocks(n), num_blocks(k))
+    sums = ErrorSums()
+    first = 0
+    for piece, band in _bands(job, move, k):
+        block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
+        with telling(piece.entry, "quantizing", OUTCOME):
+            quantized = _quantize_band(band.to(job.device), block_rows, sums)
+            if (
+                not block_rows.isfinite().all()
+            ):  # NaN and Inf make the scale of their block NaN or Inf
+                raise CheckpointError(
+                    f"{piece.entry}: holds NaN or Inf in {move.key}; skip it, which keeps it as it "
+                    "is, or fetch the file again"
+                )
+        write(job.target, data, first * k, quantized)
+        advance(band.nbytes)
+        first += len(band)
+    write(job.target, scale, 0, scale_inv)
+    return sums.report(move.key, move.shape)
+
+
+def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums) -> torch.Tensor:
+    """Make E4M3 [rows, K] on the CPU of band [rows, K]; scales go to scale_inv, errors to sums.
+
+    It takes some columns at a time: their FP32 values stay in a core's cache.
+    """
+    data = torch.empty(band.shape, dtype=E4M3)
+    for first in range(0, band.shape[1], _COLUMNS):
+        w = band[:, first : first + _COLUMNS].contiguous()
+        q = quantize_128x128(w)
+        sums.add(w, q)
+        data[:, first : first + _COLUMNS] = q.data
+        scale_inv[:, first // BLOCK :][:, : num_blocks(w.shape[1])] = q.scale_inv
+    return data
+
+
+def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield bands [rows, K], all but the last of a multiple of 128 rows; an empty weight has none.
+
+    What is stored transposed is read whole, and then cut.
+    """
+    step = max(_BAND_ELEMENTS // max(k, 1) // BLOCK, 1) * BLOCK
+    for piece in move.pieces:
+        num_rows = piece.num_rows(k)
+        if piece.is_transposed:
+            stored = torch.empty(k, num_rows, dtype=piece.dtype)
+            _read(job, piece, 0, stored)
+            yield from ((piece, band) for band in stored.t().split(step) if band.numel())
+            continue
+        for first in range(0, num_rows, step):
+            band = torch.empty(min(step, num_rows - first), k, dtype=piece.dtype)
+            _read(job, piece, first * k * piece.dtype.itemsize, band)
+            yield piece, band
+
+
+def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
+    (piece,) = move.pieces
+    for offset in range(0, piece.num_bytes, _CHUNK_BYTES):
+        chunk = torch.empty(min(_CHUNK_BYTES, piece.num_bytes - offset), dtype=torch.uint8)
+        _read(job, piece, offset, chunk)
+        write(job.target, job.entries[move.key], offset, chunk)
+        advance(chunk.nbytes)
+
+
+def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
+    with telling(piece.entry, "reading", OUTCOME):
+        read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)

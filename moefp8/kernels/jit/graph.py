@@ -1,0 +1,111 @@
+"""Launches in a row as one call of the driver: a CUDA graph whose kernels get new arguments."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_size_t, c_uint, c_void_p
+
+from .cubin import JitError
+from .driver import Driver, current_driver
+from .launch import Launch
+
+_NON_BLOCKING = 1
+_CAPTURE_MODE_RELAXED = 2
+
+
+class NodeParams(Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2"""
+
+    _fields_ = (
+        ("function", c_void_p),
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
+        ("parameters", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class LaunchGraph:
+    """The launches, captured once: a call sets their arguments, and launches them together.
+
+    Of a thread, as they are. Where a driver cannot do it, there is no graph: `make` says None. Two
+    calls never run at the same time, for a graph does not: on two streams, one waits for the other.
+    """
+
+    def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:
+        self._library = current_driver().library
+        self._launches, self._graph, self._executable = launches, graph, executable
+        self._nodes: list[tuple[Launch, c_void_p, NodeParams]] = []
+        self._addresses: tuple[int, ...] = ()
+
+    @classmethod
+    def make(cls, launches: Sequence[Launch], addresses: tuple[int, ...]) -> "LaunchGraph | None":
+        """addresses: of the call before; nothing is launched."""
+        driver = current_driver()
+        with driver.outside_capture():
+            graph, executable = _capture(driver, launches, addresses), c_void_p()
+            if not graph:
+                return None
+            driver.library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, 0)
+            made = cls(launches, graph, executable)
+        return made if executable and made._find_nodes() else None
+
+    def _find_nodes(self) -> bool:
+        """Whether each launch has a node of its own, in order."""
+        lib, count = self._library, c_size_t(len(self._launches) + 1)
+        nodes = (c_void_p * count.value)()
+        if lib.cuGraphGetNodes(self._graph, nodes, ctypes.byref(count)):
+            return False
+        if count.value != len(self._launches):
+            return False
+        for launch, node in zip(self._launches, map(c_void_p, nodes), strict=False):
+            params = NodeParams()
+            if lib.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)):
+                return False
+            if launch.shape != (params.grid_x, params.block_x, params.shared_bytes):
+                return False
+            params.parameters, params.extra = launch.parameters, None
+            self._nodes.append((launch, node, params))
+        return True
+
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> bool:
+        """Whether it is launched; if not, nothing is, and the launches themselves tell why."""
+        if addresses != self._addresses:
+            self._addresses = ()  # until all are set
+            set_params = self._library.cuGraphExecKernelNodeSetParams_v2
+            for launch, node, params in self._nodes:
+                launch.write(addresses)
+                if set_params(self._executable, node, ctypes.byref(params)):
+                    return False
+            self._addresses = addresses
+        return not self._library.cuGraphLaunch(self._executable, stream)
+
+    def __del__(self) -> None:
+        if self._executable:
+            self._library.cuGraphExecDestroy(self._executable)
+        self._library.cuGraphDestroy(self._graph)
+
+
+def _capture(driver: Driver, launches: Sequence[Launch], addresses: tuple[int, ...]) -> c_void_p:
+    """A CUgraph of the launches; null, if the driver cannot capture them."""
+    lib, stream, graph = driver.library, c_void_p(), c_void_p()
+    if lib.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING):
+        return graph
+    try:
+        if not lib.cuStreamBeginCapture_v2(stream, _CAPTURE_MODE_RELAXED):
+            try:
+                for launch in launches:
+                    launch(stream.value or 0, addresses)
+            finally:
+                lib.cuStreamEndCapture(stream, ctypes.byref(graph))
+    except JitError:  # what has just been launched cannot be captured
+        return c_void_p()
+    finally:
+        lib.cuStreamDestroy_v2(stream)
+    return graph

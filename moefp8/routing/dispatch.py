@@ -1,0 +1,44 @@
+"""Copy every token to the rows of its experts. T tokens, E experts, R rows of the layout.
+
+`GroupedExperts` quantizes each token on the way, and a Hopper GPU does that and the plan in one
+kernel: see `dispatch_launch.py`.
+"""
+
+import torch
+
+from ..kernels.common.checks import check_same_device
+from .plan import RoutingPlan
+
+
+def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """Copy every token to its rows; padding rows become zeros.
+
+    Args:
+        x: [T, ...] of any dtype, FP8 included.
+
+    Returns:
+        [R, ...] in the contiguous layout, [E, max_m, ...] in the masked one.
+
+    Raises:
+        ValueError: `x` has another number of tokens than the plan, or is on another device.
+    """
+    num_tokens = plan.token_to_row.shape[0]
+    if x.ndim < 1 or x.shape[0] != num_tokens:
+        raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
+    check_same_device("dispatch", x=x, plan=plan.row_to_token)
+    if num_tokens == 0:
+        return x.new_zeros((*plan.row_shape, *x.shape[1:]))  # masked, there may be rows
+    return dispatch_rows(x, plan.row_to_token).view(*plan.row_shape, *x.shape[1:])
+
+
+def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
+    """[R, ...]: row r is x[row_to_token[r]], or zeros where that is -1. T is at least 1."""
+    if x.dtype.itemsize == 1:  # FP8 has few ops of its own
+        return _rows(x.view(torch.uint8), row_to_token).view(x.dtype)
+    return _rows(x, row_to_token)
+
+
+def _rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
+    rows = x.index_select(0, row_to_token.clamp(min=0))
+    is_padding = (row_to_token < 0).view(-1, *[1] * (x.ndim - 1))
+    return rows.masked_fill_(is_padding, 0)

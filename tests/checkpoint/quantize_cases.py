@@ -1,0 +1,200 @@
+"""16-bit checkpoints to quantize, in the namings of many families, and what should become of them.
+
+What is expected here is not computed by moefp8.checkpoint.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.checkpoint.cases import minimax_name, write
+
+H, I, E = 256, 192, 2  # I / 128 is not whole
+PLAIN = {"model_type": "tiny", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def expert_tensors(module: str) -> dict:
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    return {
+        f"{module}.{expert}.{name}_proj.weight": bf16(*shape)
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+
+
+def stacked_tensors(module: str) -> dict:
+    """Stack experts as transformers holds them in memory."""
+    return {
+        f"{module}.gate_up_proj": bf16(E, 2 * I, H),
+        f"{module}.down_proj": bf16(E, H, I),
+    }
+
+
+def deepseek_v3() -> dict:
+    """A layer of DeepSeek-V3.2 and its MTP layer."""
+    tensors = {
+        "model.embed_tokens.weight": bf16(16, H),
+        "model.norm.weight": bf16(H),
+        "lm_head.weight": bf16(16, H),
+    }
+    for layer in ("model.layers.0", "model.layers.1"):
+        tensors |= {
+            f"{layer}.self_attn.kv_a_proj_with_mqa.weight": bf16(200, H),
+            f"{layer}.self_attn.kv_a_layernorm.weight": bf16(72),
+            f"{layer}.self_attn.indexer.wk.weight": bf16(128, H),
+            f"{layer}.self_attn.indexer.weights_proj.weight": bf16(8, H),
+            f"{layer}.mlp.gate.weight": bf16(E, H),
+            f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(E),
+            f"{layer}.mlp.shared_experts.gate_proj.weight": bf16(I, H),
+            **expert_tensors(f"{layer}.mlp.experts"),
+        }
+    tensors |= {
+        "model.layers.1.eh_proj.weight": bf16(H, 2 * H),
+        "model.layers.1.embed_tokens.weight": bf16(16, H),
+        "model.layers.1.shared_head.head.weight": bf16(16, H),
+        "model.layers.1.shared_head.norm.weight": bf16(H),
+    }
+    return tensors
+
+
+def qwen3_next() -> dict:
+    layer = "model.layers.0"
+    return {
+        "model.embed_tokens.weight": bf16(16, H),
+        f"{layer}.linear_attn.in_proj_qkvz.weight": bf16(300, H),
+        f"{layer}.linear_attn.in_proj_ba.weight": bf16(8, H),
+        f"{layer}.linear_attn.conv1d.weight": bf16(300, 1, 4),
+        f"{layer}.linear_attn.A_log": torch.randn(4),
+        f"{layer}.self_attn.q_proj.weight": bf16(H, H),
+        f"{layer}.self_attn.q_proj.bias": bf16(H),
+        f"{layer}.mlp.gate.weight": bf16(E, H),
+        f"{layer}.mlp.shared_expert_gate.weight": bf16(1, H),
+        f"{layer}.mlp.shared_expert.up_proj.weight": bf16(I, H),
+        **expert_tensors(f"{layer}.mlp.experts"),
+        "mtp.fc.weight": bf16(H, 2 * H),
+        "mtp.layers.0.self_attn.q_proj.weight": bf16(H, H),
+    }
+
+
+def minimax_m2() -> dict:
+    """Mixtral has the same names, but no bias."""
+    layer = "model.layers.0.mlp"
+    tensors = {
+        f"{layer}.gate.weight": bf16(E, H),
+        f"{layer}.gate.e_score_correction_bias": torch.randn(E),
+        **expert_tensors(f"{layer}.experts"),
+        "lm_head.weight": bf16(16, H),
+    }
+    return {minimax_name(key): tensor for key, tensor in tensors.items()}
+
+
+def qwen3_5() -> dict:
+    """Nested in a model that sees, with stacked experts."""
+    layer = "model.language_model.layers.0"
+    return {
+        "model.visual.blocks.0.attn.qkv.weight": bf16(H, H),
+        "model.visual.blocks.0.mlp.experts.gate_up_proj": bf16(2, 3, 4),
+        "model.visual.pos_embed.weight": bf16(16, H),
+        "model.visual.patch_embed.proj.weight": bf16(8, 3, 2, 4, 4),
+        "model.language_model.embed_tokens.weight": bf16(16, H),
+        f"{layer}.linear_attn.in_proj_a.weight": bf16(4, H),
+        f"{layer}.linear_attn.in_proj_qkv.weight": bf16(H, H),
+        f"{layer}.mlp.gate.weight": bf16(E, H),
+        **stacked_tensors(f"{layer}.mlp.experts"),
+        "lm_head.weight": bf16(16, H),
+    }
+
+
+def kimi_k25() -> dict:
+    layer = "language_model.model.layers.0"
+    return {
+        "vision_tower.encoder.layers.0.q_proj.weight": bf16(H, H),
+        "mm_projector.linear_1.weight": bf16(H, H),
+        f"{layer}.self_attn.o_proj.weight": bf16(H, 130),
+        f"{layer}.mlp.gate.weight": bf16(E, H),
+        **expert_tensors(f"{layer}.mlp.experts"),
+        "language_model.lm_head.weight": bf16(16, H),
+    }
+
+
+# family -> (its tensors, modules that stay; all other 2-D weights and stacks become FP8)
+FAMILIES = {
+    "deepseek_v3": (
+        deepseek_v3,
+        [
+            "lm_head",
+            "model.layers.0.self_attn.indexer.weights_proj",
+            "model.layers.0.mlp.gate",
+            "model.layers.1.self_attn.indexer.weights_proj",
+            "model.layers.1.mlp.gate",
+            "model.layers.1.eh_proj",
+            "model.layers.1.shared_head.head",
+        ],
+    ),
+    "qwen3_next": (
+        qwen3_next,
+        [
+            "model.layers.0.linear_attn.in_proj_ba",
+            "model.layers.0.mlp.gate",
+            "model.layers.0.mlp.shared_expert_gate",
+            "mtp.fc",
+            "lm_head",  # tied
+        ],
+    ),
+    "minimax_m2": (minimax_m2, ["model.layers.0.block_sparse_moe.gate", "lm_head"]),
+    "qwen3_5": (
+        qwen3_5,
+        [
+            "model.visual.blocks.0.attn.qkv",
+            "model.visual.blocks.0.mlp.experts",
+            "model.language_model.layers.0.linear_attn.in_proj_a",
+            "model.language_model.layers.0.mlp.gate",
+            "lm_head",
+        ],
+    ),
+    "kimi_k25": (
+        kimi_k25,
+        [
+            "vision_tower.encoder.layers.0.q_proj",
+            "mm_projector.linear_1",
+            "language_model.model.layers.0.mlp.gate",
+            "language_model.lm_head",
+        ],
+    ),
+}
+
+
+def write_source(directory: Path, tensors: dict, config: dict | None = None, num_shards: int = 1):
+    """Write a checkpoint, files that a model needs, and files that must not come along."""
+    write(directory, tensors, PLAIN if config is None else config, num_shards)
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "modeling_own.py",
+        "templates/tool.jinja",
+    ):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(f"this is {name}")
+    for name in ("pytorch_model.bin", "x.gguf", "original/params.json", ".git/config"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("a second model")
+    (directory / "pytorch_model.bin.index.json").write_text("{}")
+    return directory
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Name -> content of all that is below."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def quantization_of(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())["quantization_config"]

@@ -1,0 +1,146 @@
+"""What quantize_checkpoint writes beside weights: names, other files, shards and their index."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moefp8.checkpoint import CheckpointError, quantize_checkpoint
+from moefp8.checkpoint.quantize.shard_file import create, lay_out
+from moefp8.checkpoint.quantize.shard_file import write as write_tensor
+from tests.checkpoint.quantize_cases import (
+    PLAIN,
+    bf16,
+    deepseek_v3,
+    files_of,
+    write_source,
+)
+
+LINEAR = "model.layers.0.q_proj.weight"
+
+
+def test_other_files(tmp_path):
+    tensors = {LINEAR: bf16(4, 4)}
+    path = tmp_path / "snapshots" / "revision"  # as in a hub cache
+    source = write_source(path, tensors, {**PLAIN, "order": {"b": 1, "a": 2}})
+    (tmp_path / "blobs").mkdir()
+    (source / "tokenizer.json").rename(tmp_path / "blobs" / "1f2e")
+    (source / "tokenizer.json").symlink_to("../../blobs/1f2e")
+    quantize_checkpoint(source, tmp_path / "t")
+    files = files_of(tmp_path / "t")
+    others = {"tokenizer.json", "chat_template.jinja", "modeling_own.py", "templates/tool.jinja"}
+    assert set(files) == {"config.json", "model.safetensors", *others}
+    for name in others:
+        assert files[name] == (source / name).read_bytes()
+    assert not (tmp_path / "t" / "tokenizer.json").is_symlink()
+    config = json.loads(files["config.json"])
+    config.pop("quantization_config")
+    assert config == {**PLAIN, "order": {"b": 1, "a": 2}}
+
+
+def test_links_out_of_the_source_are_not_copied(tmp_path):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (tmp_path / "secret").write_text("x")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=rf"notes\.txt: a link out .*{tmp_path}/secret"):
+        quantize_checkpoint(source, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "secret"]
+
+
+@pytest.mark.parametrize("kind", ["dangling", "loop", "folder", "pipe"])
+def test_what_cannot_be_copied_is_not_left_out_silently(tmp_path, kind):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    path = source / "tokenizer.json"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"dangling": "gone.json", "loop": path.name, "folder": "templates"}[kind])
+    with pytest.raises(CheckpointError, match=r"s/tokenizer\.json: is .*would be left out; put"):
+        quantize_checkpoint(source, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+    if kind != "folder":  # below it is nothing that belongs to one file
+        with pytest.raises(CheckpointError, match=r"s/tokenizer\.json: is .*would be left out"):
+            quantize_checkpoint(source / "model.safetensors", tmp_path / "t")
+
+
+def test_of_one_file_only_what_belongs_to_it_is_copied(tmp_path):
+    """Whatever else lies in that directory, or below."""
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (source / "photo.png").write_bytes(b"x")
+    quantize_checkpoint(source / "model.safetensors", tmp_path / "t")
+    names = {"config.json", "model.safetensors"}
+    names |= {"tokenizer.json", "chat_template.jinja", "modeling_own.py"}
+    assert {path.name for path in (tmp_path / "t").iterdir()} == names
+
+
+def test_a_target_that_no_rename_can_replace(tmp_path, monkeypatch):
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t").symlink_to(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="must not be a link or a mount point"):
+        quantize_checkpoint(source, tmp_path / "t")
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="must not be a link or a mount point"):
+        quantize_checkpoint(source, tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "s", "t"]
+
+
+def test_shards_and_their_index(tmp_path):
+    tensors = deepseek_v3()
+    source = write_source(tmp_path / "s", tensors, num_shards=3)
+    done = quantize_checkpoint(source, tmp_path / "t", max_shard_bytes=100_000)
+    files = sorted((tmp_path / "t").glob("*.safetensors"))
+    assert done.num_shards == len(files) > 4
+    assert [x.name for x in files] == [
+        f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    index = json.loads((tmp_path / "t" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == done.target_bytes
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            keys = set(opened.keys())
+            assert opened.metadata() == {"format": "pt"}
+        assert keys == {key for key, name in index["weight_map"].items() if name == file.name}
+        assert {key for key in keys if key.endswith("_inv")} == {
+            f"{key}_scale_inv" for key in keys if f"{key}_scale_inv" in index["weight_map"]
+        }
+        is_alone = len([key for key in keys if not key.endswith("_inv")]) == 1
+        assert is_alone or sum(t.nbytes for t in load_file(file).values()) <= 100_000
+
+
+def test_an_empty_directory_is_filled_and_a_file_alone_is_enough(tmp_path):
+    save_file({LINEAR: bf16(4, 4)}, tmp_path / "own.safetensors")
+    (tmp_path / "t").mkdir()
+    quantize_checkpoint(tmp_path / "own.safetensors", tmp_path / "t")
+    assert set(files_of(tmp_path / "t")) == {"config.json", "model.safetensors"}
+
+
+@given(st.data())
+def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, data):
+    """Byte by byte, where dtypes differ in size: the library also orders those that do not."""
+    folder = tmp_path_factory.mktemp("shards")
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+    keys = data.draw(st.lists(st.text(min_size=1).filter(str.isprintable), unique=True, max_size=5))
+    keys = [key for key in keys if key != "__metadata__"]
+    tensors = {
+        key: torch.randn(data.draw(st.lists(st.integers(0, 5), max_size=3))).to(
+            data.draw(st.sampled_from(dtypes))
+        )
+        for key in keys
+    }
+    names = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+    header, entries = lay_out(
+        folder / "ours",
+        [(k, names.get(t.dtype, "F8_E4M3"), tuple(t.shape)) for k, t in tensors.items()],
+    )
+    with open(create(folder / "ours", header), "rb") as file:
+        for key, tensor in tensors.items():
+            write_tensor(file.fileno(), entries[key], 0, tensor)
+    save_file(tensors, folder / "theirs", {"format": "pt"})
+    assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
