@@ -81,7 +81,7 @@ def call_of(config: GemmConfig, operands: Operands) -> Call:
 
     def run() -> torch.Tensor:
         jit.launch_all((launch,), d.get_device(), tuple(x.data_ptr() for x in matrices))
-        return d
+        return matrices.d
 
     return run
 
@@ -120,7 +120,7 @@ def main() -> None:
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]
     summary = {"geomean": geomean(ratios), "worst": max(ratios), "kernels": len(kernels)}
     print(f"choose_config over the best of {len(kernels)} kernels: {summary}")
-    out.write_text(json.dumps({**circumstances(), **summary, "wgmma_m": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({**circumstances(), **summary, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

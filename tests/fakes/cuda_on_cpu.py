@@ -223,7 +223,7 @@ class OnCpu(Emulator):
         super().__init__()
         self.functions = functions
 
-    def run(self, made, parameters):
+    def compute(self, made, parameters):
         assert made.block % 32 == 0
         assert 32 <= made.block <= 1024
         run, arguments = self.functions[made.kernel.name], ctypes.c_void_p(parameters[0])

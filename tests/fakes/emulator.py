@@ -204,10 +204,10 @@ class Emulator(GemmEmulator):
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
-        self.run(made, parameters)
+        self.compute(made, parameters)
         return 0
 
-    def run(self, made, parameters):
+    def compute(self, made, parameters):
         bodies = {
             "quantize": self.quantize,
             "softmax": self.top_k,

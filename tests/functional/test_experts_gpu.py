@@ -45,7 +45,8 @@ def body(x, ids, top_k_weights, weights, limit=None) -> torch.Tensor:
     """The portable one, also on this GPU; ids out of range count as E."""
     e = weights.down_proj.shape[0]
     ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    return op_room._body(x, ids, top_k_weights, *weights, limit, False)
+    inputs = op_room.ExpertsInputs(x, ids, top_k_weights, *weights, limit, False)
+    return op_room._body(inputs)
 
 
 def poison() -> None:
@@ -74,6 +75,12 @@ def forget():
     """What this thread has prepared: it no longer holds once choices are made in another way."""
     yield jit.current_driver().prepared().clear
     jit.current_driver().prepared().clear()
+
+
+@pytest.fixture
+def limit_sms():
+    yield set_num_sms
+    set_num_sms(None)
 
 
 @pytest.fixture
@@ -227,50 +234,41 @@ def test_every_family_ends_tiles_where_groups_end(choose):
 
 
 @pytest.mark.parametrize("family", GATE_UP_FAMILIES)
-def test_a_limit_of_sms_changes_no_bit(layer, choose, family):
+def test_a_limit_of_sms_changes_no_bit(layer, choose, limit_sms, family):
     choose(GATE_UP_FAMILIES[family])
     arguments = inputs(300)
     expected = run(*arguments, layer)
-    try:
-        for limit in (1, 2, 3, 131, 10_000):
-            set_num_sms(limit)
-            assert torch.equal(run(*arguments, layer), expected)
-    finally:
-        set_num_sms(None)
+    for limit in (1, 2, 3, 131, 10_000):
+        limit_sms(limit)
+        assert torch.equal(run(*arguments, layer), expected)
 
 
 @pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
-def test_who_takes_which_tile_changes_no_bit(choose, forget, family, monkeypatch):
+def test_who_takes_which_tile_changes_no_bit(choose, forget, limit_sms, family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
     choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
     weights = weights_of(6, 1664, 1152, "cuda")
     cases = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
-    try:
-        for take in (False, True):
-            monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
-            forget()
-            for limit in (2, 5, 16, None):
-                set_num_sms(limit)
-                poison()
-                results = [run(*arguments, weights) for arguments in 2 * cases]
-                expected = expected or results[:3]
-                for y, right in zip(results, 2 * expected, strict=True):
-                    assert torch.equal(y, right), (take, limit)
-    finally:
-        set_num_sms(None)
+    for take in (False, True):
+        monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
+        forget()
+        for limit in (2, 5, 16, None):
+            limit_sms(limit)
+            poison()
+            results = [run(*arguments, weights) for arguments in 2 * cases]
+            expected = expected or results[:3]
+            for y, right in zip(results, 2 * expected, strict=True):
+                assert torch.equal(y, right), (take, limit)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
-def test_what_is_chosen_for_few_sms_changes_no_bit(layer, num_tokens):
+def test_what_is_chosen_for_few_sms_changes_no_bit(layer, limit_sms, num_tokens):
     arguments = inputs(num_tokens)
     expected = run(*arguments, layer)
-    try:
-        for limit in (1, 2, 131):
-            set_num_sms(limit)
-            assert torch.equal(run(*arguments, layer), expected)
-    finally:
-        set_num_sms(None)
+    for limit in (1, 2, 131):
+        limit_sms(limit)
+        assert torch.equal(run(*arguments, layer), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -345,6 +343,20 @@ def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
         for _ in range(3):
             graph.replay()
         assert torch.equal(y, run(*fresh, weights, None, masked))
+
+
+def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, forget):
+    """Also where the addresses of a CUDA tensor map are replaced."""
+    others = [weights_of(E, H, I, "cuda") for _ in range(2)]
+    forget()  # also of how these were quantized
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for weights in (layer, *others):
+                arguments = inputs(70)
+                assert_close(run(*arguments, weights), body(*arguments, weights), I)
+        torch.cuda.current_stream().wait_stream(stream)
+    assert len(jit.current_driver().prepared()) == 1
 
 
 def test_streams_run_side_by_side(layer):

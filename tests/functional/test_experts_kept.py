@@ -160,8 +160,8 @@ def test_copies_live_until_all_is_launched(monkeypatch):
         return fitting
 
     class Watching(Emulator):
-        def run(self, made, parameters):
-            super().run(made, parameters)
+        def compute(self, made, parameters):
+            super().compute(made, parameters)
             alive.append([x() is not None for x in copies])
 
     monkeypatch.setattr(experts_launch, "fitting_weights", remember)

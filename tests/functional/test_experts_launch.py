@@ -185,8 +185,12 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "active", "load"),
     [
-        *((1, 8, 256, 8, 1), (64, 8, 256, 256, 2), (65, 8, 256, 256, 3), (4096, 8, 256, 256, 128)),
-        *((1, 1, 1, 1, 1), (1, 9, 2, 2, 5)),
+        (1, 8, 256, 8, 1),
+        (64, 8, 256, 256, 2),
+        (65, 8, 256, 256, 3),
+        (4096, 8, 256, 256, 128),
+        (1, 1, 1, 1, 1),
+        (1, 9, 2, 2, 5),
     ],
 )
 def test_configurations_go_by_the_load_of_experts_that_have_tokens(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefp8.functional.feed_forward import _body, feed_forward
+from moefp8.functional.feed_forward import FeedForwardInputs, _body, feed_forward
 from moefp8.layers import moe
 from moefp8.layers.moe import SharedExperts
 from moefp8.quant import quantize_1x128, quantize_128x128
@@ -163,7 +163,7 @@ def test_tokens_behind_128_rows_are_a_tail():
 )
 def test_gpu_is_right(t, h, i, limit):
     made = operands(t, h, i, "cuda")
-    expected = _body(*made, limit)
+    expected = _body(FeedForwardInputs(*made, limit))
     for _ in range(2):
         with no_synchronisation():
             y = feed_forward(*made, limit)

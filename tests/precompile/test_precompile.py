@@ -63,7 +63,7 @@ def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 class Idle(Emulator):
     """Runs nothing."""
 
-    def run(self, made, parameters):
+    def compute(self, made, parameters):
         pass
 
 

@@ -8,7 +8,7 @@ import torch
 from moefp8.kernels import num_blocks, round_up
 from moefp8.kernels.jit import Launch, Source, launch_all
 from moefp8.quant.quantize import quantize_1x128
-from moefp8.routing import RoutingPlan, combine
+from moefp8.routing import RoutingPlan
 from moefp8.routing.combine_launch import CombineSources, prepare_combine
 from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
 from moefp8.routing.plan_launch import RoutingSources
@@ -182,4 +182,4 @@ def expected_combine(
 ) -> torch.Tensor:
     """On the CPU, of the same rows."""
     rows = y.cpu()[:, :hidden_size]
-    return combine(rows.reshape(*plan.row_shape, hidden_size), plan, weights.cpu())
+    return torch.ops.moefp8.combine(rows, plan.token_to_row.cpu(), weights.cpu())
