@@ -86,7 +86,7 @@ def test_imports_point_down(path):
 
 
 def test_the_arrow_test_sees_an_upward_arrow(tmp_path):
-    assert "moefp8.kernels.common.checks.check_shape" in imports_of(ROOT / "routing" / "plan.py")
+    assert "moefp8.kernels.common.checks.check_shape" in imports_of(ROOT / "routing" / "combine.py")
     assert not may_import("kernels", "layers")
     assert may_import("kernels", room_of(["kernels", "jit", "load"]))
     assert not may_import("kernels/jit", room_of(["kernels", "common", "checks"]))

@@ -20,6 +20,7 @@ from moefp8.kernels.common import fp8
 from moefp8.kernels.common.inputs import INPUTS
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import heuristic
+from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.jit import launch
 from moefp8.quant import quantize_launch as quantize_room
@@ -30,6 +31,12 @@ from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import BIAS_NAMES
 
 _GUARD = 1 << 12
+ARGUMENTS = {
+    "quantize": quantize_room._Arguments,
+    "dispatch": dispatch_launch._Arguments,
+    "combine": combine_launch._Arguments,
+    "top_k": top_k_launch._Arguments,
+}
 
 
 class FakeDriver(jit.Driver):
@@ -145,14 +152,20 @@ class Emulator(GemmEmulator):
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable, node, params):
-        config, function, parameters = self.captured[executable.value][node.value - 1]
+        """The arguments are copied, as CUDA copies them: the last of them is a structure."""
+        nodes = self.captured[executable.value]
+        config, function, parameters, *_ = nodes[node.value - 1]
         at = params._obj.parameters
-        set_ = (ctypes.c_void_p * len(parameters)).from_address(at)
-        self.captured[executable.value][node.value - 1] = config, function, list(set_)
+        given = list((ctypes.c_void_p * len(parameters)).from_address(at))
+        last = ARGUMENTS.get(self.kernels[function.value - 1].source.stem, gemm_launch.Arguments)
+        size = given[-1] - given[0] + ctypes.sizeof(last)
+        held = ctypes.create_string_buffer(ctypes.string_at(given[0], size), size)
+        copies = [ctypes.addressof(held) + x - given[0] for x in given]
+        nodes[node.value - 1] = config, function, copies, held
         return 0
 
     def cuGraphLaunch(self, executable, stream):
-        for config, function, parameters in self.captured[executable.value]:
+        for config, function, parameters, *_ in self.captured[executable.value]:
             config.stream = stream
             self.launch(config, function, parameters)
         return 0

@@ -19,6 +19,12 @@ class IdleLibcuda:
     def cuLaunchKernelEx(self, *arguments):
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        return 0
+
+    def cuStreamCreate(self, *arguments):
+        return 1  # so that no graph is made
+
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, *layout):
         return self.cuTensorMapReplaceAddress(at, address)
 
