@@ -31,7 +31,7 @@ NUM_LAYERS = 61  # of DeepSeek-V3
 TOKENS = 16
 KNOWN_TOKENS = range(TOKENS, TOKENS + 8)
 NEW_TOKENS = range(4097, 4353)  # all have one configuration
-CALLS, ROUNDS = 100, 15
+CALLS, ROUNDS = 100, 25
 
 
 class NullDriver(jit.Driver):

@@ -47,6 +47,9 @@ class Config(Structure):
     )
 
 
+_Place = tuple[int, int]  # a word or the address of a map, and bytes behind an address
+
+
 class Source(NamedTuple):
     """`plus` bytes behind one of the addresses that a call is given; `which`, counted from 0."""
 
@@ -101,11 +104,10 @@ class Launch:
         "_handle",
         "_keep",
         "_launch",
-        "_maps",
         "_parameters",
+        "_places",
         "_what",
         "_words",
-        "_write",
         "pick",  # of a call's addresses, those that the arguments hold
     )
 
@@ -143,17 +145,17 @@ class Launch:
         starts, memory = self._lay_out(arguments)
         # Addresses in structures are words that are written; those in tensor maps are words too
         # where the driver's own way to replace them does just that.
-        self._write: list[tuple[int, int, int]] = []
-        self._maps: list[tuple[int, Source]] = []
-        for argument, offset, source in pointers:
-            maps = arguments[argument]
+        places: dict[int, tuple[list[_Place], list[_Place]]] = {}
+        for argument, offset, (which, plus) in pointers:
+            maps, start = arguments[argument], starts[argument] + offset
+            words, opaque_maps = places.setdefault(which, ([], []))
             if isinstance(maps, TensorMaps) and not maps.begin_with_address:
-                self._maps.append((self._block + starts[argument] + offset, source))
+                opaque_maps.append((self._block + start, plus))
             else:
-                self._write.append(((starts[argument] + offset) // _WORD, *source))
+                words.append((start // _WORD, plus))
+        self._places = [(which, *of_which) for which, of_which in places.items()]
         self._keep = (array, memory)
-        used = {which for _, which, _ in self._write} | {source.which for _, source in self._maps}
-        self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*sorted(used)) if used else len
+        self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*places) if places else len
 
     def _lay_out(self, arguments: Sequence[Argument]) -> tuple[list[int], object]:
         """Copy the arguments into one block: where each begins in it, and the memory of all."""
@@ -185,12 +187,16 @@ class Launch:
 
     def write(self, addresses: tuple[int, ...]) -> None:
         """Write the addresses of a call into the arguments."""
-        self._addresses = ()  # until all are written
+        before, self._addresses = self._addresses, ()  # until all are written
         words = self._words
-        for word, which, plus in self._write:
-            words[word] = addresses[which] + plus
-        for at, (which, plus) in self._maps:
-            self._replace_address(at, addresses[which] + plus)
+        for which, of_words, opaque_maps in self._places:
+            address = addresses[which]
+            if before and address == before[which]:
+                continue
+            for word, plus in of_words:
+                words[word] = address + plus
+            for at, plus in opaque_maps:
+                self._replace_address(at, address + plus)
         self._addresses = addresses
 
     @property
