@@ -149,11 +149,6 @@ class GemmConfig:
         return len(self.weight_pieces)
 
     @property
-    def weight_boxes(self) -> list[int]:
-        """Weights in each of these loads."""
-        return self.weight_pieces
-
-    @property
     def weight_scales(self) -> int:
         """Scales of a tile's weights in a k-block: no piece but the first has more than one."""
         return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)

@@ -223,7 +223,7 @@ def prepare_gemm(
         tensor_map_array(
             [
                 tensor_map(b.data_ptr(), *box_of(b, E4M3, (128, x), 128, l2_bytes))
-                for x in config.weight_boxes
+                for x in config.weight_pieces
             ]
         ),
         tensor_map(d.data_ptr(), *box_of(d, d.dtype, config.store_box, _swizzle_of(config, d))),
@@ -250,7 +250,7 @@ def _swizzle_of(config: GemmConfig, d: torch.Tensor) -> int:
 
 def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) -> list[Pointer]:
     """In the kernel's arguments: maps of tokens, of their scales, of weights, of d; the rest."""
-    weights = [sources.b] * len(config.weight_boxes)
+    weights = [sources.b] * len(config.weight_pieces)
     if sources.up is not None:
         weights = [sources.b, sources.up]
     return [
