@@ -299,8 +299,21 @@ def tuning_table(results: dict[str, Any]) -> str:
     return "\n".join([head, "|---|---|---|---|---|", *lines])
 
 
+def host_time_table(results: dict[str, Any]) -> str:
+    """Microseconds of a call, and how many times those of a repeated one they are."""
+    rows: dict[str, dict[str, float]] = results["rows"]
+    kinds = list(next(iter(rows.values())))
+    lines = []
+    for name, us in rows.items():
+        cells = [f"{us[kind]:.1f} ({us[kind] / us['repeated']:.2f})" for kind in kinds]
+        lines.append(" | ".join([f"| {name}", *cells]) + " |")
+    head = " | ".join([f"| us of the host, {results['cpu']}, {results['gpu']}", *kinds]) + " |"
+    return "\n".join([head, "|---" * (1 + len(kinds)) + "|", *lines])
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "headlines": headlines.headlines,
+    "host_time": host_time_table,
     "interleaving": interleaving_table,
     "precompile": precompile_table,
     "tuning": tuning_table,
