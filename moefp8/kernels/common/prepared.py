@@ -19,6 +19,7 @@ from ..jit import Driver, Launch, LaunchGraph, current_driver
 P = TypeVar("P")
 
 _CALLS_BEFORE_GRAPH = 2
+_MAX_GRAPHS = 4  # of streams: each takes memory of the GPU
 
 
 def prepared(key: Hashable, prepare: Callable[[], P]) -> P:
@@ -36,15 +37,16 @@ def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
 class Launches:
     """Kernels in a row, and how many bytes of memory lie between them, which a call allocates.
 
-    From the third call on, they are one call of the driver, unless a graph is being captured: that
-    takes the host 4.1 instead of 9.3 us for two kernels, and 5.8 instead of 18.4 for four (H200).
-    What is called but once or twice, as with ever-new numbers of tokens, makes no graph.
+    From the third call on a stream on, they are one call of the driver, unless a graph is being
+    captured: docs/design/jit.md. What is called but once or twice, as with ever-new numbers of
+    tokens, makes no graph. Each stream has a graph of its own, since no graph runs twice at once:
+    on two streams, one would wait for the other.
     """
 
     def __init__(self, launches: Sequence[Launch], workspace_bytes: int) -> None:
         self.launches, self.workspace_bytes = launches, workspace_bytes
-        self._graph: LaunchGraph | None = None
-        self._calls_without_graph = 0
+        self._graphs: dict[int, LaunchGraph] = {}  # by stream
+        self._num_calls: dict[int, int] = {}  # on a stream, without a graph
 
     def __call__(self, device_index: int, addresses: tuple[int, ...]) -> None:
         """On the GPU's current stream; the thread's current GPU may be another one."""
@@ -56,16 +58,16 @@ class Launches:
             self._run(driver, driver.current_stream(device_index), addresses)
 
     def _run(self, driver: Driver, stream: int, addresses: tuple[int, ...]) -> None:
-        if driver.is_capturing():
-            for launch in self.launches:
-                launch(stream, addresses)
-            return
-        if self._graph is not None:
-            if self._graph(stream, addresses):
+        is_capturing = driver.is_capturing()
+        if not is_capturing and stream in self._graphs:
+            if self._graphs[stream](stream, addresses):
                 return
-            self._graph = None
+            del self._graphs[stream]
         for launch in self.launches:
             launch(stream, addresses)
-        self._calls_without_graph += 1
-        if self._calls_without_graph == _CALLS_BEFORE_GRAPH:
-            self._graph = LaunchGraph.make(self.launches, addresses)
+        if not is_capturing:
+            num_calls = self._num_calls[stream] = self._num_calls.get(stream, 0) + 1
+            if num_calls == _CALLS_BEFORE_GRAPH and len(self._graphs) < _MAX_GRAPHS:
+                graph = LaunchGraph.make(self.launches, addresses)
+                if graph is not None:
+                    self._graphs[stream] = graph

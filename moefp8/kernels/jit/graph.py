@@ -44,8 +44,8 @@ class _Node:
 class LaunchGraph:
     """The launches, captured once: a call sets their arguments, and launches them together.
 
-    Of a thread, as they are. Where a driver cannot do it, there is no graph: `make` says None. Two
-    calls never run at the same time, for a graph does not: on two streams, one waits for the other.
+    It belongs to a thread, as they do. Where a driver cannot do it, `make` says None. Two calls
+    never run at the same time, so on two streams one waits for the other.
     """
 
     def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:

@@ -12,11 +12,15 @@ KERNELS = {"linear": ["quantize", "gemm"], "experts": ["dispatch", "gemm", "gemm
 
 
 class CountingLibcuda(Emulator):
-    """`calls` are those that launch; `fails` names a function that fails from now on."""
+    """`calls` are those that launch, and `executables` the graphs that were.
+
+    `fails` names a function that fails from now on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.executables: list[int] = []
         self.fails = ""
 
     def cuLaunchKernelEx(self, config, *rest):
@@ -28,6 +32,7 @@ class CountingLibcuda(Emulator):
         if self.fails == "cuGraphLaunch":
             return 1
         self.calls.append("graph")
+        self.executables.append(arguments[0].value)
         return super().cuGraphLaunch(*arguments)
 
     def cuGraphExecKernelNodeSetParams_v2(self, *arguments):
@@ -86,9 +91,21 @@ def test_from_the_third_call_on_it_is_one_call_with_any_addresses(driver, layer)
         assert run(driver, *call) == ["graph"]
         assert [x.kernel.name.split("_")[0] for x in driver.launched] == KERNELS[layer]
         assert {x.stream for x in driver.launched} == {driver.stream}
-    driver.stream = 11
-    assert run(driver, *calls[1]) == ["graph"]
-    assert {x.stream for x in driver.launched} == {11}
+
+
+@pytest.mark.parametrize("layer", CALLS)
+def test_each_stream_has_a_graph_of_its_own(driver, layer):
+    """One would keep two streams from running at the same time."""
+    calls, used = [CALLS[layer]() for _ in range(3)], driver.library.executables
+    for driver.stream in (7, 11):
+        for call in calls:
+            run(driver, *call)
+        assert driver.library.calls == ["graph"]
+        assert {x.stream for x in driver.launched} == {driver.stream}
+    assert len(set(used)) == len(used) == 2
+    driver.stream = 7
+    assert run(driver, *calls[0]) == ["graph"]
+    assert used[2] == used[0]
 
 
 @pytest.mark.parametrize("layer", CALLS)
