@@ -14,7 +14,7 @@ from ..kernels.common.blocks import ceil_div, num_blocks, round_up
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, launch_all, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
 _VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
@@ -24,19 +24,12 @@ _MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle thre
 class _Arguments(ctypes.Structure):
     """`Arguments` in quantize.cu."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("data", c_void_p),
-        ("scale_inv", c_void_p),
-        ("matrix_bytes", c_int64),
-        ("row_bytes", c_int64),
-        ("k", c_int64),
-        ("pitch", c_int64),
-        ("num_matrices", c_uint32),
-        ("num_rows", c_uint32),
-        ("num_k_blocks", Divisor),
-        ("num_row_tiles", Divisor),
-        ("ue8m0", c_uint32),
+    _fields_ = fields(
+        (c_void_p, "x data scale_inv"),
+        (c_int64, "matrix_bytes row_bytes k pitch"),
+        (c_uint32, "num_matrices num_rows"),
+        (Divisor, "num_k_blocks num_row_tiles"),
+        (c_uint32, "ue8m0"),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
-from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
@@ -25,18 +25,14 @@ _MAX_UNITS = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle thre
 class _Arguments(ctypes.Structure):
     """`Arguments` in combine.cu."""
 
-    _fields_ = (
-        ("y", c_void_p),
-        ("y_row_bytes", c_int64),
-        ("token_to_row", c_void_p),
-        ("weights", c_void_p),
-        ("weight_token_bytes", c_int64),
-        ("weight_choice_bytes", c_int64),
-        ("out", c_void_p),
-        ("num_tokens", c_uint32),
-        ("top_k", c_uint32),
-        ("hidden_size", c_uint32),
-        ("units", Divisor),
+    _fields_ = fields(
+        (c_void_p, "y"),
+        (c_int64, "y_row_bytes"),
+        (c_void_p, "token_to_row weights"),
+        (c_int64, "weight_token_bytes weight_choice_bytes"),
+        (c_void_p, "out"),
+        (c_uint32, "num_tokens top_k hidden_size"),
+        (Divisor, "units"),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from ..kernels.common.blocks import ceil_div, num_blocks, round_up
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.inputs import INPUTS
-from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, pointers
+from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
 from .plan_launch import (
     MAX_CHOICES,
     MAX_THREADS,
@@ -38,24 +38,17 @@ _MIN_BLOCKS = 8  # of a CTA: one with fewer would plan more than it quantizes
 class _Arguments(ctypes.Structure):
     """`Arguments` in dispatch.cu."""
 
-    _fields_ = (
-        ("routing", Routing),
-        ("x", c_void_p),
-        ("x_row_bytes", c_int64),
-        ("rows", c_void_p),
-        ("row_pitch", c_int64),
-        ("row_scales", c_void_p),
-        ("scale_pitch", c_uint32),
-        ("hidden_size", c_uint32),
-        ("num_k_blocks", c_uint32),
-        ("part_blocks", c_uint32),
-        ("num_parts", c_uint32),
-        ("group", c_uint32),
-        ("parts", Divisor),
-        ("in_group", Divisor),
-        ("num_chunks", c_uint32),
-        ("counts", c_void_p),
-        ("zeros", c_void_p),
+    _fields_ = fields(
+        (Routing, "routing"),
+        (c_void_p, "x"),
+        (c_int64, "x_row_bytes"),
+        (c_void_p, "rows"),
+        (c_int64, "row_pitch"),
+        (c_void_p, "row_scales"),
+        (c_uint32, "scale_pitch hidden_size num_k_blocks part_blocks num_parts group"),
+        (Divisor, "parts in_group"),
+        (c_uint32, "num_chunks"),
+        (c_void_p, "counts zeros"),
     )
 
 

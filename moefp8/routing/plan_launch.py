@@ -13,7 +13,16 @@ import torch
 from ..kernels.common.blocks import ceil_div, round_up
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, launch_all, pointers
+from ..kernels.jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    fields,
+    launch_all,
+    pointers,
+)
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 WARP = 32
@@ -28,37 +37,25 @@ _PADDING_OF_CTA = 2**12  # rows that a CTA may fill up
 class Routing(ctypes.Structure):
     """`Routing` in plan.cuh."""
 
-    _fields_ = (
-        ("ids", c_void_p),
-        ("token_bytes", c_int64),
-        ("choice_bytes", c_int64),
-        ("tokens_per_expert", c_void_p),
-        ("expert_offsets", c_void_p),
-        ("token_to_row", c_void_p),
-        ("num_tokens", c_uint32),
-        ("top_k", c_uint32),
-        ("num_experts", c_uint32),
-        ("is_wide", c_uint32),
-        ("chunk", c_uint32),
-        ("max_m", c_uint32),
-        ("alignment", Divisor),
-        ("num_slots", c_uint32),
-        ("of_k", Divisor),
-        ("rows_of_token", c_uint32),
-        ("tokens_at_once", c_uint32),
-        ("reciprocal_of_k", c_uint32),
-        ("num_rankers", c_uint32),
+    _fields_ = fields(
+        (c_void_p, "ids"),
+        (c_int64, "token_bytes choice_bytes"),
+        (c_void_p, "tokens_per_expert expert_offsets token_to_row"),
+        (c_uint32, "num_tokens top_k num_experts is_wide chunk max_m"),
+        (Divisor, "alignment"),
+        (c_uint32, "num_slots"),
+        (Divisor, "of_k"),
+        (c_uint32, "rows_of_token tokens_at_once reciprocal_of_k num_rankers"),
     )
 
 
 class _Arguments(ctypes.Structure):
     """`Arguments` in plan.cu."""
 
-    _fields_ = (
-        ("routing", Routing),
-        ("row_to_token", c_void_p),
-        ("row_to_expert", c_void_p),
-        ("num_rows", c_uint32),
+    _fields_ = fields(
+        (Routing, "routing"),
+        (c_void_p, "row_to_token row_to_expert"),
+        (c_uint32, "num_rows"),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.inputs import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, launch_all, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
 _WARP = 32
@@ -24,21 +24,11 @@ MAX_EXPERTS = 512  # a lane holds every 32nd in registers
 class _Arguments(ctypes.Structure):
     """`Arguments` in top_k.cu."""
 
-    _fields_ = (
-        ("logits", c_void_p),
-        ("bias", c_void_p),
-        ("top_k_index", c_void_p),
-        ("top_k_weights", c_void_p),
-        ("row_bytes", c_int64),
-        ("expert_bytes", c_int64),
-        ("num_tokens", c_int64),
-        ("num_experts", c_uint32),
-        ("top_k", c_uint32),
-        ("num_groups", c_uint32),
-        ("topk_groups", c_uint32),
-        ("group_lanes", c_uint32),
-        ("renormalize", c_uint32),
-        ("scaling_factor", c_float),
+    _fields_ = fields(
+        (c_void_p, "logits bias top_k_index top_k_weights"),
+        (c_int64, "row_bytes expert_bytes num_tokens"),
+        (c_uint32, "num_experts top_k num_groups topk_groups group_lanes renormalize"),
+        (c_float, "scaling_factor"),
     )
 
 

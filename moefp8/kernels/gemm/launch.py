@@ -19,6 +19,7 @@ from ..jit import (
     Pointer,
     Source,
     current_driver,
+    fields,
     pointers,
     tensor_map,
     tensor_map_array,
@@ -94,51 +95,42 @@ class GateUp(NamedTuple):
 class Groups(ctypes.Structure):
     """`Groups` in config.cuh."""
 
-    _fields_ = (
-        ("bounds", c_void_p),
-        ("num_groups", c_int),
-        ("num_segments", c_int),
-        ("num_tokens", c_int),
-        ("expected_tiles", c_int),
-        ("weight_scale_stride", c_int64),
-        ("d", c_void_p),
-        ("d_row_stride", c_int64),
-        ("d_matrix_stride", c_int64),
-        ("bounds_ready", c_int),
-        ("tile_counter", c_void_p),
+    _fields_ = fields(
+        (c_void_p, "bounds"),
+        (c_int, "num_groups num_segments num_tokens expected_tiles"),
+        (c_int64, "weight_scale_stride"),
+        (c_void_p, "d"),
+        (c_int64, "d_row_stride d_matrix_stride"),
+        (c_int, "bounds_ready"),
+        (c_void_p, "tile_counter"),
     )
 
 
 class Activation(ctypes.Structure):
     """`Activation` in config.cuh."""
 
-    _fields_ = (
-        ("up_scales", c_void_p),
-        ("limit", c_float),
-        ("scales", c_void_p),
-        ("pitch", c_int64),
+    _fields_ = fields(
+        (c_void_p, "up_scales"),
+        (c_float, "limit"),
+        (c_void_p, "scales"),
+        (c_int64, "pitch"),
     )
 
 
 class Arguments(ctypes.Structure):
     """`Arguments` in config.cuh."""
 
-    _fields_ = (
-        ("weight_scales", c_void_p),
-        ("weight_scale_stride", c_int64),
-        ("weight_scale_stride_k", c_int64),
-        ("bias", c_void_p),
-        ("num_weights", c_int),
-        ("num_k_blocks", c_int),
-        ("last_token", c_int),
-        ("stage_bytes", c_int * _MAX_TOKEN_BOXES),
-        ("num_row_tiles", c_int),
-        ("num_col_tiles", c_int),
-        ("band", c_int),
-        ("inverse", c_int64),
-        ("programmatic", c_int),
-        ("groups", Groups),
-        ("activation", Activation),
+    _fields_ = fields(
+        (c_void_p, "weight_scales"),
+        (c_int64, "weight_scale_stride weight_scale_stride_k"),
+        (c_void_p, "bias"),
+        (c_int, "num_weights num_k_blocks last_token"),
+        (c_int * _MAX_TOKEN_BOXES, "stage_bytes"),
+        (c_int, "num_row_tiles num_col_tiles band"),
+        (c_int64, "inverse"),
+        (c_int, "programmatic"),
+        (Groups, "groups"),
+        (Activation, "activation"),
     )
 
 

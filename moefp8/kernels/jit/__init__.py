@@ -14,6 +14,7 @@ from .cache import (
 )
 from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
+from .fields import fields
 from .graph import LaunchGraph
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
 from .launch import Launch, Pointer, Source, launch_all, pointers
@@ -37,6 +38,7 @@ __all__ = [
     "compile_kernels",
     "compiler_description",
     "current_driver",
+    "fields",
     "launch_all",
     "pointers",
     "max_cache_bytes",

@@ -6,6 +6,7 @@ from ctypes import Structure, c_size_t, c_uint, c_void_p
 
 from .cubin import JitError
 from .driver import Driver, current_driver
+from .fields import fields
 from .launch import Launch
 
 _NON_BLOCKING = 1
@@ -15,19 +16,10 @@ _CAPTURE_MODE_RELAXED = 2
 class NodeParams(Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2"""
 
-    _fields_ = (
-        ("function", c_void_p),
-        ("grid_x", c_uint),
-        ("grid_y", c_uint),
-        ("grid_z", c_uint),
-        ("block_x", c_uint),
-        ("block_y", c_uint),
-        ("block_z", c_uint),
-        ("shared_bytes", c_uint),
-        ("parameters", c_void_p),
-        ("extra", c_void_p),
-        ("kernel", c_void_p),
-        ("context", c_void_p),
+    _fields_ = fields(
+        (c_void_p, "function"),
+        (c_uint, "grid_x grid_y grid_z block_x block_y block_z shared_bytes"),
+        (c_void_p, "parameters extra kernel context"),
     )
 
 

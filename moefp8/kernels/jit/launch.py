@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .cubin import JitError
 from .driver import Function, current_driver
+from .fields import fields
 from .libcuda import CONTEXT_IS_DESTROYED, INVALID_CONTEXT, INVALID_HANDLE
 from .tma import TensorMaps
 
@@ -33,17 +34,10 @@ class Attribute(Structure):
 class Config(Structure):
     """CUlaunchConfig"""
 
-    _fields_ = (
-        ("grid_x", c_uint),
-        ("grid_y", c_uint),
-        ("grid_z", c_uint),
-        ("block_x", c_uint),
-        ("block_y", c_uint),
-        ("block_z", c_uint),
-        ("shared_bytes", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("num_attributes", c_uint),
+    _fields_ = fields(
+        (c_uint, "grid_x grid_y grid_z block_x block_y block_z shared_bytes"),
+        (c_void_p, "stream attributes"),
+        (c_uint, "num_attributes"),
     )
 
 
