@@ -7,6 +7,8 @@
 from typing import Any
 
 import torch
+from torch import _C
+from torch.autograd import forward_ad
 
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
@@ -38,9 +40,12 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     check_tensor(_OP, "y", y, FLOATS, len(plan.row_shape) + 1)
     check_shape(_OP, "y", y, [*plan.row_shape, y.shape[-1]], "[rows of the plan, H]")
     rows = y.flatten(0, -2)
+    inputs = rows, plan.token_to_row, top_k_weights
+    if forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None:
+        return combine_rows(*_checked(*inputs))  # of operations that transforms know
     if torch.is_grad_enabled() and (y.requires_grad or top_k_weights.requires_grad):
-        return _Combine.apply(rows, plan.token_to_row, top_k_weights)
-    return _combine(rows, plan.token_to_row, top_k_weights)
+        return _Combine.apply(*inputs)
+    return _combine(*inputs)
 
 
 def combine_rows(
@@ -88,28 +93,31 @@ class _Combine(torch.autograd.Function):
 # ---- The op ----
 
 
-def _allocate(
+def _checked(
     rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Check, then allocate the result. Also the fake body."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_tensor(_OP, "top_k_weights", top_k_weights, FLOATS, 2)
     check_same_device(_OP, y=rows, top_k_weights=top_k_weights, plan=token_to_row)
     check_shape(_OP, "top_k_weights", top_k_weights, token_to_row.shape, "[T, k]")
+    return rows, token_to_row, top_k_weights
+
+
+def _allocate(*inputs: torch.Tensor) -> torch.Tensor:
+    """Check, then allocate the result. Also the fake body."""
+    rows, token_to_row, _ = _checked(*inputs)
     return rows.new_empty(token_to_row.shape[0], rows.shape[1])
 
 
-def _body(
-    rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    _allocate(rows, token_to_row, top_k_weights)
-    return combine_rows(rows, token_to_row, top_k_weights)
+def _body(*inputs: torch.Tensor) -> torch.Tensor:
+    return combine_rows(*_checked(*inputs))
 
 
 def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> bool:
     """Whether `combine.cu` takes them: aligned rows of BF16, none of which ends amid 16 bytes."""
     aligned = (rows.data_ptr() | rows.stride(0) * 2) % 16 == 0 and rows.stride(1) == 1
-    whole = rows.numel() > 0 and rows.shape[1] % 8 == 0 and token_to_row.is_contiguous()
-    return rows.dtype == torch.bfloat16 and aligned and whole
+    whole = rows.numel() > 0 and rows.shape[1] % 8 == 0 and rows.stride(0) >= rows.shape[1]
+    in_order = token_to_row.dtype == torch.int32 and token_to_row.is_contiguous()
+    return rows.dtype == torch.bfloat16 and aligned and whole and in_order
 
 
 def _launch(

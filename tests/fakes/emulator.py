@@ -142,7 +142,8 @@ class Emulator(GemmEmulator):
 
     def cuGraphKernelNodeGetParams_v2(self, node, out):
         *_, launches = self.captured.values()  # of the graph that is being made
-        config = launches[node.value - 1][0]
+        config, function = launches[node.value - 1][:2]
+        out._obj.function = function.value
         out._obj.grid_x, out._obj.block_x = config.grid_x, config.block_x
         out._obj.shared_bytes = config.shared_bytes
         return 0

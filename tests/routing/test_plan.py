@@ -17,6 +17,7 @@ from moefp8.routing import (
 )
 from moefp8.testing import routings
 from tests import naive
+from tests.fakes.emulator import emulated
 
 LOGIT = st.floats(-20, 20, width=32)
 
@@ -207,6 +208,39 @@ def test_dispatch_and_combine_pass_gradients():
     here = (index < 2).float()
     torch.testing.assert_close(x.grad, (weights * here).sum(1, keepdim=True).expand(3, 4))
     torch.testing.assert_close(weights.grad, x.sum(1, keepdim=True) * here)
+
+
+def sum_of(y, weights, plan) -> torch.Tensor:
+    return combine(y, plan, weights).float().sum()
+
+
+def test_combine_is_seen_by_the_transforms_of_functorch_and_by_tangents():
+    """Also where a kernel would do it, which sees neither."""
+    plan = build_plan(torch.tensor([[0, 1], [1, 2], [0, 2]]), 3)
+    y, weights = torch.randn(6, 16).bfloat16(), torch.rand(3, 2)
+    with emulated() as gpu:
+        leaf = y.clone().requires_grad_()
+        sum_of(leaf, weights, plan).backward()
+        assert len(gpu.launched) == 1
+        of_func = torch.func.grad(sum_of)(y, weights, plan)
+        torch.testing.assert_close(of_func, leaf.grad)
+        ones = torch.ones_like(y)
+        _, tangent = torch.func.jvp(lambda x: sum_of(x, weights, plan), (y,), (ones,))
+        torch.testing.assert_close(tangent, leaf.grad.float().sum(), rtol=0.02, atol=0)
+        ours = torch.vmap(lambda x: combine(x, plan, weights))(torch.stack([y, 2 * y]))
+        torch.testing.assert_close(ours[0], combine(y, plan, weights))
+
+
+@pytest.mark.parametrize("y", [torch.ones(16).bfloat16().expand(6, 16), torch.ones(6, 16)])
+def test_combine_takes_what_its_kernel_cannot(y):
+    plan = build_plan(torch.tensor([[0, 1], [1, 2], [0, 2]]), 3)
+    wide = dataclasses.replace(plan, token_to_row=plan.token_to_row.long())
+    expected = torch.full((3, 16), 0.75, dtype=y.dtype)
+    with emulated() as gpu:
+        for each in (plan, wide):
+            ours = combine(y, each, torch.tensor([[0.5, 0.25]] * 3))
+            torch.testing.assert_close(ours, expected)
+        assert gpu.launched == []
 
 
 def test_combine_ignores_the_weight_of_a_choice_held_elsewhere():

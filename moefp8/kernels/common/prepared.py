@@ -47,6 +47,7 @@ class Launches:
         self.launches, self.workspace_bytes = launches, workspace_bytes
         self._graphs: dict[int, LaunchGraph] = {}  # by stream
         self._num_calls: dict[int, int] = {}  # on a stream, without a graph
+        self._num_losses = current_driver().num_losses
 
     def __call__(self, device_index: int, addresses: tuple[int, ...]) -> None:
         """On the GPU's current stream; the thread's current GPU may be another one."""
@@ -59,6 +60,9 @@ class Launches:
 
     def _run(self, driver: Driver, stream: int, addresses: tuple[int, ...]) -> None:
         is_capturing = driver.is_capturing()
+        if driver.num_losses != self._num_losses:  # the graphs are lost, and are made anew
+            self._num_losses = driver.num_losses
+            self._graphs, self._num_calls = {}, {}
         if not is_capturing and stream in self._graphs:
             if self._graphs[stream](stream, addresses):
                 return

@@ -103,16 +103,14 @@ class Op:
         for x in args:
             kind = type(x)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if x.is_neg():  # its memory holds the opposite
+                if x.is_neg() or x._is_zerotensor():  # memory does not hold what they are
                     return False
             elif kind not in _NUMBERS:
                 return False
         first = args[0]
         if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
             return False
-        if self._takes is not None and not self._takes(*args):
-            return False
-        return not any_watches()
+        return not any_watches() and (self._takes is None or self._takes(*args))
 
 
 _SCHEMA_TYPES = {

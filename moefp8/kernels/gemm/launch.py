@@ -6,6 +6,7 @@ M tokens, N weights, K; G groups.
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,6 +135,7 @@ class Arguments(ctypes.Structure):
     )
 
 
+@lru_cache(4096)
 def kernel_of(
     config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
 ) -> Kernel:

@@ -62,6 +62,7 @@ class Driver(Libcuda):
         self._functions: Once[tuple[Kernel, int], Function] = Once()
         self._num_sms: dict[int, int] = {}
         self._is_hopper: dict[int, bool] = {}
+        self.num_losses = 0  # of contexts: what was made in one is lost with it
         self.max_sms: int | None = None  # how many SMs GEMMs may use; None: all
         self._of_thread = _OfThread()
 
@@ -138,6 +139,7 @@ class Driver(Libcuda):
 
     def lose(self) -> None:
         super().lose()
+        self.num_losses += 1
         for function in self._functions.values():
             function.handle.value = None
 

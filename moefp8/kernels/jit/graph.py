@@ -1,8 +1,11 @@
 """Launches in a row as one call of the driver: a CUDA graph whose kernels get new arguments."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import Structure, c_size_t, c_uint, c_void_p
+
+import torch
 
 from .cubin import JitError
 from .driver import Driver, current_driver
@@ -41,7 +44,7 @@ class LaunchGraph:
     """
 
     def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:
-        self._library = current_driver().library
+        self._library, self._process = current_driver().library, os.getpid()
         self._launches, self._graph, self._executable = launches, graph, executable
         self._nodes: list[_Node] = []
         self._addresses: tuple[int, ...] = ()
@@ -49,14 +52,16 @@ class LaunchGraph:
     @classmethod
     def make(cls, launches: Sequence[Launch], addresses: tuple[int, ...]) -> "LaunchGraph | None":
         """addresses: of the call before; nothing is launched."""
-        driver = current_driver()
-        with driver.outside_capture():
-            graph, executable = _capture(driver, launches, addresses), c_void_p()
-            if not graph:
-                return None
-            driver.library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, 0)
-            made = cls(launches, graph, executable)
-        return made if executable and made._find_nodes() else None
+        driver, made = current_driver(), None
+        try:
+            with driver.outside_capture():
+                graph, executable = _capture(driver, launches, addresses), c_void_p()
+                if graph:
+                    driver.library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, 0)
+                    made = cls(launches, graph, executable)
+        except (JitError, torch.cuda.OutOfMemoryError):  # what has just been launched is done
+            return None
+        return made if made is not None and executable and made._find_nodes() else None
 
     def _find_nodes(self) -> bool:
         """Whether each launch has a node of its own, in order."""
@@ -70,7 +75,8 @@ class LaunchGraph:
             params = NodeParams()
             if lib.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)):
                 return False
-            if launch.shape != (params.grid_x, params.block_x, params.shared_bytes):
+            shape = params.grid_x, params.block_x, params.shared_bytes
+            if launch.shape != shape or launch.handle not in (params.function, params.kernel):
                 return False
             params.parameters, params.extra = launch.parameters, None
             self._nodes.append(_Node(launch, node, params))
@@ -79,10 +85,12 @@ class LaunchGraph:
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> bool:
         """Whether it is launched; if not, nothing is, and the launches themselves tell why."""
         if addresses != self._addresses:
+            self._addresses = ()  # until all kernels have theirs
             set_params = self._library.cuGraphExecKernelNodeSetParams_v2
             for at in self._nodes:
                 picked = at.launch.pick(addresses)
                 if picked != at.picked:
+                    at.picked = None
                     at.launch.write(addresses)
                     if set_params(self._executable, at.node, at.params):
                         return False
@@ -91,6 +99,8 @@ class LaunchGraph:
         return not self._library.cuGraphLaunch(self._executable, stream)
 
     def __del__(self) -> None:
+        if os.getpid() != self._process:  # CUDA does not survive a fork
+            return
         if self._executable:
             self._library.cuGraphExecDestroy(self._executable)
         self._library.cuGraphDestroy(self._graph)
@@ -106,10 +116,12 @@ def _capture(driver: Driver, launches: Sequence[Launch], addresses: tuple[int, .
             try:
                 for launch in launches:
                     launch(stream.value or 0, addresses)
-            finally:
+            except BaseException:
                 lib.cuStreamEndCapture(stream, ctypes.byref(graph))
-    except JitError:  # what has just been launched cannot be captured
-        return c_void_p()
+                if graph:
+                    lib.cuGraphDestroy(graph)
+                raise
+            lib.cuStreamEndCapture(stream, ctypes.byref(graph))
     finally:
         lib.cuStreamDestroy_v2(stream)
     return graph

@@ -199,6 +199,11 @@ class Launch:
         return self._what[:3]
 
     @property
+    def handle(self) -> int | None:
+        """CUfunction"""
+        return self._handle.value
+
+    @property
     def parameters(self) -> int:
         """The address of the array of addresses of the arguments."""
         return ctypes.addressof(self._parameters)

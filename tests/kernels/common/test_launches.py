@@ -26,6 +26,8 @@ class CountingLibcuda(Emulator):
     def cuLaunchKernelEx(self, config, *rest):
         if config._obj.stream not in self.captured:
             self.calls.append("kernel")
+        elif self.fails == "cuLaunchKernelEx amid a capture":
+            return 2  # out of memory
         return super().cuLaunchKernelEx(config, *rest)
 
     def cuGraphLaunch(self, *arguments):
@@ -39,6 +41,12 @@ class CountingLibcuda(Emulator):
         if self.fails == "cuGraphExecKernelNodeSetParams_v2":
             return 1
         return super().cuGraphExecKernelNodeSetParams_v2(*arguments)
+
+    def cuGetErrorName(self, result, out):
+        return 0
+
+    def cuGetErrorString(self, result, out):
+        return 0
 
     def cuStreamCreate(self, *arguments):
         return 1 if self.fails == "cuStreamCreate" else super().cuStreamCreate(*arguments)
@@ -147,3 +155,38 @@ def test_what_is_forgotten_gives_its_graph_back():
         assert len(driver.library.captured) == 1
         run(driver, *experts_call())
         assert driver.library.captured == {}
+
+
+def test_a_call_that_is_interrupted_leaves_nothing_of_its_own(driver, monkeypatch):
+    """Its addresses may have reached some kernels of the graph."""
+    first, second = linear_call(), linear_call()
+    for _ in range(3):
+        run(driver, *first)
+    set_params, num_set = driver.library.cuGraphExecKernelNodeSetParams_v2, []
+
+    def interrupted(*arguments):
+        set_params(*arguments)
+        num_set.append(arguments)
+        if len(num_set) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver.library, "cuGraphExecKernelNodeSetParams_v2", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        second[0]()
+    assert run(driver, *first) == ["graph"]
+
+
+def test_without_memory_for_a_graph_the_call_is_done_all_the_same(driver):
+    call = linear_call()
+    run(driver, *call)
+    driver.library.fails = "cuLaunchKernelEx amid a capture"
+    for _ in range(3):
+        assert run(driver, *call) == ["kernel", "kernel"]
+
+
+def test_a_lost_context_takes_its_graphs_along(driver):
+    call = linear_call()
+    for _ in range(3):
+        run(driver, *call)
+    driver.lose()
+    assert run(driver, *call)[-2:] == ["kernel", "kernel"]
