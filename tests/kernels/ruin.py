@@ -105,7 +105,8 @@ def _after_a_reset(reset: Callable[[], None]) -> None:
     """
     layer, x = lost = sample()
     with torch.inference_mode():
-        expected = layer(x).cpu()
+        for _ in range(4):  # the last ones by a graph, which is lost too
+            expected = layer(x).cpu()
     torch.cuda.synchronize()
     reset()
     print("with lost tensors:", error_of(lambda: (layer(x), torch.cuda.synchronize())))
