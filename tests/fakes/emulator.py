@@ -77,6 +77,9 @@ class FakeDriver(jit.Driver):
     def is_capturing(self) -> bool:
         return False
 
+    def is_lost(self, function: jit.Function) -> bool:
+        return False
+
     def on_device(self, device_index: int):
         return nullcontext()
 

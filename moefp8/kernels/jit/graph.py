@@ -44,7 +44,8 @@ class LaunchGraph:
     """
 
     def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:
-        self._library, self._process = current_driver().library, os.getpid()
+        self._driver, self._process, self._has_failed = current_driver(), os.getpid(), False
+        self._library = self._driver.library
         self._launches, self._graph, self._executable = launches, graph, executable
         self._nodes: list[_Node] = []
         self._addresses: tuple[int, ...] = ()
@@ -93,13 +94,18 @@ class LaunchGraph:
                     at.picked = None
                     at.launch.write(addresses)
                     if set_params(self._executable, at.node, at.params):
+                        self._has_failed = True
                         return False
                     at.picked = picked
             self._addresses = addresses
-        return not self._library.cuGraphLaunch(self._executable, stream)
+        self._has_failed = self._library.cuGraphLaunch(self._executable, stream) != 0
+        return not self._has_failed
 
     def __del__(self) -> None:
-        if os.getpid() != self._process:  # CUDA does not survive a fork
+        """What is lost with its context, or in a fork, the driver must not be told to destroy."""
+        if os.getpid() != self._process or self._has_failed:
+            return
+        if self._driver.is_lost(self._launches[0].function):
             return
         if self._executable:
             self._library.cuGraphExecDestroy(self._executable)

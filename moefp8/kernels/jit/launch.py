@@ -199,6 +199,10 @@ class Launch:
         return self._what[:3]
 
     @property
+    def function(self) -> Function:
+        return self._function
+
+    @property
     def handle(self) -> int | None:
         """CUfunction"""
         return self._handle.value
