@@ -162,7 +162,7 @@ class GemmEmulator:
 
     @staticmethod
     def segments(groups, layout):
-        """As `segment` in groups.cuh; those with a token."""
+        """As `segment` in schedule.cuh; those with a token."""
         num_tokens, num_groups = groups.num_tokens, groups.num_groups
         sizes = {
             GroupLayout.OFFSETS: num_groups + 1,
@@ -205,7 +205,7 @@ class GemmEmulator:
 
     @staticmethod
     def walk(arguments, clusters):
-        """(row, column) of the tiles in the order of `StaticScheduler` in tile.cuh."""
+        """(row, column) of the tiles in the order of `StaticScheduler` in schedule.cuh."""
         num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
         for cluster in range(clusters):
             for tile in range(cluster, num_rows * num_cols, clusters):

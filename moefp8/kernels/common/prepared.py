@@ -6,7 +6,7 @@
 2. What is prepared for a key is kept by the thread that prepared it, and no other thread sees it:
    a launch writes the addresses of its call into its arguments.
 3. A call is then one look-up, the addresses that differ from those of the call before, and one call
-   of the driver for each kernel, on the GPU's current stream.
+   of the driver on the GPU's current stream: for each kernel, or for all of a layer (`Launches`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
