@@ -83,7 +83,7 @@ def _body(inputs: FeedForwardInputs) -> torch.Tensor:
 def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
-    Each starts while the one before it ends, and loads weights meanwhile: see `_launch` in linear.py.
+    Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
     """
     y = _allocate(inputs)
     x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
