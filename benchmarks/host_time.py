@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.circumstances import circumstances
@@ -100,10 +101,17 @@ def linear_calls(device: str) -> tuple[list[Any], Call]:
 
 def bf16_calls(device: str) -> tuple[list[Any], Call]:
     """`F.linear`, a function: what a module costs, ours pays in addition."""
-    options = {"dtype": torch.bfloat16, "device": device}
-    layers = [torch.randn(2048, 2048, **options) for _ in range(8)]
-    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, **options))
-    return layers, lambda layer, n: F.linear(tokens[n], layer)
+    layers, _ = bf16_module_calls(device)
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16())
+    return [layer.weight for layer in layers], lambda weight, n: F.linear(tokens[n], weight)
+
+
+def bf16_module_calls(device: str) -> tuple[list[Any], Call]:
+    layers = [
+        nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16, device=device) for _ in range(8)
+    ]
+    tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16())
+    return layers, lambda layer, n: layer(tokens[n])
 
 
 def experts_calls(device: str) -> tuple[list[Any], Call]:
@@ -132,14 +140,13 @@ def us_of(calls: Iterator[Callable[[], object]], num_calls: int, warmup: int = 2
     return passed / num_calls / 1e3
 
 
-def measure(layers: list[Any], call: Call) -> dict[str, float]:
-    """Medians over rounds in which the kinds of calls take turns."""
-    first = layers[0]
-    fresh = iter(NEW_TOKENS)
+def kinds_of(layers: list[Any], call: Call) -> dict[str, Callable[[], float]]:
+    """What is measured of one provider: each gives the microseconds of a call."""
+    first, fresh = layers[0], iter(NEW_TOKENS)
     for n in KNOWN_TOKENS:
         call(first, n)
     call(first, next(fresh))  # the configuration, and its kernels
-    kinds: dict[str, Callable[[], float]] = {
+    return {
         "repeated": lambda: us_of(itertools.repeat(lambda: call(first, TOKENS)), CALLS),
         "new addresses": lambda: us_of(
             (lambda layer=layer: call(layer, TOKENS) for layer in itertools.cycle(layers)), CALLS
@@ -149,14 +156,23 @@ def measure(layers: list[Any], call: Call) -> dict[str, float]:
         ),
         "new tokens": lambda: us_of((lambda n=n: call(first, n) for n in fresh), 10, 0),
     }
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+
+
+def measure(cases: dict[str, tuple[list[Any], Call]]) -> dict[str, dict[str, float]]:
+    """Medians over rounds in which the providers, and the kinds of calls, take turns."""
+    kinds = {name: kinds_of(*case) for name, case in cases.items()}
+    found: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
-        for kind, run in kinds.items():
-            found[kind].append(run())
-    us = {kind: statistics.median(some) for kind, some in found.items()}
-    rest = NUM_LAYERS - 1
-    us["new tokens, a model's layer"] = (us["new tokens"] + rest * us["new addresses"]) / NUM_LAYERS
-    return us
+        for name, runs in kinds.items():
+            for kind, run in runs.items():
+                found.setdefault((name, kind), []).append(run())
+    rows: dict[str, dict[str, float]] = {name: {} for name in cases}
+    for (name, kind), some in found.items():
+        rows[name][kind] = statistics.median(some)
+    for us in rows.values():
+        rest = (NUM_LAYERS - 1) * us["new addresses"]
+        us["new tokens, a model's layer"] = (us["new tokens"] + rest) / NUM_LAYERS
+    return rows
 
 
 def main() -> None:
@@ -165,23 +181,17 @@ def main() -> None:
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    rows = {}
-    with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
-        makers = {"FP8Linear": linear_calls, "GroupedExperts": experts_calls}
-        if has_gpu:
-            makers["F.linear, BF16"] = bf16_calls
-        cases = {name: make(device) for name, make in makers.items()}
-        for name, (layers, call) in cases.items():
-            rows[name] = measure(layers, call)
-            told = ", ".join(
-                f"{kind} {us:.1f} us ({us / rows[name]['repeated']:.2f}x)"
-                for kind, us in rows[name].items()
-            )
-            print(f"{name}: {told}")
+    makers = {"FP8Linear": linear_calls, "GroupedExperts": experts_calls}
     if has_gpu:
-        bf16 = rows["F.linear, BF16"]["repeated"]
+        makers |= {"F.linear, BF16": bf16_calls, "nn.Linear, BF16": bf16_module_calls}
+    with torch.no_grad(), nullcontext() if has_gpu else jit.using(NullDriver()):
+        rows = measure({name: make(device) for name, make in makers.items()})
+    for name, row in rows.items():
+        told = (f"{kind} {us:.1f} us ({us / row['repeated']:.2f}x)" for kind, us in row.items())
+        print(f"{name}: {', '.join(told)}")
+    for bf16 in list(makers)[2:]:
         for name in ("FP8Linear", "GroupedExperts"):
-            print(f"{name}: {rows[name]['repeated'] / bf16:.2f}x of F.linear in BF16")
+            print(f"{name}: {rows[name]['repeated'] / rows[bf16]['repeated']:.2f}x of {bf16}")
     if options.json:
         RESULTS.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
 

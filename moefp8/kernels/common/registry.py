@@ -59,6 +59,7 @@ def register(
     return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {bool, int, float, type(None)}
 _num_dispatch_modes = _C._len_torch_dispatch_stack
 _num_function_modes = _C._len_torch_function_stack
@@ -95,20 +96,20 @@ class Op:
         self.overload, self._direct, self._takes = overload, direct, takes
 
     def __call__(self, *args: Any) -> Any:
-        if not torch.compiler.is_compiling() and self._direct is not None and self._may_skip(args):
-            return self._direct(*args)
-        return self.overload(*args)
+        if self._direct is None or torch.compiler.is_compiling() or not self._may_skip(args):
+            return self.overload(*args)
+        return self._direct(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
         for x in args:
             kind = type(x)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if kind in _PLAIN:
                 if x.is_neg() or x._is_zerotensor():  # memory does not hold what they are
                     return False
             elif kind not in _NUMBERS:
                 return False
         first = args[0]
-        if not isinstance(first, torch.Tensor) or not runs_our_kernels(first.get_device()):
+        if type(first) not in _PLAIN or not current_driver().runs_our_kernels(first.get_device()):
             return False
         return not any_watches() and (self._takes is None or self._takes(*args))
 
