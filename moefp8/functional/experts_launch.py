@@ -22,7 +22,6 @@ import torch
 from ..kernels.common.blocks import ceil_div, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
-from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.launch import (
     GateUp,
     GemmSources,
@@ -38,6 +37,7 @@ from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
+from .expert_configs import Sizes, experts_configs, mean_load
 from .workspace import (
     Projections,
     Weights,
@@ -160,7 +160,13 @@ def _prepare(
         up_scales=split.up_scale_inv.data_ptr() - split.gate_scale_inv.data_ptr(),
         fits=all(a is b for a, b in zip(fitting, split, strict=True)),
         launches=prepare_experts(
-            sizes, tokens, fitting, limit, configs.experts(sizes), configs.sms, y_is_aligned
+            sizes,
+            tokens,
+            fitting,
+            limit,
+            experts_configs(configs, sizes),
+            configs.sms,
+            y_is_aligned,
         ),
     )
 

@@ -27,6 +27,7 @@ from ..kernels.gemm.operands import Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Launch, Source, current_driver, launch_all
 from ..quant.quantize import launch_quantize_1x128
+from .expert_configs import gate_up_config
 from .experts import check_limit, swiglu
 
 _OP = "feed_forward"
@@ -127,7 +128,7 @@ def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> 
     (m, h), i = operands.a.shape, operands.b.shape[0]
     check_sizes(_OP, m, i, h)
     configs = config_source_of(operands.a.get_device())
-    config = configs.gate_up(m, h, i)
+    config = gate_up_config(configs, m, h, i)
     of_operands = GemmSources(*map(Source, range(5)))
     of_up, of_up_scales, of_scales = map(Source, range(5, 8))
     return prepare_gemm(

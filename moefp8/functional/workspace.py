@@ -9,9 +9,9 @@ import torch
 
 from ..kernels.common.blocks import E4M3, num_blocks, round_up, round_up_to_tma
 from ..kernels.common.tma_operands import fitting, lying_as
-from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.operands import Operands
 from ..routing.dispatch_launch import most_count_bytes
+from .expert_configs import Sizes
 
 _ALIGNMENT = 256
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # as in `experts`

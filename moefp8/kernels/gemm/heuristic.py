@@ -151,14 +151,12 @@ def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmC
 
 
 # Up to so many tokens of a group, on average, tokens are WGMMA's columns.
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 # Tiles hold so many times the average: what is left over costs less than taller tiles would.
-_PEAK_LOAD = 1.2
+PEAK_LOAD = 1.2
 # From so many products on, the power limit counts. With some tokens in a group, CTAs that share
 # them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
-_MANY_PRODUCTS, _SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
-_TAIL = 24
-_MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
+MANY_PRODUCTS, SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
 
@@ -179,13 +177,13 @@ def choose_grouped_config(
     tokens: from 1 to `limit`, which is the most that a group can have.
     """
     grouped = partial(GemmConfig, stages=0, grouped=True)
-    if tokens <= _FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
+    if tokens <= FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
         return with_most_stages(grouped(128, cols, k_blocks_per_stage=2, swap_ab=True))
     flat, square = grouped(64, 128, num_product_buffers=2), grouped(128, 128, num_product_buffers=2)
     tall = grouped(192, 128)
     rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
-    if tokens >= _SOME_TOKENS and rows * n * k >= _MANY_PRODUCTS and num_sms > 1:
+    if tokens >= SOME_TOKENS and rows * n * k >= MANY_PRODUCTS and num_sms > 1:
         config = tall if tokens >= _MANY_TOKENS else square
         if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
             return with_most_stages(replace(config, multicast=2))
@@ -213,50 +211,6 @@ def choose_grouped_config(
         candidates += [flat, tall, *narrow]
     else:  # what is not estimated is that in later waves each tile reads its weights anew
         for config in flat, square, tall:
-            if min(_PEAK_LOAD * tokens, limit) <= config.wgmma_m:
+            if min(PEAK_LOAD * tokens, limit) <= config.wgmma_m:
                 return with_most_stages(config)
     return min(map(with_most_stages, candidates), key=estimate)
-
-
-def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
-    """From each of these up to the next, `choose_experts_configs` chooses the same; they rise."""
-    many = ceil_div(int(_MANY_PRODUCTS / 2), num_groups * h * i)
-    return sorted({*range(1, 2 * _SOME_TOKENS + 1), many})
-
-
-def choose_experts_configs(
-    tokens: int, num_groups: int, h: int, i: int, num_sms: int
-) -> tuple[GemmConfig, GemmConfig]:
-    """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
-
-    From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other. Of a single group, `tokens` is exact:
-    it has a tail if that then holds what is behind the rows.
-    """
-    gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
-    down = partial(GemmConfig, stages=0, grouped=True)
-    many = num_groups * tokens * h * i >= _MANY_PRODUCTS / 2
-    about_128 = 128 < _PEAK_LOAD * tokens <= 192
-    most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
-    if tokens <= _FEW_TOKENS:  # as in `choose_grouped_config`
-        cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
-        few = partial(down, 128, cols, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
-        configs = few(gate_up=True, parts=2), few()
-    elif _PEAK_LOAD * tokens <= 64:
-        configs = gate_up(64, 128, num_product_buffers=2), down(64, 128, num_product_buffers=2)
-    elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
-        configs = gate_up(192, 128), down(192, 128)
-    elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
-        configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
-    elif many:
-        configs = (
-            gate_up(128, 128, num_product_buffers=2, multicast=2),
-            down(128, 128, num_product_buffers=2, multicast=2),
-        )
-    elif tokens < 2 * _SOME_TOKENS:
-        configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
-    else:
-        configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
-    if num_sms == 1:  # which cannot hold a cluster of two CTAs
-        configs = gate_up(128, 256, parts=2), down(128, 128, num_product_buffers=2)
-    return with_most_stages(configs[0]), with_most_stages(configs[1])

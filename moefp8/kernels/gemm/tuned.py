@@ -19,7 +19,6 @@ import torch
 from ..jit import read_beside_kernels, source_digest, write_beside_kernels
 from . import heuristic
 from .config import GemmConfig, is_possible, with_most_stages
-from .experts_sizes import Sizes, choose_configs, deciding_numbers
 from .launch import SOURCE, Sms, busy_sms
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
@@ -88,28 +87,6 @@ class ConfigSource:
         if isinstance(tuned, GemmConfig):
             return tuned
         return heuristic.choose_config(m, n, k, self.num_sms, self.num_sms == self.all_sms)
-
-    def experts(self, sizes: Sizes) -> Pair:
-        layer = Experts(sizes.num_experts, sizes.top_k, sizes.hidden_size, sizes.intermediate_size)
-        tuned = None if sizes.masked else self.table.look_up(layer, sizes.num_tokens)
-        return tuned if isinstance(tuned, tuple) else choose_configs(sizes, self.num_sms)
-
-    def all_experts(self, sizes: Sizes) -> set[Pair]:
-        """What `experts` chooses for up to as many tokens as `sizes` says."""
-        layer = Experts(sizes.num_experts, sizes.top_k, sizes.hidden_size, sizes.intermediate_size)
-        measured = self.table.found.get(layer, ())
-        numbers = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
-        asked = (sizes._replace(num_tokens=n) for n in numbers if n <= sizes.num_tokens)
-        return {self.experts(x) for x in asked}
-
-    def all_gate_up(self, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
-        """What `gate_up` chooses for up to so many tokens."""
-        loads = heuristic.deciding_loads(1, h, i)
-        return {self.gate_up(n, h, i) for n in loads if n <= max_tokens}
-
-    def gate_up(self, tokens: int, h: int, i: int) -> GemmConfig:
-        """Of experts that every token takes."""
-        return heuristic.choose_experts_configs(tokens, 1, h, i, self.num_sms)[0]
 
 
 def config_source_of(device_index: int) -> ConfigSource:

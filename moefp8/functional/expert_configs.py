@@ -1,0 +1,132 @@
+"""How large an expert layer is, and which configurations its two GEMMs get.
+
+T tokens, k choices each, E experts, H hidden, I intermediate.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from ..kernels.common.blocks import ceil_div, round_up
+from ..kernels.gemm.config import GemmConfig, with_most_stages
+from ..kernels.gemm.heuristic import FEW_TOKENS, MANY_PRODUCTS, PEAK_LOAD, SOME_TOKENS
+from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
+
+_TAIL = 24
+_MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
+
+
+class Sizes(NamedTuple):
+    """Of a layer, and of a part of its tokens."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    masked: bool  # every expert has as many rows as there are tokens
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(matrices, rows of each)"""
+        if self.masked:
+            return self.num_experts, self.num_tokens
+        return 1, self.num_tokens * self.top_k
+
+
+def mean_load(sizes: Sizes) -> tuple[int, int]:
+    """(experts that have a token, at most; tokens of each of them, about)"""
+    num_choices = sizes.num_tokens * sizes.top_k
+    active = min(sizes.num_experts, num_choices)
+    return active, ceil_div(num_choices, active)
+
+
+def deciding_numbers(sizes: Sizes) -> Iterator[int]:
+    """From each of these numbers of tokens up to the next, `experts_configs` chooses the same.
+
+    All that such a layer can have are begun by one of them, which may be above its number.
+    """
+    num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+    for load in deciding_loads(num_experts, h, i):
+        yield (load - 1) * num_experts // sizes.top_k + 1  # the first with that load or more
+
+
+def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
+    """As measured; else by the mean load of an expert that has a token."""
+    tuned = None if sizes.masked else source.table.look_up(_layer_of(sizes), sizes.num_tokens)
+    if isinstance(tuned, tuple):
+        return tuned
+    groups, load = mean_load(sizes)
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    return choose_experts_configs(load, groups, h, i, source.num_sms)
+
+
+def all_experts_configs(source: ConfigSource, sizes: Sizes) -> set[Pair]:
+    """What `experts_configs` chooses for up to as many tokens as `sizes` says."""
+    measured = source.table.found.get(_layer_of(sizes), ())
+    numbers = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
+    asked = (sizes._replace(num_tokens=n) for n in numbers if n <= sizes.num_tokens)
+    return {experts_configs(source, x) for x in asked}
+
+
+def _layer_of(sizes: Sizes) -> Experts:
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    return Experts(sizes.num_experts, sizes.top_k, h, i)
+
+
+def gate_up_config(source: ConfigSource, tokens: int, h: int, i: int) -> GemmConfig:
+    """Of experts that every token takes."""
+    return choose_experts_configs(tokens, 1, h, i, source.num_sms)[0]
+
+
+def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
+    """What `gate_up_config` chooses for up to so many tokens."""
+    loads = deciding_loads(1, h, i)
+    return {gate_up_config(source, n, h, i) for n in loads if n <= max_tokens}
+
+
+# ---- The heuristic ----
+
+
+def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
+    """From each of these up to the next, `choose_experts_configs` chooses the same; they rise."""
+    many = ceil_div(int(MANY_PRODUCTS / 2), num_groups * h * i)
+    return sorted({*range(1, 2 * SOME_TOKENS + 1), many})
+
+
+def choose_experts_configs(
+    tokens: int, num_groups: int, h: int, i: int, num_sms: int
+) -> tuple[GemmConfig, GemmConfig]:
+    """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
+
+    From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
+    Qwen3-30B-A3B on an H200, alone and one behind the other. Of a single group, `tokens` is exact:
+    it has a tail if that then holds what is behind the rows.
+    """
+    gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
+    down = partial(GemmConfig, stages=0, grouped=True)
+    many = num_groups * tokens * h * i >= MANY_PRODUCTS / 2
+    about_128 = 128 < PEAK_LOAD * tokens <= 192
+    most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
+    if tokens <= FEW_TOKENS:  # as in `choose_grouped_config`
+        cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
+        few = partial(down, 128, cols, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
+        configs = few(gate_up=True, parts=2), few()
+    elif PEAK_LOAD * tokens <= 64:
+        configs = gate_up(64, 128, num_product_buffers=2), down(64, 128, num_product_buffers=2)
+    elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
+        configs = gate_up(192, 128), down(192, 128)
+    elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
+        configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
+    elif many:
+        configs = (
+            gate_up(128, 128, num_product_buffers=2, multicast=2),
+            down(128, 128, num_product_buffers=2, multicast=2),
+        )
+    elif tokens < 2 * SOME_TOKENS:
+        configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
+    else:
+        configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
+    if num_sms == 1:  # which cannot hold a cluster of two CTAs
+        configs = gate_up(128, 256, parts=2), down(128, 128, num_product_buffers=2)
+    return with_most_stages(configs[0]), with_most_stages(configs[1])
