@@ -47,17 +47,17 @@ struct GemmConfig {
   int row_warpgroups;           // math warpgroups without the tail's
   int math_warpgroups;
   int threads;
+  bool shares_scale_with_peer;  // the other CTA of the cluster has the other 64 of the 128 outputs that share a scale
+  int tiles_per_cluster;        // two CTAs of a cluster may compute tiles of the same tokens, side by side
   int tile_tokens;              // from one tile of tokens to the next
   int most_tokens;              // of a tile: the last one of a group has the tail, too
   int tile_weights;
   int outputs;                  // values that a tile computes for each token
-  bool shares_scale_with_peer;  // the other CTA of the cluster has the other 64 of the 128 outputs that share a scale
-  int tiles_per_cluster;        // two CTAs of a cluster may compute tiles of the same tokens, side by side
-  bool begins_anywhere;         // a tile may begin at any token, and its box of scales up to three tokens before it
-  int token_scales;             // in one row of that box
-  int num_token_boxes;          // one for each number of 64 tokens that a group may have left
   int num_weight_pieces;        // see `TileCoord`
   int weight_scales;            // of a tile in one k-block
+  bool begins_anywhere;         // a tile may begin at any token, and its box of scales up to three tokens before it
+  int num_token_boxes;          // one for each number of 64 tokens that a group may have left
+  int token_scales;             // in one row of that box
   int slice_owners;             // CTAs that get a slice of the sums when K is divided
   int store_n;                  // columns that are stored at once: of a part, or of such a slice
   int store_box_weights, store_box_tokens;  // of one TMA store: as wide as one span of the swizzle

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from math import gcd
+from typing import Any
 
 from ..common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 
@@ -21,12 +22,16 @@ class GroupLayout(str, Enum):
     ROWS = "kRows"
 
 
+class told(cached_property[Any]):
+    """A property that the kernel is told as well, under the same name."""
+
+
 @dataclass(frozen=True)
 class GemmConfig:
     """One variant of `gemm.cu`. M, N, "rows" and "columns" are WGMMA's, as config.cuh says.
 
-    The kernel's template argument has the same fields, and after them the properties that
-    `_TOLD` lists: what follows from the fields and is needed on both sides is derived here alone.
+    The kernel's template argument has the same fields, and after them what is `told`, in the same
+    order: what follows from the fields and is needed on both sides is derived here alone.
 
     wgmma_m, wgmma_n: the tile of one CTA; 64 rows for each math warpgroup but that of a tail.
     stages: of the pipeline.
@@ -60,30 +65,30 @@ class GemmConfig:
 
     # ---- Warpgroups and clusters ----
 
-    @cached_property
+    @told
     def stacked(self) -> bool:
         """Whether a math warpgroup has 64 rows of gate and 64 rows of up."""
         return self.gate_up and self.swap_ab
 
-    @cached_property
+    @told
     def row_warpgroups(self) -> int:
         """Math warpgroups without that of the tail."""
         return self.wgmma_m // 64 // (self.parts if self.stacked else 1)
 
-    @cached_property
+    @told
     def math_warpgroups(self) -> int:
         return self.row_warpgroups + (self.tail > 0)
 
-    @cached_property
+    @told
     def threads(self) -> int:
         return (self.math_warpgroups + 1) * 128
 
-    @cached_property
+    @told
     def shares_scale_with_peer(self) -> bool:
         """Whether the other CTA of the cluster has the other 64 of 128 outputs with one scale."""
         return self.gate_up and self.outputs < BLOCK
 
-    @cached_property
+    @told
     def tiles_per_cluster(self) -> int:
         """Tiles of the same tokens that the CTAs of a cluster compute side by side."""
         return 2 if self.shares_scale_with_peer else self.multicast
@@ -95,21 +100,21 @@ class GemmConfig:
 
     # ---- Tiles ----
 
-    @cached_property
+    @told
     def tile_tokens(self) -> int:
         """Tokens of a CTA's tile without a tail: from one tile of a group to the next."""
         return self.wgmma_n if self.swap_ab else self.wgmma_m
 
-    @cached_property
+    @told
     def most_tokens(self) -> int:
         """Tokens of a CTA's tile: the last one of a group has the tail, too."""
         return self.tile_tokens + self.tail
 
-    @cached_property
+    @told
     def tile_weights(self) -> int:
         return self.wgmma_m if self.swap_ab else self.wgmma_n
 
-    @cached_property
+    @told
     def outputs(self) -> int:
         """Values that a CTA's tile computes for each token."""
         return self.tile_weights // (2 if self.gate_up else 1)
@@ -143,17 +148,17 @@ class GemmConfig:
         pieces = [self.tile_weights - rest, *(1 << i for i in range(6, -1, -1) if rest >> i & 1)]
         return [x for x in pieces if x]
 
-    @cached_property
+    @told
     def num_weight_pieces(self) -> int:
         """Each is one TMA load of a k-block."""
         return len(self.weight_pieces)
 
-    @cached_property
+    @told
     def weight_scales(self) -> int:
         """Scales of a tile's weights in a k-block: no piece but the first has more than one."""
         return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)
 
-    @cached_property
+    @told
     def begins_anywhere(self) -> bool:
         """Whether a tile may begin at any token.
 
@@ -162,7 +167,7 @@ class GemmConfig:
         """
         return self.grouped and not self.swap_ab
 
-    @cached_property
+    @told
     def num_token_boxes(self) -> int:
         """For tokens that end in the tile: only as many times 64 are loaded, or with a tail all."""
         return self.math_warpgroups if self.begins_anywhere else 1
@@ -177,7 +182,7 @@ class GemmConfig:
         sizes = [min(64 * i, tokens) for i in range(1, boxes + 1)] if boxes > 1 else [tokens]
         return [x // 2 if self.multicast > 1 else min(m, x) for x in sizes]
 
-    @cached_property
+    @told
     def token_scales(self) -> int:
         """Scales in one row of their box, which may begin up to three tokens before the tile."""
         return self.most_tokens + (4 if self.begins_anywhere else 0)
@@ -194,25 +199,25 @@ class GemmConfig:
 
     # ---- Stores ----
 
-    @cached_property
+    @told
     def slice_owners(self) -> int:
         """CTAs that get a slice of the sums of a divided K: as many as get equal slices."""
         groups = self.wgmma_n // 8
         return max(x for x in range(1, self.split_k + 1) if groups % x == 0)
 
-    @cached_property
+    @told
     def store_n(self) -> int:
         """Columns that are stored at once: of a part, or of such a slice."""
         return self.wgmma_n // (1 if self.stacked else self.parts * self.slice_owners)
 
-    @cached_property
+    @told
     def store_box_weights(self) -> int:
         """Of d in one TMA store."""
         if self.gate_up:
             return self.outputs
         return 64 if self.swap_ab else gcd(self.store_n, 64)
 
-    @cached_property
+    @told
     def store_box_tokens(self) -> int:
         return self.store_n if self.swap_ab else 64
 
@@ -231,7 +236,7 @@ class GemmConfig:
             return (self.wgmma_n * self.parts + products) // 2
         return self.wgmma_n // 2 + products // self.parts // 2
 
-    @cached_property
+    @told
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<C>)` in pipeline.cuh, which the kernel asserts."""
         stage = self.stages * self.k_blocks_per_stage
@@ -271,17 +276,11 @@ class GemmConfig:
         layout = group_layout.value if group_layout else "kDense"
         facts = {x.name: getattr(self, x.name) for x in fields(self)}
         facts |= {"bias": f"Bias::{bias}", "group_layout": f"GroupLayout::{layout}"}
-        facts |= {name: getattr(self, name) for name in _TOLD}
+        facts |= {
+            name: getattr(self, name) for name, x in vars(GemmConfig).items() if type(x) is told
+        }
         listed = (f".{name} = {_in_cpp(value)}" for name, value in facts.items())
         return f"gemm_kernel<GemmConfig{{{', '.join(listed)}}}>"
-
-
-_TOLD = (  # as config.cuh declares them, after the fields
-    *("stacked", "row_warpgroups", "math_warpgroups", "threads", "tile_tokens", "most_tokens"),
-    *("tile_weights", "outputs", "shares_scale_with_peer", "tiles_per_cluster", "begins_anywhere"),
-    *("token_scales", "num_token_boxes", "num_weight_pieces", "weight_scales", "slice_owners"),
-    *("store_n", "store_box_weights", "store_box_tokens", "shared_bytes"),
-)
 
 
 def _in_cpp(value: bool | int | str) -> str:
