@@ -5,7 +5,6 @@ is kept in `.hypothesis` and drawn first the next time.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import HealthCheck, settings
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
-from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.kernels.jit.cases import forget
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -50,32 +48,6 @@ def fresh_jit(own_cache, monkeypatch):
     with jit.using(jit.Driver()):
         yield
     forget()
-
-
-@pytest.fixture
-def compiles(monkeypatch) -> list[str]:
-    """The name of every kernel that is compiled rather than found."""
-    names = []
-    real = Nvrtc.compile
-
-    def compile_and_tell(self, program, options):
-        names.append(program.expression)
-        return real(self, program, options)
-
-    monkeypatch.setattr(Nvrtc, "compile", compile_and_tell)
-    return names
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """That of `own_cache`."""
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def builds() -> list[str]:
-    """Keys of made-up kernels that were built."""
-    return []
 
 
 @pytest.fixture

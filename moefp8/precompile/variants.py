@@ -1,16 +1,16 @@
 """Which kernels a layer can need on a Hopper GPU, for one token or up to `max_tokens`.
 
 T tokens, k choices each, E experts, H hidden, I intermediate. Nothing is compiled or launched here.
-Each function chooses as the launchers of its op do; a test launches those and compares.
+Each layer chooses as the launchers of its op do; a test launches those and compares.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from ..functional.expert_configs import Sizes, all_experts_configs, all_gate_up_configs
 from ..kernels.gemm.config import GroupLayout
-from ..kernels.gemm.experts_sizes import Sizes
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
@@ -23,70 +23,90 @@ class Demand(NamedTuple):
     """What layers are to be ready for.
 
     max_tokens: of one call, at least 1.
-    dtypes: of activations; of bf16, fp16 and fp32.
-    configs: where those of GEMMs come from, by the GPU's number of SMs and what was measured on it.
+    dtypes: of activations: bf16, fp16 and fp32, or some of them.
+    configs: which configurations GEMMs have, on a GPU of so many SMs or as measured on one.
     """
 
     max_tokens: int
     dtypes: frozenset[torch.dtype]
     configs: ConfigSource
 
+    def quantize_kernels(self, k: int) -> Iterator[Kernel]:
+        for dtype in self.dtypes:
+            num_sms = self.configs.all_sms
+            yield from quantize_launch.needed_kernels(dtype, self.max_tokens, k, num_sms)
 
-def linear_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> Iterator[Kernel]:
-    """Of `fp8_linear`, weights [N, K]."""
-    if n and k:
-        yield from _quantize_kernels(demand, k)
-        yield from _dense_kernels(demand, n, k, bias)
-
-
-def feed_forward_kernels(demand: Demand, h: int, i: int) -> Iterator[Kernel]:
-    if h and i:
-        yield from _quantize_kernels(demand, h)
-        for config in demand.configs.all_gate_up(demand.max_tokens, h, i):
-            yield kernel_of(config, None, GroupLayout.OFFSETS)
-        yield from _dense_kernels(demand, h, i, None)
+    def dense_kernels(self, n: int, k: int, bias: torch.dtype | None = None) -> Iterator[Kernel]:
+        for m in deciding_sizes(self.max_tokens):
+            yield kernel_of(self.configs.dense(m, n, k), bias)
 
 
-def experts_kernels(
-    demand: Demand,
-    sizes: Sizes,
-    weights_dtypes: Iterable[torch.dtype],
-) -> Iterator[Kernel]:
-    """Of `experts`, for as many tokens as `sizes` says or fewer.
+class Linear(NamedTuple):
+    """`fp8_linear`, weights [N, K]."""
 
-    weights_dtypes: of the router's weights.
-    """
-    h, masked = sizes.hidden_size, sizes.masked
-    if not (sizes.num_experts and h and sizes.intermediate_size):
-        return
-    group_layout = GroupLayout.MASKED if masked else GroupLayout.OFFSETS
-    for pair in demand.configs.all_experts(sizes):
-        for config in pair:
-            yield kernel_of(config, None, group_layout)
-    for dtype in demand.dtypes:
-        yield from dispatch_launch.needed_kernels(
-            dtype,
-            hidden_size=h,
-            masked=masked,
-            num_experts=sizes.num_experts,
-            max_choices=sizes.num_tokens * sizes.top_k,
-        )
-    for dtype in weights_dtypes:
-        yield combine_launch.kernel_of(dtype, h % 8 == 0)
+    n: int
+    k: int
+    bias: torch.dtype | None
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        if self.n and self.k:
+            yield from demand.quantize_kernels(self.k)
+            yield from demand.dense_kernels(*self)
 
 
-def router_kernels(op: str, num_experts: int) -> Iterator[Kernel]:
+class FeedForward(NamedTuple):
+    """Shared experts as one op."""
+
+    hidden_size: int
+    intermediate_size: int
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        if self.hidden_size and self.intermediate_size:
+            yield from demand.quantize_kernels(self.hidden_size)
+            for config in all_gate_up_configs(demand.configs, demand.max_tokens, *self):
+                yield kernel_of(config, None, GroupLayout.OFFSETS)
+            yield from demand.dense_kernels(*self)
+
+
+class Experts(NamedTuple):
+    """Routed experts."""
+
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    masked: bool
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size
+        if not (self.num_experts and h and self.intermediate_size):
+            return
+        group_layout = GroupLayout.MASKED if self.masked else GroupLayout.OFFSETS
+        for pair in all_experts_configs(demand.configs, sizes):
+            for config in pair:
+                yield kernel_of(config, None, group_layout)
+        for dtype in demand.dtypes:
+            yield from dispatch_launch.needed_kernels(
+                dtype,
+                hidden_size=h,
+                masked=self.masked,
+                num_experts=self.num_experts,
+                max_choices=demand.max_tokens * self.top_k,
+            )
+        # Our routers give FP32 weights; others give what the activations are.
+        for dtype in {*demand.dtypes, torch.float32}:
+            yield combine_launch.kernel_of(dtype, h % 8 == 0)
+
+
+class Router(NamedTuple):
     """op: "softmax_topk" or "sigmoid_group_topk", of FP32 logits."""
-    if num_experts <= top_k_launch.MAX_EXPERTS:
-        yield top_k_launch.kernel_of(op, num_experts, torch.float32)
+
+    op: str
+    num_experts: int
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        if self.num_experts <= top_k_launch.MAX_EXPERTS:
+            yield top_k_launch.kernel_of(self.op, self.num_experts, torch.float32)
 
 
-def _quantize_kernels(demand: Demand, k: int) -> Iterator[Kernel]:
-    for dtype in demand.dtypes:
-        num_sms = demand.configs.all_sms
-        yield from quantize_launch.needed_kernels(dtype, demand.max_tokens, k, num_sms)
-
-
-def _dense_kernels(demand: Demand, n: int, k: int, bias: torch.dtype | None) -> Iterator[Kernel]:
-    for m in deciding_sizes(demand.max_tokens):
-        yield kernel_of(demand.configs.dense(m, n, k), bias)
+Layer = Linear | FeedForward | Experts | Router

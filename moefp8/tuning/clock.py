@@ -14,10 +14,10 @@ _FLUSH_BYTES = 1 << 30  # read in a quarter of a millisecond: the host launches 
 
 
 def us_in_turns(calls: Mapping[C, Callable[[], int]], repeats: int) -> dict[C, float]:
-    """How long the stream takes, the median; L2 holds nothing of the operands at first.
+    """How long each call takes on the stream, the median; L2 holds no operands at first.
 
-    calls: return how many times they did what is timed. They take turns in random order, so that
-        all meet the same clocks.
+    calls: return how often they did what is timed. They take turns in random order, so that all
+        meet the same clocks.
     """
     flushed, order = _buffer_larger_than_l2(torch.cuda.current_device()), random.Random(0)
     times: dict[C, list[float]] = {name: [] for name in calls}

@@ -1,11 +1,10 @@
-"""Source and a kernel's name -> cubin -> launch. Knows no kernel by name; importing costs nothing.
+"""Source and a kernel's name -> cubin -> launch. This room knows no kernel by name.
 
 The compiler is NVRTC, which torch brings along; compiled kernels stay in the user's cache folder.
 The driver is called through ctypes. No compiler, driver or folder is touched before first use.
 """
 
 from .cache import (
-    CacheState,
     cache_folder,
     cache_state,
     max_cache_bytes,
@@ -22,7 +21,6 @@ from .tma import MAP_BYTES, TensorMaps, join_maps, tensor_map
 
 __all__ = [
     "MAP_BYTES",
-    "CacheState",
     "Cubin",
     "Driver",
     "Function",

@@ -1,13 +1,14 @@
 """Compiled kernels, kept in memory and in the user's cache folder.
 
-One file per kernel, named by its key and checked by a checksum: a single file is published by one
-atomic rename, so readers see all of it or nothing, and whoever is second replaces it by the same
-bytes. A folder per kernel would need its losers to clean up. The lock of a kernel saves work and
-nothing else: processes that cannot have it compile the same kernel and publish the same entry.
+A kernel is one file, named by its key and checked by a checksum. One atomic rename publishes it, so
+readers see all of it or nothing, and whoever is second replaces it by the same bytes. The lock of a
+kernel only saves work: processes that cannot have it compile the same kernel and publish the same
+entry.
 """
 
 import itertools
 import os
+import re
 import secrets
 import stat
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .cubin import Cubin, JitError
-from .once import ForksWait, Once
+from .once import Once
 
 try:
     import fcntl
@@ -27,19 +28,16 @@ except ImportError:  # Windows
 
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
-_MAX_BYTES = 1 << 30  # far more than one version's kernels for many models, which are 60 KiB each
-_MOST_DIGITS = 20
-_MAX_FILE_BYTES = 16 << 20  # of what is read; a kernel's entry takes 60 KiB, and less what is tuned
+_MAX_BYTES = 1 << 30  # a kernel takes 60 KiB: this holds one version's kernels for many models
+_MAX_FILE_BYTES = 16 << 20  # larger files are not read; what is tuned takes less than a kernel
 
 _memory: Once[str, Cubin] = Once()
-# NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
-compiling = ForksWait()
-_disk_fails = False  # then it is in vain to wait for what others publish
+_disk_fails = False  # then others cannot publish either, and to wait for them is in vain
 _num_warned = itertools.count()  # next() is atomic
 
 
 def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
-    """The cubin of that key: from memory, else from disk, else built and stored."""
+    """The cubin of `key`: from memory, else from disk, else built and stored."""
     return _memory.get(key, lambda: _from_disk(key, build))
 
 
@@ -49,7 +47,7 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         if chosen:
-            # Absolute, lest a chdir while a kernel compiles moves it.
+            # It is made absolute, so that a chdir while a kernel compiles does not move it.
             return Path(chosen).expanduser().absolute()
         # The XDG standard says to ignore relative paths.
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moefp8"
@@ -64,25 +62,19 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
         _make_private(folder)
     except (OSError, JitError) as error:
         _warn(str(error))
-        return _build(build)
-    path = folder / f"{key}.cubin"
-    cubin = _read(path, key)
-    if cubin is None:
-        with _locked(path):
-            # Whoever had the lock before has published it, most often.
-            cubin = _read(path, key) or _build_and_publish(path, key, build)
-    return cubin
-
-
-def _build(build: Callable[[], Cubin]) -> Cubin:
-    with compiling:
         return build()
+    path = folder / f"{key}.cubin"
+    if cubin := _read(path, key):
+        return cubin
+    with _locked(path):
+        # Most often, whoever had the lock before has published it.
+        return _read(path, key) or _build_and_publish(path, key, build)
 
 
 def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubin:
     global _disk_fails
     max_bytes = max_cache_bytes()
-    cubin = _build(build)
+    cubin = build()
     try:
         _make_private(path.parent)  # it may have been removed meanwhile
         _publish(path, cubin.to_bytes(key))
@@ -95,35 +87,37 @@ def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubi
 
 
 def max_cache_bytes() -> int:
-    """`MOEFP8_CACHE_MAX_BYTES`, of all kernels on disk; 0: as many as there are."""
+    """`MOEFP8_CACHE_MAX_BYTES`: the bound of all kernels on disk together; 0 means none."""
     told = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
-    if not (told.isascii() and told.isdigit() and len(told) <= _MOST_DIGITS):
-        short = told if len(told) <= 2 * _MOST_DIGITS else f"{told[:_MOST_DIGITS]}..."
+    if not re.fullmatch("[0-9]{1,20}", told):
+        short = told if len(told) <= 20 else f"{told[:20]}..."
         raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {short!r}")
     return int(told)
 
 
+def _entries(folder: Path) -> dict[Path, os.stat_result]:
+    """The kernels on disk, which are not verified."""
+    found = {}
+    for path in folder.glob("*.cubin"):
+        with suppress(OSError):  # another process has just removed it
+            found[path] = path.stat()
+    return found
+
+
 def _forget_unused(kept: Path, max_bytes: int) -> None:
-    """Whatever was used longest ago goes, until the others are within the bound. Never `kept`."""
+    """Remove what was used longest ago until the rest is within the bound, but never `kept`."""
     if not max_bytes:
         return
-    found = []
-    for path in kept.parent.glob("*.cubin"):
-        with suppress(OSError):  # another process was quicker
-            status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size, path))
-    held = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+    entries = _entries(kept.parent)
+    held = sum(status.st_size for status in entries.values())
+    for path in sorted(entries, key=lambda path: entries[path].st_mtime_ns):
         if held > max_bytes and path != kept:
             path.unlink(missing_ok=True)
-            held -= size
+            held -= entries[path].st_size
 
 
 class CacheState(NamedTuple):
-    """folder: None if nothing says which. problem: why nothing can be kept there, or None.
-
-    Kernels are counted, not verified.
-    """
+    """folder: None if nothing says which. problem: why nothing can be kept there, or None."""
 
     folder: Path | None
     num_kernels: int
@@ -132,7 +126,7 @@ class CacheState(NamedTuple):
 
 
 def cache_state() -> CacheState:
-    """Makes no folder."""
+    """What the cache holds; no folder is made."""
     folder = None
     try:
         folder = cache_folder()
@@ -141,33 +135,27 @@ def cache_state() -> CacheState:
         return CacheState(folder, 0, 0, None if folder else str(error))
     except (OSError, JitError) as error:
         return CacheState(folder, 0, 0, str(error))
-    sizes = []
-    for path in folder.glob("*.cubin"):
-        with suppress(OSError):  # it was just removed
-            sizes.append(path.stat().st_size)
+    sizes = [status.st_size for status in _entries(folder).values()]
     return CacheState(folder, len(sizes), sum(sizes), None)
 
 
 def read_beside_kernels(name: str) -> bytes | None:
     """A file in the cache folder, as `write_beside_kernels` left it; None if there is none.
 
-    Raises OSError for one that must not be read: of another user, no regular file, above 16 MiB.
+    Raises OSError for what is another user's, larger than 16 MiB, or no regular file.
     """
     try:
         folder = cache_folder()
-        if not folder.exists():
-            return None
-        _make_private(folder)
+        _require_private(folder)
     except (OSError, JitError):
         return None
-    try:
+    with suppress(FileNotFoundError):
         return _read_ours(folder / name)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def write_beside_kernels(name: str, data: bytes) -> Path:
-    """All of it or nothing. Raises OSError."""
+    """Write all of it or nothing. Raises OSError."""
     folder = cache_folder()
     _make_private(folder)
     _publish(folder / name, data)
@@ -175,9 +163,9 @@ def write_beside_kernels(name: str, data: bytes) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """The folder holds code that we run. One that is there keeps its mode, if others cannot write.
+    """Make the folder unless it exists. It holds code that we run, so others must not write to it.
 
-    Nothing is written if it is there: it may be on a read-only disk. Raises OSError.
+    One that exists keeps its mode, and may be on a read-only disk. Raises OSError.
     """
     try:
         _require_private(folder)
@@ -194,7 +182,10 @@ def _require_private(folder: Path) -> None:
 
 
 def require_ours(path: Path, status: os.stat_result) -> None:
-    """Ours, or root's, who may change all of our files anyway and builds container images."""
+    """Raises PermissionError unless the file is ours or root's, and only its owner may write to it.
+
+    Root may change all of our files anyway, and builds container images.
+    """
     if os.name != "posix":
         return
     if status.st_uid not in (0, os.geteuid()):
@@ -204,7 +195,7 @@ def require_ours(path: Path, status: os.stat_result) -> None:
 
 
 def _read(path: Path, key: str) -> Cubin | None:
-    """None if there is no entry, or one that we must not run."""
+    """The entry, or None if there is none, or one that we must not run."""
     try:
         data = _read_ours(path)
     except OSError:
@@ -215,7 +206,7 @@ def _read(path: Path, key: str) -> Cubin | None:
 
 
 def _read_ours(path: Path) -> bytes:
-    """Raises OSError if it is not there, somebody else may have written it, or it never ends."""
+    """Raises OSError if there is no file, it never ends, or somebody else may have written it."""
     with open(path, "rb", opener=_open_plainly) as file:
         status = os.fstat(file.fileno())
         require_ours(path, status)
@@ -227,7 +218,7 @@ def _read_ours(path: Path) -> bytes:
 
 
 def _open_plainly(path: str, flags: int) -> int:
-    """No symbolic link, which may lead anywhere, and no wait for the other end of a pipe."""
+    """Follow no symbolic link, which may lead anywhere, and do not wait for the end of a pipe."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -245,23 +236,26 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def _create_readable(path: str, flags: int) -> int:
-    """Whoever opens the folder to others shares the entries, unless the umask forbids it.
+    """Let others read, if the folder is open to them and unless the umask forbids it.
 
-    Never writable by others, as it would be under a umask of 002: we would not run that.
+    They may never write, as they could under a umask of 002: we would not run such an entry.
     """
     return os.open(path, flags, 0o644)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time builds an entry; or several, where no lock is to be had."""
+    """Let one process at a time build an entry; or several, where no lock is to be had."""
     lock = path.with_name(f".{path.stem}.lock")
     descriptor = _wait_for(lock)
     if descriptor is None:
         yield
         return
     try:
-        _remove_leftovers(path)
+        # Processes that were killed left temporary files; as a rule, who writes one has the lock.
+        with suppress(OSError):
+            for temporary in path.parent.glob(f".{path.stem}.*.tmp"):
+                temporary.unlink(missing_ok=True)
         yield
     finally:
         with suppress(OSError):
@@ -270,7 +264,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: Path) -> int | None:
-    """A descriptor that holds the lock until it is closed, also by this process's death."""
+    """A descriptor that holds the lock until it is closed, be it by this process's death."""
     if fcntl is None or _disk_fails:
         return None
     end = time.monotonic() + _PATIENCE_S
@@ -293,22 +287,15 @@ def try_lock(lock: Path) -> int:
         # Not flock: its locks are inherited by forked children, which may outlive a killed parent.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink == 0:
-            raise BlockingIOError("its holder was done with it; others lock a new file by now")
+            raise BlockingIOError("its holder has removed it; others lock a new file by now")
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Temporary files of processes that were killed. Who writes one has the lock, as a rule."""
-    with suppress(OSError):
-        for temporary in path.parent.glob(f".{path.stem}.*.tmp"):
-            temporary.unlink(missing_ok=True)
-
-
 def _warn(cause: str) -> None:
-    """Once per process: the kernels work, but the next process compiles them again."""
+    """Warn once per process: the kernels work, but the next process compiles them again."""
     if next(_num_warned) == 0:
         message = (
             "moefp8: compiled kernels cannot be kept on disk, so every process compiles them "

@@ -1,4 +1,4 @@
-"""A compiled kernel, what its compiler had to say, and its form on disk."""
+"""What a compiler takes and gives: a program; a compiled kernel, and its form on disk."""
 
 import hashlib
 import re
@@ -6,14 +6,27 @@ import struct
 from dataclasses import dataclass
 
 _LENGTHS = struct.Struct("<2Q")
-# The last is ptxas's for WGMMAs that it serialises and for a setmaxnreg that it ignores.
+# ptxas says the last of WGMMAs that it serialises, and of a setmaxnreg that it ignores.
 _PROBLEM = re.compile(
     r"\b[1-9]\d* bytes (spill (stores|loads)|stack frame)|Potential Performance Loss"
 )
 
 
 class JitError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the message says why and the way out."""
+    """A kernel cannot be compiled, loaded or launched; the message tells why and the way out."""
+
+
+class CompileError(Exception):
+    """The compiler's log."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """expression: the kernel in C++; main: its source's file name; files: name -> text, all."""
+
+    expression: str
+    main: str
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -25,9 +38,9 @@ class Cubin:
     log: str
 
     def problems(self) -> list[str]:
-        """What costs speed, from the log: spills, local arrays, serialised WGMMA, vain setmaxnreg.
+        """Lines of the log that tell of spills, local arrays, serialised WGMMA, vain setmaxnreg.
 
-        Such a kernel is right but slow, so a user is not bothered; tests demand an empty list.
+        They cost speed alone, so a user is not bothered; tests demand an empty list.
         """
         return [line.strip() for line in self.log.splitlines() if _PROBLEM.search(line)]
 

@@ -1,8 +1,10 @@
-"""What is in a cubin, a 64-bit little-endian ELF file: its kernels' names, and their code."""
+"""What a cubin holds, a 64-bit little-endian ELF file: its kernels' names, and their code."""
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from ctypes import LittleEndianStructure, c_uint32, c_uint64
+
+from .fields import fields
 
 _PROGBITS, _SYMTAB = 1, 2
 _EXECUTABLE = 4  # SHF_EXECINSTR
@@ -10,26 +12,21 @@ _FUNCTION = 2  # STT_FUNC
 _CUDA_ENTRY = 0x10  # STO_CUDA_ENTRY in st_other: a __global__ function, not a device function
 
 
-class _Section(NamedTuple):
-    name: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
+class _Section(LittleEndianStructure):
+    """Elf64_Shdr"""
+
+    _fields_ = fields(
+        (c_uint32, "name kind"),
+        (c_uint64, "flags address offset size"),
+        (c_uint32, "link info"),
+        (c_uint64, "alignment entry_size"),
+    )
 
 
 def code_ranges(image: bytes) -> list[tuple[int, int]]:
     """Where in `image` machine code begins and ends."""
-    return [
-        (x.offset, x.offset + x.size)
-        for x in _sections(image)
-        if x.kind == _PROGBITS and x.flags & _EXECUTABLE
-    ]
+    sections = (x for x in _sections(image) if x.kind == _PROGBITS and x.flags & _EXECUTABLE)
+    return [(x.offset, x.offset + x.size) for x in sections]
 
 
 def entry_points(image: bytes) -> list[str]:
@@ -50,5 +47,4 @@ def _kernels_in(image: bytes, table: _Section, strings: int) -> Iterator[str]:
 def _sections(image: bytes) -> list[_Section]:
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count = struct.unpack_from("<2H", image, 0x3A)
-    headers = (struct.unpack_from("<2I4Q2I2Q", image, table + i * size) for i in range(count))
-    return [_Section(*header) for header in headers]
+    return [_Section.from_buffer_copy(image, table + i * size) for i in range(count)]

@@ -1,28 +1,29 @@
 """Interleave the FFMAs of a promotion: some of them let another warp issue.
 
 Promotion adds the products of the tensor cores to FP32 sums, in runs of `FFMA sum, product, scale,
-sum`. None needs another, so that one warp could issue a whole run on end, while a warp of another
-warpgroup on the same scheduler waits to issue its next WGMMAs. An FFMA whose yield bit says so lets
-it come in between. What the operand cache holds is lost then, so that its reuse bits go, too.
+sum`. No FFMA needs another, so one warp could issue a whole run on end, while a warp of another
+warpgroup on the same scheduler waits to issue its next WGMMAs. An FFMA that yields lets it come in
+between. The operand cache is lost then, so that the reuse bits go, too.
 
 NVRTC 12.9 and newer let every other FFMA yield, where a CTA has more than two warpgroups. NVRTC
 12.8, which comes with torch 2.8 to 2.10, lets none. Fewer than every other are better than both:
 `benchmarks/results/interleaving.json` says by how much.
 
-An instruction has 128 bits. In the upper 64: register C in bits 0 to 7, stall in 41 to 44, the
-yield bit, which is 0 if it yields, in 45, and in 58 to 60 whether operands A, B and C stay in the
+An instruction has 128 bits. The upper 64 hold register C in bits 0 to 7, the stall in 41 to 44, the
+yield bit in 45, which is 0 if it yields, and in 58 to 60 whether operands A, B and C stay in the
 cache.
 """
 
 import struct
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from .elf import code_ranges
 
-VERSION = 1  # of what `interleaved` does
-_LEAST = 4  # FFMAs of a run
-_FFMA = 0x223  # of registers alone
+VERSION = 1  # changes with what `interleaved` does
+_LEAST = 4  # FFMAs that make a run
+_FFMA = 0x223  # all its operands are registers
 _NO_REGISTER = 255  # RZ, which reads as zero
 _SOURCE_C = (1 << 41) - 1  # with its modifiers, and those of A and B
 _YIELD = 1 << 45
@@ -42,14 +43,14 @@ class _Instruction(NamedTuple):
 
     @property
     def factor(self) -> int:
-        """Register B, the scale: what the next FFMA most often reads, too."""
+        """Register B, the scale, which the next FFMA most often reads, too."""
         return self.low >> 32 & 0xFF
 
 
 def interleaved(image: bytes, pattern: str) -> bytes:
-    """A cubin in which the n-th FFMA of each run goes on if the n-th of `pattern`, repeated, is 1.
+    """A cubin in which the n-th FFMA of each run yields if the n-th digit of `pattern` is 0.
 
-    Where it is 0 it yields. One that goes on keeps operand B if the next one reads it.
+    `pattern` repeats. An FFMA that does not yield keeps operand B if the next one reads it.
     """
     patched = bytearray(image)
     for run in promotions(image):
@@ -66,13 +67,9 @@ def interleaved(image: bytes, pattern: str) -> bytes:
 def promotions(image: bytes) -> Iterator[list[_Instruction]]:
     """Runs of promoting FFMAs with no other instruction in between."""
     for begin, end in code_ranges(image):
-        run: list[_Instruction] = []
         words = struct.iter_unpack("<2Q", memoryview(image)[begin:end])
-        for i, (low, high) in enumerate([*words, (0, 0)]):
-            instruction = _Instruction(begin + 16 * i, low, high)
-            if instruction.is_promotion:
-                run.append(instruction)
-            else:
-                if len(run) >= _LEAST:
-                    yield run
-                run = []
+        instructions = (_Instruction(begin + 16 * i, *pair) for i, pair in enumerate(words))
+        for are_promotions, found in groupby(instructions, lambda x: x.is_promotion):
+            run = list(found)
+            if are_promotions and len(run) >= _LEAST:
+                yield run

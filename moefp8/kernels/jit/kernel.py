@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .cache import cached, compiling
-from .compiler import CompileError, Compiler, Program
-from .cubin import Cubin, JitError
+from .cache import cached
+from .cubin import CompileError, Cubin, JitError, Program
 from .interleave import VERSION, interleaved
 from .nvcc import Nvcc
 from .nvrtc import Nvrtc
-from .once import Once
+from .once import ForksWait, Once
 
 ARCHITECTURE = "sm_90a"
 OPTIONS = (
@@ -29,8 +28,10 @@ _FORMAT = 1  # of a cache entry
 _COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
-_COMPILERS: dict[str, Callable[[], Compiler]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
-_found: Once[str, Compiler] = Once()
+_COMPILERS: dict[str, type[Nvrtc | Nvcc]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
+_found: Once[str, Nvrtc | Nvcc] = Once()
+# NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
+_compiling = ForksWait()
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Kernel:
         the one in `moefp8/kernels/device`.
     name: C++ name of the `__global__` function, e.g. `gemm_kernel<GemmShape<128, 192, 4, true>>`.
     interleaving: which FFMAs of its promotions yield, see `interleave`; empty: as compiled.
-        `MOEFP8_INTERLEAVE=0` leaves those of all kernels as compiled.
+        `MOEFP8_INTERLEAVE=0` leaves all kernels as compiled.
     """
 
     source: Path
@@ -54,7 +55,8 @@ class Kernel:
 
 def compile_kernel(kernel: Kernel) -> Cubin:
     """From the cache, else compiled; needs no GPU. Raises JitError with the compiler's log."""
-    program, compiler, pattern = _program(kernel), _compiler(), _pattern_of(kernel)
+    program, compiler = _program(kernel), _compiler()
+    pattern = "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
     key = _key(program, compiler, pattern)
     return cached(key, lambda: _compile(kernel, program, compiler, pattern))
 
@@ -64,7 +66,7 @@ def compile_kernels(
     num_threads: int | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> list[Cubin]:
-    """As many at a time as this process has processors, or num_threads.
+    """Compile as many at a time as this process has processors, or num_threads.
 
     done: called after each, by any thread. Raises the first JitError, when all that began are over.
     """
@@ -77,11 +79,7 @@ def compile_kernels(
 
     num_threads = min(num_threads or num_processors(), len(kernels)) or 1
     with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            return list(pool.map(compile_one, kernels))
-        except BaseException:  # Ctrl-C too: what waits is not begun any more
-            pool.shutdown(cancel_futures=True)
-            raise
+        return list(pool.map(compile_one, kernels))  # after an error or Ctrl-C it begins no more
 
 
 def num_processors() -> int:
@@ -91,37 +89,34 @@ def num_processors() -> int:
 
 
 def source_digest(source: Path) -> str:
-    """Of a .cu file and of all that it includes."""
+    """A digest of a .cu file and of all that it includes."""
     files = sorted(_program(Kernel(source, "")).files.items())
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
-def _compiler() -> Compiler:
+def _compiler() -> Nvrtc | Nvcc:
     """NVRTC, or what `MOEFP8_COMPILER` names; both see the same text and options."""
     name = os.environ.get("MOEFP8_COMPILER", "nvrtc")
     if name not in _COMPILERS:
         raise JitError(f"MOEFP8_COMPILER must be nvrtc or nvcc, got {name!r}")
-    return _found.get(name, lambda: _start(name))
 
+    def start() -> Nvrtc | Nvcc:
+        with _compiling:  # NVRTC is opened, and compiles an empty file
+            return _COMPILERS[name]()
 
-def _start(name: str) -> Compiler:
-    with compiling:  # NVRTC is imported, opened, and compiles an empty file
-        return _COMPILERS[name]()
-
-
-def _pattern_of(kernel: Kernel) -> str:
-    return "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
+    return _found.get(name, start)
 
 
 def compiler_description() -> str:
-    """Which one compiles, and where it is. Raises JitError without any."""
+    """Which compiler is used, and where it is. Raises JitError without any."""
     compiler = _compiler()
     return f"{compiler.version.strip()}, {compiler.path}"
 
 
-def _compile(kernel: Kernel, program: Program, compiler: Compiler, pattern: str) -> Cubin:
+def _compile(kernel: Kernel, program: Program, compiler: Nvrtc | Nvcc, pattern: str) -> Cubin:
     try:
-        cubin = compiler.compile(program, OPTIONS)
+        with _compiling:
+            cubin = compiler.compile(program, OPTIONS)
     except CompileError as error:
         raise JitError(
             f"{kernel} does not compile\n"
@@ -135,7 +130,7 @@ def _compile(kernel: Kernel, program: Program, compiler: Compiler, pattern: str)
 
 
 def _program(kernel: Kernel) -> Program:
-    """The source and all that it includes, as text: what is compiled is what the key covers."""
+    """The source and all that it includes, as text, so that the key covers what is compiled."""
     folders = (kernel.source.parent, DEVICE_FOLDER)
     files = {kernel.source.name: _read(kernel.source)}
     missing = _INCLUDE.findall(files[kernel.source.name])
@@ -158,8 +153,8 @@ def _read(path: Path) -> str:
         raise JitError(f"{path} cannot be read ({error.strerror}); reinstall moefp8") from error
 
 
-def _key(program: Program, compiler: Compiler, pattern: str) -> str:
-    """Everything the cubin depends on; not the GPU, since a cubin is fixed per architecture."""
+def _key(program: Program, compiler: Nvrtc | Nvcc, pattern: str) -> str:
+    """A digest of all that the cubin depends on. It runs on every GPU of its architecture."""
     files = sorted(program.files.items())
     made = [compiler.version, OPTIONS, pattern, VERSION if pattern else None]
     parts = [_FORMAT, *made, program.main, program.expression, files]

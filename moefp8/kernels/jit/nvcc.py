@@ -8,13 +8,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .compiler import CompileError, Program
-from .cubin import Cubin, JitError
+from .cubin import CompileError, Cubin, JitError, Program
 from .elf import entry_points
 
 
 class Nvcc:
-    """nvcc as a process of its own, in a folder that holds just the program's files."""
+    """nvcc as a process of its own, in a folder that holds just the program's files.
+
+    version: changes whenever its output may change, as that of `Nvrtc` does.
+    """
 
     def __init__(self) -> None:
         self.path = _find_nvcc()
@@ -25,12 +27,13 @@ class Nvcc:
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def compile(self, program: Program, options: Sequence[str]) -> Cubin:
+        """Raises CompileError."""
         with tempfile.TemporaryDirectory(prefix="moefp8-") as folder:
             for name, text in program.files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            # Taking its address instantiates the kernel, and nothing else is.
+            # To take its address instantiates the kernel, and nothing else.
             use = f"const void* used = (const void*)({program.expression});"
             main, output = Path(folder, "_main.cu"), Path(folder, "_main.cubin")
             main.write_text(f'#include "{program.main}"\n{use}\n')

@@ -4,12 +4,12 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from .compiler import CompileError, Program
-from .cubin import Cubin, JitError
+from .cubin import CompileError, Cubin, JitError, Program
 
 _NO_NVRTC = (
     "no usable NVRTC, which compiles the kernels; CUDA builds of torch bring it, else "
@@ -30,26 +30,21 @@ class Nvrtc:
 
     def _build(self) -> str:
         """The exact build, which `nvrtcVersion` does not tell: it heads every PTX file."""
-        program = self._create(Program("", "empty.cu", {"empty.cu": ""}))
-        try:
-            self._compile(program, ["--gpu-architecture=compute_90a"])
-            ptx = self._output("nvrtcGetPTX", program).decode()
-        finally:
-            self._destroy(program)
+        with self._made(Program("", "empty.cu", {"empty.cu": ""})) as handle:
+            self._compile(handle, ["--gpu-architecture=compute_90a"])
+            ptx = self._output("nvrtcGetPTX", handle).decode()
         return " ".join(re.findall(r"\bV\d\S+|\bCL-\d+", ptx)) or ptx
 
     def compile(self, program: Program, options: Sequence[str]) -> Cubin:
-        handle = self._create(program)
-        try:
-            expression = program.expression.encode()
+        """Raises CompileError."""
+        expression = program.expression.encode()
+        with self._made(program) as handle:
             self._call("nvrtcAddNameExpression", handle, expression)
             log = self._compile(handle, options)
             symbol = ctypes.c_char_p()
             self._call("nvrtcGetLoweredName", handle, expression, ctypes.byref(symbol))
             image = self._output("nvrtcGetCUBIN", handle)
             return Cubin(image, (symbol.value or b"").decode(), log)
-        finally:
-            self._destroy(handle)
 
     def _compile(self, handle: ctypes.c_void_p, options: Sequence[str]) -> str:
         argv = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
@@ -59,7 +54,9 @@ class Nvrtc:
             raise CompileError(f"{self._error(failed)}\n{log}")
         return log
 
-    def _create(self, program: Program) -> ctypes.c_void_p:
+    @contextmanager
+    def _made(self, program: Program) -> Iterator[ctypes.c_void_p]:
+        """An nvrtcProgram."""
         headers = {name: text for name, text in program.files.items() if name != program.main}
         strings = ctypes.c_char_p * len(headers)
         handle = ctypes.c_void_p()
@@ -72,10 +69,10 @@ class Nvrtc:
             strings(*[text.encode() for text in headers.values()]),
             strings(*[name.encode() for name in headers]),
         )
-        return handle
-
-    def _destroy(self, program: ctypes.c_void_p) -> None:
-        self._call("nvrtcDestroyProgram", ctypes.byref(program))
+        try:
+            yield handle
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(handle))
 
     def _output(self, getter: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
@@ -95,7 +92,7 @@ class Nvrtc:
 
 def _load() -> tuple[ctypes.CDLL, str]:
     try:
-        path = _chosen() or _of_torch() or _found()
+        path = Path(os.environ.get("MOEFP8_NVRTC") or _of_torch() or _found())
         lib = ctypes.CDLL(str(path))
     except (ImportError, RuntimeError, OSError) as error:
         raise JitError(_NO_NVRTC.format(error)) from error
@@ -104,14 +101,8 @@ def _load() -> tuple[ctypes.CDLL, str]:
     return lib, str(path)
 
 
-def _chosen() -> Path | None:
-    """The library that `MOEFP8_NVRTC` names, if it is set."""
-    path = os.environ.get("MOEFP8_NVRTC")
-    return Path(path) if path else None
-
-
 def _of_torch() -> Path | None:
-    """Of the CUDA that torch was built for: a newer one's kernels may be none for its driver."""
+    """That of the CUDA that torch was built for: its driver may not run kernels of a newer one."""
     version = getattr(sys.modules.get("torch"), "version", None)
     major = (getattr(version, "cuda", None) or "").partition(".")[0]
     packages = find_spec("nvidia")
@@ -120,10 +111,10 @@ def _of_torch() -> Path | None:
     return next(found, None) if major else None
 
 
-def _found() -> Path:
+def _found() -> str:
     from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
-    return Path(str(load_nvidia_dynamic_lib("nvrtc").abs_path))
+    return str(load_nvidia_dynamic_lib("nvrtc").abs_path)
 
 
 def _load_builtins(lib: ctypes.CDLL, path: Path) -> None:

@@ -12,7 +12,7 @@ V = TypeVar("V")
 class Once(Generic[K, V]):
     """key -> value. Threads that want one key wait for its builder; other keys build meanwhile.
 
-    A builder that raises leaves the key unbuilt, and the next thread tries.
+    If a builder raises, the key stays unbuilt, and the next thread tries.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Once(Generic[K, V]):
             return self._values[key]
 
     def values(self) -> list[V]:
-        """Those built so far."""
+        """The values that were built so far."""
         return list(self._values.values())
 
     def clear(self) -> None:
@@ -47,9 +47,9 @@ class Once(Generic[K, V]):
 
 
 def lock_of_threads_and_forks() -> threading.Lock:
-    """A lock that every fork takes too: none happens amid what is done with it held.
+    """A lock that every fork takes too, so that a child never finds it locked.
 
-    So a child never finds it locked. Who holds it must not fork.
+    Who holds it must not fork.
     """
     lock = threading.Lock()
     if hasattr(os, "register_at_fork"):
@@ -59,7 +59,7 @@ def lock_of_threads_and_forks() -> threading.Lock:
 
 
 class ForksWait:
-    """`with` it, a thread does what no fork may happen amid: forks wait for its end.
+    """A context within which any number of threads can be: forks wait until nobody is.
 
     Who is within must neither fork nor enter again.
     """

@@ -1,9 +1,13 @@
-"""A small kernel with headers, to be compiled, here or by other processes, and forgotten."""
+"""A small kernel with headers, a made-up one, other processes that want them, and calls that fail."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
@@ -15,22 +19,9 @@ template <int N> __global__ void fill(float* p, float x) { p[threadIdx.x] = kVal
 }
 __global__ void refill() {}
 """
-
-
 CUBIN = jit.Cubin(b"image" * 1000, "symbol", "log")  # made up: no GPU would load it
-# In another process, of kernels of SOURCE: every compilation is told.
-COMPILE = """
-import pathlib, time
-from room.kernel import Kernel, _compiler, compile_kernels
-from room.nvrtc import Nvrtc
-quietly = Nvrtc.compile
-def compile_and_tell(self, program, options):
-    tell(f"compiled {program.expression}")
-    return quietly(self, program, options)
-Nvrtc.compile = compile_and_tell
-def kernels(*numbers):
-    return [Kernel(pathlib.Path(SOURCE), f"a::fill<{i}>") for i in numbers]
-"""
+ENTRY = CUBIN.to_bytes("key")
+STRANGER = 4711  # a user who is nobody here
 
 
 def write_kernel(folder: Path, name: str = "a::fill<3>", source: str = SOURCE) -> jit.Kernel:
@@ -40,8 +31,18 @@ def write_kernel(folder: Path, name: str = "a::fill<3>", source: str = SOURCE) -
     return jit.Kernel(folder / "fill.cu", name)
 
 
+def symbol_of(number: int) -> str:
+    """That of `a::fill<number>`."""
+    return f"_ZN1a4fillILi{number}EEEvPff"
+
+
+def symbols_of(kernels: Sequence[jit.Kernel]) -> list[str]:
+    """For another process: a module that it can import."""
+    return [jit.compile_kernel(kernel).symbol for kernel in kernels]
+
+
 def forget() -> None:
-    """All that this process has compiled."""
+    """Forget all that this process has compiled."""
     cache._memory.clear()
 
 
@@ -49,46 +50,87 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# `get(key)` takes a made-up kernel from the cache; one that is not there is built, and told.
-GET = """
-from room.cache import cached
-from room.cubin import Cubin
+def only_entry(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    assert path.suffix == ".cubin"
+    return path
+
+
+def fail(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    code: int,
+    when: Callable[..., bool] = lambda *_: True,
+) -> list[tuple]:
+    """Calls of `owner.name` fail with errno `code`, when their arguments say so; returns these."""
+    real, failed = getattr(owner, name), []
+
+    def call(*arguments, **options):
+        if not when(*arguments):
+            return real(*arguments, **options)
+        failed.append(arguments)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(owner, name, call)
+    return failed
+
+
+# `room` is the JIT room, and what compiles needs no torch. `get(key)` takes a made-up kernel from
+# the cache, and `fill(numbers)` compiles kernels of the source in argv[2]; what is not found there,
+# is told. A hang ends in an error.
+_BEGIN = """
+import os, pathlib, signal, sys, threading, time, types
+signal.alarm(60)
+room = types.ModuleType("room")
+room.__path__ = [sys.argv[1]]
+sys.modules["room"] = room
+from room import cache, cubin, kernel, once
+def tell(line):
+    os.write(1, f"{line}\\n".encode())  # whole, whichever threads and children write too
 def build():
     tell("built")
-    return Cubin(b"image" * 1000, "symbol", "log")
+    return cubin.Cubin(b"image" * 1000, "symbol", "log")
 def get(key):
-    return cached(key, build).symbol
+    return cache.cached(key, build).symbol
+quietly = kernel.Nvrtc.compile
+def compile_and_tell(self, program, options):
+    tell(f"compiled {program.expression}")
+    return quietly(self, program, options)
+kernel.Nvrtc.compile = compile_and_tell
+def fill(*numbers):
+    source = pathlib.Path(sys.argv[2])
+    kernels = [kernel.Kernel(source, f"a::fill<{i}>") for i in numbers]
+    return [cubin.symbol for cubin in kernel.compile_kernels(kernels, num_threads=2)]
+def exit_code_of_child(function):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        os._exit(function())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
-
-
-def python_without_torch(
-    code: str, within: Sequence[str] = (), **options: object
-) -> "subprocess.Popen[str]":
-    """Runs code in a new process in which `room` is the JIT room; what compiles needs no torch.
-
-    `tell(line)` writes to its output, which errors go to as well.
-    within: a command that runs a command; options: of Popen. A hang ends in an error.
-    """
-    code = f"""
-import os, signal, sys, types
-signal.alarm(60)
-def tell(line):
-    os.write(1, f"{{line}}\\n".encode())  # whole, whichever threads and children write too
-room = types.ModuleType("room")
-room.__path__ = [{str(Path(jit.__file__).parent)!r}]
-sys.modules["room"] = room
-{code}
+_END = """
 assert "torch" not in sys.modules
 """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = [*within, sys.executable, "-c", code]
-    return subprocess.Popen(command, text=True, **{**pipes, **options})
+
+
+def start_python(
+    code: str, *arguments: object, within: Sequence[str] = (), stdin: int | None = None
+) -> "subprocess.Popen[str]":
+    """Run code behind `_BEGIN` in a new process, whose errors go to its output.
+
+    within: a command that runs a command.
+    """
+    ignoring = ("-W", "ignore::DeprecationWarning")  # Python dislikes forks amid threads
+    command = [*within, sys.executable, *ignoring, "-c", f"{_BEGIN}{code}{_END}"]
+    command += [str(Path(jit.__file__).parent), *map(str, arguments)]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(command, text=True, stdin=stdin, stdout=out, stderr=err)
 
 
 def output_of(process: "subprocess.Popen[str]") -> str:
     return process.communicate(timeout=60)[0]
 
 
-def symbols_of(kernels: Sequence[jit.Kernel]) -> list[str]:
-    """For another process: a module that it can import."""
-    return [jit.compile_kernel(kernel).symbol for kernel in kernels]
+def run_python(code: str, *arguments: object, within: Sequence[str] = ()) -> str:
+    return output_of(start_python(code, *arguments, within=within))

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,38 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import (
     CUBIN,
-    GET,
+    ENTRY,
+    STRANGER,
+    fail,
     files_in,
     forget,
-    output_of,
-    python_without_torch,
+    only_entry,
+    run_python,
+    symbol_of,
     write_kernel,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
-
-ENTRY = CUBIN.to_bytes("key")
-STRANGER = 4711
-
-
-@pytest.fixture
-def get(builds):
-    """`get(key)`: a made-up kernel, from disk, else built."""
-
-    def get(key: str = "key") -> jit.Cubin:
-        forget()
-        return cache.cached(key, lambda: (builds.append(key), CUBIN)[1])
-
-    return get
-
-
-def only_entry(folder: Path) -> Path:
-    (path,) = folder.iterdir()
-    assert path.suffix == ".cubin"
-    return path
 
 
 # Damage
@@ -81,7 +62,7 @@ DAMAGES = {
     "length of symbol": flip(32),
     "length of log": flip(47),
     "symbol": flip(48),
-    "log": flip(48 + len("_ZN1a4fillILi3EEEvPff")),
+    "log": flip(48 + len(symbol_of(3))),
     "image": flip(-1),
     "all but the end": lambda data: data[:-1],
     "half of the header": lambda data: data[:40],
@@ -151,39 +132,33 @@ def owned_by_another(folder, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
 
 
-def failing(code: int, when=lambda *_: True):
-    def call(real):
-        def fail(*arguments, **options):
-            if when(*arguments):
-                raise OSError(code, os.strerror(code))
-            return real(*arguments, **options)
-
-        return fail
-
-    return call
-
-
 def full_when_flushed(folder, monkeypatch):
-    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC)(os.fsync))
+    fail(monkeypatch, os, "fsync", errno.ENOSPC)
 
 
 def full_when_renamed(folder, monkeypatch):
-    monkeypatch.setattr(os, "replace", failing(errno.EDQUOT)(os.replace))
+    fail(monkeypatch, os, "replace", errno.EDQUOT)
 
 
 def full_when_made(folder, monkeypatch):
-    monkeypatch.setattr(Path, "mkdir", failing(errno.ENOSPC)(Path.mkdir))
+    fail(monkeypatch, Path, "mkdir", errno.ENOSPC)
 
 
-def writes(path, flags=0, *_, **__) -> bool:
-    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+def refuse_to_write(monkeypatch) -> list[tuple]:
+    """As a read-only disk does; returns what was tried."""
+
+    def writes(path, flags=0, *_) -> bool:
+        return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+    tried = [fail(monkeypatch, os, "open", errno.EROFS, writes)]
+    for name in ("mkdir", "unlink", "replace", "chmod"):
+        tried += [fail(monkeypatch, owner, name, errno.EROFS) for owner in (os, Path)]
+    return tried
 
 
 def read_only(folder, monkeypatch):
     folder.mkdir(mode=0o700)
-    monkeypatch.setattr(os, "open", failing(errno.EROFS, writes)(os.open))
-    for name in ("mkdir", "unlink"):
-        monkeypatch.setattr(Path, name, failing(errno.EROFS)(getattr(Path, name)))
+    refuse_to_write(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -216,29 +191,11 @@ def test_without_a_folder_it_works_from_memory_and_says_so_once(
     assert not folder.exists() or files_in(folder) == []
 
 
-def test_nothing_is_written_where_nothing_is_missing(folder, builds, get, monkeypatch):
+def test_nothing_is_written_where_nothing_is_missing(builds, get, monkeypatch):
     get()
-    tried = []
-
-    def refuse(owner, name, when=lambda *_: True):
-        real = getattr(owner, name)
-
-        def call(*arguments, **options):
-            if when(*arguments):
-                tried.append((name, arguments))
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    refuse(os, "open", writes)
-    for name in ("mkdir", "unlink", "replace", "chmod"):
-        refuse(os, name)
-        refuse(Path, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert get() == CUBIN
-    assert (builds, tried) == (["key"], [])
+    tried = refuse_to_write(monkeypatch)
+    assert get() == CUBIN
+    assert (builds, [*filter(None, tried)]) == (["key"], [])
     with pytest.warns(UserWarning, match="Read-only"):
         get("missing")
     assert (get("missing"), builds) == (CUBIN, ["key", "missing", "missing"])
@@ -257,15 +214,14 @@ def skip_unless_it_runs(command: list[str]) -> None:
         pytest.skip("no right to mount")
 
 
-TWO_KERNELS = GET + "tell(get('key') + get('other') + get('key'))"
+TWO_KERNELS = "tell(get('key') + get('other') + get('key'))"
 
 
 def test_a_full_disk(folder):
     folder.mkdir(mode=0o700)
     within = mounted(f"mount -t tmpfs -o size=4k,mode=700 none {folder}")
     skip_unless_it_runs(within)
-    code = f"{TWO_KERNELS}; tell(os.listdir({str(folder)!r}))"
-    output = output_of(python_without_torch(code, within))
+    output = run_python(f"{TWO_KERNELS}; tell(os.listdir({str(folder)!r}))", within=within)
     assert output.count("built\n") == 2
     assert "symbolsymbolsymbol\n[]\n" in output
     assert output.count("UserWarning: moefp8") == 1
@@ -277,8 +233,8 @@ def test_a_read_only_disk(folder, get):
     within = mounted(f"mount --bind {folder} {folder}; mount -o remount,bind,ro {folder}")
     skip_unless_it_runs(within)
     get()
-    assert output_of(python_without_torch(f"{GET}tell(get('key'))", within)) == "symbol\n"
-    output = output_of(python_without_torch(TWO_KERNELS, within))
+    assert run_python("tell(get('key'))", within=within) == "symbol\n"
+    output = run_python(TWO_KERNELS, within=within)
     assert output.count("built\n") == output.count("UserWarning: moefp8") == 1
     assert "symbolsymbolsymbol\n" in output
     assert "Read-only file system" in output
@@ -287,7 +243,7 @@ def test_a_read_only_disk(folder, get):
 
 def test_a_limit_on_the_size_of_files(folder):
     limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (1000, 1000))\n"
-    output = output_of(python_without_torch(limit + TWO_KERNELS))
+    output = run_python(limit + TWO_KERNELS)
     assert output.count("built\n") == 2
     assert output.count("UserWarning: moefp8") == 1
     assert "File too large" in output

@@ -1,7 +1,6 @@
 """The cache of kernels among threads and forks."""
 
 import multiprocessing
-import os
 import threading
 import time
 import warnings
@@ -13,32 +12,15 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from moefp8.kernels.jit.once import ForksWait, Once
 from tests.kernels.jit.cases import (
-    COMPILE,
     CUBIN,
-    GET,
     files_in,
-    forget,
-    output_of,
-    python_without_torch,
+    run_python,
+    symbol_of,
     symbols_of,
     write_kernel,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
-
-
-@pytest.fixture
-def get(builds):
-    """The made-up kernel of `GET`, from disk, else built; no warning."""
-
-    def get() -> jit.Cubin:
-        forget()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return cache.cached("key", lambda: (builds.append("key"), CUBIN)[1])
-
-    return get
-
 
 # Threads
 
@@ -55,7 +37,7 @@ def test_threads_compile_each_kernel_once(tmp_path, compiles):
         cubins = list(pool.map(ask, range(12)))
     assert len(set(map(id, cubins))) == 3
     assert sorted(compiles) == [kernel.name for kernel in kernels]
-    assert [x.symbol for x in cubins[:3]] == [f"_ZN1a4fillILi{i}EEEvPff" for i in range(3)]
+    assert [x.symbol for x in cubins[:3]] == [symbol_of(i) for i in range(3)]
 
 
 def test_different_keys_build_at_the_same_time():
@@ -85,81 +67,58 @@ def test_a_child_compiles_too(tmp_path, folder, method):
         warnings.simplefilter("ignore", DeprecationWarning)
         with multiprocessing.get_context(method).Pool(1) as pool:
             found = pool.apply_async(symbols_of, [[old, new]]).get(timeout=60)
-    assert found == [f"_ZN1a4fillILi{i}EEEvPff" for i in (1, 2)]
+    assert found == [symbol_of(1), symbol_of(2)]
     assert len(files_in(folder)) == 2
     assert {path: path.stat().st_ino for path in before} == before
 
 
 def test_a_forked_child_has_its_parent_s_kernels_in_memory():
-    code = f"""
-{GET}
+    code = """
 get("key")
 os.environ["MOEFP8_CACHE_DIR"] = "/nowhere"
-child = os.fork()
-if child == 0:
-    os._exit(0 if get("key") == "symbol" else 1)
-tell(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+tell(exit_code_of_child(lambda: get("key") != "symbol"))
 """
-    assert output_of(python_without_torch(code)) == "built\n0\n"
+    assert run_python(code) == "built\n0\n"
 
 
 def test_forks_while_a_thread_compiles(tmp_path):
     """Without `ForksWait`, every other child hangs in a lock of NVRTC's."""
-    source = write_kernel(tmp_path).source
-    code = f"""
-SOURCE = {str(source)!r}
-{COMPILE}
-Nvrtc.compile = quietly
-import itertools, threading
-_compiler()
+    code = """
+import itertools
+kernel._compiler()
+kernel.Nvrtc.compile = quietly
 end = threading.Event()
-def compile_on():
-    for i in itertools.count():
-        if end.is_set():
-            break
-        compile_kernels(kernels(i), num_threads=1)
-thread = threading.Thread(target=compile_on)
+def fill_on():
+    for i in itertools.takewhile(lambda _: not end.is_set(), itertools.count()):
+        fill(i)
+thread = threading.Thread(target=fill_on)
 thread.start()
 codes = []
-for i in range(12):
+for i in range(10**6, 10**6 + 12):
     time.sleep(0.01)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)
-        _, cubin = compile_kernels(kernels(0, 10**6 + i), num_threads=1)
-        os._exit(f"Li{{10**6 + i}}E" not in cubin.symbol)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    codes.append(exit_code_of_child(lambda: f"Li{i}E" not in fill(0, i)[1]))
     if codes[-1]:
         break
 end.set()
 thread.join()
 tell(codes)
 """
-    process = python_without_torch(code, env={**os.environ, "PYTHONWARNINGS": "ignore"})
-    assert output_of(process) == f"{[0] * 12}\n"
+    assert run_python(code, write_kernel(tmp_path).source) == f"{[0] * 12}\n"
 
 
 def test_a_fork_while_a_thread_builds():
     code = """
-import threading
-from room.once import Once
-once, building, end = Once(), threading.Event(), threading.Event()
+values, building, end = once.Once(), threading.Event(), threading.Event()
 build = lambda: (building.set(), end.wait(20), "parent")[-1]
-thread = threading.Thread(target=lambda: once.get("key", build))
+thread = threading.Thread(target=lambda: values.get("key", build))
 thread.start()
 building.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(5)  # rather than hang
-    os._exit(once.get("key", lambda: 7))
-status = os.waitpid(child, 0)[1]
+tell(exit_code_of_child(lambda: values.get("key", lambda: 7)))
 end.set()
 thread.join()
-tell(os.waitstatus_to_exitcode(status))
-tell(once.get("key", None))
+tell(values.get("key", None))
 """
-    process = python_without_torch(code, env={**os.environ, "PYTHONWARNINGS": "ignore"})
-    assert output_of(process) == "7\nparent\n"
+    assert run_python(code) == "7\nparent\n"
 
 
 def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
@@ -201,8 +160,6 @@ def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
 def test_a_fork_waits_until_the_compiler_is_found():
     """It imports, opens NVRTC and compiles an empty file: amid that, every third child hung."""
     code = """
-import threading, time
-from room import kernel
 class Slow(kernel.Nvrtc):
     def __init__(self):
         finding.set()
@@ -213,10 +170,6 @@ kernel._COMPILERS["nvrtc"] = Slow
 thread = threading.Thread(target=kernel._compiler)
 thread.start()
 finding.wait()
-child = os.fork()
-if child == 0:
-    os._exit(not found)
-tell(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+tell(exit_code_of_child(lambda: not found))
 """
-    process = python_without_torch(code, env={**os.environ, "PYTHONWARNINGS": "ignore"})
-    assert output_of(process) == "0\n"
+    assert run_python(code) == "0\n"

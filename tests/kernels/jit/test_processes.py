@@ -4,40 +4,24 @@ import errno
 import os
 import signal
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import (
-    COMPILE,
     CUBIN,
-    GET,
+    fail,
     files_in,
-    forget,
     output_of,
-    python_without_torch,
+    start_python,
+    symbol_of,
     write_kernel,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
-
-
-@pytest.fixture
-def get(builds):
-    """The made-up kernel of `GET`, from disk, else built; no warning."""
-
-    def get() -> jit.Cubin:
-        forget()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return cache.cached("key", lambda: (builds.append("key"), CUBIN)[1])
-
-    return get
 
 
 # Many processes
@@ -45,24 +29,22 @@ def get(builds):
 
 def test_16_processes_compile_each_kernel_once(tmp_path, folder):
     source = write_kernel(tmp_path).source
-    code = f"""
-SOURCE = {str(source)!r}
-{COMPILE}
-_compiler()
+    code = """
+kernel._compiler()
 tell("ready")
 sys.stdin.read()
-for cubin in compile_kernels(kernels(1, 2, 3, 4), num_threads=2):
-    tell(cubin.symbol)
+for symbol in fill(1, 2, 3, 4):
+    tell(symbol)
 """
     gate, go = os.pipe()
-    processes = [python_without_torch(code, stdin=gate) for _ in range(16)]
+    processes = [start_python(code, source, stdin=gate) for _ in range(16)]
     os.close(gate)
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     os.close(go)
     outputs = [output_of(process).splitlines() for process in processes]
     for lines in outputs:
-        assert lines[-4:] == [f"_ZN1a4fillILi{i}EEEvPff" for i in (1, 2, 3, 4)]
+        assert lines[-4:] == [symbol_of(i) for i in (1, 2, 3, 4)]
     compiled = sorted(line for lines in outputs for line in lines[:-4])
     assert compiled == [f"compiled a::fill<{i}>" for i in (1, 2, 3, 4)]
     assert [Path(name).suffix for name in files_in(folder)] == [".cubin"] * 4
@@ -71,7 +53,6 @@ for cubin in compile_kernels(kernels(1, 2, 3, 4), num_threads=2):
 # Killed processes
 
 STUCK = """
-import time
 def stop(*_):
     tell("stuck")
     time.sleep(100)
@@ -80,14 +61,14 @@ WHEN_STUCK = {
     "in the build": "build = stop",
     "half of it written": "os.fsync = lambda file: (os.ftruncate(file, 999), stop())",
     "all of it written": "os.replace = stop",
-    "published": "import pathlib; pathlib.Path.unlink = stop",
+    "published": "pathlib.Path.unlink = stop",
 }
 
 
 @contextmanager
 def stuck(where: str):
-    """A process that stops there with the lock of `key`; killed in the end at the latest."""
-    process = python_without_torch(f"{GET}{STUCK}{WHEN_STUCK[where]}\nget('key')")
+    """A process that stops there with the lock of `key`, and is killed in the end at the latest."""
+    process = start_python(f"{STUCK}{WHEN_STUCK[where]}\nget('key')")
     try:
         for line in process.stdout:
             if line == "stuck\n":
@@ -104,6 +85,14 @@ def kill(process) -> None:
     process.stdout.close()
 
 
+@contextmanager
+def within_patience():
+    """What is done within waits for no other process's lock to become old."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < cache._PATIENCE_S / 2
+
+
 @pytest.mark.parametrize("where", WHEN_STUCK)
 def test_a_killed_process_leaves_nothing_behind(folder, builds, get, where):
     with stuck(where):
@@ -113,9 +102,8 @@ def test_a_killed_process_leaves_nothing_behind(folder, builds, get, where):
     assert sum(name.endswith(".tmp") for name in left) == where.endswith("written")
     published = where == "published"
     assert ("key.cubin" in left) == published
-    begin = time.monotonic()
-    assert get() == CUBIN
-    assert time.monotonic() - begin < cache._PATIENCE_S / 2
+    with within_patience():
+        assert get() == CUBIN
     assert builds == ([] if published else ["key"])
     # With the entry there, nobody asks for the lock any more.
     assert files_in(folder) == ([".key.lock"] if published else []) + ["key.cubin"]
@@ -135,8 +123,7 @@ def test_who_waits_for_a_killed_process_takes_over(folder, builds, get):
 
 
 def test_who_waits_finds_what_the_other_published(builds, get):
-    code = f"""
-{GET}
+    code = """
 build_at_once = build
 def build():
     cubin = build_at_once()
@@ -145,7 +132,7 @@ def build():
 get("key")
 """
     gate, go = os.pipe()
-    process = python_without_torch(code, stdin=gate)
+    process = start_python(code, stdin=gate)
     os.close(gate)
     assert process.stdout.readline() == "built\n"
     with ThreadPoolExecutor(1) as pool:
@@ -170,8 +157,7 @@ def test_a_stopped_process_is_waited_for_but_not_for_ever(folder, builds, get, m
 def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(builds, get, monkeypatch):
     monkeypatch.setattr(cache, "_PATIENCE_S", 10)
     code = f"""
-{GET}{STUCK}
-import threading
+{STUCK}
 writing = threading.Event()
 os.fsync = lambda file: (writing.set(), time.sleep(100))
 threading.Thread(target=get, args=["key"]).start()
@@ -182,16 +168,15 @@ if child == 0:
 tell(child)
 time.sleep(100)
 """
-    process = python_without_torch(code)
+    process = start_python(code)
     lines = [process.stdout.readline() for _ in range(3)]
     (child,) = (int(line) for line in lines if line.strip().isdigit())
     try:
         process.kill()
         process.wait(timeout=10)
         os.kill(child, 0)  # it lives
-        begin = time.monotonic()
-        assert get() == CUBIN
-        assert time.monotonic() - begin < cache._PATIENCE_S / 2
+        with within_patience():
+            assert get() == CUBIN
         assert builds == ["key"]
     finally:
         os.kill(child, signal.SIGKILL)
@@ -201,19 +186,12 @@ time.sleep(100)
 # Where locks are of no use
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks(folder, builds, get, monkeypatch, code):
-    def lockf(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(cache.fcntl, "lockf", lockf)
-    assert get() == get() == CUBIN
-    assert builds == ["key"]
-    assert files_in(folder) == ["key.cubin"]
-
-
-def test_a_system_without_locks(folder, builds, get, monkeypatch):
-    monkeypatch.setattr(cache, "fcntl", None)
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, None])
+def test_a_file_system_or_a_whole_system_without_locks(folder, builds, get, monkeypatch, code):
+    if code:
+        fail(monkeypatch, cache.fcntl, "lockf", code)
+    else:
+        monkeypatch.setattr(cache, "fcntl", None)
     assert get() == get() == CUBIN
     assert builds == ["key"]
     assert files_in(folder) == ["key.cubin"]
@@ -236,20 +214,15 @@ def test_a_lock_file_that_was_removed_is_no_lock(folder, get, monkeypatch):
 
 def test_nobody_waits_for_what_cannot_be_published(folder, builds, get, monkeypatch):
     monkeypatch.setattr(cache, "_PATIENCE_S", 10)
-    real = os.fsync
-
-    def fsync(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    fails = [True]
+    fail(monkeypatch, os, "fsync", errno.ENOSPC, lambda _: fails[0])
     with pytest.warns(UserWarning, match="No space left"):
-        cache.cached("other", lambda: CUBIN)
+        get("other")
     with stuck("in the build"):
-        begin = time.monotonic()
+        with within_patience():
+            get()
+        fails[0] = False
         get()
-        assert time.monotonic() - begin < cache._PATIENCE_S / 2
-        monkeypatch.setattr(os, "fsync", real)
-        get()
-        assert builds == ["key", "key"]
+        assert builds == ["other", "key", "key"]
         assert "key.cubin" in files_in(folder)
     assert not cache._disk_fails
