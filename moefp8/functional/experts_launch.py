@@ -107,10 +107,8 @@ def launch_experts(
         _launch_parts(found.num_parts, check, tokens, projections, limit, masked, y)
         return y
     if found.fits:
-        weights: tuple[int, ...] = (
-            *(gate, gate_scales, gate + found.up, gate_scales + found.up_scales),
-            *addresses[5:],
-        )
+        up, up_scales = gate + found.up, gate_scales + found.up_scales
+        weights: tuple[int, ...] = (gate, gate_scales, up, up_scales, *addresses[5:])
     else:
         copies = fitting_weights(split_weights(projections))
         weights = tuple([z.data_ptr() for z in copies])

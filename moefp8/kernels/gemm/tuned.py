@@ -98,10 +98,7 @@ def config_source_of(device_index: int) -> ConfigSource:
 
 # ---- The file ----
 
-_UNUSABLE = (
-    *(OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError),
-    ArithmeticError,  # 1e999 is a number in JSON
-)
+_BROKEN = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
 _MOST = 1024  # of any number in a configuration; larger ones would be computed with for long
 _MAX_QUOTE = 200
 
@@ -111,7 +108,7 @@ def measured(device_index: int) -> Table:
     """What was measured on such a GPU, as the file said when it was first asked for."""
     try:
         return _stored(device_index)
-    except _UNUSABLE as error:
+    except _BROKEN as error:
         warnings.warn(
             f"moefp8: {file_name(device_index)} in the cache folder cannot be used "
             f"({ascii(error)[:_MAX_QUOTE]}), so the heuristic chooses; `python -m moefp8 bench "
@@ -126,7 +123,7 @@ def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) 
     """Store it with what is there of other layers; the file's path. Raises OSError."""
     try:
         before = _stored(device_index).found
-    except _UNUSABLE:
+    except _BROKEN:
         before = {}
     data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
     path = write_beside_kernels(file_name(device_index), data)
@@ -174,7 +171,7 @@ def _plain(config: Config | None) -> Any:
 
 
 def table_from(data: Iterable[Mapping[str, Any]]) -> Table:
-    """Raises one of `_UNUSABLE` for what `to_json` did not give."""
+    """Raises one of `_BROKEN` for what `to_json` did not give."""
     found: dict[Layer, Mapping[int, Config | None]] = {}
     for entry in data:
         of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
