@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from ..kernels.common.registry import runs_our_kernels
-from ..kernels.gemm.tuned import Config, Dense, Experts, Layer, keep
+from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
 from ..layers import FP8Linear, GroupedExperts
+from ..tuning.keep import keep
 from ..tuning.tune import time_layer, tune_layer
 from .precompile import add_sizes_to, layers_of
 

@@ -10,13 +10,13 @@ import json
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, astuple, dataclass, field, fields
+from dataclasses import Field, astuple, dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..jit import read_beside_kernels, source_digest, write_beside_kernels
+from ..jit import read_beside_kernels, source_digest
 from . import heuristic
 from .config import GemmConfig, is_possible, with_most_stages
 from .launch import SOURCE, Sms, busy_sms
@@ -98,7 +98,7 @@ def config_source_of(device_index: int) -> ConfigSource:
 
 # ---- The file ----
 
-_BROKEN = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
+BROKEN = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
 _MOST = 1024  # of any number in a configuration; larger ones would be computed with for long
 _MAX_QUOTE = 200
 
@@ -107,8 +107,8 @@ _MAX_QUOTE = 200
 def measured(device_index: int) -> Table:
     """What was measured on such a GPU, as the file said when it was first asked for."""
     try:
-        return _stored(device_index)
-    except _BROKEN as error:
+        return stored(device_index)
+    except BROKEN as error:
         warnings.warn(
             f"moefp8: {file_name(device_index)} in the cache folder cannot be used "
             f"({ascii(error)[:_MAX_QUOTE]}), so the heuristic chooses; `python -m moefp8 bench "
@@ -119,19 +119,8 @@ def measured(device_index: int) -> Table:
         return NOTHING
 
 
-def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) -> str:
-    """Store it with what is there of other layers; the file's path. Raises OSError."""
-    try:
-        before = _stored(device_index).found
-    except _BROKEN:
-        before = {}
-    data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
-    path = write_beside_kernels(file_name(device_index), data)
-    measured.cache_clear()
-    return str(path)
-
-
-def _stored(device_index: int) -> Table:
+def stored(device_index: int) -> Table:
+    """Raises one of `BROKEN`."""
     data = read_beside_kernels(file_name(device_index))
     return NOTHING if data is None else table_from(json.loads(data))
 
@@ -150,28 +139,8 @@ def _digest() -> str:
     return hashlib.sha256(source_digest(SOURCE).encode()).hexdigest()[:12]
 
 
-def to_json(table: Table) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": type(layer).__name__.lower(),
-            **layer._asdict(),
-            "tokens": {str(size): _plain(config) for size, config in measured.items()},
-        }
-        for layer, measured in table.found.items()
-    ]
-
-
-def _plain(config: Config | None) -> Any:
-    if isinstance(config, tuple):
-        return [_plain(x) for x in config]
-    if config is None:
-        return None
-    told = asdict(config)
-    return {x.name: told[x.name] for x in fields(config) if told[x.name] != x.default}
-
-
 def table_from(data: Iterable[Mapping[str, Any]]) -> Table:
-    """Raises one of `_BROKEN` for what `to_json` did not give."""
+    """Raises one of `BROKEN` for what `to_json` in tuning/keep.py did not give."""
     found: dict[Layer, Mapping[int, Config | None]] = {}
     for entry in data:
         of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
