@@ -13,6 +13,27 @@ from .. import kernels
 from ..kernels.common.checks import check_contiguous_gemm, check_shape, check_tensor
 from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
 
+__all__ = [
+    "fp8_fp4_gemm_nn",
+    "fp8_fp4_gemm_nt",
+    "fp8_fp4_gemm_tn",
+    "fp8_fp4_gemm_tt",
+    "fp8_gemm_nn",
+    "fp8_gemm_nt",
+    "fp8_gemm_tn",
+    "fp8_gemm_tt",
+    "fp8_m_grouped_gemm_nt_masked",
+    "gemm_fp8_fp8_bf16_nt",
+    "m_grouped_fp8_fp4_gemm_nn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+]
+
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
 Recipe = Sequence[int] | None
 Gemm = Callable[..., None]
@@ -24,7 +45,7 @@ _RECIPES: tuple[tuple[object, ...], ...] = (
 
 
 def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
-    """The pair as `nt` has it; data and scales are checked for what Hopper cannot compute."""
+    """The pair as `nt` has it, after checks for what Hopper cannot compute."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{op}: {name} must be a pair (data, scales), got {type(pair)}")
     data, scales = pair
@@ -46,10 +67,9 @@ def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Ope
 
 
 def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
-    """recipe, recipe_a and recipe_b.
+    """Check recipe, recipe_a and recipe_b.
 
-    By position, releases of 2025 have `compiled_dims` and `disable_ue8m0_cast` in place of the
-    latter two.
+    By position, calls of 2025 give `compiled_dims` and `disable_ue8m0_cast` for the latter two.
     """
     if isinstance(recipes[1], str):
         recipes = (recipes[0], None, None)
@@ -66,7 +86,9 @@ def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
 # ---- Dense ----
 
 
-def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False) -> Gemm:
+def _dense(form: str) -> Gemm:
+    name, transposed_a, transposed_b = f"fp8_gemm_{form}", form[0] == "t", form[1] == "n"
+
     def gemm(
         a: Operand,
         b: Operand,
@@ -93,7 +115,7 @@ def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False)
         torch.add(c, product, out=d)
 
     a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
-    gemm.__doc__ = f"""Write the product of dequantized a and b, plus c, to d.
+    doc = f"""Write the product of dequantized a and b, plus c, to d.
 
     Args:
         a: (e4m3 {a}, fp32 scales of 1x128 blocks along K).
@@ -107,18 +129,19 @@ def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False)
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and the way out.
     """
-    return _named(gemm, name)
+    return _named(gemm, name, doc)
 
 
-def _named(function: Gemm, name: str) -> Gemm:
+def _named(function: Gemm, name: str, doc: str) -> Gemm:
     function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
     return function
 
 
-fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("fp8_gemm_nt")
-fp8_gemm_nn = fp8_fp4_gemm_nn = _dense("fp8_gemm_nn", transposed_b=True)
-fp8_gemm_tn = fp8_fp4_gemm_tn = _dense("fp8_gemm_tn", transposed_a=True, transposed_b=True)
-fp8_gemm_tt = fp8_fp4_gemm_tt = _dense("fp8_gemm_tt", transposed_a=True)
+fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("nt")
+fp8_gemm_nn = fp8_fp4_gemm_nn = _dense("nn")
+fp8_gemm_tn = fp8_fp4_gemm_tn = _dense("tn")
+fp8_gemm_tt = fp8_fp4_gemm_tt = _dense("tt")
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
@@ -129,7 +152,9 @@ def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
 # ---- Grouped, contiguous ----
 
 
-def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
+def _contiguous(form: str) -> Gemm:
+    name, transposed_b = f"m_grouped_fp8_gemm_{form}_contiguous", form == "nn"
+
     def gemm(
         a: Operand,
         b: Operand,
@@ -155,11 +180,11 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
             layout = _groups_of_rows(name, layout, x[0], w[0])
         # By position, releases before June 2026 have expected_m_for_psum_layout in its place.
         if ensure_zero_padding is not False:
-            check_contiguous_gemm(name, x[0], x[1], w[0], w[1], d, layout, None)
+            check_contiguous_gemm(name, *x, *w, d, layout, None)
             _zero_where_groups_end(d, layout, len(w[0]))
         kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
 
-    gemm.__doc__ = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
+    doc = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
 
     Args:
         a: (e4m3 [M, K], fp32 scales [M, ceil(K/128)]). Rows of padding may hold anything.
@@ -173,14 +198,11 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
         ensure_zero_padding: rows from a group's end to the next such multiple become zeros, which
             costs a few small launches; other padding may become zeros. If False, no row of padding
             is written.
-        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
-            (128, 128) instead.
-        compiled_dims, disable_ue8m0_cast, expected_m_for_psum_layout: without meaning here.
+        expected_m_for_psum_layout: without meaning here.
 
-    Raises:
-        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    All else is as in `fp8_gemm_nt`.
     """
-    return _named(gemm, name)
+    return _named(gemm, name, doc)
 
 
 def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -208,12 +230,8 @@ def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: in
     d[blocks.numel() :].zero_()
 
 
-m_grouped_fp8_gemm_nt_contiguous = _contiguous("m_grouped_fp8_gemm_nt_contiguous")
-m_grouped_fp8_gemm_nn_contiguous = _contiguous(
-    "m_grouped_fp8_gemm_nn_contiguous", transposed_b=True
-)
-m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
-m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous = _contiguous("nt")
+m_grouped_fp8_gemm_nn_contiguous = m_grouped_fp8_fp4_gemm_nn_contiguous = _contiguous("nn")
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
@@ -246,12 +264,8 @@ def m_grouped_fp8_gemm_nt_masked(
         d: bf16 [G, max_m, N].
         masked_m: int32 [G], rows that count, each in [0, max_m].
         expected_m: a hint, the mean of `masked_m`.
-        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
-            (128, 128) instead.
-        compiled_dims, disable_ue8m0_cast: without meaning here.
 
-    Raises:
-        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    All else is as in `fp8_gemm_nt`.
     """
     op = "m_grouped_fp8_gemm_nt_masked"
     _check_recipes(op, recipe, recipe_a, recipe_b)
@@ -259,8 +273,7 @@ def m_grouped_fp8_gemm_nt_masked(
     kernels.m_grouped_fp8_gemm_nt_masked(*operands, d, masked_m, expected_m)
 
 
-m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
-fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_masked(

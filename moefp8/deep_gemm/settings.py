@@ -7,21 +7,31 @@ import torch
 from .. import kernels
 from ..kernels.jit import current_driver
 
+__all__ = [
+    "get_compile_mode",
+    "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
+    "set_block_size_multiple_of",
+    "set_compile_mode",
+    "set_ignore_compile_dims",
+    "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
+]
+
 _kept = {"tc_util": 100, "pdl": False, "compile_mode": 0}
 
 
 def integer(op: str, name: str, value: int) -> int:
-    """`value` as an int, for no `bool` is one here.
+    """`value` as an int. A bool is refused, although it is one in Python.
 
     Raises:
-        TypeError: it is a bool, or cannot count anything.
+        TypeError: it is a bool, or no whole number.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    return operator.index(value)
 
 
 def set_num_sms(num_sms: int) -> None:

@@ -8,6 +8,18 @@ from ... import kernels
 from ...kernels.common.checks import check_shape, check_tensor
 from ..settings import integer
 
+__all__ = [
+    "get_col_major_tma_aligned_tensor",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "get_tma_aligned_size",
+    "set_mk_alignment_for_contiguous_layout",
+    "transform_sf_into_required_layout",
+]
+
 _TMA_BYTES = 16
 _mk_alignment = kernels.get_mk_alignment_for_contiguous_layout()
 
@@ -28,14 +40,11 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
     """`sf` in the memory order that the GEMMs load scales of activations in: itself, or a copy.
 
-    `moefp8.quant.quantize_1x128` gives that order, and the GEMMs bring any other into it
-    themselves, at the cost of a copy for each call.
+    M is contiguous and padded to a multiple of 4. `moefp8.quant.quantize_1x128` gives that order;
+    the GEMMs copy scales in any other into it at every call.
 
     Args:
         sf: fp32 [M, K/128] or [G, M, K/128].
-
-    Returns:
-        The same values; of the last two axes, M is contiguous and padded to a multiple of 4.
 
     Raises:
         TypeError, ValueError: `sf` has another dtype, or another number of dimensions.
@@ -129,10 +138,8 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     """
     global _mk_alignment
     op = "set_mk_alignment_for_contiguous_layout"
-    value, unit = (
-        integer(op, "new_value", new_value),
-        kernels.get_mk_alignment_for_contiguous_layout(),
-    )
+    value = integer(op, "new_value", new_value)
+    unit = kernels.get_mk_alignment_for_contiguous_layout()
     if value < 1 or value % unit:
         raise ValueError(
             f"{op}: new_value must be a multiple of {unit}, to which groups are aligned on Hopper, "
