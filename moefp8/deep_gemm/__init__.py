@@ -3,7 +3,8 @@
 Call sites of DeepGEMM's releases of 2025 and 2026 run on every device that moefp8 runs on, by
 position and by keyword. The numerics are those of `moefp8.kernels`, whose functions these call.
 Names are where DeepGEMM has them: here, in `utils`, `utils.layout`, `utils.math` and `testing`; the
-`__all__` of each file lists them. Operands are pairs (e4m3 data, fp32 scales): 1x128 scales for a, 128x128 scales for b.
+`__all__` of each file lists them. Operands are pairs (e4m3 data, fp32 scales): 1x128 scales for a,
+128x128 scales for b.
 
 These are accepted and change nothing, since our kernels are chosen otherwise or run on Hopper only:
 `compiled_dims`, `disable_ue8m0_cast`, `expected_m_for_psum_layout`, `psum_layout` of

@@ -115,7 +115,8 @@ def _dense(form: str) -> Gemm:
         torch.add(c, product, out=d)
 
     a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
-    doc = f"""Write the product of dequantized a and b, plus c, to d.
+    gemm.__name__ = gemm.__qualname__ = name
+    gemm.__doc__ = f"""Write the product of dequantized a and b, plus c, to d.
 
     Args:
         a: (e4m3 {a}, fp32 scales of 1x128 blocks along K).
@@ -129,13 +130,7 @@ def _dense(form: str) -> Gemm:
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and the way out.
     """
-    return _named(gemm, name, doc)
-
-
-def _named(function: Gemm, name: str, doc: str) -> Gemm:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
-    return function
+    return gemm
 
 
 fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("nt")
@@ -184,7 +179,8 @@ def _contiguous(form: str) -> Gemm:
             _zero_where_groups_end(d, layout, len(w[0]))
         kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
 
-    doc = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
+    gemm.__name__ = gemm.__qualname__ = name
+    gemm.__doc__ = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
 
     Args:
         a: (e4m3 [M, K], fp32 scales [M, ceil(K/128)]). Rows of padding may hold anything.
@@ -202,7 +198,7 @@ def _contiguous(form: str) -> Gemm:
 
     All else is as in `fp8_gemm_nt`.
     """
-    return _named(gemm, name, doc)
+    return gemm
 
 
 def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -258,14 +254,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """Write `d[g, :masked_m[g]] = dequantize(a)[g] @ dequantize(b)[g].T`, and no other row.
 
-    Args:
-        a: (e4m3 [G, max_m, K], fp32 scales [G, max_m, ceil(K/128)]).
-        b: (e4m3 [G, N, K], fp32 scales [G, ceil(N/128), ceil(K/128)]).
-        d: bf16 [G, max_m, N].
-        masked_m: int32 [G], rows that count, each in [0, max_m].
-        expected_m: a hint, the mean of `masked_m`.
-
-    All else is as in `fp8_gemm_nt`.
+    The first five are those of `moefp8.kernels.m_grouped_fp8_gemm_nt_masked`; all else is as in
+    `fp8_gemm_nt`.
     """
     op = "m_grouped_fp8_gemm_nt_masked"
     _check_recipes(op, recipe, recipe_a, recipe_b)

@@ -38,8 +38,7 @@ def set_num_sms(num_sms: int) -> None:
     """Let GEMMs run on at most `num_sms` SMs; 0 means all, as in DeepGEMM from July 2025 on.
 
     Raises:
-        TypeError: `num_sms` is no int.
-        ValueError: it is negative, or more than the current GPU has.
+        TypeError, ValueError: it is no int, negative, or more than the current GPU has.
     """
     count = integer("set_num_sms", "num_sms", num_sms)
     most = _device_sms()

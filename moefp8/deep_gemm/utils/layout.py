@@ -79,16 +79,16 @@ def transform_sf_into_required_layout(
     """The scales as the GEMMs want them on Hopper: 1x128 aligned for TMA, 128x128 as they are.
 
     Args:
-        sf: fp32 [mn / rows, k / columns] of the blocks, rounded up, or [num_groups, ...] of these.
-        mn: rows of the matrix (M or N); k: its columns.
-        recipe: rows x columns of a block, (1, 128) or (128, 128); or both operands' at once,
-            (1, 128, 128), of which `is_sfa` chooses the first for a, and else the second for b.
+        sf: fp32 [ceil(mn/rows), ceil(k/128)] for blocks of `rows` x 128 of a matrix [mn, k], or
+            [num_groups, ...] of these.
+        recipe: (rows, 128), which is (1, 128) or (128, 128); or (1, 128, 128) for both operands,
+            of which a has the first if `is_sfa`, and b has the second.
         recipe_ab: two numbers, in place of `recipe`.
         disable_ue8m0_cast, psum_layout: without meaning here.
 
     Raises:
-        TypeError: the scales are packed UE8M0, which is for Blackwell, or of another dtype.
-        ValueError: the blocks are others, or the shape of `sf` is not that of `mn` and `k`.
+        TypeError, ValueError: `sf` is not FP32, as packed UE8M0 is not, or has another shape; or
+            the blocks are others.
     """
     op = "transform_sf_into_required_layout"
     check_fp32_scales(op, "sf", sf)
@@ -108,11 +108,7 @@ def transform_sf_into_required_layout(
 
 
 def check_fp32_scales(op: str, name: str, sf: torch.Tensor) -> None:
-    """The scales must be FP32.
-
-    Raises:
-        TypeError: with the way out, if they are what Blackwell takes.
-    """
+    """Raise a TypeError unless the scales are FP32; for those of Blackwell, with the way out."""
     if sf.dtype in (torch.int32, torch.uint8, torch.float8_e8m0fnu):
         raise TypeError(
             f"{op}: {name} must be float32 on Hopper, got {sf.dtype}; UE8M0 scales, packed four to "
