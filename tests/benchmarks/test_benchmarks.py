@@ -1,9 +1,7 @@
-"""The GEMM benchmark without a GPU: ratios, goals, tables and plot on canned rows; operands."""
+"""The GEMM benchmark without a GPU: ratios, goals and what is printed of canned rows; operands."""
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -16,44 +14,18 @@ from benchmarks import circumstances, gemm, gemm_configs, peers, report, rooflin
 from benchmarks.peers import BF16, BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, PER_TENSOR, Case, Operands
 from moefp8.kernels import fp8_gemm_nt, set_num_sms
 from moefp8.testing import relative_error
+from tests.benchmarks.canned import failing, gemm_results, run_main
 from tests.fakes.emulator import emulated
 
-REPOSITORY = Path(__file__).parents[2]
-README = "before\n<!-- gemm -->\nnot measured yet\n<!-- /gemm -->\nafter\n"
 
-
-def row(m: int, n: int, k: int, **us: float) -> dict:
-    """moefp8 takes 10 us; the others what `us` says, or refuse."""
-    case, found = Case(m, n, k), {}
-    for name in PEERS:
-        taken = {OURS: 10.0, **us}.get(name)
-        found[name] = {"refused": "it does"}
-        if taken:
-            num_bytes = case.num_bytes(PEERS[name].operands)
-            speed = {"tflops": case.flops / taken / 1e6, "gbps": num_bytes / taken / 1e3}
-            found[name] = {"us": taken, **speed, "error": 1.7e-3}
-    found[OURS]["repeatable"] = True
-    return {**case._asdict(), "peers": found}
+@pytest.fixture
+def results() -> dict:
+    return gemm_results()
 
 
 @pytest.fixture
-def rows() -> list[dict]:
-    return [
-        row(1, 2112, 7168, deep_gemm=20.0, cublaslt_per_tensor=8.0, torch_bf16=30.0),
-        row(16, 2112, 7168, deep_gemm=12.0, cublaslt_block_scaled=5.0, cublaslt_per_tensor=8.0),
-        row(16, 4096, 7168, cublaslt_block_scaled=40.0),
-        row(256, 4096, 7168, deep_gemm=9.0),
-        row(4096, 2112, 7168, deep_gemm=11.0, torch_bf16=20.0),
-        row(4096, 7168, 16384, deep_gemm=11.0, torch_bf16=20.0),
-    ]
-
-
-@pytest.fixture
-def results(rows) -> dict:
-    about = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "torch": "2.11.0+cu130"}
-    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "deep_gemm": "deep-gemm 1.0"}
-    host = {OURS: 12.0, DEEP_GEMM: 21.0, BF16: 15.7}
-    return {**about, **gpu, "copy_gbps": 4300.0, "host_us": host, "rows": rows}
+def rows(results) -> list[dict]:
+    return results["rows"]
 
 
 def test_geomean():
@@ -123,42 +95,12 @@ def test_everything_prints_without_deep_gemm(results):
     assert report.gemm_tables(results)
 
 
-def test_the_report_writes_the_tables(results, tmp_path):
-    (tmp_path / "gemm.json").write_text(json.dumps(results))
-    text = report.with_tables(README, tmp_path)
-    assert text.startswith("before\n<!-- gemm -->\n| times as fast as | DeepGEMM |")
-    assert text.endswith("</details>\n<!-- /gemm -->\nafter\n")
-    assert "| M = 4096 | 1.100, worst 1.100 | 1.100, worst 1.100 | - | 2.000, worst 2.000 |" in text
-    assert "| 16 | 2112x7168 | 10.0 | 12.0 | **5.0** | 8.0 | - |" in text
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
-    assert report.with_tables(text, tmp_path) == text
-    for line in text.splitlines():  # every line of a table has as many cells as its head
-        if line.startswith("|---"):
-            width = line.count("|")
-        assert not line.startswith("| M") or line.count("|") == width or "N x K" in line
-
-
-def test_the_report_leaves_what_was_not_measured(tmp_path):
-    assert report.with_tables(README, tmp_path) == README
-    report.draw_plots(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_plot_is_a_picture(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "gemm.json").write_text(json.dumps(results))
-    report.draw_plots(tmp_path)
-    data = (tmp_path / "gemm.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
-
-
 def test_points_and_roofs(results):
     case = Case(16, 2112, 7168)
     x, y = roofline.points(results, DEEP_GEMM)[1]
     assert x == pytest.approx(case.flops / case.num_bytes("block_scaled"))
-    assert y == pytest.approx(case.flops / 12.0 / 1e6)
-    best = case.flops / 8.0 / 1e6
+    assert y == pytest.approx(case.flops / 12.0 / 1e6, abs=0.05)
+    best = pytest.approx(case.flops / 8.0 / 1e6, abs=0.05)
     assert roofline.roofs(results) == {"copy": 4.3, "datasheet": 1979.0, "measured": best}
 
 
@@ -280,29 +222,24 @@ def test_the_commit_may_come_from_outside(monkeypatch):
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
     """Operands on the CPU, and timers that time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "0", "torch": "2"}
-    monkeypatch.setattr(gemm, "circumstances", lambda: about)
     monkeypatch.setattr(gemm, "device_us_many", lambda calls: dict.fromkeys(calls, 10.0))
     monkeypatch.setattr(gemm, "host_us", lambda call: (call(), 5.0)[1])
-    monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setattr(gemm, "HOST_CASE", Case(2, 64, 128))
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
 
 
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["gemm", "--compile-with", "0", *arguments])
-    gemm.main()
+WITHOUT_COMPILING = "--compile-with", "0"
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gemm.json"
-    run_main(monkeypatch, "--m", "1,16", "--shapes", "130x256,64x300", "--out", str(out))
+    cases = ["--m", "1,16", "--shapes", "130x256,64x300"]
+    run_main(monkeypatch, gemm, *WITHOUT_COMPILING, *cases, "--out", str(out))
     printed = capsys.readouterr().out
     assert "DeepGEMM is left out" in printed
     assert "4 of 4 cases" in printed
@@ -319,31 +256,17 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
-    def fail(*arguments: object) -> None:
-        raise ValueError("no such shape")
-
     monkeypatch.setattr(gemm, "RESULTS", Path("/nowhere/gemm.json"))
-    run_main(monkeypatch, "--m", "1", "--shapes", "64x128")
+    arguments = *WITHOUT_COMPILING, "--m", "1", "--shapes", "64x128"
+    run_main(monkeypatch, gemm, *arguments)
     assert "not kept: these are not all cases of gemm.json" in capsys.readouterr().out
-    monkeypatch.setattr(peers, "fp8_gemm_nt", fail)
+    monkeypatch.setattr(peers, "fp8_gemm_nt", failing(ValueError("no such shape")))
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, "--m", "1", "--shapes", "64x128")
+        run_main(monkeypatch, gemm, *arguments)
     captured = capsys.readouterr()
     assert "no row for 1x64x128" in captured.out
     assert "moefp8 has no host time: ValueError: no such shape" in captured.out
     assert "ValueError: no such shape" in captured.err
-
-
-def test_without_a_gpu_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.gemm", "--m", "64", "--shapes", "4096x7168"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 1
-    assert "torch finds no CUDA GPU" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

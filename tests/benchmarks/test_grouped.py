@@ -1,17 +1,17 @@
-"""The grouped GEMM benchmark without a GPU: loads, rows of every peer, tables and plot."""
+"""The grouped GEMM benchmark without a GPU: loads, rows of every peer, what is printed."""
 
 import json
-import os
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks import gemm, grouped, grouped_peers, report, speedups
+import moefp8.deep_gemm
+from benchmarks import grouped, grouped_peers, report, speedups
 from benchmarks.grouped_cases import (
     CONTIGUOUS,
     MASKED,
@@ -26,10 +26,14 @@ from benchmarks.grouped_peers import FORMS, GUARD_ROWS, PADDED, PEERS, Operands,
 from benchmarks.peers import BF16, DEEP_GEMM, OURS
 from moefp8 import kernels
 from moefp8.testing import assert_matches_reference
-from tests import naive
+from tests.benchmarks.canned import (
+    failing,
+    fake_deep_gemm,
+    grouped_results,
+    grouped_row,
+    run_main,
+)
 
-REPOSITORY = Path(__file__).parents[2]
-README = "before\n<!-- grouped -->\nnot measured yet\n<!-- /grouped -->\nafter\n"
 COUNTS = [3, 0, 130, 1]
 SMALL = {
     CONTIGUOUS: Setting(CONTIGUOUS, "small", COUNTS, ((40, 200), (130, 128)), 1.05),
@@ -37,33 +41,9 @@ SMALL = {
 }
 
 
-def row(setting: Setting, n: int, k: int, **us: float) -> dict:
-    """moefp8 takes 10 us; the others what `us` says, or refuse."""
-    case, found = Case(setting, n, k), {}
-    for name in FORMS[setting.form]:
-        taken = {OURS: 10.0, **us}.get(name)
-        found[name] = {"refused": "it does"}
-        if taken:
-            num_bytes = case.num_bytes(PEERS[name].operands)
-            found[name] = gemm.figures(taken, case.flops, num_bytes, 1.7e-3)
-    found[OURS] |= {"repeatable": True, "untouched": True}
-    about = {"form": setting.form, "loads": setting.loads, "groups": len(setting.counts)}
-    return {**about, "tokens": setting.num_tokens, "n": n, "k": k, "peers": found}
-
-
 @pytest.fixture
 def results() -> dict:
-    large, qwen, masked = SETTINGS[0], SETTINGS[4], SETTINGS[6]
-    rows = [
-        row(large, 4096, 7168, deep_gemm=12.0, moefp8_padded=11.0, torch_bf16=30.0),
-        row(large, 7168, 2048, deep_gemm=10.0, moefp8_padded=11.0),
-        row(qwen, 1536, 2048, moefp8_padded=12.0, deep_gemm=13.0),
-        row(masked, 4096, 7168, deep_gemm=20.0),
-        row(masked, 7168, 2048),
-    ]
-    about = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "torch": "2.11.0+cu130"}
-    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "deep_gemm": "deep-gemm 1.0"}
-    return {**about, **gpu, "copy_gbps": 4300.0, "rows": rows}
+    return grouped_results()
 
 
 @pytest.mark.parametrize(("groups", "mean"), [(1, 1024), (32, 256), (64, 4)])
@@ -170,34 +150,15 @@ def test_where_rows_lie(operands):
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """Its names, on the CPU; `calls` are the arguments that it got."""
-    calls: list[tuple] = []
-
-    def layout(scales, m, k, recipe, num_groups, is_a):
-        calls.append((tuple(scales.shape), m, k, recipe, num_groups, is_a))
-        assert scales.is_contiguous()
-        return kernels.tma_aligned(scales)
-
-    def contiguous(a, b, d, grouped_layout):
-        for group in range(len(b[0])):
-            rows = (grouped_layout == group).nonzero().flatten()
-            codes = a[0].view(torch.uint8)[rows].view(a[0].dtype)
-            d[rows] = naive.gemm((codes, a[1][rows]), (b[0][group], b[1][group])).bfloat16()
-
-    def masked(a, b, d, masked_m, expected_m):
-        calls.append((masked_m.tolist(), expected_m))
-        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
-
-    module = SimpleNamespace(
-        __version__="1.0",
-        calls=calls,
+    """Of 2025, by the name of its masked form. What is called of it tells what it was given."""
+    layout = Mock(wraps=moefp8.deep_gemm.transform_sf_into_required_layout)
+    masked = Mock(wraps=moefp8.deep_gemm.fp8_m_grouped_gemm_nt_masked)
+    return fake_deep_gemm(
+        monkeypatch,
         transform_sf_into_required_layout=layout,
-        get_mk_alignment_for_contiguous_layout=lambda: 128,
-        m_grouped_fp8_gemm_nt_contiguous=contiguous,
         fp8_m_grouped_gemm_nt_masked=masked,
+        m_grouped_fp8_gemm_nt_masked=None,
     )
-    monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    return module
 
 
 @pytest.mark.usefixtures("deep_gemm")
@@ -215,15 +176,19 @@ def test_every_peer_multiplies_each_token_by_its_own_weights(operands):
 
 
 def test_what_deep_gemm_is_given(deep_gemm):
-    recipe = (1, 128, 128)
-    setting = SMALL[CONTIGUOUS]
-    PEERS[DEEP_GEMM].prepare(Operands.random(Case(setting, 40, 200), device="cpu"))()
-    assert deep_gemm.calls == [((512, 2), 512, 200, recipe, None, True)]
-    deep_gemm.calls.clear()
-    PEERS[DEEP_GEMM].prepare(Operands.random(Case(SMALL[MASKED], 40, 200), device="cpu"))()
-    assert deep_gemm.calls == [((4, 132, 2), 132, 200, recipe, 4, True), (COUNTS, 34)]
+    made = {form: Operands.random(Case(SMALL[form], 40, 200), device="cpu") for form in SMALL}
+    for operands in made.values():
+        PEERS[DEEP_GEMM].prepare(operands)()
+    given = [call.args for call in deep_gemm.transform_sf_into_required_layout.call_args_list]
+    assert [(scales.shape, *rest) for scales, *rest in given] == [
+        ((512, 2), 512, 200, (1, 128, 128), None, True),
+        ((4, 132, 2), 132, 200, (1, 128, 128), 4, True),
+    ]
+    assert all(scales.is_contiguous() for scales, *_ in given)
+    *_, masked_m, expected_m = deep_gemm.fp8_m_grouped_gemm_nt_masked.call_args.args
+    assert (masked_m.tolist(), expected_m) == (COUNTS, 34)
     deep_gemm.get_mk_alignment_for_contiguous_layout = lambda: 256
-    wide = Operands.random(Case(setting, 40, 200), device="cpu")
+    wide = Operands.random(made[CONTIGUOUS].case, device="cpu")
     assert len(Rows.padded(wide)[1]) == 768
 
 
@@ -272,7 +237,7 @@ def test_what_is_printed(results):
 
 
 def test_a_setting_without_a_goal_is_compared_all_the_same(results):
-    results["rows"] = [row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
+    results["rows"] = [grouped_row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
     (line,) = grouped.lines_of_comparisons(results["rows"])
     assert line.endswith("geomean 0.900")
     assert "| masked 128 x 8..64 |  | 0.900 |" in report.grouped_tables(results)
@@ -289,36 +254,6 @@ def test_everything_prints_without_deep_gemm(results):
     assert speedups.bars(results) == []
 
 
-def test_the_report_writes_the_tables(results, tmp_path):
-    (tmp_path / "grouped.json").write_text(json.dumps(results))
-    text = report.with_tables(README, tmp_path)
-    head = "| case | goal | 4096x7168 | 7168x2048 | 1536x2048 |"
-    assert text.startswith(f"before\n<!-- grouped -->\n{head}\n|---|---|---|---|---|\n")
-    assert text.endswith("</details>\n<!-- /grouped -->\nafter\n")
-    assert "| contiguous 4 x 8192 | 1.05 | 1.200 | 1.000 |  |" in text
-    assert "| contiguous 128 x 8..64 | 1.30 |  |  | 1.300 |" in text
-    assert "| masked 1 x 1024 | 1.15 | 2.000 |  |  |" in text
-    case = Case(SETTINGS[4], 1536, 2048)
-    tflops, gbps = case.flops / 10 / 1e6, case.num_bytes("block_scaled") / 10 / 1e3
-    figures = f"| 4414 | 1536x2048 | 10.0 | {tflops:.0f} | {gbps:.0f} | 12.0 | 13.0 | - |"
-    assert f"| contiguous 128 x 8..64 {figures}" in text
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
-    assert report.with_tables(text, tmp_path) == text
-    for line in text.splitlines():  # every line of a table has as many cells as its head
-        if line.startswith("| case"):
-            width = line.count("|")
-        assert not line.startswith("|") or line.count("|") == width
-
-
-def test_the_plot_is_a_picture(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "grouped.json").write_text(json.dumps(results))
-    report.draw_plots(tmp_path)
-    data = (tmp_path / "grouped.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
-
-
 def test_bars_of_the_plot(results):
     assert speedups.bars(results) == [
         (0.0, "contiguous 4 x 8192", "4096x7168", 1.2, 1.05),
@@ -329,27 +264,18 @@ def test_bars_of_the_plot(results):
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
     """Operands on the CPU, small settings, and timers that time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "0", "torch": "2"}
-    monkeypatch.setattr(gemm, "circumstances", lambda: about)
-    monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setattr(grouped, "device_us_many", lambda jobs, repeats: dict.fromkeys(jobs, 10.0))
     monkeypatch.setattr(grouped, "SETTINGS", tuple(SMALL.values()))
-
-
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["grouped", *arguments])
-    grouped.main()
 
 
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "grouped.json"
-    run_main(monkeypatch, "--out", str(out))
+    run_main(monkeypatch, grouped, "--out", str(out))
     printed = capsys.readouterr().out
     assert "contiguous small: 134 tokens, 0 to 130 of a group" in printed
     assert "4 of 4 cases" in printed
@@ -365,19 +291,18 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
-    def fail(*arguments: object) -> None:
-        raise ValueError("no such rows")
-
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     monkeypatch.setattr(grouped, "RESULTS", Path("/nowhere/grouped.json"))
-    run_main(monkeypatch, "--cases", "masked-small")
+    run_main(monkeypatch, grouped, "--cases", "masked-small")
     printed = capsys.readouterr().out
     assert "DeepGEMM is left out" in printed
     assert "not kept: these are not all cases of grouped.json" in printed
     assert "2 of 2 cases" in printed
-    monkeypatch.setattr(kernels, "m_grouped_fp8_gemm_nt_masked", fail)
+    monkeypatch.setattr(
+        kernels, "m_grouped_fp8_gemm_nt_masked", failing(ValueError("no such rows"))
+    )
     with pytest.raises(SystemExit):
-        run_main(monkeypatch)
+        run_main(monkeypatch, grouped)
     captured = capsys.readouterr()
     assert "no row for masked small 40x200" in captured.out
     assert "2 of 4 cases" in captured.out
@@ -386,22 +311,7 @@ def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
 def test_a_peer_that_fails_is_left_out_with_its_reason(monkeypatch, capsys):
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("not on this GPU")
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", fail)
-    run_main(monkeypatch, "--cases", "contiguous-small")
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", failing(RuntimeError("not on this GPU")))
+    run_main(monkeypatch, grouped, "--cases", "contiguous-small")
     why = "torch BF16 is left out at 40x200: RuntimeError: not on this GPU"
     assert why in capsys.readouterr().out
-
-
-def test_without_a_gpu_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.grouped", "--cases", "masked-64x4"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 1
-    assert "benchmarks.grouped times GPU kernels, and torch finds no CUDA GPU" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""

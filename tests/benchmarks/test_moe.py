@@ -1,8 +1,6 @@
-"""The benchmark of whole layers without a GPU: references, every peer, tables and plot."""
+"""The benchmark of whole layers without a GPU: references, every peer, what is printed."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,48 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import floors, gemm, moe, moe_peers, report
+from benchmarks import floors, moe, moe_peers, report
 from benchmarks.moe_accuracy import accuracy, reference
 from benchmarks.moe_cases import MODELS, Case, Model, dequantized, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import OURS
-from moefp8 import kernels
 from moefp8.testing import relative_error
 from moefp8.testing.reference import rounded_to_fp8
 from tests import naive
+from tests.benchmarks.canned import failing, fake_deep_gemm, moe_results, run_main
 
-REPOSITORY = Path(__file__).parents[2]
-README = "before\n<!-- moe -->\nnot measured yet\n<!-- /moe -->\nafter\n"
 SMALL = Model("small", 5, 2, 256, 128)
 UNEVEN = Model("uneven", 3, 2, 200, 136)
 
 
-def row(model: str, tokens: int, **us: float) -> dict:
-    """moefp8 takes 10 us; the others what `us` says, or refuse."""
-    found = {}
-    for name in PEERS:
-        taken = {OURS: 10.0, **us}.get(name)
-        found[name] = {"refused": "it does"}
-        if taken:
-            errors = {"error": 0.04, "worst_row": 0.06, "fp8_error": 0.002}
-            found[name] = gemm.figures(taken, 10**9, 10**8, 0.04) | errors
-            found[name] |= {"eager_us": taken + 50, "graph_us": taken + 1}
-    found[OURS]["repeatable"] = True
-    return {"model": model, "tokens": tokens, "active": 8, "floor_us": 5.0, "peers": found}
-
-
 @pytest.fixture
 def results() -> dict:
-    rows = [
-        row("qwen3_30b_a3b", 1, sgl_megamoe=20.0, hf_deepgemm=40.0, hf_bf16=30.0),
-        row("qwen3_30b_a3b", 128, sgl_megamoe=12.0, hf_deepgemm=40.0),
-        row("qwen3_30b_a3b", 16384, sgl_megamoe=12.0, hf_deepgemm=40.0),
-        row("deepseek_v3", 1, sgl_megamoe=13.0),
-        row("mixtral_8x7b", 16, hf_deepgemm=15.0),
-    ]
-    about = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "torch": "2.11.0+cu130"}
-    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "deep_gemm": "deep-gemm 1.0"}
-    return {**about, **gpu, "transformers": "5.17.0", "copy_gbps": 4300.0, "rows": rows}
+    return moe_results()
 
 
 @pytest.fixture
@@ -146,20 +119,7 @@ def test_of_many_tokens_the_last_is_compared_too():
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """Its names, on the CPU. The mega-kernel computes the layer of what it was given."""
-
-    def contiguous(a, b, d, grouped_layout, recipe, use_psum_layout):
-        d.fill_(torch.nan)
-        assert (recipe, use_psum_layout) == (None, False)
-        kernels.m_grouped_fp8_gemm_nt_contiguous(
-            (a[0], kernels.tma_aligned(a[1])), b, d, grouped_layout
-        )
-
-    def cast(x, use_ue8m0, gran_k):
-        assert (use_ue8m0, gran_k) == (False, 128)
-        blocks = x.float().unflatten(1, (-1, 128))
-        scales = blocks.abs().amax(dim=2).clamp(min=1e-4) / 448
-        return (blocks / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+    """On the CPU. The mega-kernel computes the layer of what it was given."""
 
     def pre_dispatch(x, index, weights, buf_x, buf_x_sf, buf_index, buf_weights, num_tokens):
         assert (index.dtype, weights.dtype) == (torch.int32, torch.float32)
@@ -184,23 +144,16 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
         some = slice(len(y))
         y.copy_(experts(buffer.x[some], buffer.topk_idx[some], buffer.topk_weights[some]))
 
-    module = SimpleNamespace(
-        __version__="1.0",
-        fp8_gemm_nt=None,
-        transform_sf_into_required_layout=None,
-        get_mk_alignment_for_contiguous_layout=lambda: 128,
-        m_grouped_fp8_gemm_nt_contiguous=contiguous,
-        utils=SimpleNamespace(per_token_cast_to_fp8=cast),
+    monkeypatch.setattr(moe_peers, "_group_of_one_rank", lambda: "one rank")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+    return fake_deep_gemm(
+        monkeypatch,
         get_symm_buffer_for_sm90_mega_moe=get_buffer,
         transform_weights_for_mega_moe_sm90=lambda gate_up, down: (gate_up, down),
         mega_moe_pre_dispatch_sm90=pre_dispatch,
         fp8_mega_moe=mega,
     )
-    monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    monkeypatch.setattr(moe_peers, "_group_of_one_rank", lambda: "one rank")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-    return module
 
 
 @pytest.fixture
@@ -272,35 +225,6 @@ def test_everything_prints_without_deep_gemm(results):
     assert floors.goals(results["rows"]) == []
 
 
-def test_the_report_writes_the_tables(results, tmp_path):
-    (tmp_path / "moe.json").write_text(json.dumps(results))
-    text = report.with_tables(README, tmp_path)
-    assert text.startswith("before\n<!-- moe -->\n| model | tokens | floor, us | moefp8, us | goal")
-    assert text.endswith("</details>\n<!-- /moe -->\nafter\n")
-    assert "| Qwen3-30B-A3B | 1 | 5.0 | 10.0 | 2.00 | 2.00 | 4.00 | 3.00 |" in text
-    assert "| Mixtral 8x7B | 16 | 5.0 | 10.0 |  | - | 1.50 | - |" in text
-    assert "| Mixtral 8x7B | 16 | 8 | 10.0 / 60.0 / 11.0 | - | 15.0 / 65.0 / 16.0 | - |" in text
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
-    assert report.with_tables(text, tmp_path) == text
-    for line in text.splitlines():  # every line of a table has as many cells as its head
-        if line.startswith("| model"):
-            width = line.count("|")
-        assert not line.startswith("|") or line.count("|") == width
-
-
-def test_the_report_leaves_what_was_not_measured(tmp_path):
-    assert report.with_tables(README, tmp_path) == README
-
-
-def test_the_plot_is_a_picture(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "moe.json").write_text(json.dumps(results))
-    report.draw_plots(tmp_path)
-    data = (tmp_path / "moe.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
-
-
 def test_points_and_goals_of_the_plot(results):
     rows = results["rows"][:3]
     assert floors.points(rows, MEGA) == [("1", 4.0), ("128", 2.4), ("16384", 2.4)]
@@ -309,12 +233,8 @@ def test_points_and_goals_of_the_plot(results):
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
     """One small model on the CPU, and timers that time nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "0", "torch": "2"}
-    monkeypatch.setattr(gemm, "circumstances", lambda: about)
-    monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setitem(MODELS, "small", SMALL)
     monkeypatch.setattr(moe, "random_experts", lambda model: random_experts(model, device="cpu"))
     monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: dict.fromkeys(calls, 10.0))
@@ -324,15 +244,13 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
 
 
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["moe", "--models", "small", *arguments])
-    moe.main()
+ON_SMALL = "--models", "small"
 
 
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm", "transformers_deep_gemm")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "moe.json"
-    run_main(monkeypatch, "--tokens", "1,16", "--out", str(out))
+    run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "1,16", "--out", str(out))
     printed = capsys.readouterr().out
     assert printed.index("small") < printed.index("tokens active")
     assert "2 of 2 cases" in printed
@@ -349,13 +267,21 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm", "transformers_deep_gemm")
 def test_refusals_have_reasons(monkeypatch, capsys, deep_gemm, tmp_path):
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("not this shape")
-
+    fail = failing(RuntimeError("not this shape"))
     monkeypatch.setattr(deep_gemm, "fp8_mega_moe", fail)
     monkeypatch.setattr(moe, "captured", fail)
     out = tmp_path / "moe.json"
-    run_main(monkeypatch, "--tokens", "3", "--peers", f"{HF_FP8},{MEGA}", "--out", str(out))
+    run_main(
+        monkeypatch,
+        moe,
+        *ON_SMALL,
+        "--tokens",
+        "3",
+        "--peers",
+        f"{HF_FP8},{MEGA}",
+        "--out",
+        str(out),
+    )
     printed = capsys.readouterr().out
     assert "SGLang mega-kernel is left out at 3 tokens: RuntimeError: not this shape" in printed
     assert "moefp8 is no CUDA graph at 3 tokens: RuntimeError: not this shape" in printed
@@ -368,14 +294,14 @@ def test_refusals_have_reasons(monkeypatch, capsys, deep_gemm, tmp_path):
 def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     monkeypatch.setattr(moe, "RESULTS", Path("/nowhere/moe.json"))
-    run_main(monkeypatch, "--tokens", "2", "--peers", MEGA)
+    run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "2", "--peers", MEGA)
     printed = capsys.readouterr().out
     assert "SGLang mega-kernel is left out (" in printed
     assert "not kept: these are not all cases of moe.json" in printed
     times, out = iter([{OURS: 10.0}]), tmp_path / "moe.json"
     monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: next(times))
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, "--tokens", "2,3", "--peers", MEGA, "--out", str(out))
+        run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "2,3", "--peers", MEGA, "--out", str(out))
     captured = capsys.readouterr()
     assert "no row for small, 3 tokens" in captured.out
     assert "1 of 2 cases" in captured.out
@@ -384,19 +310,6 @@ def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys, tmp
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["moe", "--peers", "moefp8,vllm"])
     with pytest.raises(SystemExit):
-        moe.main()
+        run_main(monkeypatch, moe, "--peers", "moefp8,vllm")
     assert "vllm: must be of moefp8,sgl_megamoe,hf_deepgemm,hf_bf16" in capsys.readouterr().err
-
-
-def test_without_a_gpu_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.moe", "--models", "qwen3_30b_a3b"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 1
-    assert "benchmarks.moe times GPU kernels, and torch finds no CUDA GPU" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""

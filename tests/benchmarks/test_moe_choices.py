@@ -1,7 +1,6 @@
 """The benchmark of choices without a GPU: what it calls, and that it leaves nothing changed."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from moefp8.functional import experts_launch
 from moefp8.kernels import jit
 from moefp8.kernels.common.prepared import prepared
 from moefp8.layers import moe
+from tests.benchmarks.canned import run_main
 
 SMALL = Model("small", 5, 3, 256, 128)
 
@@ -41,8 +41,7 @@ def cpu_as_gpu(monkeypatch):
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "choices.json"
-    monkeypatch.setattr(sys, "argv", ["moe_choices", "--out", str(out)])
-    moe_choices.main()
+    run_main(monkeypatch, moe_choices, "--out", str(out))
     results = json.loads(out.read_text())
     assert (results["commit"], results["model"]) == ("abc", "small")
     rows = {(row.pop("what"), row.pop("tokens")): row for row in results["rows"]}
