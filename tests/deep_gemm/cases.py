@@ -50,19 +50,19 @@ def experts(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> SimpleNamespace:
-    """Rows of padding hold NaN in a and d. `spare` rows behind the last group are padding too."""
-    m_indices, ends, ending = [], [], []
+    """Groups of `COUNTS` rows, and NaN in a and d where there is padding.
+
+    `spare` rows behind the last group are padding too; `ending` are the rows that pad a group.
+    """
+    m_indices, ends = [], []
     for group, count in enumerate(COUNTS):
         ends.append(len(m_indices) + count)
-        padding = -count % alignment
-        m_indices += [group] * count + [-1] * padding
-        ending += [False] * count + [True] * padding
-    m_indices += [-1] * spare
-    ending += [False] * spare
-    rows = torch.tensor(m_indices, dtype=torch.int32, device=device)
+        m_indices += [group] * count + [-1] * (-count % alignment)
+    ending = torch.tensor([*(group < 0 for group in m_indices), *[False] * spare])
+    rows = torch.tensor(m_indices + [-1] * spare, dtype=torch.int32, device=device)
     x, b = torch.randn(len(rows), K, device=device), experts(device)
     a = row_major(quantize_1x128(x.masked_fill(rows[:, None] < 0, NAN)))
     d = torch.full((len(rows), N), NAN, dtype=torch.bfloat16, device=device)
     names = {"a": a, "b": b, "b_t": (b[0].mT, b[1].mT), "d": d, "m_indices": rows}
     names["psum_m"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    return SimpleNamespace(names=names, d=d, rows=rows, ending=torch.tensor(ending))
+    return SimpleNamespace(names=names, d=d, rows=rows, ending=ending)
