@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,41 +44,34 @@ class Experts(nn.Module):
 
 
 def parts(module: nn.Module, kind: str, num_ranks: int) -> list[nn.Module]:
-    """That of each rank, of a filled module."""
-    return [
-        moefp8.shard(copy.deepcopy(module), {"": kind}, rank, num_ranks)
-        for rank in range(num_ranks)
-    ]
+    """Those of all ranks, of a filled module."""
+    copies = [copy.deepcopy(module) for _ in range(num_ranks)]
+    return [moefp8.shard(x, {"": kind}, rank, num_ranks) for rank, x in enumerate(copies)]
 
 
 def dequantized(module: nn.Module) -> dict[str, torch.Tensor]:
     """By name, halves of gate and up apart."""
-    pairs = {"weight": "weight", "gate_up_proj": "gate_up", "down_proj": "down"}
     found = {}
-    for name in pairs.keys() & dict(module.named_parameters()).keys():
-        data = module.get_parameter(name)
-        scale_inv = getattr(module, f"{name}_scale_inv", None)
-        num_halves = 2 if name == "gate_up_proj" else 1
-        axis = data.ndim - 2
-        for half in range(num_halves):
-            piece = data.chunk(num_halves, axis)[half]
-            if scale_inv is not None:
-                scales = scale_inv.chunk(num_halves, axis)[half]
-                piece = dequantize(BlockScaled(piece.contiguous(), scales.contiguous()))
-            found[f"{name}.{half}"] = piece
+    for name, data in module.named_parameters():
+        if name not in ("weight", "gate_up_proj", "down_proj"):
+            continue
+        num_halves, axis = 2 if name == "gate_up_proj" else 1, data.ndim - 2
+        pieces = data.chunk(num_halves, axis)
+        if hasattr(module, f"{name}_scale_inv"):
+            scales = getattr(module, f"{name}_scale_inv").chunk(num_halves, axis)
+            pieces = [
+                dequantize(BlockScaled(*(x.contiguous() for x in pair)))
+                for pair in zip(pieces, scales, strict=True)
+            ]
+        found |= {f"{name}.{half}": piece for half, piece in enumerate(pieces)}
     return found
 
 
-CASES = {
-    ("linear", "rows"): ("weight", 0),
-    ("linear", "columns"): ("weight", 1),
-    ("fp8", "rows"): ("weight", 0),
-    ("fp8", "columns"): ("weight", 1),
-    ("grouped", "experts"): (None, 0),
-    ("grouped", "intermediate"): ("down_proj", 2),
-    ("stacked", "experts"): (None, 0),
-    ("stacked", "intermediate"): ("down_proj", 2),
-}
+AXES = {"rows": 0, "columns": 1, "experts": 0, "intermediate": 2}
+CASES = [
+    *((what, kind) for what in ("linear", "fp8") for kind in ("rows", "columns")),
+    *((what, kind) for what in ("grouped", "stacked") for kind in ("experts", "intermediate")),
+]
 
 
 def make(what: str, size: int, other: int = 130) -> nn.Module:
@@ -96,16 +90,12 @@ def test_parts_put_together_are_the_whole(what, kind, size, num_ranks):
     whole = make(what, size, 40)
     ranks = [dequantized(part) for part in parts(whole, kind, num_ranks)]
     for name, wanted in dequantized(whole).items():
-        axis = CASES[what, kind][1]
-        if kind == "intermediate" and name.startswith("gate_up"):
-            axis = 1
-        own = []
-        for rank, part in enumerate(ranks):
-            total = wanted.shape[axis]
-            begin, end = rank * total // num_ranks, (rank + 1) * total // num_ranks
-            held = part[name].shape[axis]
-            assert 0 <= held - (end - begin) < 128
-            padding, piece = part[name].split([held - (end - begin), end - begin], axis)
+        is_gate_up = kind == "intermediate" and name.startswith("gate_up")
+        axis, own = 1 if is_gate_up else AXES[kind], []
+        ends = [rank * wanted.shape[axis] // num_ranks for rank in range(num_ranks + 1)]
+        for part, (begin, end) in zip(ranks, pairwise(ends), strict=True):
+            padding, piece = part[name].tensor_split([begin - end], axis)
+            assert padding.shape[axis] < 128
             assert not padding.any()
             own.append(piece)
         assert torch.equal(torch.cat(own, axis), wanted)
@@ -116,23 +106,23 @@ def test_parts_put_together_are_the_whole(what, kind, size, num_ranks):
 def test_outputs_of_rows_are_those_of_the_whole(what, size, num_ranks):
     whole = make(what, size)
     x = torch.randn(2, 5, size, dtype=BF16)
-    outputs = [part(x) for part in parts(whole, "rows", num_ranks)]
-    wanted = whole(x)
-    if what == "fp8":
-        assert torch.equal(torch.cat(outputs, -1), wanted)
-    else:  # PyTorch's BLAS may sum in another order
-        torch.testing.assert_close(torch.cat(outputs, -1), wanted)
+    ranks = parts(whole, "rows", num_ranks)
+    outputs = [part(x) for part in ranks]
     assert outputs[0].shape == (2, 5, size // num_ranks)
-    if what == "fp8":
-        last = parts(whole, "rows", num_ranks)[-1]
-        assert last(x[0, 0]).shape == outputs[-1].shape[-1:]
-        assert last(x[:, :0]).shape == (2, 0, outputs[-1].shape[-1])
+    tolerance = {"rtol": 0, "atol": 0} if what == "fp8" else {}  # BLAS may sum in another order
+    torch.testing.assert_close(torch.cat(outputs, -1), whole(x), **tolerance)
+    width = outputs[-1].shape[-1]
+    assert ranks[-1](x[0, 0]).shape == (width,)
+    assert ranks[-1](x[:, :0]).shape == (2, 0, width)
 
 
 def assert_sums_up(outputs: list[torch.Tensor], wanted: torch.Tensor, bound: float) -> None:
-    """bound: of the worst row. Each rank rounds to BF16 once (2**-9 of its own values), and where
-    a block of activations is split, quantizes its share by a maximum of its own (up to 2**-4 of a
-    value, a few percent of a row of few)."""
+    """`bound` is the error of the worst row.
+
+    Each rank rounds to BF16 once (2**-9 of its own values), and where a block of activations is
+    split, quantizes its share by a maximum of its own (up to 2**-4 of a value, a few percent of a
+    row of few).
+    """
     total = torch.stack([y.double() for y in outputs]).sum(0)
     assert row_errors(total, wanted.double()).max() < bound
     without_one = total - outputs[-1].double()
@@ -145,8 +135,7 @@ def test_outputs_of_columns_sum_up(what, bound, size, num_ranks):
     whole = make(what, size)
     x = torch.randn(9, size, dtype=BF16)
     ranks = parts(whole, "columns", num_ranks)
-    ends = [(rank + 1) * size // num_ranks for rank in range(num_ranks)]
-    pieces = x.tensor_split(ends[:-1], -1)
+    pieces = x.tensor_split([rank * size // num_ranks for rank in range(1, num_ranks)], -1)
     assert_sums_up([part(y) for part, y in zip(ranks, pieces, strict=True)], whole(x), bound)
     assert [part.bias is not None for part in ranks] == [True] + [False] * (num_ranks - 1)
 
@@ -226,12 +215,10 @@ def test_a_moe_layer_sums_up():
     assert isinstance(ranks[0].shared_experts, SharedExperts)
     assert all(rank.shared_experts.is_one_op for rank in ranks)
     assert_sums_up([rank(x) for rank in ranks], whole(x), 4e-2)
-    outputs = []
     for rank in ranks:  # the same, projection by projection
         rank.shared_experts.gate_proj.register_forward_hook(lambda *_: None)
         assert not rank.shared_experts.is_one_op
-        outputs.append(rank(x))
-    assert_sums_up(outputs, whole(x), 4e-2)
+    assert_sums_up([rank(x) for rank in ranks], whole(x), 4e-2)
 
 
 def test_a_part_survives_copies_and_pickle():
@@ -314,12 +301,9 @@ def test_experts_with_other_parameters_are_refused(name):
 
 def test_subclasses_of_linear_are_refused():
     """As that of transformers, which has scales of its own."""
-
-    class Scaled(nn.Linear):
-        pass
-
+    scaled = type("Scaled", (nn.Linear,), {})(8, 8)
     with pytest.raises(ValueError, match="the model is a Scaled"):
-        moefp8.shard(Scaled(8, 8), {"": "rows"}, 0, 2)
+        moefp8.shard(scaled, {"": "rows"}, 0, 2)
 
 
 def test_a_part_has_no_reference():
@@ -331,9 +315,8 @@ def test_a_part_has_no_reference():
 def test_convert_refuses_parts():
     model = nn.Sequential(nn.Linear(256, 256))
     moefp8.shard(model, {"0": "rows"}, 0, 2)
-    with pytest.raises(
-        ValueError, match=r"0 \(Linear\) is one rank's part of a layer; convert before shard"
-    ):
+    told = r"0 \(Linear\) is one rank's part of a layer; convert before shard"
+    with pytest.raises(ValueError, match=told):
         moefp8.convert(model)
 
 
