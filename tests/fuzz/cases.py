@@ -37,10 +37,6 @@ def size(small: int, large: int, least: int = 0) -> st.SearchStrategy[int]:
     return st.builds(near, st.integers(1, most), units, steps, exists)
 
 
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # ---- Numbers ----
 
 FLOATS = "ordinary", "few odd", "blocks apart", "ties", "any finite", "any bits"
@@ -58,7 +54,8 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         info = torch.finfo(dtype)
         exponents = math.log2(info.smallest_normal) - 5, math.log2(info.max)
         apart = torch.empty(*shape[:-1], num_blocks(shape[-1])).uniform_(*exponents)
-        x = torch.rand(shape).copysign(x).double() * _of_blocks(apart, shape[-1]).double().exp2()
+        apart = apart.double().repeat_interleave(128, dim=-1)[..., : shape[-1]]
+        x = torch.rand(shape).copysign(x).double() * apart.exp2()
     elif kind == "ties":  # of E4M3, once divided by a scale of 1
         x = torch.randint(-64, 65, shape) / 2.0
         x[..., ::128] = 448
@@ -68,6 +65,14 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         x = torch.randint(limits.min, limits.max + 1, shape, dtype=bits).view(dtype)
         return x.nan_to_num(1.0, 1.0, -1.0) if kind == "any finite" else x
     return x.to(dtype)
+
+
+def biases(
+    seed: int, kind: str, dtype: torch.dtype | None, n: int, device: str
+) -> torch.Tensor | None:
+    """None for no dtype. The seed is that of other numbers, and gives others than these."""
+    torch.manual_seed(seed + 1)
+    return None if dtype is None else floats(kind, dtype, n).to(device)
 
 
 def codes(kind: str, *shape: int) -> torch.Tensor:
@@ -93,10 +98,6 @@ def scales(kind: str, *shape: int) -> torch.Tensor:
     if kind == "all magnitudes":
         x = x.copysign(torch.randn(shape))
     return _with_odd(x.float(), _ODD) if kind == "few odd" else x.float()
-
-
-def _of_blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
-    return x.repeat_interleave(128, dim=-1)[..., :columns]
 
 
 def _with_odd(x: torch.Tensor, odd: tuple[float, ...]) -> torch.Tensor:
@@ -153,7 +154,7 @@ class Matrices(NamedTuple):
     place: str
 
     def make(self, device: str) -> torch.Tensor:
-        seeded(self.seed)
+        torch.manual_seed(self.seed)
         x = floats(self.kind, self.dtype, *self.shape).to(device)
         return placed(FLOAT_PLACES, self.place, x)
 
@@ -204,7 +205,7 @@ class Gemm(NamedTuple):
 
     def make(self, rows: tuple[int, ...], groups: tuple[int, ...], device: str) -> Operands:
         """rows, groups: the leading axes of a and of b; (M,) and () if dense."""
-        seeded(self.seed)
+        torch.manual_seed(self.seed)
         n, k, kinds, places = self.n, self.k, self.numbers, self.places
         made = Operands(
             codes(kinds.a, *rows, k),
@@ -218,10 +219,7 @@ class Gemm(NamedTuple):
         return Operands(*(placed(known, name, x.to(device)) for known, name, x in three))
 
     def make_bias(self, device: str) -> torch.Tensor | None:
-        seeded(self.seed + 1)
-        if self.bias is None:
-            return None
-        return floats(self.bias_kind, self.bias, self.n).to(device)
+        return biases(self.seed, self.bias_kind, self.bias, self.n, device)
 
 
 def gemms() -> st.SearchStrategy[tuple[int, Gemm]]:

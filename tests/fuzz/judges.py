@@ -84,14 +84,17 @@ def products(a: Side, b: Side) -> Judged:
         size += terms
         overflows = (scale[:, None] * b.scales[:, block]).isinf()
         bad, free = (bad | overflows, free) if a.error is None else (bad, free | overflows)
-    error = error.masked_fill(free, torch.inf)
-    return Judged(value, error, nan, *_overflow(value, error, size, bad, free, _MAX, _MAX))
+    made = Judged(value, error.masked_fill(free, torch.inf), nan, bad, free)
+    return _overflowing(made, size)
 
 
-def _overflow(value, error, size, bad, free, surely_finite, surely_not):
-    """(bad, free) of numbers whose sums on the way are at most of this size."""
-    free = free | (size + error > surely_finite * (1 - 2**-10))
-    return bad | (value.abs() - error > surely_not), free
+def _overflowing(
+    made: Judged, size: torch.Tensor, surely_finite: float = _MAX, surely_not: float = _MAX
+) -> Judged:
+    """With those bad and free that overflow or may; sums on the way are at most of this size."""
+    bad = made.bad | (made.value.abs() - made.error > surely_not)
+    free = made.free | (size + made.error > surely_finite * (1 - 2**-10))
+    return replace(made, bad=bad, free=free)
 
 
 def plus_bias(made: Judged, bias: torch.Tensor | None) -> Judged:
@@ -110,10 +113,9 @@ def plus_bias(made: Judged, bias: torch.Tensor | None) -> Judged:
 
 def rounded(made: Judged) -> Judged:
     """To BF16."""
-    error = made.error * (1 + 2.0**-8) + made.value.abs() * 2.0**-8 + 2.0**-133
-    limits = _MAX_BF16, _MAX_BF16 * (1 + 2.0**-9)
-    rest = _overflow(made.value, made.error, made.value.abs(), made.bad, made.free, *limits)
-    return Judged(made.value, error, made.nan, *rest)
+    size = made.value.abs()
+    made = _overflowing(made, size, _MAX_BF16, _MAX_BF16 * (1 + 2.0**-9))
+    return replace(made, error=made.error * (1 + 2.0**-8) + size * 2.0**-8 + 2.0**-133)
 
 
 def check(actual: torch.Tensor, expected: Judged) -> None:
@@ -144,8 +146,8 @@ def swiglu(gate: Judged, up: Judged, limit: float | None) -> Judged:
     value = silu * up.value
     error = silu_error * (up.value.abs() + up.error) + silu.abs() * up.error
     error = (error + value.abs() * 2.0**-22 + 2.0**-148).nan_to_num(torch.inf, torch.inf)
-    nan, bad, free = gate.nan | up.nan, gate.bad | up.bad, gate.free | up.free
-    return Judged(value, error, nan, *_overflow(value, error, value.abs(), bad, free, _MAX, _MAX))
+    made = Judged(value, error, gate.nan | up.nan, gate.bad | up.bad, gate.free | up.free)
+    return _overflowing(made, value.abs())
 
 
 def _clamped(made: Judged, low: float, high: float) -> Judged:
@@ -222,10 +224,9 @@ def _combined(made: Judged, weights: torch.Tensor, is_here: torch.Tensor) -> Jud
     """The sum over k, rounded; made [T, k, H], weights and is_here [T, k, 1]."""
     finite = weights.nan_to_num(0.0, 0.0, 0.0).masked_fill(~is_here, 0.0)
     error = (finite.abs() * made.error).nan_to_num(torch.inf, torch.inf).masked_fill(~is_here, 0.0)
-    value, size = finite * made.value, finite.abs() * made.value.abs()
-    sums = [z.sum(1) for z in (value, error, size)]
-    error, size = sums[1] + sums[2] * 2.0**-18, sums[2] + sums[1]
+    value = finite * made.value
+    size, error = value.abs().sum(1), error.sum(1)
     nan = (made.nan | (weights.isnan() & is_here)).any(1)
     bad = (made.bad | (~weights.isfinite() & is_here)).any(1)
-    rest = _overflow(sums[0], error, size, bad, made.free.any(1), _MAX, _MAX)
-    return rounded(Judged(sums[0], error, nan, *rest))
+    summed = Judged(value.sum(1), error + size * 2.0**-18, nan, bad, made.free.any(1))
+    return rounded(_overflowing(summed, size + error))

@@ -1,4 +1,4 @@
-"""What the fuzz tests draw for layers, the router and its plans: see `fuzz_cases.py`.
+"""What the fuzz tests draw for layers, the router and its plans: see `cases.py`.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -38,13 +38,13 @@ class Weights(NamedTuple):
 
     def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """[E, rows, columns] and its scales."""
-        fuzz.seeded(self.seed)
+        torch.manual_seed(self.seed)
         blocks = num_blocks(self.rows), num_blocks(self.columns)
         return self._placed(device, (self.rows, self.columns), blocks)
 
     def make_experts(self, device: str) -> list[torch.Tensor]:
         """gate_up, its scales, down, its scales."""
-        fuzz.seeded(self.seed)
+        torch.manual_seed(self.seed)
         h, i = self.columns, self.rows
         of_h, of_i = num_blocks(h), num_blocks(i)
         gate_up = self._placed(device, (2 * i, h), (2 * of_i, of_h))
@@ -75,10 +75,7 @@ class Layer(NamedTuple):
         return is_ordinary and self.weights.are_ordinary
 
     def make_bias(self, device: str) -> torch.Tensor | None:
-        fuzz.seeded(self.x.seed + 1)
-        if self.bias is None:
-            return None
-        return fuzz.floats(self.x.kind, self.bias, self.weights.rows).to(device)
+        return fuzz.biases(self.x.seed, self.x.kind, self.bias, self.weights.rows, device)
 
 
 def _layer(sizes, seeds, kinds, dtype, places, bias, limit) -> Layer:
@@ -122,7 +119,7 @@ class Choices(NamedTuple):
 
     def make_ids(self, num_tokens: int, num_experts: int, device: str) -> torch.Tensor:
         """[T, k], int32 or int64; also ids that only a GPU takes."""
-        fuzz.seeded(self.seed)
+        torch.manual_seed(self.seed)
         shape = num_tokens, self.top_k
         ids = torch.randint(0, num_experts + 1, shape)
         if self.kind == "distinct":

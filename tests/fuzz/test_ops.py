@@ -70,9 +70,14 @@ def test_gemm(device, case):
         bias = made.make_bias(place)
         with nothing_around_is_written(d):
             kernels.fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
-            check(d.to(device), expected)
-            if made.is_ordinary and made.n >= 64:
-                assert_matches_reference(d.to(device), expected.value)
+            check_rows(made, d, expected)
+
+
+def check_rows(made: fuzz.Gemm, d: torch.Tensor, expected: judges.Judged) -> None:
+    d = d.to(expected.value.device)
+    check(d, expected)
+    if made.is_ordinary and made.n >= 64:
+        assert_matches_reference(d, expected.value)
 
 
 def run_grouped(drawn: grouped_cases.Routing, operands: Operands, expected_m: int) -> None:
@@ -98,9 +103,8 @@ def test_grouped_gemm(device, case, expected_m):
         return operands
 
     def rows_of(x: torch.Tensor, segment: grouped_cases.Segment) -> torch.Tensor:
-        return (x[segment.matrix] if drawn.layout == GroupLayout.MASKED else x)[
-            segment.begin : segment.end
-        ]
+        x = x[segment.matrix] if drawn.layout == GroupLayout.MASKED else x
+        return x[segment.begin : segment.end]
 
     a, a_scale_inv, b, b_scale_inv, _ = make(device)
     of_groups = [side(*of_one, 128) for of_one in zip(b, b_scale_inv, strict=True)]
@@ -114,10 +118,7 @@ def test_grouped_gemm(device, case, expected_m):
         with grouped_cases.only_groups_are_written(drawn, operands.d):
             run_grouped(drawn, operands, expected_m)
             for segment, of_segment in zip(drawn.segments, expected, strict=True):
-                d = rows_of(operands.d, segment).to(device)
-                check(d, of_segment)
-                if made.is_ordinary and made.n >= 64:
-                    assert_matches_reference(d, of_segment.value)
+                check_rows(made, rows_of(operands.d, segment), of_segment)
 
 
 # ---- Layers ----

@@ -1,4 +1,4 @@
-"""Router, plans, dispatch and combine with numbers of every bit pattern: see `test_fuzz.py`."""
+"""Router, plans, dispatch and combine with numbers of every bit pattern: see `test_ops.py`."""
 
 import pytest
 import torch
