@@ -10,20 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floors, headlines, moe, roofline, speedups
+from benchmarks import floors, grouped_peers, headlines, moe, moe_peers, roofline, speedups
 from benchmarks.families import table as families
 from benchmarks.gemm import AGAINST, HOST_CASE, case_of, compare, fastest_us, geomean, ratio
-from benchmarks.grouped import (
-    GOALS,
-    against_deep_gemm,
-    by_setting,
-    errors_of,
-    shape_of,
-    titles_of,
-)
+from benchmarks.grouped import GOALS, against_deep_gemm, by_setting, errors_of, shape_of
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
+from benchmarks.session import titles_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -177,7 +171,7 @@ def _grouped_speedups(rows: list[dict[str, Any]]) -> str:
 
 
 def _grouped_times(rows: list[dict[str, Any]]) -> str:
-    titles = titles_of(rows)
+    titles = titles_of(grouped_peers.PEERS, rows)
     others = [name for name in titles if name != OURS]
     head = "| case | tokens | N x K | moefp8 | TFLOP/s | GB/s | "
     lines = [head + " | ".join(titles[name] for name in others) + " |"]
@@ -195,7 +189,7 @@ def _grouped_times(rows: list[dict[str, Any]]) -> str:
 
 def moe_tables(results: dict[str, Any]) -> str:
     """How many times as fast as each peer, the plot, and all times folded away."""
-    rows, titles = results["rows"], moe.titles_of(results["rows"])
+    rows, titles = results["rows"], titles_of(moe_peers.PEERS, results["rows"])
     errors, of_fp8 = (
         ", ".join(f"{title} {error:.1e}" for title, error in moe.worst_of(rows, key).items())
         for key in ("error", "fp8_error")

@@ -1,7 +1,6 @@
 """The grouped GEMM benchmark without a GPU: loads, rows of every peer, what is printed."""
 
 import json
-import sys
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +23,8 @@ from benchmarks.grouped_cases import (
 )
 from benchmarks.grouped_peers import FORMS, GUARD_ROWS, PADDED, PEERS, Operands, Rows
 from benchmarks.peers import BF16, DEEP_GEMM, OURS
-from moefp8 import kernels
 from moefp8.testing import assert_matches_reference
-from tests.benchmarks.canned import (
-    failing,
-    fake_deep_gemm,
-    grouped_results,
-    grouped_row,
-    run_main,
-)
+from tests.benchmarks.cases import failing, fake_deep_gemm, found, run_main
 
 COUNTS = [3, 0, 130, 1]
 SMALL = {
@@ -41,9 +33,23 @@ SMALL = {
 }
 
 
+def row(setting: Setting, n: int, k: int, **us: float) -> dict:
+    known = {name: PEERS[name] for name in FORMS[setting.form]}
+    about = {"form": setting.form, "loads": setting.loads, "n": n, "k": k}
+    return {**about, "peers": found(known, Case(setting, n, k), us, untouched=True)}
+
+
 @pytest.fixture
 def results() -> dict:
-    return grouped_results()
+    large, qwen, masked = SETTINGS[0], SETTINGS[4], SETTINGS[6]
+    rows = [
+        row(large, 4096, 7168, deep_gemm=12.0, moefp8_padded=11.0, torch_bf16=30.0),
+        row(large, 7168, 2048, deep_gemm=10.0, moefp8_padded=11.0),
+        row(qwen, 1536, 2048, moefp8_padded=12.0, deep_gemm=13.0),
+        row(masked, 4096, 7168, deep_gemm=20.0),
+        row(masked, 7168, 2048),
+    ]
+    return {"copy_gbps": 4300.0, "rows": rows}
 
 
 @pytest.mark.parametrize(("groups", "mean"), [(1, 1024), (32, 256), (64, 4)])
@@ -237,21 +243,10 @@ def test_what_is_printed(results):
 
 
 def test_a_setting_without_a_goal_is_compared_all_the_same(results):
-    results["rows"] = [grouped_row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
+    results["rows"] = [row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
     (line,) = grouped.lines_of_comparisons(results["rows"])
     assert line.endswith("geomean 0.900")
-    assert "| masked 128 x 8..64 |  | 0.900 |" in report.grouped_tables(results)
     assert speedups.bars(results) == [(0.0, "masked 128 x 8..64", "1536x2048", 0.9, None)]
-
-
-def test_everything_prints_without_deep_gemm(results):
-    for each in results["rows"]:
-        del each["peers"][DEEP_GEMM]
-    assert not list(grouped.lines_of_comparisons(results["rows"]))
-    assert "DeepGEMM" not in "\n".join(grouped.lines_of_the_rest(results))
-    assert list(grouped.lines_of_table(SETTINGS[0], results["rows"][:2]))
-    assert report.grouped_tables(results)
-    assert speedups.bars(results) == []
 
 
 def test_bars_of_the_plot(results):
@@ -261,6 +256,9 @@ def test_bars_of_the_plot(results):
         (2.6, "contiguous 128 x 8..64", "1536x2048", 1.3, 1.3),
         (4.2, "masked 1 x 1024", "4096x7168", 2.0, 1.15),
     ]
+    for each in results["rows"]:
+        del each["peers"][DEEP_GEMM]
+    assert speedups.bars(results) == []
 
 
 @pytest.fixture
@@ -289,29 +287,11 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     report.grouped_tables(results)
 
 
-@pytest.mark.usefixtures("cpu_as_gpu")
-def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    monkeypatch.setattr(grouped, "RESULTS", Path("/nowhere/grouped.json"))
-    run_main(monkeypatch, grouped, "--cases", "masked-small")
-    printed = capsys.readouterr().out
-    assert "DeepGEMM is left out" in printed
-    assert "not kept: these are not all cases of grouped.json" in printed
-    assert "2 of 2 cases" in printed
-    monkeypatch.setattr(
-        kernels, "m_grouped_fp8_gemm_nt_masked", failing(ValueError("no such rows"))
-    )
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, grouped)
-    captured = capsys.readouterr()
-    assert "no row for masked small 40x200" in captured.out
-    assert "2 of 4 cases" in captured.out
-    assert "ValueError: no such rows" in captured.err
-
-
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
-def test_a_peer_that_fails_is_left_out_with_its_reason(monkeypatch, capsys):
+def test_a_setting_alone_and_a_peer_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", failing(RuntimeError("not on this GPU")))
+    monkeypatch.setattr(grouped, "RESULTS", Path("/nowhere/grouped.json"))
     run_main(monkeypatch, grouped, "--cases", "contiguous-small")
-    why = "torch BF16 is left out at 40x200: RuntimeError: not on this GPU"
-    assert why in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch BF16 is left out at 40x200: RuntimeError: not on this GPU" in printed
+    assert "2 of 2 cases" in printed

@@ -1,9 +1,7 @@
 """The benchmark of whole layers without a GPU: references, every peer, what is printed."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +15,30 @@ from benchmarks.peers import OURS
 from moefp8.testing import relative_error
 from moefp8.testing.reference import rounded_to_fp8
 from tests import naive
-from tests.benchmarks.canned import failing, fake_deep_gemm, moe_results, run_main
+from tests.benchmarks.cases import failing, fake_deep_gemm, found, run_main
 
 SMALL = Model("small", 5, 2, 256, 128)
 UNEVEN = Model("uneven", 3, 2, 200, 136)
 
 
+def row(model: str, tokens: int, **us: float) -> dict:
+    case = SimpleNamespace(flops=10**9, num_bytes=lambda operands: 10**8)
+    peers = found(PEERS, case, us, error=0.04, worst_row=0.06, fp8_error=0.002)
+    for name in (OURS, *us):
+        peers[name] |= {"eager_us": peers[name]["us"] + 50, "graph_us": peers[name]["us"] + 1}
+    return {"model": model, "tokens": tokens, "active": 8, "floor_us": 5.0, "peers": peers}
+
+
 @pytest.fixture
 def results() -> dict:
-    return moe_results()
+    rows = [
+        row("qwen3_30b_a3b", 1, sgl_megamoe=20.0, hf_deepgemm=40.0, hf_bf16=30.0),
+        row("qwen3_30b_a3b", 128, sgl_megamoe=12.0, hf_deepgemm=40.0),
+        row("qwen3_30b_a3b", 16384, sgl_megamoe=12.0, hf_deepgemm=40.0),
+        row("deepseek_v3", 1, sgl_megamoe=13.0),
+        row("mixtral_8x7b", 16, hf_deepgemm=15.0),
+    ]
+    return {"copy_gbps": 4300.0, "rows": rows}
 
 
 @pytest.fixture
@@ -215,21 +228,15 @@ def test_what_is_printed_at_the_end(results):
     assert "NOT at DeepSeek-V3, 1 tokens" in rest
 
 
-def test_everything_prints_without_deep_gemm(results):
-    for each in results["rows"]:
-        del each["peers"][MEGA], each["peers"][HF_FP8]
-        assert "goal" not in "".join(moe.lines_of_row(each))
-    assert "goal" not in "\n".join(moe.lines_of_the_rest(results))
-    assert "SGLang" not in "\n".join(moe.lines_of_the_rest(results))
-    assert report.moe_tables(results)
-    assert floors.goals(results["rows"]) == []
-
-
 def test_points_and_goals_of_the_plot(results):
     rows = results["rows"][:3]
     assert floors.points(rows, MEGA) == [("1", 4.0), ("128", 2.4), ("16384", 2.4)]
     assert floors.points(rows, HF_BF16) == [("1", 6.0)]
     assert floors.goals(rows) == [("1", 2.0), ("128", pytest.approx(2.4 / 1.3))]
+    for each in rows:
+        del each["peers"][MEGA]
+        assert "goal" not in "".join(moe.lines_of_row(each))
+    assert floors.goals(rows) == []
 
 
 @pytest.fixture
@@ -265,48 +272,23 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert report.moe_tables(results)
 
 
-@pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm", "transformers_deep_gemm")
+@pytest.mark.usefixtures("cpu_as_gpu")
 def test_refusals_have_reasons(monkeypatch, capsys, deep_gemm, tmp_path):
-    fail = failing(RuntimeError("not this shape"))
+    """Rows that there are have been written when a later case fails."""
+    fail, times = failing(RuntimeError("not this shape")), iter([{OURS: 10.0}])
     monkeypatch.setattr(deep_gemm, "fp8_mega_moe", fail)
     monkeypatch.setattr(moe, "captured", fail)
-    out = tmp_path / "moe.json"
-    run_main(
-        monkeypatch,
-        moe,
-        *ON_SMALL,
-        "--tokens",
-        "3",
-        "--peers",
-        f"{HF_FP8},{MEGA}",
-        "--out",
-        str(out),
-    )
-    printed = capsys.readouterr().out
-    assert "SGLang mega-kernel is left out at 3 tokens: RuntimeError: not this shape" in printed
-    assert "moefp8 is no CUDA graph at 3 tokens: RuntimeError: not this shape" in printed
-    (each,) = json.loads(out.read_text())["rows"]
-    assert [*each["peers"]] == [OURS, MEGA, HF_FP8]
-    assert each["peers"][OURS]["graph_refused"] == "RuntimeError: not this shape"
-
-
-@pytest.mark.usefixtures("cpu_as_gpu")
-def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    monkeypatch.setattr(moe, "RESULTS", Path("/nowhere/moe.json"))
-    run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "2", "--peers", MEGA)
-    printed = capsys.readouterr().out
-    assert "SGLang mega-kernel is left out (" in printed
-    assert "not kept: these are not all cases of moe.json" in printed
-    times, out = iter([{OURS: 10.0}]), tmp_path / "moe.json"
     monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: next(times))
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr(moe, "finish", fail)
+    out = tmp_path / "moe.json"
+    with pytest.raises(RuntimeError):
         run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "2,3", "--peers", MEGA, "--out", str(out))
-    captured = capsys.readouterr()
-    assert "no row for small, 3 tokens" in captured.out
-    assert "1 of 2 cases" in captured.out
-    assert "StopIteration" in captured.err
-    assert len(json.loads(out.read_text())["rows"]) == 1
+    printed = capsys.readouterr().out
+    assert "SGLang mega-kernel is left out at 2 tokens: RuntimeError: not this shape" in printed
+    assert "moefp8 is no CUDA graph at 2 tokens: RuntimeError: not this shape" in printed
+    assert "no row for small, 3 tokens" in printed
+    (each,) = json.loads(out.read_text())["rows"]
+    assert [*each["peers"]] == [OURS, MEGA]
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys):

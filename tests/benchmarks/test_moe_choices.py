@@ -10,8 +10,7 @@ from benchmarks.moe_cases import Model, random_experts
 from moefp8.functional import experts_launch
 from moefp8.kernels import jit
 from moefp8.kernels.common.prepared import prepared
-from moefp8.layers import moe
-from tests.benchmarks.canned import run_main
+from tests.benchmarks.cases import run_main
 
 SMALL = Model("small", 5, 3, 256, 128)
 
@@ -53,23 +52,6 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert rows["router, us", 1] == {"router": 2}  # the result is a pair
     printed = capsys.readouterr().out
     assert "a long prompt                      60 tokens: ms 60.0, GiB above 2.0, same" in printed
-
-
-@pytest.mark.usefixtures("cpu_as_gpu")
-def test_what_is_changed_for_a_call_is_changed_back(monkeypatch):
-    """Also if the call fails."""
-    seen = []
-
-    def call():
-        seen.append((experts_launch.takes_tiles, moe._FEW_TOKENS))
-        raise RuntimeError
-
-    before = experts_launch.takes_tiles, moe._FEW_TOKENS
-    few = moe_choices._with(moe, "_FEW_TOKENS", 0, call)
-    with pytest.raises(RuntimeError):
-        moe_choices._with(experts_launch, "takes_tiles", None, few)()
-    assert seen == [(None, 0)]
-    assert before == (experts_launch.takes_tiles, moe._FEW_TOKENS)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
