@@ -1,6 +1,7 @@
 """The benchmark of whole layers without a GPU: references, every peer, what is printed."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from benchmarks.moe_accuracy import accuracy, reference
 from benchmarks.moe_cases import MODELS, Case, Model, dequantized, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import OURS
+from moefp8.functional.experts import experts
 from moefp8.testing import relative_error
 from moefp8.testing.reference import rounded_to_fp8
 from tests import naive
@@ -67,16 +69,16 @@ def test_models_and_floors():
 
 @pytest.mark.parametrize("model", [SMALL, UNEVEN])
 def test_weights_are_normal_and_dequantize_to_what_the_codes_say(model):
-    experts = random_experts(model, device="cpu")
+    made = random_experts(model, device="cpu")
     h, i = model.hidden_size, model.intermediate_size
-    gate_up, down = dequantized(experts, 1)
+    gate_up, down = dequantized(made, 1)
     assert gate_up.shape == (2 * i, h)
     assert down.shape == (h, i)
     assert float(gate_up.std()) == pytest.approx(h**-0.5, rel=0.05)
     assert float(down.std()) == pytest.approx(i**-0.5, rel=0.05)
-    exact = naive.values(experts.down_proj[1], experts.down_proj_scale_inv[1], 128)
+    exact = naive.values(made.down_proj[1], made.down_proj_scale_inv[1], 128)
     assert relative_error(down, exact) < 1e-6
-    up = experts.gate_up_proj[1, i:], experts.gate_up_proj_scale_inv[1].chunk(2)[1]
+    up = made.gate_up_proj[1, i:], made.gate_up_proj_scale_inv[1].chunk(2)[1]
     assert relative_error(gate_up[i:], naive.values(*up, 128)) < 1e-6
 
 
@@ -98,8 +100,7 @@ def test_errors_tell_right_layers_from_wrong_ones(case):
     right = PEERS[OURS].prepare(case)()
     weights = case.top_k_weights.clone()
     weights[case.top_k_index == case.top_k_index[0, 0]] = 0
-    swapped = random_experts(SMALL, device="cpu")
-    swapped.load_state_dict(case.experts.state_dict())
+    swapped = deepcopy(case.experts)
     swapped.gate_up_proj.copy_(case.experts.gate_up_proj.roll(i, dims=1))
     swapped.gate_up_proj_scale_inv.copy_(case.experts.gate_up_proj_scale_inv.roll(1, dims=1))
     lost_row = right.clone()
@@ -150,12 +151,8 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
         return SimpleNamespace(x=x, x_sf=None, topk_idx=index, topk_weights=weights)
 
     def mega(y, gate_up, down, buffer):
-        experts = random_experts(SMALL, device="cpu")
-        for name, part in (("gate_up_proj", gate_up), ("down_proj", down)):
-            getattr(experts, name).copy_(part[0])
-            getattr(experts, f"{name}_scale_inv").copy_(part[1])
-        some = slice(len(y))
-        y.copy_(experts(buffer.x[some], buffer.topk_idx[some], buffer.topk_weights[some]))
+        given = (x[: len(y)] for x in (buffer.x, buffer.topk_idx, buffer.topk_weights))
+        y.copy_(experts(*given, *gate_up, *down, None, False))
 
     monkeypatch.setattr(moe_peers, "_group_of_one_rank", lambda: "one rank")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

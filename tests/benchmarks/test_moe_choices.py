@@ -16,25 +16,28 @@ SMALL = Model("small", 5, 3, 256, 128)
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
     """A small model on the CPU; timers that call once and count."""
 
     def many(calls, repeats):
         return {name: float(len(calls[name]())) for name in calls}
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    monkeypatch.setattr(moe_choices, "circumstances", lambda: {"commit": "abc"})
-    monkeypatch.setattr(moe_choices, "MODEL", SMALL)
-    monkeypatch.setattr(moe_choices, "LONG_TOKENS", 60)
-    monkeypatch.setattr(moe_choices, "MANY_TOKENS", 20)
-    monkeypatch.setattr(moe_choices, "random_experts", lambda m: random_experts(m, device="cpu"))
-    monkeypatch.setattr(moe_choices, "layer_us_many", many)
-    monkeypatch.setattr(moe_choices, "device_us", lambda call, repeats: len(call()) * 1e3)
-    monkeypatch.setattr(moe_choices, "captured", lambda call: call)
-    monkeypatch.setattr(moe_choices, "graph_us_many", many)
+    others = {
+        "circumstances": lambda: {"commit": "abc"},
+        "MODEL": SMALL,
+        "LONG_TOKENS": 60,
+        "MANY_TOKENS": 20,
+        "random_experts": lambda model: random_experts(model, device="cpu"),
+        "layer_us_many": many,
+        "device_us": lambda call, repeats: len(call()) * 1e3,
+        "captured": lambda call: call,
+        "graph_us_many": many,
+    }
+    for name, other in others.items():
+        monkeypatch.setattr(moe_choices, name, other)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")

@@ -1,7 +1,6 @@
 """What the tests of DeepGEMM's calls share: how forms are written and called, and operands."""
 
 import re
-from types import SimpleNamespace
 
 import torch
 
@@ -49,7 +48,7 @@ def experts(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(quantize_128x128(torch.randn(len(COUNTS), N, K, device=device)))
 
 
-def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> SimpleNamespace:
+def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> dict[str, object]:
     """Groups of `COUNTS` rows, and NaN in a and d where there is padding.
 
     `spare` rows behind the last group are padding too; `ending` are the rows that pad a group.
@@ -64,5 +63,5 @@ def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> S
     a = row_major(quantize_1x128(x.masked_fill(rows[:, None] < 0, NAN)))
     d = torch.full((len(rows), N), NAN, dtype=torch.bfloat16, device=device)
     names = {"a": a, "b": b, "b_t": (b[0].mT, b[1].mT), "d": d, "m_indices": rows}
-    names["psum_m"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    return SimpleNamespace(names=names, d=d, rows=rows, ending=ending)
+    psum_m = torch.tensor(ends, dtype=torch.int32, device=device)
+    return names | {"psum_m": psum_m, "ending": ending.to(device)}

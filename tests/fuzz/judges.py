@@ -208,9 +208,8 @@ def experts(
     made = Judged(value, torch.zeros_like(value), no, no.clone(), no.clone())
     for expert in range(num_experts):
         chosen = torch.where(ids == expert)
-        data, scales = gate_up[0][expert], gate_up[1][expert]
-        blocks = scales.shape[0] // 2
-        gate, up = side(data[:size], scales[:blocks], 128), side(data[size:], scales[blocks:], 128)
+        halves = (x[expert].tensor_split(2) for x in gate_up)
+        gate, up = (side(*half, 128) for half in zip(*halves, strict=True))
         of_down = side(down[0][expert], down[1][expert], 128)
         one = feed_forward(x.rows(chosen[0]), gate, up, of_down, limit)
         for name, rows in vars(made).items():

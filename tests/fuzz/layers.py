@@ -39,26 +39,21 @@ class Weights(NamedTuple):
     def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """[E, rows, columns] and its scales."""
         torch.manual_seed(self.seed)
-        blocks = num_blocks(self.rows), num_blocks(self.columns)
-        return self._placed(device, (self.rows, self.columns), blocks)
+        return self._placed(device, self.rows, self.columns, num_blocks(self.rows))
 
     def make_experts(self, device: str) -> list[torch.Tensor]:
         """gate_up, its scales, down, its scales."""
         torch.manual_seed(self.seed)
         h, i = self.columns, self.rows
-        of_h, of_i = num_blocks(h), num_blocks(i)
-        gate_up = self._placed(device, (2 * i, h), (2 * of_i, of_h))
-        return [*gate_up, *self._placed(device, (h, i), (of_h, of_i))]
+        gate_up = self._placed(device, 2 * i, h, 2 * num_blocks(i))
+        return [*gate_up, *self._placed(device, h, i, num_blocks(h))]
 
-    def _placed(
-        self, device: str, shape: tuple[int, int], blocks: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        data = fuzz.codes(self.codes, self.num_experts, *shape).to(device)
-        scale_inv = fuzz.scales(self.scales, self.num_experts, *blocks).to(device)
-        return (
-            fuzz.placed(fuzz.OPERAND_PLACES, self.place, data),
-            fuzz.placed(fuzz.SCALE_PLACES, self.scale_place, scale_inv),
-        )
+    def _placed(self, device: str, rows: int, columns: int, scale_rows: int):
+        data = fuzz.codes(self.codes, self.num_experts, rows, columns).to(device)
+        scale_shape = self.num_experts, scale_rows, num_blocks(columns)
+        scale_inv = fuzz.scales(self.scales, *scale_shape).to(device)
+        data = fuzz.placed(fuzz.OPERAND_PLACES, self.place, data)
+        return data, fuzz.placed(fuzz.SCALE_PLACES, self.scale_place, scale_inv)
 
 
 class Layer(NamedTuple):

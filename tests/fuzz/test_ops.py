@@ -159,19 +159,16 @@ def test_linear(device, case):
 @given(case=fuzz_layers.layers(), apart=st.booleans())
 def test_feed_forward(device, case, apart):
     """apart: gate and up are no parts of one tensor, and lie in different ways."""
-    i, blocks = case.weights.rows, kernels.num_blocks(case.weights.rows)
 
-    def make(place: str) -> tuple[torch.Tensor, ...]:
-        gate_up, gate_up_scale_inv, *down = (y[0] for y in case.weights.make_experts(place))
-        gate, up = gate_up[:i], gate_up[i:]
-        gate_scale_inv, up_scale_inv = gate_up_scale_inv[:blocks], gate_up_scale_inv[blocks:]
+    def make(place: str) -> list[torch.Tensor]:
+        *gate_up, down, down_scale_inv = (y[0] for y in case.weights.make_experts(place))
+        gate, up = zip(*(x.tensor_split(2) for x in gate_up), strict=True)
         if apart:
-            up, up_scale_inv = (
-                x.clone(memory_format=torch.contiguous_format) for x in (up, up_scale_inv)
-            )
-        return (gate, gate_scale_inv, up, up_scale_inv, *down)
+            up = [x.clone(memory_format=torch.contiguous_format) for x in up]
+        return [*gate, *up, down, down_scale_inv]
 
-    sides = [side(*pair, 128) for pair in zip(*[iter(make(device))] * 2, strict=True)]
+    made = make(device)
+    sides = [side(*made[i : i + 2], 128) for i in (0, 2, 4)]
     x = quantized(case.x.make(device), device)
     expected = judges.feed_forward(x, *sides, case.limit)
     results = []
