@@ -10,17 +10,8 @@ import pytest
 import torch
 
 import moefp8.deep_gemm
-from benchmarks import grouped, grouped_peers, report, speedups
-from benchmarks.grouped_cases import (
-    CONTIGUOUS,
-    MASKED,
-    SETTINGS,
-    Case,
-    Setting,
-    between,
-    spread,
-    zipf,
-)
+from benchmarks import grouped, grouped_cases, grouped_peers, report, speedups
+from benchmarks.grouped_cases import CONTIGUOUS, MASKED, SETTINGS, Case, Setting
 from benchmarks.grouped_peers import FORMS, GUARD_ROWS, PADDED, PEERS, Operands, Rows
 from benchmarks.peers import BF16, DEEP_GEMM, OURS
 from moefp8.testing import assert_matches_reference
@@ -54,8 +45,8 @@ def results() -> dict:
 
 @pytest.mark.parametrize(("groups", "mean"), [(1, 1024), (32, 256), (64, 4)])
 def test_loads_spread_around_their_mean(groups, mean):
-    counts = spread(groups, mean)
-    assert counts == spread(groups, mean)
+    counts = grouped_cases.spread(groups, mean)
+    assert counts == grouped_cases.spread(groups, mean)
     assert len(counts) == groups
     assert all(max(1, int(0.7 * mean)) <= count <= 1.3 * mean for count in counts)
     assert groups == 1 or len(set(counts)) > 2
@@ -64,14 +55,14 @@ def test_loads_spread_around_their_mean(groups, mean):
 
 
 def test_loads_between_two_numbers():
-    counts = between(128, 8, 64)
-    assert counts == between(128, 8, 64)
+    counts = grouped_cases.between(128, 8, 64)
+    assert counts == grouped_cases.between(128, 8, 64)
     assert (len(counts), min(counts), max(counts)) == (128, 8, 64)
 
 
 def test_loads_by_zipf():
-    counts = zipf(256, 32)
-    assert counts == zipf(256, 32)
+    counts = grouped_cases.zipf(256, 32)
+    assert counts == grouped_cases.zipf(256, 32)
     assert sum(counts) == 256 * 32
     ranked = sorted(counts, reverse=True)
     assert counts != ranked

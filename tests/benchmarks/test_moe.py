@@ -154,6 +154,8 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
         given = (x[: len(y)] for x in (buffer.x, buffer.topk_idx, buffer.topk_weights))
         y.copy_(experts(*given, *gate_up, *down, None, False))
 
+    integration = pytest.importorskip("transformers.integrations.deepgemm")
+    monkeypatch.setattr(integration, "_DEEPGEMM", None)  # and back, to what transformers found
     monkeypatch.setattr(moe_peers, "_group_of_one_rank", lambda: "one rank")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
@@ -166,14 +168,7 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
     )
 
 
-@pytest.fixture
-def transformers_deep_gemm(monkeypatch) -> None:
-    """Of transformers, left as it was."""
-    integration = pytest.importorskip("transformers.integrations.deepgemm")
-    monkeypatch.setattr(integration, "_DEEPGEMM", None)
-
-
-@pytest.mark.usefixtures("deep_gemm", "transformers_deep_gemm")
+@pytest.mark.usefixtures("deep_gemm")
 def test_every_peer_is_the_same_layer(case):
     from torch.distributed import _symmetric_memory as memory
 
@@ -251,7 +246,7 @@ def cpu_as_gpu(no_gpu_needed, monkeypatch):
 ON_SMALL = "--models", "small"
 
 
-@pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm", "transformers_deep_gemm")
+@pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "moe.json"
     run_main(monkeypatch, moe, *ON_SMALL, "--tokens", "1,16", "--out", str(out))

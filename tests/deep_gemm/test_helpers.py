@@ -154,12 +154,10 @@ def test_values(form):
 
 def test_a_limit_on_sms_is_put_back():
     everything = deep_gemm.get_num_sms()
-    deep_gemm.set_num_sms(4)
-    deep_gemm.set_num_sms(everything)
-    assert deep_gemm.get_num_sms() == everything
-    deep_gemm.set_num_sms(4)
-    deep_gemm.set_num_sms(0)
-    assert deep_gemm.get_num_sms() == everything
+    for limit in (everything, 0):
+        deep_gemm.set_num_sms(4)
+        deep_gemm.set_num_sms(limit)
+        assert deep_gemm.get_num_sms() == everything
 
 
 def test_an_alignment_is_remembered():

@@ -1,11 +1,10 @@
-"""One of two ranks of `test_data_parallel.py`: python data_parallel_cases.py RANK FOLDER.
+"""What each of the two processes of `test_data_parallel.py` runs.
 
-Each case trains what follows frozen FP8 modules, and gives what both ranks must agree on. Results
-go to FOLDER/RANK.pt, an exception as its text.
+Most cases train what follows frozen FP8 modules, and give what both ranks must agree on.
 """
 
-import sys
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,9 +139,11 @@ CASES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def main(rank: int, folder: Path) -> None:
+def run_cases(rank: int, folder: Path) -> None:
+    """Results go to `folder`, exceptions as their texts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    store, timeout = f"file://{folder}/store", timedelta(minutes=1)
+    dist.init_process_group("gloo", store, timeout, world_size=RANKS, rank=rank)
     results: dict[str, Any] = {"alone": alone()}
     for name, case in CASES.items():
         try:
@@ -151,7 +152,3 @@ def main(rank: int, folder: Path) -> None:
             results[name] = f"{type(error).__name__}: {error}"
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,9 +1,5 @@
 """DDP and FSDP around frozen FP8 modules: two ranks come to what one process comes to."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +9,8 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear
-from tests.distributed.data_parallel_cases import RANKS, Tuned
+from tests.distributed.data_parallel_cases import RANKS, Tuned, run_cases
 
-CASES = Path(__file__).with_name("data_parallel_cases.py")
 EXACT = "ddp", "ddp, other seeds", "fsdp1", "fsdp2", "fsdp2, ignored"
 IN_BF16 = "fsdp2, bf16, ignored", "fsdp2, bf16, each"  # a policy of BF16 leaves FP8 alone
 
@@ -26,15 +21,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch with
 def results(tmp_path_factory) -> list[dict[str, Any]]:
     """By rank, what each case gave."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = Path(moefp8.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, str(CASES), str(rank), str(folder)] for rank in range(RANKS)]
-    ranks = [subprocess.Popen(command, env=environment) for command in commands]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
+    torch.multiprocessing.spawn(run_cases, (folder,), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -111,26 +111,14 @@ def _with_odd(x: torch.Tensor, odd: tuple[float, ...]) -> torch.Tensor:
 # ---- Places ----
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.mT.contiguous().mT
-
-
-def _one_row(x: torch.Tensor) -> torch.Tensor:
-    """Which is all rows, by a stride of 0: other numbers."""
-    return x[..., :1, :].expand(x.shape)
-
-
-def _one_number(x: torch.Tensor) -> torch.Tensor:
-    return x[..., :1, :1].expand(x.shape)
-
-
 Place = Callable[[torch.Tensor], torch.Tensor]
 RESULT_PLACES: dict[str, Place] = {name: place.make for name, place in GROUPED_PLACES.items()}
 RESULT_PLACES["own"] = lambda x: x
-OPERAND_PLACES = {**RESULT_PLACES, "one row": _one_row}
-FLOAT_PLACES = {**OPERAND_PLACES, "transposed": _transposed, "one number": _one_number}
-REPEATED = {"one row", "one number"}  # errors are no more those of many numbers
-SCALE_PLACES = {**GROUPED_SCALE_PLACES, "one number": _one_number, "own": lambda x: x}
+_ONE_NUMBER: dict[str, Place] = {"one number": lambda x: x[..., :1, :1].expand(x.shape)}
+OPERAND_PLACES = {**RESULT_PLACES, "one row": lambda x: x[..., :1, :].expand(x.shape)}
+FLOAT_PLACES = {**OPERAND_PLACES, **_ONE_NUMBER, "transposed": lambda x: x.mT.contiguous().mT}
+REPEATED = {"one row", "one number"}  # strides of 0: errors are no more those of many numbers
+SCALE_PLACES = {**GROUPED_SCALE_PLACES, **_ONE_NUMBER, "own": lambda x: x}
 
 
 def placed(places: dict[str, Place], name: str, x: torch.Tensor) -> torch.Tensor:
