@@ -120,15 +120,11 @@ def test_where_rows_lie(operands):
     assert layout.tolist() == expected
     assert layout.dtype == torch.int32
     is_token = [group >= 0 for group in expected]
-    dense = Rows.dense(operands)
-    found = {
-        "dense": (dense, [True] * 134, (134, 200)),
-        "padded": (padded, is_token, (512, 200)),
-    }
+    found = [(Rows.dense(operands), [True] * 134, (134, 200)), (padded, is_token, (512, 200))]
     if operands.case.setting.form == MASKED:
         slabs = [row < count for count in COUNTS for row in range(132)]
-        found["masked"] = (Rows.masked(operands), slabs, (4, 132, 200))
-    for rows, are_tokens, shape in found.values():
+        found.append((Rows.masked(operands), slabs, (4, 132, 200)))
+    for rows, are_tokens, shape in found:
         at = torch.tensor(are_tokens).nonzero().flatten()
         assert rows.a.data.shape == shape
         assert rows.a.scale_inv.shape == (*shape[:-1], 2)

@@ -3,6 +3,7 @@
 import importlib
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from benchmarks import session
 from benchmarks.peers import OURS, Peer
 from tests.benchmarks.cases import failing, run_main
 
+FOLDER = Path(session.__file__).parent
+ON_GPU = sorted(x.stem for x in FOLDER.glob("*.py") if 'require_gpu("' in x.read_text())
 FAILURE = RuntimeError("not this shape\nbut another")
 
 
@@ -58,9 +61,7 @@ def test_results_are_kept_if_complete_or_asked_for(tmp_path, capsys, out, is_all
     assert f"\na line\n1 of {num_cases} cases in" in printed
 
 
-@pytest.mark.parametrize(
-    "name", ["gemm", "gemm_configs", "grouped", "interleaving", "moe", "moe_choices", "tuning"]
-)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_without_a_gpu_one_sentence(monkeypatch, capsys, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     told = f"^benchmarks.{name} times GPU kernels, and torch finds no CUDA GPU"

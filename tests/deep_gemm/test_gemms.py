@@ -181,23 +181,16 @@ def check_groups(case: dict[str, object]) -> None:
 
 
 @on_cpu_and_gpu
-@pytest.mark.parametrize("form", BY_ROWS + BY_ENDS)
-def test_contiguous_groups_end_in_zeros(device, form):
+@pytest.mark.parametrize("form", BY_ROWS + BY_ENDS + WITHOUT_ZEROS)
+def test_contiguous_groups_end_in_zeros_or_as_they_were(device, form):
     case = contiguous(device)
     assert called(form, case) is None
     check_groups(case)
-    padding = case["d"][case["ending"]]
-    assert len(padding)
-    assert not padding.any()
-
-
-@on_cpu_and_gpu
-@pytest.mark.parametrize("form", WITHOUT_ZEROS)
-def test_padding_is_left_alone_if_wanted(device, form):
-    case = contiguous(device)
-    called(form, case)
-    check_groups(case)
-    assert case["d"][case["m_indices"] < 0].isnan().all()
+    assert case["ending"].any()
+    if form in WITHOUT_ZEROS:
+        assert case["d"][case["m_indices"] < 0].isnan().all()
+    else:
+        assert not case["d"][case["ending"]].any()
 
 
 @on_gpu

@@ -210,22 +210,20 @@ class Gemm(NamedTuple):
         return biases(self.seed, self.bias_kind, self.bias, self.n, device)
 
 
-def gemms() -> st.SearchStrategy[tuple[int, Gemm]]:
+@st.composite
+def gemms(draw: st.DrawFn) -> tuple[int, Gemm]:
     """M, and all else."""
     shapes = st.tuples(size(70, 600), size(300, 1000), size_of_k())
-    shapes = shapes.filter(lambda shape: math.prod(shape) <= (2**28 if HAS_GPU else 2**22))
-    return st.builds(
-        lambda shape, *rest: (shape[0], Gemm(rest[0], *shape[1:], *rest[1:])),
-        *(shapes, SEEDS, numbers(), places(), st.sampled_from(BIASES), st.sampled_from(FLOATS)),
-    )
+    most = 2**28 if HAS_GPU else 2**22
+    m, n, k = draw(shapes.filter(lambda shape: math.prod(shape) <= most))
+    of_bias = draw(st.sampled_from(BIASES)), draw(st.sampled_from(FLOATS))
+    return m, Gemm(draw(SEEDS), n, k, draw(numbers()), draw(places()), *of_bias)
 
 
-def grouped_gemms() -> st.SearchStrategy[tuple[grouped_cases.Routing, Gemm]]:
-    shapes = st.tuples(size(140, 600, 1), size(260, 800, 1))
-    made = st.builds(
-        lambda shape, *rest: Gemm(rest[0], *shape, *rest[1:]), shapes, SEEDS, numbers(), places()
-    )
-    return st.tuples(grouped_cases.routings(), made)
+@st.composite
+def grouped_gemms(draw: st.DrawFn) -> tuple[grouped_cases.Routing, Gemm]:
+    n, k = draw(size(140, 600, 1)), draw(size(260, 800, 1))
+    return draw(grouped_cases.routings()), Gemm(draw(SEEDS), n, k, draw(numbers()), draw(places()))
 
 
 def size_of_k() -> st.SearchStrategy[int]:

@@ -73,30 +73,25 @@ class Layer(NamedTuple):
         return fuzz.biases(self.x.seed, self.x.kind, self.bias, self.weights.rows, device)
 
 
-def _layer(sizes, seeds, kinds, dtype, places, bias, limit) -> Layer:
-    num_experts, num_tokens, columns, rows = sizes
-    x = fuzz.Matrices(seeds[0], (num_tokens, columns), kinds[0], dtype, places[0])
-    return Layer(
-        x, Weights(seeds[1], num_experts, columns, rows, *kinds[1:], *places[1:]), bias, limit
-    )
-
-
-def layers(most_experts: int = 1) -> st.SearchStrategy[Layer]:
-    columns, rows = fuzz.size(300, 1000), fuzz.size(260, 800)
-    sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), columns, rows)
+@st.composite
+def layers(draw: st.DrawFn, most_experts: int = 1) -> Layer:
+    of_weights = fuzz.size(300, 1000), fuzz.size(260, 800)
+    sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), *of_weights)
     most_numbers, most_products = (2**20, 2**26) if fuzz.HAS_GPU else (2**18, 2**21)
     sizes = sizes.filter(lambda x: x[0] * x[2] * x[3] <= most_numbers)
     sizes = sizes.filter(lambda x: math.prod(x[1:]) <= most_products // most_experts)
-    ordinary = st.just(("ordinary",) * 3)
-    wild = st.tuples(*(st.sampled_from(x) for x in (fuzz.FLOATS, fuzz.CODES, fuzz.SCALES)))
-    tokens = st.tuples(st.sampled_from(fuzz.FLOATS), st.just("ordinary"), st.just("ordinary"))
+    ordinary, floats = fuzz.ORDINARY, st.sampled_from(fuzz.FLOATS)
+    wild = st.tuples(floats, st.sampled_from(fuzz.CODES), st.sampled_from(fuzz.SCALES))
+    kinds = st.one_of(st.tuples(*[ordinary] * 3), st.tuples(floats, ordinary, ordinary), wild)
     known = fuzz.FLOAT_PLACES, fuzz.OPERAND_PLACES, fuzz.SCALE_PLACES
-    return st.builds(
-        _layer,
-        *(sizes, st.tuples(fuzz.SEEDS, fuzz.SEEDS), st.one_of(ordinary, tokens, wild)),
-        *(st.sampled_from(fuzz.DTYPES), st.tuples(*map(fuzz.place_in, known))),
-        *(st.sampled_from(fuzz.BIASES), st.sampled_from(_LIMITS)),
-    )
+
+    num_experts, num_tokens, columns, rows = draw(sizes)
+    kind, *kinds_of_weights = draw(kinds)
+    place, *places = (draw(fuzz.place_in(each)) for each in known)
+    dtype = draw(st.sampled_from(fuzz.DTYPES))
+    x = fuzz.Matrices(draw(fuzz.SEEDS), (num_tokens, columns), kind, dtype, place)
+    weights = Weights(draw(fuzz.SEEDS), num_experts, columns, rows, *kinds_of_weights, *places)
+    return Layer(x, weights, draw(st.sampled_from(fuzz.BIASES)), draw(st.sampled_from(_LIMITS)))
 
 
 # ---- Routing ----

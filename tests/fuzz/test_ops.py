@@ -80,17 +80,6 @@ def check_rows(made: fuzz.Gemm, d: torch.Tensor, expected: judges.Judged) -> Non
         assert_matches_reference(d, expected.value)
 
 
-def run_grouped(drawn: grouped_cases.Routing, operands: Operands, expected_m: int) -> None:
-    a, b, d = operands[:2], operands[2:4], operands.d
-    bounds = drawn.bounds_on(d.device)
-    if drawn.layout == GroupLayout.MASKED:
-        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
-    elif drawn.layout == GroupLayout.ROWS:
-        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
-    else:
-        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds)
-
-
 @on_cpu_and_gpu
 @given(case=fuzz.grouped_gemms(), expected_m=st.sampled_from((1, 30, 100, 700)))
 def test_grouped_gemm(device, case, expected_m):
@@ -116,7 +105,8 @@ def test_grouped_gemm(device, case, expected_m):
     for place in places_of(device):
         operands = make(place)
         with grouped_cases.only_groups_are_written(drawn, operands.d):
-            run_grouped(drawn, operands, expected_m)
+            bounds = drawn.bounds_on(operands.d.device)
+            grouped_cases.run_op(drawn, operands, bounds, expected_m)
             for segment, of_segment in zip(drawn.segments, expected, strict=True):
                 check_rows(made, rows_of(operands.d, segment), of_segment)
 
