@@ -37,11 +37,7 @@ __all__ = [
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
 Recipe = Sequence[int] | None
 Gemm = Callable[..., None]
-_RECIPES: tuple[tuple[object, ...], ...] = (
-    (None, None, None),
-    ((1, 128, 128), None, None),
-    (None, (1, 128), (128, 128)),
-)
+_RECIPES = ((None, None, None), ((1, 128, 128), None, None), (None, (1, 128), (128, 128)))
 
 
 def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
@@ -191,9 +187,8 @@ def _contiguous(form: str) -> Gemm:
             row that each group ends before; it starts at the first such multiple behind the group
             before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
         m_indices: the same, under its name of 2025.
-        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, which
-            costs a few small launches; other padding may become zeros. If False, no row of padding
-            is written.
+        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, by a
+            few small launches; other padding may. If False, no row of padding is written.
         expected_m_for_psum_layout: without meaning here.
 
     All else is as in `fp8_gemm_nt`.

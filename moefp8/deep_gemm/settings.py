@@ -56,9 +56,8 @@ def get_num_sms() -> int:
 
 
 def _device_sms() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    has_gpu = torch.cuda.is_available()
+    return current_driver().num_sms(torch.cuda.current_device()) if has_gpu else 0
 
 
 # ---- Accepted and remembered, without meaning ----

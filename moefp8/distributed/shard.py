@@ -33,8 +33,7 @@ _AXES = {
     "rows": "out_features of an nn.Linear or FP8Linear",
     "columns": "in_features of an nn.Linear or FP8Linear",
     "experts": "experts of a GroupedExperts or of stacks without scales and biases",
-    "intermediate": "the intermediate size of such stacks, or of a module whose linears are "
-    "gate_proj, up_proj and down_proj",
+    "intermediate": "the intermediate size of experts, or of gate_proj, up_proj and down_proj",
 }
 _PROJECTIONS: dict[str, Kind] = {"gate_proj": "rows", "up_proj": "rows", "down_proj": "columns"}
 _SCALE = "_scale_inv"
@@ -128,12 +127,12 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
 
 
 def _is_linear(module: Any) -> bool:
-    """Of subclasses nobody knows how they use their weights, nor scales that they may have."""
+    """Other subclasses are refused: nobody knows which scales they have, or what they do."""
     return type(module) is nn.Linear or isinstance(module, FP8Linear)
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Ours, or others that are stacked and have neither scales nor biases."""
+    """Whether it is ours, or has stacked weights and neither scales nor biases."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
     return is_known and is_stacked(module)

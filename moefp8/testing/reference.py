@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
@@ -54,9 +53,6 @@ def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, An
     here every FP8 module of the reference gets the inputs that it got in the model, and all else
     runs on the reference's own values: each module's error enters the result once, and a right
     model matches to BF16 rounding.
-
-    Returns:
-        (output of the model, output of the reference), as `model` returns them.
     """
     reference = reference_model(model)
     with ExitStack() as hooks:
@@ -101,8 +97,8 @@ class ReferenceExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        num_tokens, top_k = top_k_index.shape
-        terms = torch.zeros(num_tokens, top_k, hidden_states.shape[1], device=hidden_states.device)
+        shape = *top_k_index.shape, hidden_states.shape[1]
+        terms = torch.zeros(shape, device=hidden_states.device)
         for expert in range(self.experts.num_experts):
             tokens, choices = torch.where(top_k_index == expert)
             if tokens.numel():
@@ -125,7 +121,7 @@ class ReferenceExperts(nn.Module):
             gate = gate.clamp(max=experts.swiglu_limit)
             up = up.clamp(min=-experts.swiglu_limit, max=experts.swiglu_limit)
         down = dequantized_blocks(experts.down_proj[expert], experts.down_proj_scale_inv[expert])
-        return (rounded(F.silu(gate) * up) @ down.T).bfloat16().float()
+        return (rounded(nn.functional.silu(gate) * up) @ down.T).bfloat16().float()
 
 
 def dequantized_blocks(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:

@@ -20,21 +20,18 @@ __all__ = [
     "transform_sf_into_required_layout",
 ]
 
-_TMA_BYTES = 16
 _mk_alignment = kernels.get_mk_alignment_for_contiguous_layout()
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements of `element_size` bytes, rounded up to a multiple of 16 bytes.
+    """`x` elements of `element_size` bytes, rounded up to a multiple of TMA's 16 bytes.
 
     Raises:
         ValueError: `element_size` does not divide 16.
     """
-    if element_size < 1 or _TMA_BYTES % element_size:
-        raise ValueError(
-            f"get_tma_aligned_size: element_size must divide {_TMA_BYTES}, got {element_size}"
-        )
-    return kernels.round_up(x, _TMA_BYTES // element_size)
+    if element_size < 1 or 16 % element_size:
+        raise ValueError(f"get_tma_aligned_size: element_size must divide 16, got {element_size}")
+    return kernels.round_up(x, 16 // element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
@@ -87,8 +84,8 @@ def transform_sf_into_required_layout(
         disable_ue8m0_cast, psum_layout: without meaning here.
 
     Raises:
-        TypeError, ValueError: `sf` is not FP32, as packed UE8M0 is not, or has another shape; or
-            the blocks are others.
+        TypeError: `sf` is not FP32; packed UE8M0 is for Blackwell.
+        ValueError: the shape of `sf` is not that of `mn` and `k`, or blocks are of other sizes.
     """
     op = "transform_sf_into_required_layout"
     check_fp32_scales(op, "sf", sf)

@@ -35,10 +35,7 @@ def ceil_to_ue8m0(x: torch.Tensor) -> torch.Tensor:
 
 
 def per_token_cast_to_fp8(
-    x: torch.Tensor,
-    use_ue8m0: bool = False,
-    gran_k: int = 128,
-    use_packed_ue8m0: bool = False,
+    x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> Cast:
     """One scale for each `gran_k` elements of a row: x [M, K], scales [M, ceil(K/gran_k)].
 
