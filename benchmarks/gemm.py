@@ -130,7 +130,7 @@ def worst_row_errors(
 def worst_errors(
     results: dict[str, torch.Tensor], x: torch.Tensor, w: torch.Tensor, rows_at_once: int = 1024
 ) -> dict[str, float]:
-    """Of results that are all to be fp64 `x @ w.T`."""
+    """Errors of results that should all be `x @ w.T`, which is computed in FP64."""
     worst = dict.fromkeys(results, 0.0)
     for start in range(0, len(x), rows_at_once):
         rows = slice(start, start + rows_at_once)
@@ -170,7 +170,7 @@ def host_times(names: Iterable[str]) -> dict[str, float]:
 
 
 def lines_of_table(rows: list[Row]) -> Iterator[str]:
-    """Of one M."""
+    """The lines of one M."""
     yield f"M = {rows[0]['m']}"
     yield from lines_of_shapes(rows, {name: PEERS[name].title for name in rows[0]["peers"]})
 

@@ -89,7 +89,7 @@ def case_of(row: Row) -> str:
 
 
 def head_of_table(names: Iterable[str]) -> str:
-    """Of `lines_of_row`."""
+    """The line above those of `lines_of_row`."""
     head = f"{'tokens':>6} {'active':>6} {'floor':>8}  {'moefp8, us':>10} {'eager':>8} {'graph':>8}"
     peers = "".join(f"  {PEERS[name].title:>22}" for name in names if name != OURS)
     return f"{head} {'error':>8}{peers}"
@@ -146,7 +146,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
 
 
 def error_ratio(row: Row, name: str) -> float:
-    """Ours over that of `name`."""
+    """Our error over that of `name`."""
     return row["peers"][OURS]["error"] / row["peers"][name]["error"]
 
 
@@ -202,7 +202,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list of `names`, and gives them in their own order."""
+    """A parser of some of `names`, which gives them in their own order."""
 
     def parse(text: str) -> tuple[str, ...]:
         if unknown := set(text.split(",")) - set(names):

@@ -208,9 +208,9 @@ def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tenso
 
 
 def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: int) -> None:
-    """Zeros in every block of rows that a group ends in; the GEMM then writes over its rows.
+    """Zero every block of rows that a group ends in; the GEMM then writes over the rows of groups.
 
-    No more blocks than groups hold such an end, so the number of rows is known without a wait.
+    At most as many blocks as groups hold such an end, so their number is known without a wait.
     """
     alignment = get_mk_alignment_for_contiguous_layout()
     num_blocks = len(layout) // alignment
@@ -249,8 +249,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """Write `d[g, :masked_m[g]] = dequantize(a)[g] @ dequantize(b)[g].T`, and no other row.
 
-    The first five are those of `moefp8.kernels.m_grouped_fp8_gemm_nt_masked`; all else is as in
-    `fp8_gemm_nt`.
+    The first five arguments are those of `moefp8.kernels.m_grouped_fp8_gemm_nt_masked`; all else is
+    as in `fp8_gemm_nt`.
     """
     op = "m_grouped_fp8_gemm_nt_masked"
     _check_recipes(op, recipe, recipe_a, recipe_b)

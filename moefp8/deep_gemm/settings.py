@@ -24,7 +24,7 @@ _kept = {"tc_util": 100, "pdl": False, "compile_mode": 0}
 
 
 def integer(op: str, name: str, value: int) -> int:
-    """`value` as an int. A bool is refused, although it is one in Python.
+    """`value` as an int. A bool is refused, though Python counts it as an int.
 
     Raises:
         TypeError: it is a bool, or no whole number.

@@ -139,7 +139,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
-    """(length, by parameter the axis) of what `kind` cuts."""
+    """The length of what `kind` cuts, and its axis in each parameter."""
     if kind == "rows":
         return module.out_features, {"weight": 0, f"weight{_SCALE}": 0, "bias": 0}
     if kind == "columns":

@@ -155,7 +155,7 @@ def test_first_line():
 
 
 def one_after_the_other(*events: tuple[str, float]) -> list[timing.Event]:
-    """Of names and durations, with a gap of 1 between two."""
+    """Events of these names and durations, with a gap of 1 between two."""
     ends = accumulate(duration + 1 for _, duration in events)
     return [
         timing.Event(name, end - duration, end)
@@ -177,9 +177,9 @@ def test_time_goes_to_the_flush_before_it():
     [
         ([(10, 14), (14, 20)], 10),
         ([(10, 14), (17, 20)], 7),  # a gap is nobody's time
-        ([(10, 14), (12, 20)], 10),  # waits for the end of the one before it
-        ([(10, 30), (12, 14), (13, 20), (28, 31)], 21),  # within another, and beyond it
-        ([(9, 14)], 4),  # what the flush still runs is the flush's
+        ([(10, 14), (12, 20)], 10),  # one waits for the end of the one before it
+        ([(10, 30), (12, 14), (13, 20), (28, 31)], 21),  # two lie within one, one ends later
+        ([(9, 14)], 4),  # what the flush still runs counts as the flush
     ],
 )
 def test_what_overlaps_counts_once(spans, busy):
@@ -189,7 +189,7 @@ def test_what_overlaps_counts_once(spans, busy):
 
 
 def test_calls_take_turns_and_are_told_apart(monkeypatch):
-    """Under a profiler that loses the first kernel of its first profile."""
+    """The profiler here loses the first kernel of its first profile."""
     ran, lost = [], [True]
 
     def device_events(work):
@@ -221,7 +221,7 @@ def test_the_commit_may_come_from_outside(monkeypatch):
 
 @pytest.fixture
 def cpu_as_gpu(no_gpu_needed, monkeypatch):
-    """Operands on the CPU, and timers that time nothing."""
+    """Operands are on the CPU, and timers time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
     monkeypatch.setattr(gemm, "device_us_many", lambda calls: dict.fromkeys(calls, 10.0))

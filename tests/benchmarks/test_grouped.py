@@ -83,7 +83,7 @@ def test_settings_have_names_and_fit_their_slabs():
 
 
 def test_work_of_a_case_counted_by_hand():
-    """Neither padding nor weights of groups without a token count."""
+    """Padding does not count, nor do weights of groups without a token."""
     case = Case(Setting(MASKED, "", [3, 0, 2], (), None, max_m=8), 200, 300)
     assert case.flops == 2 * 5 * 200 * 300
     data, d = 5 * 300 + 2 * 200 * 300, 2 * 5 * 200
@@ -114,7 +114,7 @@ def test_operands_are_quantized_one_group_at_a_time(operands):
 
 
 def test_where_rows_lie(operands):
-    """Row after row, aligned, or slab by slab; what is between holds zeros."""
+    """They lie row after row, aligned, or slab by slab; what is between holds zeros."""
     padded, layout = Rows.padded(operands)
     expected = [0] * 3 + [-1] * 125 + [2] * 130 + [-1] * 126 + [3] + [-1] * 127
     assert layout.tolist() == expected
@@ -143,7 +143,7 @@ def test_where_rows_lie(operands):
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """Of 2025, by the name of its masked form. What is called of it tells what it was given."""
+    """A release of 2025, by the name of its masked form. Two functions keep their calls."""
     layout = Mock(wraps=moefp8.deep_gemm.transform_sf_into_required_layout)
     masked = Mock(wraps=moefp8.deep_gemm.fp8_m_grouped_gemm_nt_masked)
     return fake_deep_gemm(
@@ -161,7 +161,7 @@ def test_every_peer_multiplies_each_token_by_its_own_weights(operands):
     assert len(tokens) == (4 if form == CONTIGUOUS else 2)
     errors = grouped.worst_row_errors(operands, tokens)
     assert 0 < max(errors.values()) < 4e-3
-    for name in tokens:  # one row of the last group, and one that another group's weights made
+    for name in tokens:  # the last row is now that of another group
         tokens[name][-1] = tokens[name][-2]
         assert grouped.worst_row_errors(operands, tokens)[name] > 0.5
     tokens[OURS][0, 0] = torch.nan
@@ -250,7 +250,7 @@ def test_bars_of_the_plot(results):
 
 @pytest.fixture
 def cpu_as_gpu(no_gpu_needed, monkeypatch):
-    """Operands on the CPU, small settings, and timers that time nothing."""
+    """Operands are on the CPU, settings are small, and timers time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
     monkeypatch.setattr(grouped, "device_us_many", lambda jobs, repeats: dict.fromkeys(jobs, 10.0))

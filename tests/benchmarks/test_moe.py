@@ -50,7 +50,7 @@ def case() -> Case:
 
 
 def test_models_and_floors():
-    """Those of the models' papers, at one token, by hand."""
+    """Sizes are those of the models' papers; floors at one token are counted by hand."""
     assert list(MODELS) == ["qwen3_30b_a3b", "deepseek_v3", "mixtral_8x7b"]
     assert moe.GOALS.keys() <= MODELS.keys()
     assert all({*goals} <= {*moe.TOKENS} for goals in moe.GOALS.values())
@@ -133,7 +133,7 @@ def test_of_many_tokens_the_last_is_compared_too():
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """On the CPU. The mega-kernel computes the layer of what it was given."""
+    """The mega-kernel computes the layer from what it is given."""
 
     def pre_dispatch(x, index, weights, buf_x, buf_x_sf, buf_index, buf_weights, num_tokens):
         assert (index.dtype, weights.dtype) == (torch.int32, torch.float32)
@@ -155,7 +155,7 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
         y.copy_(experts(*given, *gate_up, *down, None, False))
 
     integration = pytest.importorskip("transformers.integrations.deepgemm")
-    monkeypatch.setattr(integration, "_DEEPGEMM", None)  # and back, to what transformers found
+    monkeypatch.setattr(integration, "_DEEPGEMM", None)  # put back to what transformers found
     monkeypatch.setattr(moe_peers, "_group_of_one_rank", lambda: "one rank")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
@@ -233,7 +233,7 @@ def test_points_and_goals_of_the_plot(results):
 
 @pytest.fixture
 def cpu_as_gpu(no_gpu_needed, monkeypatch):
-    """One small model on the CPU, and timers that time nothing."""
+    """One small model is on the CPU, and timers time nothing."""
     monkeypatch.setitem(MODELS, "small", SMALL)
     monkeypatch.setattr(moe, "random_experts", lambda model: random_experts(model, device="cpu"))
     monkeypatch.setattr(moe, "layer_us_many", lambda calls, repeats: dict.fromkeys(calls, 10.0))
@@ -266,7 +266,7 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_refusals_have_reasons(monkeypatch, capsys, deep_gemm, tmp_path):
-    """Rows that there are have been written when a later case fails."""
+    """The rows so far are in the file when a later case fails."""
     fail, times = failing(RuntimeError("not this shape")), iter([{OURS: 10.0}])
     monkeypatch.setattr(deep_gemm, "fp8_mega_moe", fail)
     monkeypatch.setattr(moe, "captured", fail)

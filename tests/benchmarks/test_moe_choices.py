@@ -17,7 +17,7 @@ SMALL = Model("small", 5, 3, 256, 128)
 
 @pytest.fixture
 def cpu_as_gpu(no_gpu_needed, monkeypatch):
-    """A small model on the CPU; timers that call once and count."""
+    """A small model is on the CPU; timers call once and count."""
 
     def many(calls, repeats):
         return {name: float(len(calls[name]())) for name in calls}

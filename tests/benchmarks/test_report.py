@@ -58,7 +58,7 @@ def test_everything_prints_without_deep_gemm(benchmark):
 
 
 def ratios_of(page: str, peer: str) -> list[float]:
-    """Of the two models that the README's first claim names: each cell against `peer`."""
+    """Each cell against `peer`, for the two models that the README's first claim names."""
     rows = re.findall(
         r"^\| experts of (?:DeepSeek-V3|Qwen3-30B-A3B) \| (.*)\|$", page, re.MULTILINE
     )

@@ -15,7 +15,7 @@ COUNTS = 100, 0, 130, 128, 1  # rows of each group
 
 
 def forms(text: str) -> list[str]:
-    """One call for each line; what is indented goes on."""
+    """Each line is a call, which indented lines continue."""
     return [" ".join(form.split()) for form in re.split(r"\n(?=\S)", text.strip())]
 
 

@@ -45,7 +45,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
-    """A few steps on the batches of all ranks given; the first outputs."""
+    """Take a few steps on the batches of `ranks`; return the first outputs."""
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.05)
     first: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
 
 
 def alone() -> dict[str, Any]:
-    """What both ranks must come to: trained on all batches in one process."""
+    """What both ranks must come to: one process trains on all batches."""
     model = Tuned()
     before = adapter_of(model)
     return {"outputs": train(model, range(RANKS)), "trained": adapter_of(model), "before": before}
@@ -79,7 +79,7 @@ def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], seed: int = 0) ->
     model = Tuned(seed)
     runs = wrap(model)
     (output,) = train(runs, [rank])
-    with FullyShardedDataParallel.summon_full_params(runs):  # of no effect on other kinds
+    with FullyShardedDataParallel.summon_full_params(runs):  # this changes nothing of other kinds
         trained = adapter_of(model)
     held = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
     num_codes = sum(x.numel() for x in held if x.dtype == torch.float8_e4m3fn)
@@ -125,7 +125,7 @@ def sharded(rank: int) -> nn.Module:
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)}
 CASES: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: wrapped(rank, ddp),
-    "ddp, other seeds": lambda rank: wrapped(rank, ddp, seed=rank),  # that of rank 0 counts
+    "ddp, other seeds": lambda rank: wrapped(rank, ddp, seed=rank),  # the model of rank 0 counts
     "ddp, inference": inference,
     "fsdp1": lambda rank: wrapped(rank, fsdp1),
     "fsdp2": lambda rank: wrapped(rank, fsdp2),
@@ -140,7 +140,7 @@ CASES: dict[str, Callable[[int], Any]] = {
 
 
 def run_cases(rank: int, folder: Path) -> None:
-    """Results go to `folder`, exceptions as their texts."""
+    """Write all results to `folder`, exceptions as their texts."""
     torch.set_num_threads(1)
     store, timeout = f"file://{folder}/store", timedelta(minutes=1)
     dist.init_process_group("gloo", store, timeout, world_size=RANKS, rank=rank)

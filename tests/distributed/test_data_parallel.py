@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch with
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, Any]]:
-    """By rank, what each case gave."""
+    """What each case gave, for each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(run_cases, (folder,), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_process(results, case, rank):
 
 
 def test_without_being_told_a_policy_of_bf16_is_an_error(results):
-    error = results[0]["fsdp2, bf16"]  # of FSDP, or of the layer that gets BF16
+    error = results[0]["fsdp2, bf16"]  # FSDP tells it, or the layer that gets BF16
     assert "same dtype" in error or "must be float8_e4m3fn, got bfloat16" in error
 
 
@@ -93,7 +93,7 @@ def test_tied_modules_are_named_twice():
 
 
 def test_codes_that_were_cast_are_refused():
-    """As a policy of BF16 casts them, if it is not told."""
+    """A policy of BF16 casts them so, if it is not told."""
     for leaf in ("weight", "weight_scale_inv"):
         fp8 = FP8Linear(256, 128)
         fp8._parameters[leaf] = nn.Parameter(getattr(fp8, leaf).bfloat16(), requires_grad=False)

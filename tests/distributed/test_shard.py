@@ -23,13 +23,13 @@ BF16 = torch.bfloat16
 
 
 def parts(module: nn.Module, kind: str, num_ranks: int) -> list[nn.Module]:
-    """Those of all ranks, of a filled module."""
+    """What each rank keeps of a filled module."""
     copies = [copy.deepcopy(module) for _ in range(num_ranks)]
     return [moefp8.shard(x, {"": kind}, rank, num_ranks) for rank, x in enumerate(copies)]
 
 
 def dequantized(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, halves of gate and up apart."""
+    """Weights by name; gate and up are apart."""
     found = {}
     for name, data in module.named_parameters():
         if name not in ("weight", "gate_up_proj", "down_proj"):
@@ -130,7 +130,7 @@ def test_outputs_of_columns_sum_up(what, bound, size, num_ranks):
 
 
 def choices(num_tokens: int, num_experts: int = E) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the whole model; some are of nobody."""
+    """Choices among the experts of the whole model; some are of an expert that is nobody's."""
     scores = torch.rand(num_tokens, num_experts)
     weights, index = scores.topk(K)
     return index.masked_fill(torch.rand(num_tokens, K) < 0.1, num_experts), weights
@@ -202,7 +202,7 @@ def test_a_part_survives_copies_and_pickle():
 
 
 def test_kernels_are_compiled_for_what_is_held():
-    """Rows 600 to 1200 of 3000, behind 88 zeros: 688 take other kernels than 600."""
+    """Rank 1 holds rows 600 to 1200 behind 88 zeros: 688 rows take other kernels than 600."""
 
     def kernels(module: nn.Module) -> set:
         return set(ahead.kernels_of(module, 4096))
@@ -228,7 +228,7 @@ def test_a_module_under_two_names_is_cut_once():
 
 
 def test_what_is_cut_twice():
-    """By two patterns of a plan in the same way: once. Later, along another axis only."""
+    """Two patterns may cut a module in the same way; later, another axis can be cut."""
     model = MoE(H, 64, 2, 1, shared_intermediate_size=64)
     down = model.shared_experts.down_proj
     moefp8.shard(model, {"shared_experts": "intermediate", "*.down_proj": "columns"}, 1, 2)
@@ -253,7 +253,7 @@ TIED["a"].weight = TIED["b"].weight
         (nn.LayerNorm(8), {"": "rows"}, 0, 2, "the model is a LayerNorm"),
         (nn.Linear(8, 3), {"": "rows"}, 0, 4, "rank 0 of 4 would hold nothing .* at most 3 ranks"),
         (TIED, {"a": "rows"}, 0, 2, r"a\.weight is tied to a parameter of another module"),
-        # As that of transformers, which has scales of its own.
+        # That of transformers has scales of its own, for instance.
         (type("Scaled", (nn.Linear,), {})(8, 8), {"": "rows"}, 0, 2, "the model is a Scaled"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_part_has_no_reference_and_is_not_converted():
     total=st.integers(1, 20), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)), data=st.data()
 )
 def test_overlaps_are_those_of_the_whole(total, cut, data):
-    """Whatever is asked of a whole tensor, what is here of it lies where it says."""
+    """Whatever index of the whole is asked for, what a part holds of it lies where it says."""
     begin, end = sorted(min(x, total) for x in cut)
     part = Part(begin, end, total, data.draw(st.integers(0, 3)), data.draw(st.integers(1, 2)))
     held = {1: part}

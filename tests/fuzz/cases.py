@@ -23,9 +23,9 @@ HAS_GPU = torch.cuda.is_available()  # without one, the references take most of 
 
 
 def size(small: int, large: int, least: int = 0) -> st.SearchStrategy[int]:
-    """Up to `small`, or with a GPU `large`: any, at multiples that kernels know, or beside them.
+    """A size up to `small`, or with a GPU `large`: any, a multiple of a tile's size, or one off.
 
-    Seldom 0, for then there is little to see.
+    It is seldom 0, since then there is little to see.
     """
     most = large if HAS_GPU else small
 
@@ -56,7 +56,7 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         apart = torch.empty(*shape[:-1], num_blocks(shape[-1])).uniform_(*exponents)
         apart = apart.double().repeat_interleave(128, dim=-1)[..., : shape[-1]]
         x = torch.rand(shape).copysign(x).double() * apart.exp2()
-    elif kind == "ties":  # of E4M3, once divided by a scale of 1
+    elif kind == "ties":  # x / scale lies halfway between codes, where the scale is 1
         x = torch.randint(-64, 65, shape) / 2.0
         x[..., ::128] = 448
     elif kind.startswith("any"):
@@ -70,7 +70,7 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def biases(
     seed: int, kind: str, dtype: torch.dtype | None, n: int, device: str
 ) -> torch.Tensor | None:
-    """None for no dtype. The seed is that of other numbers, and gives others than these."""
+    """None without a dtype. `seed` is that of other numbers, and must not give the same here."""
     torch.manual_seed(seed + 1)
     return None if dtype is None else floats(kind, dtype, n).to(device)
 
@@ -127,7 +127,7 @@ def placed(places: dict[str, Place], name: str, x: torch.Tensor) -> torch.Tensor
 
 
 def place_in(places: dict[str, Place]) -> st.SearchStrategy[str]:
-    """Its own place more often than any other: most layers that are called have it."""
+    """A tensor mostly stays in its own place, as most do that layers are called with."""
     return st.one_of(st.just("own"), st.sampled_from(sorted(places)))
 
 
@@ -162,7 +162,7 @@ def matrices() -> st.SearchStrategy[Matrices]:
 
 
 class Numbers(NamedTuple):
-    """Kinds, of a, its scales, b and its scales."""
+    """The kinds of numbers in a, its scales, b and its scales."""
 
     a: str
     a_scale_inv: str
@@ -212,7 +212,7 @@ class Gemm(NamedTuple):
 
 @st.composite
 def gemms(draw: st.DrawFn) -> tuple[int, Gemm]:
-    """M, and all else."""
+    """A pair of M and all else."""
     shapes = st.tuples(size(70, 600), size(300, 1000), size_of_k())
     most = 2**28 if HAS_GPU else 2**22
     m, n, k = draw(shapes.filter(lambda shape: math.prod(shape) <= most))
@@ -245,7 +245,7 @@ def places() -> st.SearchStrategy[Places]:
 
 
 def poison_padding(routing: grouped_cases.Routing, made: Operands) -> None:
-    """NaN in tokens of no group, unless they share memory with others."""
+    """Fill tokens of no group with NaN, unless they share memory with others."""
     of_none = ~routing.is_of_group().to(made.a.device)
     if 0 not in made.a.stride():
         made.a.view(torch.uint8)[of_none] = 0x7F

@@ -15,8 +15,8 @@ from tests import naive
 
 _MAX = torch.finfo(torch.float32).max
 _MAX_BF16 = torch.finfo(torch.bfloat16).max
-# Of a block of 128 of K. Tensor cores cut terms off 13 bits below the largest of 32 terms and their
-# sum so far: an error that grows with the largest term, and where all have one sign, with the sum.
+# Relative errors of a block of 128 of K. Tensor cores cut terms off 13 bits below the largest of 32
+# terms and their sum so far: the error grows with that term, and if signs are equal, with the sum.
 # A model of them reaches half of this bound: `test_sums_of_14_bits_are_within_bounds`.
 _OF_TERMS, _OF_LARGEST = 2.0**-10, 2.0**-6
 
@@ -55,7 +55,7 @@ class Side:
 
 
 def side(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> Side:
-    """block_rows: 1 or 128, of a scale."""
+    """A scale stands for 128 columns of `block_rows` rows, 1 or 128."""
     rows, k = data.shape
     decoded = naive.decode(data)
     scales = scale_inv[torch.arange(rows, device=data.device) // block_rows]
@@ -66,7 +66,7 @@ def side(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> Side:
 
 
 def products(a: Side, b: Side) -> Judged:
-    """FP32 [M, N], as every kernel computes it: k-block by k-block."""
+    """Products in FP32, [M, N], summed k-block by k-block as every kernel does."""
     value = a.values.new_zeros(a.values.shape[0], b.values.shape[0])
     error, size = torch.zeros_like(value), torch.zeros_like(value)
     nan, bad, free = (x[:, None] | y for x, y in ((a.nan, b.nan), (a.bad, b.bad), (a.free, b.free)))
@@ -77,7 +77,7 @@ def products(a: Side, b: Side) -> Judged:
             x_error = a.error[:, columns]
             error += x_error @ y.abs()
         terms = (x.abs() + x_error) @ y.abs()
-        largest = ((x.abs() + x_error).square() @ y.square()).sqrt()  # at least
+        largest = ((x.abs() + x_error).square() @ y.square()).sqrt()  # at least the largest term
         value += x @ y
         error += _OF_TERMS * terms + _OF_LARGEST * largest
         error += 2.0**-124  # the product of both scales may be denormal
@@ -91,7 +91,7 @@ def products(a: Side, b: Side) -> Judged:
 def _overflowing(
     made: Judged, size: torch.Tensor, surely_finite: float = _MAX, surely_not: float = _MAX
 ) -> Judged:
-    """With those bad and free that overflow or may; sums on the way are at most of this size."""
+    """Mark as bad what overflows, and as free what may; sums on the way are at most `size`."""
     bad = made.bad | (made.value.abs() - made.error > surely_not)
     free = made.free | (size + made.error > surely_finite * (1 - 2**-10))
     return replace(made, bad=bad, free=free)
@@ -112,7 +112,7 @@ def plus_bias(made: Judged, bias: torch.Tensor | None) -> Judged:
 
 
 def rounded(made: Judged) -> Judged:
-    """To BF16."""
+    """`made`, rounded to BF16."""
     size = made.value.abs()
     made = _overflowing(made, size, _MAX_BF16, _MAX_BF16 * (1 + 2.0**-9))
     return replace(made, error=made.error * (1 + 2.0**-8) + size * 2.0**-8 + 2.0**-133)
@@ -151,14 +151,14 @@ def swiglu(gate: Judged, up: Judged, limit: float | None) -> Judged:
 
 
 def _clamped(made: Judged, low: float, high: float) -> Judged:
-    """Infinities become finite, nobody knows which."""
+    """An infinity becomes either limit, so anything is allowed there."""
     free = made.free | made.bad
     error = made.error.masked_fill(free, torch.inf)
     return Judged(made.value.clamp(low, high), error, made.nan, made.nan, free)
 
 
 def quantized(made: Judged) -> Side:
-    """FP32 [T, I] in E4M3: between the codes of the least numbers and of the largest ones."""
+    """FP32 [T, I] in E4M3; codes lie between those of the least and of the largest numbers."""
     columns = made.value.shape[1]
     bad, free = made.bad.any(1), made.free.any(1)  # an infinity has the code of NaN
     spoilt = (bad | free)[:, None]
@@ -188,7 +188,7 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def feed_forward(x: Side, gate: Side, up: Side, down: Side, limit: float | None) -> Judged:
-    """BF16 [T, H]."""
+    """The result in BF16, [T, H]."""
     activated = swiglu(products(x, gate), products(x, up), limit)
     return rounded(products(quantized(activated), down))
 
@@ -201,7 +201,7 @@ def experts(
     down: tuple[torch.Tensor, torch.Tensor],
     limit: float | None,
 ) -> Judged:
-    """BF16 [T, H]. gate_up and down: codes and scales, of all experts."""
+    """The result in BF16, [T, H]. gate_up and down are codes and scales of all experts."""
     num_experts, hidden_size, size = down[0].shape
     value = x.values.new_zeros(*ids.shape, hidden_size)
     no = torch.zeros_like(value, dtype=torch.bool)
@@ -214,7 +214,7 @@ def experts(
         one = feed_forward(x.rows(chosen[0]), gate, up, of_down, limit)
         for name, rows in vars(made).items():
             rows[chosen] = getattr(one, name)
-    # Of experts of no size, not even a weight of NaN counts.
+    # Where experts have no size, not even a weight of NaN counts.
     is_here = ((ids >= 0) & (ids < num_experts) & (size > 0))[..., None]
     return _combined(made, top_k_weights[..., None].double(), is_here)
 

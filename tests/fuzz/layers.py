@@ -18,7 +18,7 @@ _LIMITS = None, None, 0.0, 0.5, 7.0, 1e30, fuzz.INF
 
 
 class Weights(NamedTuple):
-    """Of a linear [K, N], of shared experts [H, I] or of routed ones."""
+    """Weights of a linear (columns K, rows N), of shared experts (H, I) or of routed ones."""
 
     seed: int
     num_experts: int
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
 
     @property
     def are_ordinary(self) -> bool:
-        """And large enough for a few codes to be lost among the others."""
+        """Whether numbers are, and enough of them for a few codes to be lost among the others."""
         kinds, places = {self.codes, self.scales}, {self.place, self.scale_place}
         is_large = min(self.columns, self.rows) >= 64
         return is_large and kinds == {"ordinary"} and not fuzz.REPEATED & places
@@ -57,7 +57,7 @@ class Weights(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """x [T, H] and weights."""
+    """A layer and its tokens, x [T, H]."""
 
     x: fuzz.Matrices
     weights: Weights
@@ -98,17 +98,17 @@ def layers(draw: st.DrawFn, most_experts: int = 1) -> Layer:
 
 
 class Choices(NamedTuple):
-    """Of T tokens; their weights are of any kind."""
+    """What T tokens choose; the weights of the choices are numbers of any kind."""
 
     seed: int
     kind: str
     top_k: int
     wide: bool
     transposed: bool
-    weights: fuzz.Matrices  # of another shape: kind and dtype count
+    weights: fuzz.Matrices  # its kind and dtype count, its shape does not
 
     def make_ids(self, num_tokens: int, num_experts: int, device: str) -> torch.Tensor:
-        """[T, k], int32 or int64; also ids that only a GPU takes."""
+        """Ids [T, k], int32 or int64, among them some that only a GPU takes."""
         torch.manual_seed(self.seed)
         shape = num_tokens, self.top_k
         ids = torch.randint(0, num_experts + 1, shape)
@@ -139,7 +139,7 @@ def choices(most: int = 8) -> st.SearchStrategy[Choices]:
 
 
 def known_to_cpu(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Other ids are errors there, and on a GPU as if they were E."""
+    """Ids with E in place of those that the CPU refuses and a GPU takes for E."""
     return ids.masked_fill((ids < 0) | (ids > num_experts), num_experts)
 
 

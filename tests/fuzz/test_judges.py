@@ -21,7 +21,7 @@ M, N, K = 60, 150, 300
 
 
 def exponent(x: torch.Tensor) -> torch.Tensor:
-    """Of nonzero numbers that of 1.0 is 0; of zeros a very low one."""
+    """The exponent of x, 0 for 1.0 and very low for zeros."""
     return torch.where(x == 0, -1000, torch.frexp(x).exponent - 1).double()
 
 
@@ -32,7 +32,7 @@ def cut_off(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 def sums_of_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """FP64 [M, N] of [M, 128] and [N, 128]: 32 products and the sum so far are added at a time.
 
-    Each without what lies 13 bits below the exponent of the largest.
+    Each loses what lies more than 13 bits below the exponent of the largest.
     """
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
     for x, y in zip(a[:, None].split(32, 2), b[None].split(32, 2), strict=True):
@@ -83,7 +83,7 @@ def computed(made: list[torch.Tensor]) -> torch.Tensor:
 
 
 def changed(x: torch.Tensor, row: int, column: int, value: float) -> torch.Tensor:
-    """A copy with another number, or of FP8 another code, in one place."""
+    """A copy with another number in one place, or with another code if it is FP8."""
     copy = x.clone()
     (copy.view(torch.uint8) if x.dtype == fuzz.E4M3 else copy)[row, column] = value
     return copy

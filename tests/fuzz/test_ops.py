@@ -115,12 +115,12 @@ def test_grouped_gemm(device, case, expected_m):
 
 
 def quantized(x: torch.Tensor, device: str) -> judges.Side:
-    """Bit for bit as on every device, which is `test_quantize`'s concern."""
+    """x as every device quantizes it, bit for bit: `test_quantize` sees to that."""
     return side(*(y.to(device) for y in quantize.quantize_1x128(x.cpu(), False)), 1)
 
 
 def check_codes_lost(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Of ordinary numbers: a code that differs now and then is lost among the others."""
+    """Among ordinary numbers, a code that differs now and then is lost."""
     errors = row_errors(ours, theirs)
     assert bool((errors < 0.12).all())
     assert len(errors) < 64 or float(errors.mean()) < 1.2e-2
@@ -148,7 +148,7 @@ def test_linear(device, case):
 @on_cpu_and_gpu
 @given(case=fuzz_layers.layers(), apart=st.booleans())
 def test_feed_forward(device, case, apart):
-    """apart: gate and up are no parts of one tensor, and lie in different ways."""
+    """If `apart`, gate and up are no parts of one tensor, and lie in different ways."""
 
     def make(place: str) -> list[torch.Tensor]:
         *gate_up, down, down_scale_inv = (y[0] for y in case.weights.make_experts(place))

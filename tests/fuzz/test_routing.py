@@ -26,7 +26,7 @@ LAYOUTS = st.sampled_from(((1, None), (4, None), (128, None), (1, 0), (1, 3)))
 
 
 def build(ids: torch.Tensor, num_experts: int, layout: tuple[int, int | None]) -> RoutingPlan:
-    """layout: alignment, and rows of each expert beyond T."""
+    """`layout` is the alignment, and how many rows each expert has beyond T."""
     alignment, spare = layout
     max_m = None if spare is None else len(ids) + spare
     if ids.device.type == "cpu":
@@ -81,7 +81,7 @@ def test_dispatch_and_combine(device, x, choices, num_experts, layout):
     x=fuzz.matrices(), choices=fuzz_layers.choices(40), num_experts=EXPERTS, masked=st.booleans()
 )
 def test_the_kernels_of_layers(x, choices, num_experts, masked):
-    """Which quantize what they dispatch, and sum rows of BF16."""
+    """They quantize what they dispatch, and sum rows of BF16."""
     num_tokens, hidden_size = x.shape[-2:]
     if num_tokens * hidden_size == 0 or num_tokens * num_experts > 2**16:
         return

@@ -32,7 +32,7 @@ NAN = torch.nan
 
 
 def first_blocks(x: BlockScaled) -> BlockScaled:
-    """All but the last 128 of K = 1024."""
+    """x without the last 128 of K = 1024."""
     return BlockScaled(x.data[:, :896], x.scale_inv[:, :7])
 
 
@@ -143,7 +143,7 @@ def test_teacher_forcing_reaches_calls_by_keyword():
     seen = []
 
     def shift(module, arguments, y):
-        """By another amount in the model and in its reference."""
+        """Add another amount in the model than in its reference."""
         seen.append(module)
         return y + 100 * len(seen)
 

@@ -105,7 +105,7 @@ def transform_sf_into_required_layout(
 
 
 def check_fp32_scales(op: str, name: str, sf: torch.Tensor) -> None:
-    """Raise a TypeError unless the scales are FP32; for those of Blackwell, with the way out."""
+    """Raise a TypeError unless `sf` is FP32; for scales of Blackwell, it tells the way out."""
     if sf.dtype in (torch.int32, torch.uint8, torch.float8_e8m0fnu):
         raise TypeError(
             f"{op}: {name} must be float32 on Hopper, got {sf.dtype}; UE8M0 scales, packed four to "
