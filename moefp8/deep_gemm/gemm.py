@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import kernels
-from ..kernels.common.checks import check_contiguous_gemm, check_shape, check_tensor
+from ..kernels.common.checks import check_shape, check_tensor
+from ..kernels.gemm.grouped import ContiguousInputs, check_contiguous
 from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
 
 __all__ = [
@@ -98,17 +99,15 @@ def _dense(form: str) -> Gemm:
     ) -> None:
         _check_recipes(name, recipe, recipe_a, recipe_b)
         operands = _operand(name, "a", a, transposed_a), _operand(name, "b", b, transposed_b)
-        if c is None:
-            kernels.fp8_gemm_nt(*operands, d)
-            return
-        if c.shape != d.shape or c.dtype != d.dtype:
+        if c is not None and (c.shape != d.shape or c.dtype != d.dtype):
             raise ValueError(
                 f"{name}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "
                 f"{list(c.shape)} in {c.dtype}"
             )
-        product = torch.empty_like(d)
+        product = d if c is None else torch.empty_like(d)
         kernels.fp8_gemm_nt(*operands, product)
-        torch.add(c, product, out=d)
+        if c is not None:
+            torch.add(c, product, out=d)
 
     a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
     gemm.__name__ = gemm.__qualname__ = name
@@ -171,7 +170,7 @@ def _contiguous(form: str) -> Gemm:
             layout = _groups_of_rows(name, layout, x[0], w[0])
         # By position, releases before June 2026 have expected_m_for_psum_layout in its place.
         if ensure_zero_padding is not False:
-            check_contiguous_gemm(name, *x, *w, d, layout, None)
+            check_contiguous(ContiguousInputs(*x, *w, d, layout, None), name)
             _zero_where_groups_end(d, layout, len(w[0]))
         kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
 
