@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gemm import fastest_us
-from benchmarks.moe import goal_of, titles_of
+from benchmarks.moe import goal_of
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
-from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA
+from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import OURS
+from benchmarks.session import titles_of
 
 # Of Okabe and Ito, as in `roofline`.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
 def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows, titles = results["rows"], titles_of(results["rows"])
+    rows, titles = results["rows"], titles_of(PEERS, results["rows"])
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(1 + 3.4 * len(models), 4.2), dpi=160, layout="constrained")
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]

@@ -6,20 +6,18 @@ compared with FP64 sums of the very numbers that the peer was given.
 """
 
 import argparse
-import json
 import math
 import os
-import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.circumstances import circumstances, require_gpu
+from benchmarks.circumstances import require_gpu
 from benchmarks.peers import (
     BF16,
     BLOCK_SCALED,
@@ -27,23 +25,20 @@ from benchmarks.peers import (
     OURS,
     PEERS,
     PER_TENSOR,
-    Call,
     Case,
     Operands,
     available,
     compile_ahead,
-    deep_gemm_version,
     first_line,
 )
-from benchmarks.timing import copy_gbps, device_us_many, host_us
+from benchmarks.session import Row, about_this_run, finish, first_calls, measured
+from benchmarks.timing import device_us_many, host_us
 from moefp8.testing import row_errors
 
 MS = 1, 16, 64, 128, 512, 4096
 SHAPES = (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)
 HOST_CASE = Case(64, 4096, 7168)
 RESULTS = Path(__file__).parent / "results" / "gemm.json"
-
-Row = dict[str, Any]  # m, n, k and "peers": {name: {"us", ...} or {"refused": why}}
 
 # What ours is compared with: the title, and the peers of which the fastest counts.
 AGAINST = {
@@ -135,7 +130,7 @@ def worst_row_errors(
 def worst_errors(
     results: dict[str, torch.Tensor], x: torch.Tensor, w: torch.Tensor, rows_at_once: int = 1024
 ) -> dict[str, float]:
-    """Of results that are all to be fp64 `x @ w.T`."""
+    """Errors of results that should all be `x @ w.T`, which is computed in FP64."""
     worst = dict.fromkeys(results, 0.0)
     for start in range(0, len(x), rows_at_once):
         rows = slice(start, start + rows_at_once)
@@ -147,21 +142,7 @@ def worst_errors(
 
 def measure(case: Case, names: Iterable[str]) -> Row:
     operands = Operands.random(case)
-    calls: dict[str, Call] = {}
-    first: dict[str, torch.Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        why = PEERS[name].refuses(case)
-        try:
-            if why is None:
-                call = PEERS[name].prepare(operands)
-                first[name] = call().clone()
-                calls[name] = call
-        except Exception as error:
-            if name == OURS:
-                raise
-            why = first_line(error)
-        found[name] = {} if why is None else {"refused": why}
+    calls, first, found = first_calls(PEERS, names, case, operands)
     errors = worst_row_errors(operands, first)
     for name, us in device_us_many(calls).items():
         found[name] = figures(us, case.flops, case.num_bytes(PEERS[name].operands), errors[name])
@@ -189,7 +170,7 @@ def host_times(names: Iterable[str]) -> dict[str, float]:
 
 
 def lines_of_table(rows: list[Row]) -> Iterator[str]:
-    """Of one M."""
+    """The lines of one M."""
     yield f"M = {rows[0]['m']}"
     yield from lines_of_shapes(rows, {name: PEERS[name].title for name in rows[0]["peers"]})
 
@@ -256,22 +237,6 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def about_this_run(names: Iterable[str]) -> dict[str, Any]:
-    """`circumstances()`, which DeepGEMM it is, and how fast this GPU copies."""
-    return circumstances() | {
-        "deep_gemm": deep_gemm_version() if DEEP_GEMM in names else "missing",
-        "copy_gbps": round(copy_gbps(), 1),
-    }
-
-
-def keep(results: dict[str, Any], out: Path | None, usual: Path, is_complete: bool) -> None:
-    """Write them to `out`, or without it, where they are complete, to `usual`."""
-    if out or is_complete:
-        (out or usual).write_text(json.dumps(results, indent=1) + "\n")
-    else:
-        print(f"not kept: these are not all cases of {usual.name}; --out FILE keeps them")
-
-
 def run(cases: list[Case], num_processes: int) -> dict[str, Any]:
     """Measure, and print each M when it is done. A case in which moefp8 fails has no row."""
     names = available(PEERS)
@@ -282,13 +247,8 @@ def run(cases: list[Case], num_processes: int) -> dict[str, Any]:
         print(f"compiled ahead in {time.perf_counter() - started:.0f} s")
     results: dict[str, Any] = {**about, "host_us": host_times(names), "rows": []}
     for m in sorted({case.m for case in cases}):
-        rows = []
-        for case in (case for case in cases if case.m == m):
-            try:
-                rows.append(measure(case, names))
-            except Exception:
-                traceback.print_exc()
-                print(f"no row for {case}")
+        of_m = [case for case in cases if case.m == m]
+        rows = list(measured(of_m, lambda case: measure(case, names)))
         if rows:
             print("", *lines_of_table(rows), sep="\n", flush=True)
             results["rows"] += rows
@@ -316,13 +276,9 @@ def main() -> None:
     started = time.perf_counter()
     with torch.no_grad():
         results = run(cases, options.compile_with)
-    rows, is_all = results["rows"], (options.m, options.shapes) == (MS, SHAPES)
-    keep(results, options.out, RESULTS, is_all and len(rows) == len(cases))
-    if rows:
-        print("", *lines_of_comparisons(rows), *lines_of_the_rest(results), sep="\n")
-    print(f"{len(rows)} of {len(cases)} cases in {time.perf_counter() - started:.0f} s")
-    if len(rows) < len(cases):
-        sys.exit(1)
+    lines = chain(lines_of_comparisons(results["rows"]), lines_of_the_rest(results))
+    is_all = (options.m, options.shapes) == (MS, SHAPES)
+    finish(results, len(cases), lines, options.out, RESULTS, is_all=is_all, started=started)
 
 
 def _ms(text: str) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ _AT_ONCE = 64  # in one profile
 
 
 def grid(case: Case) -> Iterator[GemmConfig]:
-    """`stages` is left open."""
+    """Configurations to try; `stages` is left open."""
     m, depths, up_to_4 = case.m, (1, 2), (1, 2, 3, 4)
     if m <= 128:
         for rows, depth, split, ctas in product((64, 128), depths, up_to_4, up_to_4):
@@ -66,7 +66,7 @@ def possible(case: Case) -> list[GemmConfig]:
 
 
 def call_of(config: GemmConfig, operands: Operands) -> Call:
-    """With this configuration, whatever would be chosen."""
+    """A call with this configuration, whatever would be chosen."""
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
     given = gemm_operands.Operands(*operands.a, *operands.b, d)
     matrices = gemm_operands.fitting_operands(given, False, keep_d=False)

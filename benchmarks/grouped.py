@@ -6,30 +6,20 @@ compared with FP64 sums of the very numbers that the peer was given. What is pad
 """
 
 import argparse
-import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.circumstances import require_gpu
-from benchmarks.gemm import (
-    Row,
-    about_this_run,
-    figures,
-    geomean,
-    keep,
-    lines_of_shapes,
-    ratio,
-    verdict,
-    worst_errors,
-)
+from benchmarks.gemm import figures, geomean, lines_of_shapes, ratio, verdict, worst_errors
 from benchmarks.grouped_cases import SETTINGS, Case, Setting
-from benchmarks.grouped_peers import FORMS, PADDED, PEERS, Job, Operands
-from benchmarks.peers import DEEP_GEMM, OURS, available, first_line
+from benchmarks.grouped_peers import FORMS, PADDED, PEERS, Operands
+from benchmarks.peers import DEEP_GEMM, OURS, available
+from benchmarks.session import Row, about_this_run, finish, first_calls, measured, titles_of
 from benchmarks.timing import device_us_many
 
 RESULTS = Path(__file__).parent / "results" / "grouped.json"
@@ -53,18 +43,12 @@ def against_deep_gemm(rows: Iterable[Row]) -> dict[str, float]:
     return {shape: value for shape, value in ratios.items() if value is not None}
 
 
-def titles_of(rows: Iterable[Row]) -> dict[str, str]:
-    """The peers that ran anywhere in `rows`."""
-    ran = {name for row in rows for name, found in row["peers"].items() if "us" in found}
-    return {name: peer.title for name, peer in PEERS.items() if name in ran}
-
-
 def errors_of(rows: Iterable[Row]) -> dict[str, float]:
     """The worst row of each peer, by its title."""
     rows = list(rows)
     return {
         title: max(found["error"] for row in rows if "us" in (found := row["peers"].get(name, {})))
-        for name, title in titles_of(rows).items()
+        for name, title in titles_of(PEERS, rows).items()
     }
 
 
@@ -83,21 +67,8 @@ def worst_row_errors(operands: Operands, tokens: dict[str, torch.Tensor]) -> dic
 
 def measure(case: Case, names: Iterable[str]) -> Row:
     operands, setting = Operands.random(case), case.setting
-    jobs: dict[str, Job] = {}
-    first: dict[str, torch.Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        why = PEERS[name].refuses(case)
-        try:
-            if why is None:
-                job = PEERS[name].prepare(operands)
-                first[name] = job.tokens()
-                jobs[name] = job
-        except Exception as error:
-            if name in (OURS, PADDED):
-                raise
-            why = first_line(error)
-        found[name] = {} if why is None else {"refused": why}
+    jobs, memory, found = first_calls(PEERS, names, case, operands, needed=(OURS, PADDED))
+    first = {name: memory[name][job.at] for name, job in jobs.items()}
     errors = worst_row_errors(operands, first)
     for name, us in device_us_many(jobs, repeats=10 if case.is_long else 20).items():
         num_bytes = case.num_bytes(PEERS[name].operands)
@@ -112,7 +83,7 @@ def measure(case: Case, names: Iterable[str]) -> Row:
 def lines_of_table(setting: Setting, rows: list[Row]) -> Iterator[str]:
     counts = setting.counts
     yield f"{setting}: {sum(counts)} tokens, {min(counts)} to {max(counts)} of a group"
-    yield from lines_of_shapes(rows, titles_of(rows))
+    yield from lines_of_shapes(rows, titles_of(PEERS, rows))
     for row in rows:
         for name, found in row["peers"].items():
             if "refused" in found:
@@ -157,13 +128,9 @@ def run(settings: Iterable[Setting]) -> dict[str, Any]:
     names = available(PEERS)
     results: dict[str, Any] = {**about_this_run(names), "rows": []}
     for setting in settings:
-        rows = []
-        for case in (Case(setting, n, k) for n, k in setting.shapes):
-            try:
-                rows.append(measure(case, [name for name in FORMS[setting.form] if name in names]))
-            except Exception:
-                traceback.print_exc()
-                print(f"no row for {case}")
+        of_form = [name for name in FORMS[setting.form] if name in names]
+        cases = [Case(setting, n, k) for n, k in setting.shapes]
+        rows = list(measured(cases, lambda case, names=of_form: measure(case, names)))
         if rows:
             print("", *lines_of_table(setting, rows), sep="\n", flush=True)
             results["rows"] += rows
@@ -182,13 +149,9 @@ def main() -> None:
     num_cases, started = sum(len(setting.shapes) for setting in settings), time.perf_counter()
     with torch.no_grad():
         results = run(settings)
-    rows, is_all = results["rows"], options.cases == list(by_name)
-    keep(results, options.out, RESULTS, is_all and len(rows) == num_cases)
-    if rows:
-        print("", *lines_of_comparisons(rows), *lines_of_the_rest(results), sep="\n")
-    print(f"{len(rows)} of {num_cases} cases in {time.perf_counter() - started:.0f} s")
-    if len(rows) < num_cases:
-        sys.exit(1)
+    lines = chain(lines_of_comparisons(results["rows"]), lines_of_the_rest(results))
+    is_all = options.cases == list(by_name)
+    finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Operands:
 
     @property
     def ends(self) -> list[int]:
-        """Of the rows of each group in x and a."""
+        """Where the rows of each group end in x and a."""
         return list(accumulate(self.counts))
 
     def exact(self, operands: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ class Rows:
         return cls.spread(operands, [max_m * group for group in range(groups)], (groups, max_m))
 
     def job(self, launch: Callable[[], object]) -> Job:
-        """Of what writes d."""
+        """The job of a launch that writes d."""
 
         def call() -> torch.Tensor:
             launch()
@@ -203,7 +203,7 @@ def _deep_gemm(operands: Operands) -> Job:
 
 
 def _deep_gemm_operand(a: BlockScaled) -> tuple[torch.Tensor, torch.Tensor]:
-    """With scales in the memory order that DeepGEMM wants."""
+    """`a` with scales in the memory order that DeepGEMM wants."""
     import deep_gemm
 
     (*groups, m, k), layout = a.data.shape, deep_gemm.transform_sf_into_required_layout

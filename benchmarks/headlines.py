@@ -1,10 +1,13 @@
 """The few numbers that the README tells, of all that is measured."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gemm import AGAINST, compare, ratio
+from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
+from benchmarks.session import Row
 
 # Of these results, in this order.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
@@ -21,66 +24,57 @@ def headlines(
     cpu: dict[str, Any],
 ) -> str:
     """A table of speed, and what else a newcomer asks first."""
-    head = "| on one " + moe["gpu"] + " | times as fast as |"
-    lines = [head + "".join(f" {_tokens(n)} |" for n in TOKENS), "|---" * (2 + len(TOKENS)) + "|"]
-    lines += _layers(moe["rows"]) + _gemm(gemm["rows"])
-    return "\n".join([*lines, "", *_accuracy(accuracy), *_load(load), *_cpu(cpu)])
+    head = [f"on one {moe['gpu']}", "times as fast as", *map(_tokens, TOKENS)]
+    speed = table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])])
+    return "\n".join([speed, "", _accuracy(accuracy), _load(load), _cpu(cpu)])
 
 
 def _tokens(n: int) -> str:
     return f"{n} token" if n == 1 else f"{n} tokens"
 
 
-def _line(what: str, peer: str, values: list[float | None]) -> list[str]:
-    """None where nothing was compared."""
-    cells = ["-" if value is None else f"{value:.2f}" for value in values]
-    return [f"| {what} | {peer} | " + " | ".join(cells) + " |"] if any(values) else []
-
-
-def _layers(rows: list[dict[str, Any]]) -> list[str]:
-    lines = []
+def _layers(rows: list[Row]) -> Iterator[list[str]]:
     for model in dict.fromkeys(row["model"] for row in rows):
         by_tokens = {row["tokens"]: row for row in rows if row["model"] == model}
         for name in OF_LAYERS:
             values = [ratio(by_tokens[n], (name,)) if n in by_tokens else None for n in TOKENS]
-            lines += _line(f"experts of {MODELS[model].title}", PEERS[name].title, values)
-    return lines
+            if any(values):
+                title = f"experts of {MODELS[model].title}"
+                yield [title, PEERS[name].title, *(number(x, 2) for x in values)]
 
 
-def _gemm(rows: list[dict[str, Any]]) -> list[str]:
+def _gemm(rows: list[Row]) -> Iterator[list[str]]:
     what = f"`fp8_gemm_nt`, mean of {len({(row['n'], row['k']) for row in rows})} shapes"
-    lines = []
     for against in OF_THE_GEMM:
         found = [compare(rows, (n,), against) for n in TOKENS]
-        values = [x.geomean if x else None for x in found]
-        lines += _line(what, AGAINST[against][0], values)
-    return lines
+        if any(found):
+            yield [what, AGAINST[against][0], *(number(x and x.geomean, 2) for x in found)]
 
 
-def _accuracy(results: dict[str, Any]) -> list[str]:
+def _accuracy(results: dict[str, Any]) -> str:
     linear_exact, linear, experts_exact, experts = (
         100 * error["worst"] for error in results["relative_error_of_rows"].values()
     )
-    return [
+    return (
         f"- Off BF16 in the worst row: `FP8Linear` {linear:.1f} %, `GroupedExperts` {experts:.1f} "
         f"%. Off FP32 and FP64 sums of the same FP8 operands: {linear_exact:.2f} % and "
         f"{experts_exact:.2f} %, which is BF16's rounding."
-    ]
+    )
 
 
-def _load(results: dict[str, Any]) -> list[str]:
+def _load(results: dict[str, Any]) -> str:
     ours, theirs = results["moefp8"], results["safetensors"]
-    return [
+    return (
         f"- `load_checkpoint` takes {ours['extra_percent']:.1f} % of memory beside the model, at "
         f"{ours['gib_per_s']:.1f} GiB/s from a warm page cache; to stack what safetensors' "
         f"`load_file` gives, {theirs['extra_percent']:.1f} % at {theirs['gib_per_s']:.1f} GiB/s "
         f"({results['cpu']})."
-    ]
+    )
 
 
-def _cpu(results: dict[str, Any]) -> list[str]:
+def _cpu(results: dict[str, Any]) -> str:
     ratios = [row["fp8"] / row["bf16"] for row in results["ms"]]
-    return [
+    return (
         f"- On a CPU, `FP8Linear` takes {min(ratios):.0f} to {max(ratios):.0f} times as long as "
         f"BF16 ({results['cpu']}): it is there for development and tests."
-    ]
+    )

@@ -6,10 +6,9 @@ flushed before every call. Results are compared with a layer in FP32 that has th
 """
 
 import argparse
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,21 @@ from typing import Any
 import torch
 
 from benchmarks.circumstances import require_gpu
-from benchmarks.gemm import Row, about_this_run, fastest_us, figures, keep, ratio, verdict
+from benchmarks.gemm import fastest_us, figures, ratio, verdict
 from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
+from benchmarks.session import (
+    Row,
+    about_this_run,
+    finish,
+    first_calls,
+    measured,
+    titles_of,
+    write,
+)
 from benchmarks.timing import captured, eager_us_many, graph_us_many, layer_us_many
-from moefp8 import GroupedExperts
 
 TOKENS = 1, 16, 128, 1024, 4096, 16384
 RESULTS = Path(__file__).parent / "results" / "moe.json"
@@ -37,21 +44,7 @@ ERROR_GOAL = 1.0  # times that of each FP8 peer
 
 def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
     torch.cuda.empty_cache()
-    calls: dict[str, Call] = {}
-    first: dict[str, torch.Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        why = PEERS[name].refuses(case)
-        try:
-            if why is None:
-                call = PEERS[name].prepare(case)
-                first[name] = call().clone()
-                calls[name] = call
-        except Exception as error:
-            if name == OURS:
-                raise
-            why = first_line(error)
-        found[name] = {} if why is None else {"refused": why}
+    calls, first, found = first_calls(PEERS, names, case, case)
     errors, repeats = accuracy(case, first), 5 if case.floor_us > 1000 else 15
     for name, us in layer_us_many(calls, repeats).items():
         num_bytes = case.num_bytes(PEERS[name].operands)
@@ -81,18 +74,12 @@ def goal_of(row: Row) -> float | None:
     return GOALS.get(row["model"], {}).get(row["tokens"])
 
 
-def titles_of(rows: Iterable[Row]) -> dict[str, str]:
-    """The peers that ran anywhere in `rows`."""
-    ran = {name for row in rows for name, found in row["peers"].items() if "us" in found}
-    return {name: peer.title for name, peer in PEERS.items() if name in ran}
-
-
 def worst_of(rows: Iterable[Row], key: str) -> dict[str, float]:
     """The largest `key` of each peer that has one, by its title."""
     rows = list(rows)
     found = {
         title: [row["peers"].get(name, {}).get(key, 0.0) for row in rows]
-        for name, title in titles_of(rows).items()
+        for name, title in titles_of(PEERS, rows).items()
     }
     return {title: max(values) for title, values in found.items() if any(values)}
 
@@ -102,7 +89,7 @@ def case_of(row: Row) -> str:
 
 
 def head_of_table(names: Iterable[str]) -> str:
-    """Of `lines_of_row`."""
+    """The line above those of `lines_of_row`."""
     head = f"{'tokens':>6} {'active':>6} {'floor':>8}  {'moefp8, us':>10} {'eager':>8} {'graph':>8}"
     peers = "".join(f"  {PEERS[name].title:>22}" for name in names if name != OURS)
     return f"{head} {'error':>8}{peers}"
@@ -159,7 +146,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
 
 
 def error_ratio(row: Row, name: str) -> float:
-    """Ours over that of `name`."""
+    """Our error over that of `name`."""
     return row["peers"][OURS]["error"] / row["peers"][name]["error"]
 
 
@@ -174,21 +161,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {**about, "rows": []}
     for model in options.models:
         print(f"\n{MODELS[model].title}", head_of_table(names), sep="\n")
-        experts: GroupedExperts | None = None
-        for num_tokens in options.tokens:
-            try:
-                experts = experts or random_experts(MODELS[model])
-                case = Case.random(MODELS[model], experts, num_tokens)
-                row = measure(model, case, names)
-            except Exception:
-                traceback.print_exc()
-                print(f"no row for {MODELS[model].title}, {num_tokens} tokens")
-                continue
+        for row in rows_of(model, options.tokens, names):
             print(*lines_of_row(row), sep="\n", flush=True)
             results["rows"].append(row)
             if options.out:
-                keep(results, options.out, RESULTS, False)
+                write(results, options.out)
     return results
+
+
+def rows_of(name_of_model: str, tokens: Iterable[int], names: list[str]) -> Iterator[Row]:
+    model, experts_of = MODELS[name_of_model], cache(random_experts)
+
+    def measure_at(num_tokens: int) -> Row:
+        return measure(name_of_model, Case.random(model, experts_of(model), num_tokens), names)
+
+    return measured(tokens, measure_at, lambda num_tokens: f"{model.title}, {num_tokens} tokens")
 
 
 def main() -> None:
@@ -204,14 +191,10 @@ def main() -> None:
     num_cases, started = len(options.models) * len(options.tokens), time.perf_counter()
     with torch.inference_mode():
         results = run(options)
-    rows, chosen = results["rows"], (options.models, options.tokens, options.peers)
+    chosen = options.models, options.tokens, options.peers
     is_all = chosen == (tuple(MODELS), TOKENS, tuple(PEERS))
-    keep(results, options.out, RESULTS, is_all and len(rows) == num_cases)
-    if rows:
-        print("", *lines_of_the_rest(results), sep="\n")
-    print(f"{len(rows)} of {num_cases} cases in {time.perf_counter() - started:.0f} s")
-    if len(rows) < num_cases:
-        sys.exit(1)
+    lines = lines_of_the_rest(results)
+    finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -219,7 +202,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list of `names`, and gives them in their own order."""
+    """A parser of some of `names`, which gives them in their own order."""
 
     def parse(text: str) -> tuple[str, ...]:
         if unknown := set(text.split(",")) - set(names):

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -100,12 +101,8 @@ def _with(place: Any, name: str, value: object, call: Call) -> Call:
     """`call`, while `place.name` is `value`."""
 
     def changed() -> object:
-        before = getattr(place, name)
-        setattr(place, name, value)
-        try:
+        with mock.patch.object(place, name, value):
             return call()
-        finally:
-            setattr(place, name, before)
 
     return changed
 

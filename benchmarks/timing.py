@@ -164,7 +164,7 @@ def _device_events(work: Call) -> list[Event]:
 
 
 def captured(call: Call) -> Call:
-    """Its replay as a CUDA graph."""
+    """The replay of `call` as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -188,7 +188,7 @@ def on_driver(driver: jit.Driver, call: Call) -> Call:
 
 
 def graph_us_many(replays: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
-    """Of what `captured` gives. Queued behind the flush, launching it costs nothing."""
+    """Times of what `captured` gives. Queued behind the flush, launching it costs nothing."""
     return _stream_us_many(replays, repeats, idle_first=False)
 
 

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.families.outcomes import COLUMNS, NOT_THERE, PARTLY, REFUSED, WORKS
 
 TITLES = {
@@ -20,16 +21,13 @@ def table(results: dict[str, Any]) -> str:
     rows: dict[str, dict[str, Any]] = results["families"]
     notes: dict[str, int] = {}
     built = {name: row["cells"] for name, row in rows.items() if "cells" in row}
+    cells = [[name, *(_told(x[column], notes) for column in COLUMNS)] for name, x in built.items()]
     lines = [
         f"{len(built)} families of transformers {results['transformers']} with experts, "
         f"{results['date'][:10]}.",
         "",
-        "| family | " + " | ".join(TITLES[column] for column in COLUMNS) + " |",
-        "|---" * (1 + len(COLUMNS)) + "|",
+        markdown.table(["family", *(TITLES[column] for column in COLUMNS)], cells),
     ]
-    for name, cells in built.items():
-        told = [_told(cells[column], notes) for column in COLUMNS]
-        lines.append(f"| {name} | " + " | ".join(told) + " |")
     lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
     left = {name: row["not_built"] for name, row in rows.items() if "cells" not in row}
     lines += [

@@ -2,8 +2,9 @@
 
 Call sites of DeepGEMM's releases of 2025 and 2026 run on every device that moefp8 runs on, by
 position and by keyword. The numerics are those of `moefp8.kernels`, whose functions these call.
-The names are found where DeepGEMM has them: here, in `utils`, `utils.layout`, `utils.math` and
-`testing`. Operands are pairs (e4m3 data, fp32 scales): 1x128 scales for a, 128x128 scales for b.
+Names are where DeepGEMM has them: here, in `utils`, `utils.layout`, `utils.math` and `testing`; the
+`__all__` of each file lists them. Operands are pairs (e4m3 data, fp32 scales): 1x128 scales for a,
+128x128 scales for b.
 
 These are accepted and change nothing, since our kernels are chosen otherwise or run on Hopper only:
 `compiled_dims`, `disable_ue8m0_cast`, `expected_m_for_psum_layout`, `psum_layout` of
@@ -14,106 +15,20 @@ What only Blackwell can compute (FP4 data, packed UE8M0 scales) is refused by an
 the way out, and a name of DeepGEMM that is not offered raises an AttributeError that says why.
 """
 
-from . import testing, utils
-from .gemm import (
-    fp8_fp4_gemm_nn,
-    fp8_fp4_gemm_nt,
-    fp8_fp4_gemm_tn,
-    fp8_fp4_gemm_tt,
-    fp8_gemm_nn,
-    fp8_gemm_nt,
-    fp8_gemm_tn,
-    fp8_gemm_tt,
-    fp8_m_grouped_gemm_nt_masked,
-    gemm_fp8_fp8_bf16_nt,
-    m_grouped_fp8_fp4_gemm_nn_contiguous,
-    m_grouped_fp8_fp4_gemm_nt_contiguous,
-    m_grouped_fp8_fp4_gemm_nt_masked,
-    m_grouped_fp8_gemm_nn_contiguous,
-    m_grouped_fp8_gemm_nt_contiguous,
-    m_grouped_fp8_gemm_nt_masked,
-    m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
-    m_grouped_gemm_fp8_fp8_bf16_nt_masked,
-)
-from .settings import (
-    get_compile_mode,
-    get_num_sms,
-    get_pdl,
-    get_tc_util,
-    set_block_size_multiple_of,
-    set_compile_mode,
-    set_ignore_compile_dims,
-    set_num_sms,
-    set_pdl,
-    set_tc_util,
-)
-from .testing import calc_diff
-from .utils import (
-    align,
-    ceil_div,
-    ceil_to_ue8m0,
-    get_col_major_tma_aligned_tensor,
-    get_k_alignment_for_contiguous_layout,
-    get_m_alignment_for_contiguous_layout,
-    get_mk_alignment_for_contiguous_layout,
-    get_mn_major_tma_aligned_tensor,
-    get_theoretical_mk_alignment_for_contiguous_layout,
-    get_tma_aligned_size,
-    per_block_cast_to_fp8,
-    per_channel_cast_to_fp8,
-    per_custom_dims_cast_to_fp8,
-    per_token_cast_to_fp8,
-    set_mk_alignment_for_contiguous_layout,
-    transform_sf_into_required_layout,
-)
+from . import gemm, settings, testing, utils
+from .gemm import *
+from .settings import *
+from .testing import *
+from .utils.layout import *
+from .utils.math import *
 
 __all__ = [
-    "align",
-    "calc_diff",
-    "ceil_div",
-    "ceil_to_ue8m0",
-    "fp8_fp4_gemm_nn",
-    "fp8_fp4_gemm_nt",
-    "fp8_fp4_gemm_tn",
-    "fp8_fp4_gemm_tt",
-    "fp8_gemm_nn",
-    "fp8_gemm_nt",
-    "fp8_gemm_tn",
-    "fp8_gemm_tt",
-    "fp8_m_grouped_gemm_nt_masked",
-    "gemm_fp8_fp8_bf16_nt",
-    "get_col_major_tma_aligned_tensor",
-    "get_compile_mode",
-    "get_k_alignment_for_contiguous_layout",
-    "get_m_alignment_for_contiguous_layout",
-    "get_mk_alignment_for_contiguous_layout",
-    "get_mn_major_tma_aligned_tensor",
-    "get_num_sms",
-    "get_pdl",
-    "get_tc_util",
-    "get_theoretical_mk_alignment_for_contiguous_layout",
-    "get_tma_aligned_size",
-    "m_grouped_fp8_fp4_gemm_nn_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_masked",
-    "m_grouped_fp8_gemm_nn_contiguous",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
-    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
-    "per_block_cast_to_fp8",
-    "per_channel_cast_to_fp8",
-    "per_custom_dims_cast_to_fp8",
-    "per_token_cast_to_fp8",
-    "set_block_size_multiple_of",
-    "set_compile_mode",
-    "set_ignore_compile_dims",
-    "set_mk_alignment_for_contiguous_layout",
-    "set_num_sms",
-    "set_pdl",
-    "set_tc_util",
+    *gemm.__all__,
+    *settings.__all__,
+    *testing.__all__,
+    *utils.layout.__all__,
+    *utils.math.__all__,
     "testing",
-    "transform_sf_into_required_layout",
     "utils",
 ]
 
@@ -122,9 +37,7 @@ _NOT_OFFERED = {
     "wgrad": "weight gradients come with training",
     "k_grouped": "GEMMs whose groups divide K are weight gradients, which come with training",
     "mega_moe": "the routed experts as a whole are moefp8.GroupedExperts",
-    "packed_ue8m0": "packed UE8M0 scales are for Blackwell; Hopper takes FP32 scales",
-    "ue8m0_to_int": "packed UE8M0 scales are for Blackwell; Hopper takes FP32 scales",
-    "ue8m0_from_int": "packed UE8M0 scales are for Blackwell; Hopper takes FP32 scales",
+    "ue8m0": "packed UE8M0 scales are for Blackwell; Hopper takes FP32 scales",
     "mqa_logits": "scores of attention are not part of moefp8",
     "skip_head_mid": "projections of attention that leave gaps are not part of moefp8",
     "hc_prenorm": "hyper-connections are not part of moefp8",

@@ -14,18 +14,35 @@ from ..kernels.common.checks import check_shape, check_tensor
 from ..kernels.gemm.grouped import ContiguousInputs, check_contiguous
 from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
 
+__all__ = [
+    "fp8_fp4_gemm_nn",
+    "fp8_fp4_gemm_nt",
+    "fp8_fp4_gemm_tn",
+    "fp8_fp4_gemm_tt",
+    "fp8_gemm_nn",
+    "fp8_gemm_nt",
+    "fp8_gemm_tn",
+    "fp8_gemm_tt",
+    "fp8_m_grouped_gemm_nt_masked",
+    "gemm_fp8_fp8_bf16_nt",
+    "m_grouped_fp8_fp4_gemm_nn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+]
+
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
 Recipe = Sequence[int] | None
 Gemm = Callable[..., None]
-_RECIPES: tuple[tuple[object, ...], ...] = (
-    (None, None, None),
-    ((1, 128, 128), None, None),
-    (None, (1, 128), (128, 128)),
-)
+_RECIPES = ((None, None, None), ((1, 128, 128), None, None), (None, (1, 128), (128, 128)))
 
 
 def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
-    """The pair as `nt` has it; data and scales are checked for what Hopper cannot compute."""
+    """The pair as `nt` has it, after checks for what Hopper cannot compute."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{op}: {name} must be a pair (data, scales), got {type(pair)}")
     data, scales = pair
@@ -47,10 +64,9 @@ def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Ope
 
 
 def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
-    """recipe, recipe_a and recipe_b.
+    """Check recipe, recipe_a and recipe_b.
 
-    By position, releases of 2025 have `compiled_dims` and `disable_ue8m0_cast` in place of the
-    latter two.
+    By position, calls of 2025 give `compiled_dims` and `disable_ue8m0_cast` for the latter two.
     """
     if isinstance(recipes[1], str):
         recipes = (recipes[0], None, None)
@@ -67,7 +83,9 @@ def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
 # ---- Dense ----
 
 
-def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False) -> Gemm:
+def _dense(form: str) -> Gemm:
+    name, transposed_a, transposed_b = f"fp8_gemm_{form}", form[0] == "t", form[1] == "n"
+
     def gemm(
         a: Operand,
         b: Operand,
@@ -81,19 +99,18 @@ def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False)
     ) -> None:
         _check_recipes(name, recipe, recipe_a, recipe_b)
         operands = _operand(name, "a", a, transposed_a), _operand(name, "b", b, transposed_b)
-        if c is None:
-            kernels.fp8_gemm_nt(*operands, d)
-            return
-        if c.shape != d.shape or c.dtype != d.dtype:
+        if c is not None and (c.shape != d.shape or c.dtype != d.dtype):
             raise ValueError(
                 f"{name}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "
                 f"{list(c.shape)} in {c.dtype}"
             )
-        product = torch.empty_like(d)
+        product = d if c is None else torch.empty_like(d)
         kernels.fp8_gemm_nt(*operands, product)
-        torch.add(c, product, out=d)
+        if c is not None:
+            torch.add(c, product, out=d)
 
     a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
+    gemm.__name__ = gemm.__qualname__ = name
     gemm.__doc__ = f"""Write the product of dequantized a and b, plus c, to d.
 
     Args:
@@ -108,18 +125,13 @@ def _dense(name: str, *, transposed_a: bool = False, transposed_b: bool = False)
     Raises:
         TypeError, ValueError: naming the argument, the rule, what came and the way out.
     """
-    return _named(gemm, name)
+    return gemm
 
 
-def _named(function: Gemm, name: str) -> Gemm:
-    function.__name__ = function.__qualname__ = name
-    return function
-
-
-fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("fp8_gemm_nt")
-fp8_gemm_nn = fp8_fp4_gemm_nn = _dense("fp8_gemm_nn", transposed_b=True)
-fp8_gemm_tn = fp8_fp4_gemm_tn = _dense("fp8_gemm_tn", transposed_a=True, transposed_b=True)
-fp8_gemm_tt = fp8_fp4_gemm_tt = _dense("fp8_gemm_tt", transposed_a=True)
+fp8_gemm_nt = fp8_fp4_gemm_nt = _dense("nt")
+fp8_gemm_nn = fp8_fp4_gemm_nn = _dense("nn")
+fp8_gemm_tn = fp8_fp4_gemm_tn = _dense("tn")
+fp8_gemm_tt = fp8_fp4_gemm_tt = _dense("tt")
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
@@ -130,7 +142,9 @@ def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
 # ---- Grouped, contiguous ----
 
 
-def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
+def _contiguous(form: str) -> Gemm:
+    name, transposed_b = f"m_grouped_fp8_gemm_{form}_contiguous", form == "nn"
+
     def gemm(
         a: Operand,
         b: Operand,
@@ -160,6 +174,7 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
             _zero_where_groups_end(d, layout, len(w[0]))
         kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
 
+    gemm.__name__ = gemm.__qualname__ = name
     gemm.__doc__ = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
 
     Args:
@@ -171,17 +186,13 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
             row that each group ends before; it starts at the first such multiple behind the group
             before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
         m_indices: the same, under its name of 2025.
-        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, which
-            costs a few small launches; other padding may become zeros. If False, no row of padding
-            is written.
-        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
-            (128, 128) instead.
-        compiled_dims, disable_ue8m0_cast, expected_m_for_psum_layout: without meaning here.
+        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, by a
+            few small launches; other padding may. If False, no row of padding is written.
+        expected_m_for_psum_layout: without meaning here.
 
-    Raises:
-        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    All else is as in `fp8_gemm_nt`.
     """
-    return _named(gemm, name)
+    return gemm
 
 
 def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -196,9 +207,9 @@ def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tenso
 
 
 def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: int) -> None:
-    """Zeros in every block of rows that a group ends in; the GEMM then writes over its rows.
+    """Zero every block of rows that a group ends in; the GEMM then writes over the rows of groups.
 
-    No more blocks than groups hold such an end, so the number of rows is known without a wait.
+    At most as many blocks as groups hold such an end, so their number is known without a wait.
     """
     alignment = get_mk_alignment_for_contiguous_layout()
     num_blocks = len(layout) // alignment
@@ -209,12 +220,8 @@ def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: in
     d[blocks.numel() :].zero_()
 
 
-m_grouped_fp8_gemm_nt_contiguous = _contiguous("m_grouped_fp8_gemm_nt_contiguous")
-m_grouped_fp8_gemm_nn_contiguous = _contiguous(
-    "m_grouped_fp8_gemm_nn_contiguous", transposed_b=True
-)
-m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
-m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous = _contiguous("nt")
+m_grouped_fp8_gemm_nn_contiguous = m_grouped_fp8_fp4_gemm_nn_contiguous = _contiguous("nn")
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
@@ -241,18 +248,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """Write `d[g, :masked_m[g]] = dequantize(a)[g] @ dequantize(b)[g].T`, and no other row.
 
-    Args:
-        a: (e4m3 [G, max_m, K], fp32 scales [G, max_m, ceil(K/128)]).
-        b: (e4m3 [G, N, K], fp32 scales [G, ceil(N/128), ceil(K/128)]).
-        d: bf16 [G, max_m, N].
-        masked_m: int32 [G], rows that count, each in [0, max_m].
-        expected_m: a hint, the mean of `masked_m`.
-        recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
-            (128, 128) instead.
-        compiled_dims, disable_ue8m0_cast: without meaning here.
-
-    Raises:
-        TypeError, ValueError: naming the argument, the rule, what came and the way out.
+    The first five arguments are those of `moefp8.kernels.m_grouped_fp8_gemm_nt_masked`; all else is
+    as in `fp8_gemm_nt`.
     """
     op = "m_grouped_fp8_gemm_nt_masked"
     _check_recipes(op, recipe, recipe_a, recipe_b)
@@ -260,8 +257,7 @@ def m_grouped_fp8_gemm_nt_masked(
     kernels.m_grouped_fp8_gemm_nt_masked(*operands, d, masked_m, expected_m)
 
 
-m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
-fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_masked(

@@ -7,29 +7,38 @@ import torch
 from .. import kernels
 from ..kernels.jit import current_driver
 
+__all__ = [
+    "get_compile_mode",
+    "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
+    "set_block_size_multiple_of",
+    "set_compile_mode",
+    "set_ignore_compile_dims",
+    "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
+]
+
 _kept = {"tc_util": 100, "pdl": False, "compile_mode": 0}
 
 
 def integer(op: str, name: str, value: int) -> int:
-    """`value` as an int, for no `bool` is one here.
+    """`value` as an int. A bool is refused, though Python counts it as an int.
 
     Raises:
-        TypeError: it is a bool, or cannot count anything.
+        TypeError: it is a bool, or no whole number.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    return operator.index(value)
 
 
 def set_num_sms(num_sms: int) -> None:
     """Let GEMMs run on at most `num_sms` SMs; 0 means all, as in DeepGEMM from July 2025 on.
 
     Raises:
-        TypeError: `num_sms` is no int.
-        ValueError: it is negative, or more than the current GPU has.
+        TypeError, ValueError: it is no int, negative, or more than the current GPU has.
     """
     count = integer("set_num_sms", "num_sms", num_sms)
     most = _device_sms()
@@ -47,9 +56,8 @@ def get_num_sms() -> int:
 
 
 def _device_sms() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    has_gpu = torch.cuda.is_available()
+    return current_driver().num_sms(torch.cuda.current_device()) if has_gpu else 0
 
 
 # ---- Accepted and remembered, without meaning ----

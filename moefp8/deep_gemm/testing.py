@@ -2,6 +2,8 @@
 
 import torch
 
+__all__ = ["calc_diff"]
+
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | float:
     """`|x - y|^2 / (|x|^2 + |y|^2)` of all elements, as a scalar in FP64; 0.0 if all are zero.

@@ -1,7 +1,7 @@
-"""What PyTorch's data parallel wrappers are told of modules whose tensors are frozen FP8.
+"""What PyTorch's data parallel wrappers are told of frozen FP8 parameters, which they cannot take.
 
-`DistributedDataParallel` broadcasts all parameters, which gloo cannot do with FP8; FSDP flattens
-those of one dtype.
+`DistributedDataParallel` broadcasts all parameters, which gloo cannot do with FP8. FSDP flattens
+parameters together, which must then have one dtype.
 """
 
 from typing import Any
@@ -16,11 +16,12 @@ from ..layers.parts import parts_of_plain
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What asks for no gradient in `FP8Linear`, `GroupedExperts`, `TopKRouter`, by all its names.
+    """Parameters of `FP8Linear`, `GroupedExperts`, `TopKRouter` that ask for no gradient, by name.
 
-    For FSDP: `FullyShardedDataParallel(model, ignored_states=list(frozen.values()))` and
-    `fully_shard(model, ignored_params=set(frozen.values()))`. Ignored is also not broadcast: every
-    rank must load the same.
+    A tied parameter is there under each of its names. For FSDP:
+    `FullyShardedDataParallel(model, ignored_states=list(frozen.values()))` and
+    `fully_shard(model, ignored_params=set(frozen.values()))`. FSDP does not broadcast what it
+    ignores, so every rank must load the same.
     """
     return {
         f"{prefix}.{name}".lstrip("."): parameter
@@ -35,19 +36,12 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def prepare_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
     """Let `DistributedDataParallel(model, process_group=...)` take a model with frozen FP8 modules.
 
-    Does what it would do when it wraps: all ranks get the frozen parameters of the first, as
-    bytes. Then it is told to leave those alone. Call it on all ranks, on the model that is wrapped.
-
-    Args:
-        model: changed in place; not on the meta device.
-        process_group: that of `DistributedDataParallel`; by default, all ranks.
-
-    Returns:
-        `model`.
+    Call it on all ranks of the group, on the model that is wrapped; it returns that. All ranks get
+    the frozen parameters of the first, as bytes, and the wrapper is told to leave those alone.
 
     Raises:
         ValueError: ranks differ in names, shapes, dtypes or in what `shard` left, or the model is
-            on the meta device; on all ranks alike.
+            on the meta device. All ranks raise it.
     """
     frozen = frozen_parameters(model)
     _check_alike(model, frozen, process_group)

@@ -4,6 +4,7 @@ E experts, H hidden, I intermediate. Of an axis of N, rank r of R holds
 [r * N // R, (r + 1) * N // R).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -32,21 +33,20 @@ _AXES = {
     "rows": "out_features of an nn.Linear or FP8Linear",
     "columns": "in_features of an nn.Linear or FP8Linear",
     "experts": "experts of a GroupedExperts or of stacks without scales and biases",
-    "intermediate": "the intermediate size of such stacks, or of a module whose linears are "
-    "gate_proj, up_proj and down_proj",
+    "intermediate": "the intermediate size of experts, or of gate_proj, up_proj and down_proj",
 }
 _PROJECTIONS: dict[str, Kind] = {"gate_proj": "rows", "up_proj": "rows", "down_proj": "columns"}
 _SCALE = "_scale_inv"
 
 
 class _Cut(NamedTuple):
-    """What a kind does to one module. axes: those that are cut, by name of a parameter."""
+    """What a kind does to one module: what is kept of its size, and of each parameter."""
 
     name: str
-    module: nn.Module
+    module: Any
     kind: Kind
     part: Part
-    axes: dict[str, int]
+    parts: Mapping[str, Parts]
 
 
 @torch.no_grad()
@@ -65,20 +65,16 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
       those of other ranks with weight 0; `expert_offset` is the id of its first expert.
 
     Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
-    the same modules along another axis.
+    the same modules along another axis. Hooks and modules stay. Returns `model`.
 
     Args:
-        model: changed in place; hooks and modules stay.
         plan: pattern (fnmatch) of dotted names -> kind. Every module that matches must have the
             axis, and every pattern must match.
         rank, num_ranks: of the ranks among which the axis is divided, as evenly as goes.
 
-    Returns:
-        `model`.
-
     Raises:
-        ValueError: a plan, rank or module that does not fit, or a rank that would hold nothing.
-            The model is then unchanged.
+        ValueError: a plan, rank or module does not fit, or a rank would hold nothing. The model is
+            then unchanged.
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"shard: rank must be in [0, num_ranks = {num_ranks}), got {rank}")
@@ -124,24 +120,26 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
             f"{total}; use at most {total} ranks"
         )
     is_block_scaled = isinstance(module, FP8Linear | GroupedExperts) and kind != "experts"
-    padding = begin % BLOCK if is_block_scaled else 0
-    yield _Cut(name, module, kind, Part(begin, end, total, padding), axes)
+    part = Part(begin, end, total, begin % BLOCK if is_block_scaled else 0)
+    held = {leaf: axis for leaf, axis in axes.items() if module._parameters.get(leaf) is not None}
+    parts = {leaf: {axis: _part_of(leaf, kind, part)} for leaf, axis in held.items()}
+    yield _Cut(name, module, kind, part, parts)
 
 
 def _is_linear(module: Any) -> bool:
-    """Of subclasses nobody knows how they use their weights, nor scales that they may have."""
+    """Other subclasses are refused: nobody knows which scales they have, or what they do."""
     return type(module) is nn.Linear or isinstance(module, FP8Linear)
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Ours, or others that are stacked and have neither scales nor biases."""
+    """Whether it is ours, or has stacked weights and neither scales nor biases."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
     return is_known and is_stacked(module)
 
 
 def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
-    """(length, by parameter the axis) of what `kind` cuts."""
+    """The length of what `kind` cuts, and its axis in each parameter."""
     if kind == "rows":
         return module.out_features, {"weight": 0, f"weight{_SCALE}": 0, "bias": 0}
     if kind == "columns":
@@ -154,47 +152,40 @@ def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
 
 def _check(model: nn.Module, cuts: list[_Cut]) -> None:
     """Each parameter must be of one module, and cut once along an axis."""
-    homes: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            homes.setdefault(id(parameter), set()).add(id(module))
-    axes: set[tuple[int, str, int]] = set()
+    num_homes = Counter(x for module in model.modules() for x in {*module._parameters.values()})
+    cut_axes: set[tuple[int, str, int]] = set()
     for cut in cuts:
-        for name, axis in cut.axes.items():
-            parameter = cut.module._parameters.get(name)
-            if parameter is None:
-                continue
-            if len(homes[id(parameter)]) > 1:
+        for name, parts in cut.parts.items():
+            if num_homes[cut.module._parameters[name]] > 1:
                 raise ValueError(
                     f"shard: {cut.name}.{name} is tied to a parameter of another module; untie "
                     "them, or leave both whole"
                 )
+            (axis,) = parts
             place = id(cut.module), name, axis
-            if place in axes or axis in parts_of(cut.module).get(name, {}):
+            if place in cut_axes or axis in parts_of(cut.module).get(name, {}):
                 raise ValueError(f"shard: {cut.name}.{name} is cut along axis {axis} already")
-            axes.add(place)
+            cut_axes.add(place)
 
 
 def _apply(cut: _Cut) -> None:
-    module: Any = cut.module
-    noted: dict[str, Parts] = {}
-    for name, axis in cut.axes.items():
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            noted[name] = {axis: _part_of(cut, name)}
-            local = _local(parameter.detach(), noted[name])
-            module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
+    module = cut.module
+    for name, parts in cut.parts.items():
+        parameter = module._parameters[name]
+        local = _local(parameter.detach(), parts)
+        module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
+    note_parts(module, cut.parts)
     if cut.kind == "columns" and cut.part.begin > 0 and module.bias is not None:
-        module.bias, noted["bias"] = None, {}
-    note_parts(module, noted)
+        module.bias = None
+        note_parts(module, {"bias": {}})
     _tell(module, cut.kind, cut.part)
 
 
-def _part_of(cut: _Cut, name: str) -> Part:
-    part = cut.part
-    if cut.kind == "intermediate" and name.startswith("gate_up_proj"):
+def _part_of(name: str, kind: Kind, part: Part) -> Part:
+    """What is kept of the parameter, along the axis that is cut."""
+    if kind == "intermediate" and name.startswith("gate_up_proj"):
         part = replace(part, num_halves=2)
-    return part.of_blocks() if name.endswith(_SCALE) and cut.kind != "experts" else part
+    return part.of_blocks() if name.endswith(_SCALE) and kind != "experts" else part
 
 
 def _local(whole: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -48,8 +48,7 @@ def assert_matches_reference(
     errors = row_errors(actual, expected)
     num_wrong = int((errors > max_relative_error).sum())
     if num_wrong:
-        worst = int(errors.argmax())
-        row = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
+        row = tuple((errors == errors.max()).nonzero()[0].tolist())
         raise AssertionError(
             f"{num_wrong} of {errors.numel()} rows are off by more than {max_relative_error:.1e}; "
             f"worst is row {row} with a relative error of {float(errors.max()):.3e}"

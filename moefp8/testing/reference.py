@@ -6,14 +6,12 @@ where the FP8 modules round them.
 
 import copy
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
@@ -34,18 +32,17 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
     Raises:
         ValueError: a module is one rank's part; compare the model before `shard`.
     """
-    fp8_modules = {m for m in model.modules() if isinstance(m, FP8Linear | GroupedExperts)}
-    if any(parts_of(module) for module in fp8_modules):
-        raise ValueError("reference_model: the model must be whole; compare it before shard")
-    replaced = {id(m): _reference_of(m, quantize_activations) for m in fp8_modules}
-    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo={**shared, **replaced})
-
-
-def _reference_of(module: FP8Linear | GroupedExperts, quantize_activations: bool) -> nn.Module:
-    if isinstance(module, GroupedExperts):
-        return ReferenceExperts(module, quantize_activations)
-    return ReferenceLinear(module, quantize_activations)
+    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            memo[id(module)] = ReferenceLinear(module, quantize_activations)
+        elif isinstance(module, GroupedExperts):
+            memo[id(module)] = ReferenceExperts(module, quantize_activations)
+        else:
+            continue
+        if parts_of(module):
+            raise ValueError("reference_model: the model must be whole; compare it before shard")
+    return copy.deepcopy(model, memo)
 
 
 def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -54,27 +51,22 @@ def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, An
     Rounding to FP8 amplifies: where two runs differ by one BF16 rounding, now and then they choose
     different E4M3 codes, and a few layers on they differ by a percent though both are right. So
     here every FP8 module of the reference gets the inputs that it got in the model, and all else
-    (norms, attention, residuals, head) runs on the reference's own values: each module's error
-    enters the result once, and a right model matches to BF16 rounding.
-
-    Returns:
-        (output of the model, output of the reference), as `model` returns them.
+    runs on the reference's own values: each module's error enters the result once, and a right
+    model matches to BF16 rounding.
     """
-    reference, inputs = reference_model(model), defaultdict[str, deque[Any]](deque)
-
-    def record(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: inputs[name].append((args, kwargs))
-
-    def replay(name: str) -> Callable[..., Any]:
-        return lambda module, args, kwargs: inputs[name].popleft()
-
-    fp8_names = [n for n, m in model.named_modules() if isinstance(m, FP8Linear | GroupedExperts)]
+    reference = reference_model(model)
     with ExitStack() as hooks:
-        for name in fp8_names:
-            for root, hook in ((model, record(name)), (reference, replay(name))):
-                module = root.get_submodule(name)
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                hooks.callback(handle.remove)
+        for name, module in model.named_modules():
+            if isinstance(module, FP8Linear | GroupedExperts):
+                inputs = deque[Any]()
+                record = module.register_forward_pre_hook(
+                    lambda _, *given, inputs=inputs: inputs.append(given), with_kwargs=True
+                )
+                replay = reference.get_submodule(name).register_forward_pre_hook(
+                    lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True
+                )
+                hooks.callback(record.remove)
+                hooks.callback(replay.remove)
         return model(*args, **kwargs), reference(*args, **kwargs)
 
 
@@ -105,15 +97,13 @@ class ReferenceExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        num_tokens, top_k = top_k_index.shape
-        terms = torch.zeros(num_tokens, top_k, hidden_states.shape[1])
-        terms = terms.to(hidden_states.device)
+        shape = *top_k_index.shape, hidden_states.shape[1]
+        terms = torch.zeros(shape, device=hidden_states.device)
         for expert in range(self.experts.num_experts):
             tokens, choices = torch.where(top_k_index == expert)
             if tokens.numel():
                 with without_autocast(hidden_states.device):
-                    values = self._expert(expert, hidden_states[tokens])
-                terms[tokens, choices] = values
+                    terms[tokens, choices] = self._expert(expert, hidden_states[tokens])
         held_here = top_k_index < self.experts.num_experts
         terms = terms * top_k_weights.float().where(held_here, 0.0)[:, :, None]
         return terms.sum(dim=1).bfloat16().to(hidden_states.dtype)
@@ -131,7 +121,7 @@ class ReferenceExperts(nn.Module):
             gate = gate.clamp(max=experts.swiglu_limit)
             up = up.clamp(min=-experts.swiglu_limit, max=experts.swiglu_limit)
         down = dequantized_blocks(experts.down_proj[expert], experts.down_proj_scale_inv[expert])
-        return (rounded(F.silu(gate) * up) @ down.T).bfloat16().float()
+        return (rounded(nn.functional.silu(gate) * up) @ down.T).bfloat16().float()
 
 
 def dequantized_blocks(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:

@@ -1,39 +1,27 @@
-"""The GEMM benchmark without a GPU: ratios, goals, tables and plot on canned rows; operands."""
+"""The GEMM benchmark without a GPU: ratios, goals and what is printed of canned rows; operands."""
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import benchmarks
 from benchmarks import circumstances, gemm, gemm_configs, peers, report, roofline, timing
-from benchmarks.peers import BF16, BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, PER_TENSOR, Case, Operands
+from benchmarks.peers import BF16, BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, Case, Operands
 from moefp8.kernels import fp8_gemm_nt, set_num_sms
 from moefp8.testing import relative_error
+from tests.benchmarks.cases import failing, found, run_main
 from tests.fakes.emulator import emulated
-
-REPOSITORY = Path(__file__).parents[2]
-README = "before\n<!-- gemm -->\nnot measured yet\n<!-- /gemm -->\nafter\n"
 
 
 def row(m: int, n: int, k: int, **us: float) -> dict:
-    """moefp8 takes 10 us; the others what `us` says, or refuse."""
-    case, found = Case(m, n, k), {}
-    for name in PEERS:
-        taken = {OURS: 10.0, **us}.get(name)
-        found[name] = {"refused": "it does"}
-        if taken:
-            num_bytes = case.num_bytes(PEERS[name].operands)
-            speed = {"tflops": case.flops / taken / 1e6, "gbps": num_bytes / taken / 1e3}
-            found[name] = {"us": taken, **speed, "error": 1.7e-3}
-    found[OURS]["repeatable"] = True
-    return {**case._asdict(), "peers": found}
+    case = Case(m, n, k)
+    return {**case._asdict(), "peers": found(PEERS, case, us)}
 
 
 @pytest.fixture
@@ -50,10 +38,8 @@ def rows() -> list[dict]:
 
 @pytest.fixture
 def results(rows) -> dict:
-    about = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "torch": "2.11.0+cu130"}
-    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "deep_gemm": "deep-gemm 1.0"}
     host = {OURS: 12.0, DEEP_GEMM: 21.0, BF16: 15.7}
-    return {**about, **gpu, "copy_gbps": 4300.0, "host_us": host, "rows": rows}
+    return {"copy_gbps": 4300.0, "host_us": host, "rows": rows}
 
 
 def test_geomean():
@@ -113,52 +99,12 @@ def test_what_is_printed(results):
     assert "NOT at 16x2112x7168" in rest
 
 
-def test_everything_prints_without_deep_gemm(results):
-    for each in results["rows"]:
-        del each["peers"][DEEP_GEMM]
-    del results["host_us"][DEEP_GEMM]
-    assert "DeepGEMM" not in "\n".join(gemm.lines_of_the_rest(results))
-    assert gemm.compare(results["rows"], (16,), "best").num_cases == 2
-    assert list(gemm.lines_of_comparisons(results["rows"]))
-    assert report.gemm_tables(results)
-
-
-def test_the_report_writes_the_tables(results, tmp_path):
-    (tmp_path / "gemm.json").write_text(json.dumps(results))
-    text = report.with_tables(README, tmp_path)
-    assert text.startswith("before\n<!-- gemm -->\n| times as fast as | DeepGEMM |")
-    assert text.endswith("</details>\n<!-- /gemm -->\nafter\n")
-    assert "| M = 4096 | 1.100, worst 1.100 | 1.100, worst 1.100 | - | 2.000, worst 2.000 |" in text
-    assert "| 16 | 2112x7168 | 10.0 | 12.0 | **5.0** | 8.0 | - |" in text
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
-    assert report.with_tables(text, tmp_path) == text
-    for line in text.splitlines():  # every line of a table has as many cells as its head
-        if line.startswith("|---"):
-            width = line.count("|")
-        assert not line.startswith("| M") or line.count("|") == width or "N x K" in line
-
-
-def test_the_report_leaves_what_was_not_measured(tmp_path):
-    assert report.with_tables(README, tmp_path) == README
-    report.draw_plots(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_plot_is_a_picture(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "gemm.json").write_text(json.dumps(results))
-    report.draw_plots(tmp_path)
-    data = (tmp_path / "gemm.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
-
-
 def test_points_and_roofs(results):
     case = Case(16, 2112, 7168)
     x, y = roofline.points(results, DEEP_GEMM)[1]
     assert x == pytest.approx(case.flops / case.num_bytes("block_scaled"))
-    assert y == pytest.approx(case.flops / 12.0 / 1e6)
-    best = case.flops / 8.0 / 1e6
+    assert y == pytest.approx(case.flops / 12.0 / 1e6, abs=0.05)
+    best = pytest.approx(case.flops / 8.0 / 1e6, abs=0.05)
     assert roofline.roofs(results) == {"copy": 4.3, "datasheet": 1979.0, "measured": best}
 
 
@@ -201,7 +147,6 @@ def test_peers_say_what_they_cannot(monkeypatch):
     assert why.startswith("DeepGEMM is left out (")
     assert "pip install" in why
     assert "\n" not in why
-    assert PER_TENSOR in PEERS
 
 
 def test_first_line():
@@ -210,7 +155,7 @@ def test_first_line():
 
 
 def one_after_the_other(*events: tuple[str, float]) -> list[timing.Event]:
-    """Of names and durations, with a gap of 1 between two."""
+    """Events of these names and durations, with a gap of 1 between two."""
     ends = accumulate(duration + 1 for _, duration in events)
     return [
         timing.Event(name, end - duration, end)
@@ -232,9 +177,9 @@ def test_time_goes_to_the_flush_before_it():
     [
         ([(10, 14), (14, 20)], 10),
         ([(10, 14), (17, 20)], 7),  # a gap is nobody's time
-        ([(10, 14), (12, 20)], 10),  # waits for the end of the one before it
-        ([(10, 30), (12, 14), (13, 20), (28, 31)], 21),  # within another, and beyond it
-        ([(9, 14)], 4),  # what the flush still runs is the flush's
+        ([(10, 14), (12, 20)], 10),  # one waits for the end of the one before it
+        ([(10, 30), (12, 14), (13, 20), (28, 31)], 21),  # two lie within one, one ends later
+        ([(9, 14)], 4),  # what the flush still runs counts as the flush
     ],
 )
 def test_what_overlaps_counts_once(spans, busy):
@@ -244,7 +189,7 @@ def test_what_overlaps_counts_once(spans, busy):
 
 
 def test_calls_take_turns_and_are_told_apart(monkeypatch):
-    """Under a profiler that loses the first kernel of its first profile."""
+    """The profiler here loses the first kernel of its first profile."""
     ran, lost = [], [True]
 
     def device_events(work):
@@ -252,14 +197,9 @@ def test_calls_take_turns_and_are_told_apart(monkeypatch):
         work()
         return one_after_the_other(*ran)[1 if lost and lost.pop() else 0 :]
 
-    class Flush:
-        marker = ("flush",)
-
-        def __call__(self):
-            ran.append(("flush", 99.0))
-
+    flush = Mock(marker=("flush",), side_effect=lambda: ran.append(("flush", 99.0)))
     monkeypatch.setattr(timing, "_device_events", device_events)
-    monkeypatch.setattr(timing, "flush", lambda num_bytes: Flush())
+    monkeypatch.setattr(timing, "flush", lambda num_bytes: flush)
     calls = {
         "slow": lambda: ran.extend([("x", 5.0), ("y", 2.0)]),
         "fast": lambda: ran.append(("x", 3.0)),
@@ -280,29 +220,21 @@ def test_the_commit_may_come_from_outside(monkeypatch):
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
-    """Operands on the CPU, and timers that time nothing."""
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
+    """Operands are on the CPU, and timers time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "0", "torch": "2"}
-    monkeypatch.setattr(gemm, "circumstances", lambda: about)
     monkeypatch.setattr(gemm, "device_us_many", lambda calls: dict.fromkeys(calls, 10.0))
     monkeypatch.setattr(gemm, "host_us", lambda call: (call(), 5.0)[1])
-    monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setattr(gemm, "HOST_CASE", Case(2, 64, 128))
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
-
-
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["gemm", "--compile-with", "0", *arguments])
-    gemm.main()
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gemm.json"
-    run_main(monkeypatch, "--m", "1,16", "--shapes", "130x256,64x300", "--out", str(out))
+    cases = "--m", "1,16", "--shapes", "130x256,64x300"
+    run_main(monkeypatch, gemm, "--compile-with", "0", *cases, "--out", str(out))
     printed = capsys.readouterr().out
     assert "DeepGEMM is left out" in printed
     assert "4 of 4 cases" in printed
@@ -318,32 +250,10 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
-def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
-    def fail(*arguments: object) -> None:
-        raise ValueError("no such shape")
-
-    monkeypatch.setattr(gemm, "RESULTS", Path("/nowhere/gemm.json"))
-    run_main(monkeypatch, "--m", "1", "--shapes", "64x128")
-    assert "not kept: these are not all cases of gemm.json" in capsys.readouterr().out
-    monkeypatch.setattr(peers, "fp8_gemm_nt", fail)
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, "--m", "1", "--shapes", "64x128")
-    captured = capsys.readouterr()
-    assert "no row for 1x64x128" in captured.out
-    assert "moefp8 has no host time: ValueError: no such shape" in captured.out
-    assert "ValueError: no such shape" in captured.err
-
-
-def test_without_a_gpu_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.gemm", "--m", "64", "--shapes", "4096x7168"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 1
-    assert "torch finds no CUDA GPU" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_a_peer_that_fails_has_no_host_time(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "fp8_gemm_nt", failing(ValueError("no such shape")))
+    assert gemm.host_times([OURS, BF16]) == {BF16: 5.0}
+    assert "moefp8 has no host time: ValueError: no such shape" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,22 @@
-"""The grouped GEMM benchmark without a GPU: loads, rows of every peer, tables and plot."""
+"""The grouped GEMM benchmark without a GPU: loads, rows of every peer, what is printed."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks import gemm, grouped, grouped_peers, report, speedups
-from benchmarks.grouped_cases import (
-    CONTIGUOUS,
-    MASKED,
-    SETTINGS,
-    Case,
-    Setting,
-    between,
-    spread,
-    zipf,
-)
+import moefp8.deep_gemm
+from benchmarks import grouped, grouped_cases, grouped_peers, report, speedups
+from benchmarks.grouped_cases import CONTIGUOUS, MASKED, SETTINGS, Case, Setting
 from benchmarks.grouped_peers import FORMS, GUARD_ROWS, PADDED, PEERS, Operands, Rows
 from benchmarks.peers import BF16, DEEP_GEMM, OURS
-from moefp8 import kernels
 from moefp8.testing import assert_matches_reference
-from tests import naive
+from tests.benchmarks.cases import failing, fake_deep_gemm, found, run_main
 
-REPOSITORY = Path(__file__).parents[2]
-README = "before\n<!-- grouped -->\nnot measured yet\n<!-- /grouped -->\nafter\n"
 COUNTS = [3, 0, 130, 1]
 SMALL = {
     CONTIGUOUS: Setting(CONTIGUOUS, "small", COUNTS, ((40, 200), (130, 128)), 1.05),
@@ -38,17 +25,9 @@ SMALL = {
 
 
 def row(setting: Setting, n: int, k: int, **us: float) -> dict:
-    """moefp8 takes 10 us; the others what `us` says, or refuse."""
-    case, found = Case(setting, n, k), {}
-    for name in FORMS[setting.form]:
-        taken = {OURS: 10.0, **us}.get(name)
-        found[name] = {"refused": "it does"}
-        if taken:
-            num_bytes = case.num_bytes(PEERS[name].operands)
-            found[name] = gemm.figures(taken, case.flops, num_bytes, 1.7e-3)
-    found[OURS] |= {"repeatable": True, "untouched": True}
-    about = {"form": setting.form, "loads": setting.loads, "groups": len(setting.counts)}
-    return {**about, "tokens": setting.num_tokens, "n": n, "k": k, "peers": found}
+    known = {name: PEERS[name] for name in FORMS[setting.form]}
+    about = {"form": setting.form, "loads": setting.loads, "n": n, "k": k}
+    return {**about, "peers": found(known, Case(setting, n, k), us, untouched=True)}
 
 
 @pytest.fixture
@@ -61,15 +40,13 @@ def results() -> dict:
         row(masked, 4096, 7168, deep_gemm=20.0),
         row(masked, 7168, 2048),
     ]
-    about = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "torch": "2.11.0+cu130"}
-    gpu = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "deep_gemm": "deep-gemm 1.0"}
-    return {**about, **gpu, "copy_gbps": 4300.0, "rows": rows}
+    return {"copy_gbps": 4300.0, "rows": rows}
 
 
 @pytest.mark.parametrize(("groups", "mean"), [(1, 1024), (32, 256), (64, 4)])
 def test_loads_spread_around_their_mean(groups, mean):
-    counts = spread(groups, mean)
-    assert counts == spread(groups, mean)
+    counts = grouped_cases.spread(groups, mean)
+    assert counts == grouped_cases.spread(groups, mean)
     assert len(counts) == groups
     assert all(max(1, int(0.7 * mean)) <= count <= 1.3 * mean for count in counts)
     assert groups == 1 or len(set(counts)) > 2
@@ -78,14 +55,14 @@ def test_loads_spread_around_their_mean(groups, mean):
 
 
 def test_loads_between_two_numbers():
-    counts = between(128, 8, 64)
-    assert counts == between(128, 8, 64)
+    counts = grouped_cases.between(128, 8, 64)
+    assert counts == grouped_cases.between(128, 8, 64)
     assert (len(counts), min(counts), max(counts)) == (128, 8, 64)
 
 
 def test_loads_by_zipf():
-    counts = zipf(256, 32)
-    assert counts == zipf(256, 32)
+    counts = grouped_cases.zipf(256, 32)
+    assert counts == grouped_cases.zipf(256, 32)
     assert sum(counts) == 256 * 32
     ranked = sorted(counts, reverse=True)
     assert counts != ranked
@@ -106,7 +83,7 @@ def test_settings_have_names_and_fit_their_slabs():
 
 
 def test_work_of_a_case_counted_by_hand():
-    """Neither padding nor weights of groups without a token count."""
+    """Padding does not count, nor do weights of groups without a token."""
     case = Case(Setting(MASKED, "", [3, 0, 2], (), None, max_m=8), 200, 300)
     assert case.flops == 2 * 5 * 200 * 300
     data, d = 5 * 300 + 2 * 200 * 300, 2 * 5 * 200
@@ -137,21 +114,17 @@ def test_operands_are_quantized_one_group_at_a_time(operands):
 
 
 def test_where_rows_lie(operands):
-    """Row after row, aligned, or slab by slab; what is between holds zeros."""
+    """They lie row after row, aligned, or slab by slab; what is between holds zeros."""
     padded, layout = Rows.padded(operands)
     expected = [0] * 3 + [-1] * 125 + [2] * 130 + [-1] * 126 + [3] + [-1] * 127
     assert layout.tolist() == expected
     assert layout.dtype == torch.int32
     is_token = [group >= 0 for group in expected]
-    dense = Rows.dense(operands)
-    found = {
-        "dense": (dense, [True] * 134, (134, 200)),
-        "padded": (padded, is_token, (512, 200)),
-    }
+    found = [(Rows.dense(operands), [True] * 134, (134, 200)), (padded, is_token, (512, 200))]
     if operands.case.setting.form == MASKED:
         slabs = [row < count for count in COUNTS for row in range(132)]
-        found["masked"] = (Rows.masked(operands), slabs, (4, 132, 200))
-    for rows, are_tokens, shape in found.values():
+        found.append((Rows.masked(operands), slabs, (4, 132, 200)))
+    for rows, are_tokens, shape in found:
         at = torch.tensor(are_tokens).nonzero().flatten()
         assert rows.a.data.shape == shape
         assert rows.a.scale_inv.shape == (*shape[:-1], 2)
@@ -170,34 +143,15 @@ def test_where_rows_lie(operands):
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """Its names, on the CPU; `calls` are the arguments that it got."""
-    calls: list[tuple] = []
-
-    def layout(scales, m, k, recipe, num_groups, is_a):
-        calls.append((tuple(scales.shape), m, k, recipe, num_groups, is_a))
-        assert scales.is_contiguous()
-        return kernels.tma_aligned(scales)
-
-    def contiguous(a, b, d, grouped_layout):
-        for group in range(len(b[0])):
-            rows = (grouped_layout == group).nonzero().flatten()
-            codes = a[0].view(torch.uint8)[rows].view(a[0].dtype)
-            d[rows] = naive.gemm((codes, a[1][rows]), (b[0][group], b[1][group])).bfloat16()
-
-    def masked(a, b, d, masked_m, expected_m):
-        calls.append((masked_m.tolist(), expected_m))
-        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m)
-
-    module = SimpleNamespace(
-        __version__="1.0",
-        calls=calls,
+    """A release of 2025, by the name of its masked form. Two functions keep their calls."""
+    layout = Mock(wraps=moefp8.deep_gemm.transform_sf_into_required_layout)
+    masked = Mock(wraps=moefp8.deep_gemm.fp8_m_grouped_gemm_nt_masked)
+    return fake_deep_gemm(
+        monkeypatch,
         transform_sf_into_required_layout=layout,
-        get_mk_alignment_for_contiguous_layout=lambda: 128,
-        m_grouped_fp8_gemm_nt_contiguous=contiguous,
         fp8_m_grouped_gemm_nt_masked=masked,
+        m_grouped_fp8_gemm_nt_masked=None,
     )
-    monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    return module
 
 
 @pytest.mark.usefixtures("deep_gemm")
@@ -207,7 +161,7 @@ def test_every_peer_multiplies_each_token_by_its_own_weights(operands):
     assert len(tokens) == (4 if form == CONTIGUOUS else 2)
     errors = grouped.worst_row_errors(operands, tokens)
     assert 0 < max(errors.values()) < 4e-3
-    for name in tokens:  # one row of the last group, and one that another group's weights made
+    for name in tokens:  # the last row is now that of another group
         tokens[name][-1] = tokens[name][-2]
         assert grouped.worst_row_errors(operands, tokens)[name] > 0.5
     tokens[OURS][0, 0] = torch.nan
@@ -215,15 +169,19 @@ def test_every_peer_multiplies_each_token_by_its_own_weights(operands):
 
 
 def test_what_deep_gemm_is_given(deep_gemm):
-    recipe = (1, 128, 128)
-    setting = SMALL[CONTIGUOUS]
-    PEERS[DEEP_GEMM].prepare(Operands.random(Case(setting, 40, 200), device="cpu"))()
-    assert deep_gemm.calls == [((512, 2), 512, 200, recipe, None, True)]
-    deep_gemm.calls.clear()
-    PEERS[DEEP_GEMM].prepare(Operands.random(Case(SMALL[MASKED], 40, 200), device="cpu"))()
-    assert deep_gemm.calls == [((4, 132, 2), 132, 200, recipe, 4, True), (COUNTS, 34)]
+    made = {form: Operands.random(Case(SMALL[form], 40, 200), device="cpu") for form in SMALL}
+    for operands in made.values():
+        PEERS[DEEP_GEMM].prepare(operands)()
+    given = [call.args for call in deep_gemm.transform_sf_into_required_layout.call_args_list]
+    assert [(scales.shape, *rest) for scales, *rest in given] == [
+        ((512, 2), 512, 200, (1, 128, 128), None, True),
+        ((4, 132, 2), 132, 200, (1, 128, 128), 4, True),
+    ]
+    assert all(scales.is_contiguous() for scales, *_ in given)
+    *_, masked_m, expected_m = deep_gemm.fp8_m_grouped_gemm_nt_masked.call_args.args
+    assert (masked_m.tolist(), expected_m) == (COUNTS, 34)
     deep_gemm.get_mk_alignment_for_contiguous_layout = lambda: 256
-    wide = Operands.random(Case(setting, 40, 200), device="cpu")
+    wide = Operands.random(made[CONTIGUOUS].case, device="cpu")
     assert len(Rows.padded(wide)[1]) == 768
 
 
@@ -275,48 +233,7 @@ def test_a_setting_without_a_goal_is_compared_all_the_same(results):
     results["rows"] = [row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
     (line,) = grouped.lines_of_comparisons(results["rows"])
     assert line.endswith("geomean 0.900")
-    assert "| masked 128 x 8..64 |  | 0.900 |" in report.grouped_tables(results)
     assert speedups.bars(results) == [(0.0, "masked 128 x 8..64", "1536x2048", 0.9, None)]
-
-
-def test_everything_prints_without_deep_gemm(results):
-    for each in results["rows"]:
-        del each["peers"][DEEP_GEMM]
-    assert not list(grouped.lines_of_comparisons(results["rows"]))
-    assert "DeepGEMM" not in "\n".join(grouped.lines_of_the_rest(results))
-    assert list(grouped.lines_of_table(SETTINGS[0], results["rows"][:2]))
-    assert report.grouped_tables(results)
-    assert speedups.bars(results) == []
-
-
-def test_the_report_writes_the_tables(results, tmp_path):
-    (tmp_path / "grouped.json").write_text(json.dumps(results))
-    text = report.with_tables(README, tmp_path)
-    head = "| case | goal | 4096x7168 | 7168x2048 | 1536x2048 |"
-    assert text.startswith(f"before\n<!-- grouped -->\n{head}\n|---|---|---|---|---|\n")
-    assert text.endswith("</details>\n<!-- /grouped -->\nafter\n")
-    assert "| contiguous 4 x 8192 | 1.05 | 1.200 | 1.000 |  |" in text
-    assert "| contiguous 128 x 8..64 | 1.30 |  |  | 1.300 |" in text
-    assert "| masked 1 x 1024 | 1.15 | 2.000 |  |  |" in text
-    case = Case(SETTINGS[4], 1536, 2048)
-    tflops, gbps = case.flops / 10 / 1e6, case.num_bytes("block_scaled") / 10 / 1e3
-    figures = f"| 4414 | 1536x2048 | 10.0 | {tflops:.0f} | {gbps:.0f} | 12.0 | 13.0 | - |"
-    assert f"| contiguous 128 x 8..64 {figures}" in text
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0+cu130, deep-gemm 1.0; 2026-11-21" in text
-    assert report.with_tables(text, tmp_path) == text
-    for line in text.splitlines():  # every line of a table has as many cells as its head
-        if line.startswith("| case"):
-            width = line.count("|")
-        assert not line.startswith("|") or line.count("|") == width
-
-
-def test_the_plot_is_a_picture(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "grouped.json").write_text(json.dumps(results))
-    report.draw_plots(tmp_path)
-    data = (tmp_path / "grouped.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
 
 
 def test_bars_of_the_plot(results):
@@ -326,30 +243,24 @@ def test_bars_of_the_plot(results):
         (2.6, "contiguous 128 x 8..64", "1536x2048", 1.3, 1.3),
         (4.2, "masked 1 x 1024", "4096x7168", 2.0, 1.15),
     ]
+    for each in results["rows"]:
+        del each["peers"][DEEP_GEMM]
+    assert speedups.bars(results) == []
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
-    """Operands on the CPU, small settings, and timers that time nothing."""
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
+    """Operands are on the CPU, settings are small, and timers time nothing."""
     random = Operands.random
     monkeypatch.setattr(Operands, "random", lambda case: random(case, device="cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "0", "torch": "2"}
-    monkeypatch.setattr(gemm, "circumstances", lambda: about)
-    monkeypatch.setattr(gemm, "copy_gbps", lambda: 4300.0)
     monkeypatch.setattr(grouped, "device_us_many", lambda jobs, repeats: dict.fromkeys(jobs, 10.0))
     monkeypatch.setattr(grouped, "SETTINGS", tuple(SMALL.values()))
-
-
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["grouped", *arguments])
-    grouped.main()
 
 
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "grouped.json"
-    run_main(monkeypatch, "--out", str(out))
+    run_main(monkeypatch, grouped, "--out", str(out))
     printed = capsys.readouterr().out
     assert "contiguous small: 134 tokens, 0 to 130 of a group" in printed
     assert "4 of 4 cases" in printed
@@ -363,45 +274,11 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     report.grouped_tables(results)
 
 
-@pytest.mark.usefixtures("cpu_as_gpu")
-def test_a_part_is_not_kept_and_a_failure_is_not_hidden(monkeypatch, capsys):
-    def fail(*arguments: object) -> None:
-        raise ValueError("no such rows")
-
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    monkeypatch.setattr(grouped, "RESULTS", Path("/nowhere/grouped.json"))
-    run_main(monkeypatch, "--cases", "masked-small")
-    printed = capsys.readouterr().out
-    assert "DeepGEMM is left out" in printed
-    assert "not kept: these are not all cases of grouped.json" in printed
-    assert "2 of 2 cases" in printed
-    monkeypatch.setattr(kernels, "m_grouped_fp8_gemm_nt_masked", fail)
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch)
-    captured = capsys.readouterr()
-    assert "no row for masked small 40x200" in captured.out
-    assert "2 of 4 cases" in captured.out
-    assert "ValueError: no such rows" in captured.err
-
-
 @pytest.mark.usefixtures("cpu_as_gpu", "deep_gemm")
-def test_a_peer_that_fails_is_left_out_with_its_reason(monkeypatch, capsys):
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("not on this GPU")
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", fail)
-    run_main(monkeypatch, "--cases", "contiguous-small")
-    why = "torch BF16 is left out at 40x200: RuntimeError: not on this GPU"
-    assert why in capsys.readouterr().out
-
-
-def test_without_a_gpu_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.grouped", "--cases", "masked-64x4"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 1
-    assert "benchmarks.grouped times GPU kernels, and torch finds no CUDA GPU" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_a_setting_alone_and_a_peer_that_fails(monkeypatch, capsys):
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", failing(RuntimeError("not on this GPU")))
+    monkeypatch.setattr(grouped, "RESULTS", Path("/nowhere/grouped.json"))
+    run_main(monkeypatch, grouped, "--cases", "contiguous-small")
+    printed = capsys.readouterr().out
+    assert "torch BF16 is left out at 40x200: RuntimeError: not on this GPU" in printed
+    assert "2 of 2 cases" in printed

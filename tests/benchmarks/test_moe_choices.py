@@ -1,7 +1,6 @@
 """The benchmark of choices without a GPU: what it calls, and that it leaves nothing changed."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -11,38 +10,40 @@ from benchmarks.moe_cases import Model, random_experts
 from moefp8.functional import experts_launch
 from moefp8.kernels import jit
 from moefp8.kernels.common.prepared import prepared
-from moefp8.layers import moe
+from tests.benchmarks.cases import run_main
 
 SMALL = Model("small", 5, 3, 256, 128)
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
-    """A small model on the CPU; timers that call once and count."""
+def cpu_as_gpu(no_gpu_needed, monkeypatch):
+    """A small model is on the CPU; timers call once and count."""
 
     def many(calls, repeats):
         return {name: float(len(calls[name]())) for name in calls}
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    monkeypatch.setattr(moe_choices, "circumstances", lambda: {"commit": "abc"})
-    monkeypatch.setattr(moe_choices, "MODEL", SMALL)
-    monkeypatch.setattr(moe_choices, "LONG_TOKENS", 60)
-    monkeypatch.setattr(moe_choices, "MANY_TOKENS", 20)
-    monkeypatch.setattr(moe_choices, "random_experts", lambda m: random_experts(m, device="cpu"))
-    monkeypatch.setattr(moe_choices, "layer_us_many", many)
-    monkeypatch.setattr(moe_choices, "device_us", lambda call, repeats: len(call()) * 1e3)
-    monkeypatch.setattr(moe_choices, "captured", lambda call: call)
-    monkeypatch.setattr(moe_choices, "graph_us_many", many)
+    others = {
+        "circumstances": lambda: {"commit": "abc"},
+        "MODEL": SMALL,
+        "LONG_TOKENS": 60,
+        "MANY_TOKENS": 20,
+        "random_experts": lambda model: random_experts(model, device="cpu"),
+        "layer_us_many": many,
+        "device_us": lambda call, repeats: len(call()) * 1e3,
+        "captured": lambda call: call,
+        "graph_us_many": many,
+    }
+    for name, other in others.items():
+        monkeypatch.setattr(moe_choices, name, other)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "choices.json"
-    monkeypatch.setattr(sys, "argv", ["moe_choices", "--out", str(out)])
-    moe_choices.main()
+    run_main(monkeypatch, moe_choices, "--out", str(out))
     results = json.loads(out.read_text())
     assert (results["commit"], results["model"]) == ("abc", "small")
     rows = {(row.pop("what"), row.pop("tokens")): row for row in results["rows"]}
@@ -54,23 +55,6 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert rows["router, us", 1] == {"router": 2}  # the result is a pair
     printed = capsys.readouterr().out
     assert "a long prompt                      60 tokens: ms 60.0, GiB above 2.0, same" in printed
-
-
-@pytest.mark.usefixtures("cpu_as_gpu")
-def test_what_is_changed_for_a_call_is_changed_back(monkeypatch):
-    """Also if the call fails."""
-    seen = []
-
-    def call():
-        seen.append((experts_launch.takes_tiles, moe._FEW_TOKENS))
-        raise RuntimeError
-
-    before = experts_launch.takes_tiles, moe._FEW_TOKENS
-    few = moe_choices._with(moe, "_FEW_TOKENS", 0, call)
-    with pytest.raises(RuntimeError):
-        moe_choices._with(experts_launch, "takes_tiles", None, few)()
-    assert seen == [(None, 0)]
-    assert before == (experts_launch.takes_tiles, moe._FEW_TOKENS)
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")

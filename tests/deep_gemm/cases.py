@@ -1,7 +1,6 @@
 """What the tests of DeepGEMM's calls share: how forms are written and called, and operands."""
 
 import re
-from types import SimpleNamespace
 
 import torch
 
@@ -16,7 +15,7 @@ COUNTS = 100, 0, 130, 128, 1  # rows of each group
 
 
 def forms(text: str) -> list[str]:
-    """One call for each line; what is indented goes on."""
+    """Each line is a call, which indented lines continue."""
     return [" ".join(form.split()) for form in re.split(r"\n(?=\S)", text.strip())]
 
 
@@ -49,20 +48,20 @@ def experts(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(quantize_128x128(torch.randn(len(COUNTS), N, K, device=device)))
 
 
-def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> SimpleNamespace:
-    """Rows of padding hold NaN in a and d. `spare` rows behind the last group are padding too."""
-    m_indices, ends, ending = [], [], []
+def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> dict[str, object]:
+    """Groups of `COUNTS` rows, and NaN in a and d where there is padding.
+
+    `spare` rows behind the last group are padding too; `ending` are the rows that pad a group.
+    """
+    m_indices, ends = [], []
     for group, count in enumerate(COUNTS):
         ends.append(len(m_indices) + count)
-        padding = -count % alignment
-        m_indices += [group] * count + [-1] * padding
-        ending += [False] * count + [True] * padding
-    m_indices += [-1] * spare
-    ending += [False] * spare
-    rows = torch.tensor(m_indices, dtype=torch.int32, device=device)
+        m_indices += [group] * count + [-1] * (-count % alignment)
+    ending = torch.tensor([*(group < 0 for group in m_indices), *[False] * spare])
+    rows = torch.tensor(m_indices + [-1] * spare, dtype=torch.int32, device=device)
     x, b = torch.randn(len(rows), K, device=device), experts(device)
     a = row_major(quantize_1x128(x.masked_fill(rows[:, None] < 0, NAN)))
     d = torch.full((len(rows), N), NAN, dtype=torch.bfloat16, device=device)
     names = {"a": a, "b": b, "b_t": (b[0].mT, b[1].mT), "d": d, "m_indices": rows}
-    names["psum_m"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    return SimpleNamespace(names=names, d=d, rows=rows, ending=torch.tensor(ending))
+    psum_m = torch.tensor(ends, dtype=torch.int32, device=device)
+    return names | {"psum_m": psum_m, "ending": ending.to(device)}

@@ -68,7 +68,7 @@ def test_ceil_to_ue8m0_rounds_up_to_powers_of_two():
 
 # ---- Scales in memory ----
 
-# s2 is [5, 3], of M = 5, K = 384, t2 is [3, 3], of N = 384; s3 and t3 are of 2 groups each.
+# s is [5, 3], of M = 5 and K = 384, or [2, 5, 3] of 2 groups; t is [3, 3] or [2, 3, 3], of N = 384.
 ALIGNED = forms("""
 deep_gemm.get_col_major_tma_aligned_tensor(s)
 deep_gemm.get_mn_major_tma_aligned_tensor(s)
@@ -99,20 +99,20 @@ deep_gemm.transform_sf_into_required_layout(t, 384, 384, recipe_ab=(128, 128),
 """)
 
 
-@pytest.mark.parametrize("num_groups", [None, 2])
+@pytest.mark.parametrize(("num_groups", "strides"), [(None, (1, 8)), (2, (24, 1, 8))])
 @pytest.mark.parametrize("form", ALIGNED)
-def test_scales_are_aligned_for_tma(form, num_groups):
-    s = torch.randn(*([] if num_groups is None else [2]), 5, 3)
+def test_scales_are_aligned_for_tma(form, num_groups, strides):
+    s = torch.randn(2, 5, 3)[slice(None) if num_groups else 0]
     aligned = called(form, {"s": s, "num_groups": num_groups})
     assert torch.equal(aligned, s)
-    assert aligned.stride() == ((1, 8) if num_groups is None else (24, 1, 8))
+    assert aligned.stride() == strides
     assert called(form, {"s": aligned, "num_groups": num_groups}) is aligned
 
 
-@pytest.mark.parametrize("num_groups", [None, 2])
+@pytest.mark.parametrize(("num_groups", "shape"), [(None, (3, 3)), (2, (2, 3, 3))])
 @pytest.mark.parametrize("form", UNCHANGED)
-def test_scales_of_weights_stay(form, num_groups):
-    t = torch.randn(*([] if num_groups is None else [2]), 3, 3)
+def test_scales_of_weights_stay(form, num_groups, shape):
+    t = torch.randn(shape)
     assert called(form, {"t": t, "num_groups": num_groups}) is t
 
 
@@ -154,12 +154,10 @@ def test_values(form):
 
 def test_a_limit_on_sms_is_put_back():
     everything = deep_gemm.get_num_sms()
-    deep_gemm.set_num_sms(4)
-    deep_gemm.set_num_sms(everything)
-    assert deep_gemm.get_num_sms() == everything
-    deep_gemm.set_num_sms(4)
-    deep_gemm.set_num_sms(0)
-    assert deep_gemm.get_num_sms() == everything
+    for limit in (everything, 0):
+        deep_gemm.set_num_sms(4)
+        deep_gemm.set_num_sms(limit)
+        assert deep_gemm.get_num_sms() == everything
 
 
 def test_an_alignment_is_remembered():

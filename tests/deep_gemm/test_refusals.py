@@ -75,8 +75,8 @@ def test_refusals(form):
 def test_refusals_of_groups(form, message):
     case = contiguous()
     with pytest.raises((TypeError, ValueError), match=message):
-        called(f"deep_gemm.m_grouped_fp8_gemm_nt_contiguous{form}", case.names)
-    assert case.d.isnan().all()
+        called(f"deep_gemm.m_grouped_fp8_gemm_nt_contiguous{form}", case)
+    assert case["d"].isnan().all()
 
 
 @on_gpu

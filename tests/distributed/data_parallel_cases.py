@@ -1,11 +1,10 @@
-"""One of two ranks of `test_data_parallel.py`: python data_parallel_cases.py RANK FOLDER.
+"""What each of the two processes of `test_data_parallel.py` runs.
 
-Each case trains what follows frozen FP8 modules, and gives what both ranks must agree on. Results
-go to FOLDER/RANK.pt, an exception as its text.
+Most cases train what follows frozen FP8 modules, and give what both ranks must agree on.
 """
 
-import sys
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
-    """A few steps on the batches of all ranks given; the first outputs."""
+    """Take a few steps on the batches of `ranks`; return the first outputs."""
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.05)
     first: list[torch.Tensor] = []
@@ -60,34 +59,31 @@ def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
 
 
 def alone() -> dict[str, Any]:
-    """What both ranks must come to: trained on all batches in one process."""
+    """What both ranks must come to: one process trains on all batches."""
     model = Tuned()
-    before = trained_of(model)
-    return {"outputs": train(model, range(RANKS)), "trained": trained_of(model), "before": before}
+    before = adapter_of(model)
+    return {"outputs": train(model, range(RANKS)), "trained": adapter_of(model), "before": before}
 
 
-def trained_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = model.named_parameters()
-    return {name: whole(x).detach().clone() for name, x in named if "adapter" in name}
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.split("module.")[-1]: (
+            x.full_tensor() if isinstance(x, DTensor) else x.clone()
+        ).detach()
+        for name, x in model.named_parameters()
+        if "adapter" in name
+    }
 
 
 def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> dict[str, Any]:
     model = Tuned(seed)
     runs = wrap(model)
     (output,) = train(runs, [rank])
-    with FullyShardedDataParallel.summon_full_params(runs):  # of no effect on other kinds
-        trained = {name.split("module.")[-1]: x for name, x in trained_of(model).items()}
-    return {"output": output, "trained": trained, "local": local_bytes(model)}
-
-
-def local_bytes(model: nn.Module) -> int:
-    """Of FP8 weights on this rank."""
-    weights = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
-    return sum(x.numel() for x in weights if x.dtype == torch.float8_e4m3fn)
+    with FullyShardedDataParallel.summon_full_params(runs):  # this changes nothing of other kinds
+        trained = adapter_of(model)
+    held = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
+    num_codes = sum(x.numel() for x in held if x.dtype == torch.float8_e4m3fn)
+    return {"output": output, "trained": trained, "num_codes": num_codes}
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -96,10 +92,8 @@ def ddp(model: nn.Module) -> nn.Module:
 
 def fsdp1(model: nn.Module) -> nn.Module:
     frozen = list(moefp8.frozen_parameters(model).values())
-    cpu = torch.device("cpu")
-    return FullyShardedDataParallel(
-        model, device_id=cpu, use_orig_params=True, ignored_states=frozen
-    )
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(model, ignored_states=frozen, **options)
 
 
 def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
@@ -118,53 +112,38 @@ def fsdp2_each(model: nn.Module, **options: Any) -> nn.Module:
     return fsdp2(model, **options)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-
-
-def ddp_of_another_seed(rank: int) -> dict[str, Any]:
-    """Rank 0 has the model of the others' cases; DDP gives it to all."""
-    return wrapped(rank, ddp, seed=rank)
-
-
+@torch.no_grad()
 def inference(rank: int) -> dict[str, Any]:
-    model = Tuned()
-    with torch.no_grad():
-        return {"output": ddp(model)(batch(rank))}
+    return {"output": ddp(Tuned())(batch(rank))}
 
 
-def other_experts(rank: int) -> Any:
-    return moefp8.prepare_ddp(Tuned(num_experts=2 + rank))
+def sharded(rank: int) -> nn.Module:
+    model = moefp8.shard(Tuned(num_experts=4), {"moe.experts": "experts"}, rank, RANKS)
+    return moefp8.prepare_ddp(model)
 
 
-def sharded(rank: int) -> Any:
-    model = Tuned(num_experts=4)
-    return moefp8.prepare_ddp(moefp8.shard(model, {"moe.experts": "experts"}, rank, RANKS))
-
-
-def meta(rank: int) -> Any:
-    with torch.device("meta"):
-        return moefp8.prepare_ddp(Tuned())
-
-
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)}
 CASES: dict[str, Callable[[int], Any]] = {
-    "ddp": partial(wrapped, wrap=ddp),
-    "ddp, other seeds": ddp_of_another_seed,
+    "ddp": lambda rank: wrapped(rank, ddp),
+    "ddp, other seeds": lambda rank: wrapped(rank, ddp, seed=rank),  # the model of rank 0 counts
     "ddp, inference": inference,
-    "fsdp1": partial(wrapped, wrap=fsdp1),
-    "fsdp2": partial(wrapped, wrap=fsdp2),
-    "fsdp2, ignored": partial(wrapped, wrap=fsdp2_ignoring),
-    "fsdp2, bf16, ignored": partial(wrapped, wrap=partial(fsdp2_ignoring, mp_policy=BF16)),
-    "fsdp2, bf16, each": partial(wrapped, wrap=partial(fsdp2_each, mp_policy=BF16)),
-    "fsdp2, bf16": partial(wrapped, wrap=partial(fsdp2, mp_policy=BF16)),
-    "other experts": other_experts,
+    "fsdp1": lambda rank: wrapped(rank, fsdp1),
+    "fsdp2": lambda rank: wrapped(rank, fsdp2),
+    "fsdp2, ignored": lambda rank: wrapped(rank, fsdp2_ignoring),
+    "fsdp2, bf16, ignored": lambda rank: wrapped(rank, partial(fsdp2_ignoring, **BF16)),
+    "fsdp2, bf16, each": lambda rank: wrapped(rank, partial(fsdp2_each, **BF16)),
+    "fsdp2, bf16": lambda rank: wrapped(rank, partial(fsdp2, **BF16)),
+    "other experts": lambda rank: moefp8.prepare_ddp(Tuned(num_experts=2 + rank)),
     "sharded": sharded,
-    "meta": meta,
+    "meta": lambda rank: moefp8.prepare_ddp(Tuned().to("meta")),
 }
 
 
-def main(rank: int, folder: Path) -> None:
+def run_cases(rank: int, folder: Path) -> None:
+    """Write all results to `folder`, exceptions as their texts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    store, timeout = f"file://{folder}/store", timedelta(minutes=1)
+    dist.init_process_group("gloo", store, timeout, world_size=RANKS, rank=rank)
     results: dict[str, Any] = {"alone": alone()}
     for name, case in CASES.items():
         try:
@@ -173,7 +152,3 @@ def main(rank: int, folder: Path) -> None:
             results[name] = f"{type(error).__name__}: {error}"
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

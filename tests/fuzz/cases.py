@@ -23,9 +23,9 @@ HAS_GPU = torch.cuda.is_available()  # without one, the references take most of 
 
 
 def size(small: int, large: int, least: int = 0) -> st.SearchStrategy[int]:
-    """Up to `small`, or with a GPU `large`: any, at multiples that kernels know, or beside them.
+    """A size up to `small`, or with a GPU `large`: any, a multiple of a tile's size, or one off.
 
-    Seldom 0, for then there is little to see.
+    It is seldom 0, since then there is little to see.
     """
     most = large if HAS_GPU else small
 
@@ -35,10 +35,6 @@ def size(small: int, large: int, least: int = 0) -> st.SearchStrategy[int]:
     units, steps = st.sampled_from((1, 1, 8, 16, 64, 128)), st.sampled_from((0, 0, 1, -1))
     exists = st.sampled_from((True,) * 19 + (least > 0,))
     return st.builds(near, st.integers(1, most), units, steps, exists)
-
-
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 # ---- Numbers ----
@@ -58,8 +54,9 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         info = torch.finfo(dtype)
         exponents = math.log2(info.smallest_normal) - 5, math.log2(info.max)
         apart = torch.empty(*shape[:-1], num_blocks(shape[-1])).uniform_(*exponents)
-        x = torch.rand(shape).copysign(x).double() * _of_blocks(apart, shape[-1]).double().exp2()
-    elif kind == "ties":  # of E4M3, once divided by a scale of 1
+        apart = apart.double().repeat_interleave(128, dim=-1)[..., : shape[-1]]
+        x = torch.rand(shape).copysign(x).double() * apart.exp2()
+    elif kind == "ties":  # x / scale lies halfway between codes, where the scale is 1
         x = torch.randint(-64, 65, shape) / 2.0
         x[..., ::128] = 448
     elif kind.startswith("any"):
@@ -68,6 +65,14 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         x = torch.randint(limits.min, limits.max + 1, shape, dtype=bits).view(dtype)
         return x.nan_to_num(1.0, 1.0, -1.0) if kind == "any finite" else x
     return x.to(dtype)
+
+
+def biases(
+    seed: int, kind: str, dtype: torch.dtype | None, n: int, device: str
+) -> torch.Tensor | None:
+    """None without a dtype. `seed` is that of other numbers, and must not give the same here."""
+    torch.manual_seed(seed + 1)
+    return None if dtype is None else floats(kind, dtype, n).to(device)
 
 
 def codes(kind: str, *shape: int) -> torch.Tensor:
@@ -95,10 +100,6 @@ def scales(kind: str, *shape: int) -> torch.Tensor:
     return _with_odd(x.float(), _ODD) if kind == "few odd" else x.float()
 
 
-def _of_blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
-    return x.repeat_interleave(128, dim=-1)[..., :columns]
-
-
 def _with_odd(x: torch.Tensor, odd: tuple[float, ...]) -> torch.Tensor:
     """Up to three elements of x become odd ones; all others must not notice."""
     for at in torch.randint(max(x.numel(), 1), (int(torch.randint(4, ())),)).tolist():
@@ -110,26 +111,14 @@ def _with_odd(x: torch.Tensor, odd: tuple[float, ...]) -> torch.Tensor:
 # ---- Places ----
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.mT.contiguous().mT
-
-
-def _one_row(x: torch.Tensor) -> torch.Tensor:
-    """Which is all rows, by a stride of 0: other numbers."""
-    return x[..., :1, :].expand(x.shape)
-
-
-def _one_number(x: torch.Tensor) -> torch.Tensor:
-    return x[..., :1, :1].expand(x.shape)
-
-
 Place = Callable[[torch.Tensor], torch.Tensor]
 RESULT_PLACES: dict[str, Place] = {name: place.make for name, place in GROUPED_PLACES.items()}
 RESULT_PLACES["own"] = lambda x: x
-OPERAND_PLACES = {**RESULT_PLACES, "one row": _one_row}
-FLOAT_PLACES = {**OPERAND_PLACES, "transposed": _transposed, "one number": _one_number}
-REPEATED = {"one row", "one number"}  # errors are no more those of many numbers
-SCALE_PLACES = {**GROUPED_SCALE_PLACES, "one number": _one_number, "own": lambda x: x}
+_ONE_NUMBER: dict[str, Place] = {"one number": lambda x: x[..., :1, :1].expand(x.shape)}
+OPERAND_PLACES = {**RESULT_PLACES, "one row": lambda x: x[..., :1, :].expand(x.shape)}
+FLOAT_PLACES = {**OPERAND_PLACES, **_ONE_NUMBER, "transposed": lambda x: x.mT.contiguous().mT}
+REPEATED = {"one row", "one number"}  # strides of 0: errors are no more those of many numbers
+SCALE_PLACES = {**GROUPED_SCALE_PLACES, **_ONE_NUMBER, "own": lambda x: x}
 
 
 def placed(places: dict[str, Place], name: str, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +127,7 @@ def placed(places: dict[str, Place], name: str, x: torch.Tensor) -> torch.Tensor
 
 
 def place_in(places: dict[str, Place]) -> st.SearchStrategy[str]:
-    """Its own place more often than any other: most layers that are called have it."""
+    """A tensor mostly stays in its own place, as most do that layers are called with."""
     return st.one_of(st.just("own"), st.sampled_from(sorted(places)))
 
 
@@ -153,7 +142,7 @@ class Matrices(NamedTuple):
     place: str
 
     def make(self, device: str) -> torch.Tensor:
-        seeded(self.seed)
+        torch.manual_seed(self.seed)
         x = floats(self.kind, self.dtype, *self.shape).to(device)
         return placed(FLOAT_PLACES, self.place, x)
 
@@ -173,7 +162,7 @@ def matrices() -> st.SearchStrategy[Matrices]:
 
 
 class Numbers(NamedTuple):
-    """Kinds, of a, its scales, b and its scales."""
+    """The kinds of numbers in a, its scales, b and its scales."""
 
     a: str
     a_scale_inv: str
@@ -204,7 +193,7 @@ class Gemm(NamedTuple):
 
     def make(self, rows: tuple[int, ...], groups: tuple[int, ...], device: str) -> Operands:
         """rows, groups: the leading axes of a and of b; (M,) and () if dense."""
-        seeded(self.seed)
+        torch.manual_seed(self.seed)
         n, k, kinds, places = self.n, self.k, self.numbers, self.places
         made = Operands(
             codes(kinds.a, *rows, k),
@@ -218,28 +207,23 @@ class Gemm(NamedTuple):
         return Operands(*(placed(known, name, x.to(device)) for known, name, x in three))
 
     def make_bias(self, device: str) -> torch.Tensor | None:
-        seeded(self.seed + 1)
-        if self.bias is None:
-            return None
-        return floats(self.bias_kind, self.bias, self.n).to(device)
+        return biases(self.seed, self.bias_kind, self.bias, self.n, device)
 
 
-def gemms() -> st.SearchStrategy[tuple[int, Gemm]]:
-    """M, and all else."""
+@st.composite
+def gemms(draw: st.DrawFn) -> tuple[int, Gemm]:
+    """A pair of M and all else."""
     shapes = st.tuples(size(70, 600), size(300, 1000), size_of_k())
-    shapes = shapes.filter(lambda shape: math.prod(shape) <= (2**28 if HAS_GPU else 2**22))
-    return st.builds(
-        lambda shape, *rest: (shape[0], Gemm(rest[0], *shape[1:], *rest[1:])),
-        *(shapes, SEEDS, numbers(), places(), st.sampled_from(BIASES), st.sampled_from(FLOATS)),
-    )
+    most = 2**28 if HAS_GPU else 2**22
+    m, n, k = draw(shapes.filter(lambda shape: math.prod(shape) <= most))
+    of_bias = draw(st.sampled_from(BIASES)), draw(st.sampled_from(FLOATS))
+    return m, Gemm(draw(SEEDS), n, k, draw(numbers()), draw(places()), *of_bias)
 
 
-def grouped_gemms() -> st.SearchStrategy[tuple[grouped_cases.Routing, Gemm]]:
-    shapes = st.tuples(size(140, 600, 1), size(260, 800, 1))
-    made = st.builds(
-        lambda shape, *rest: Gemm(rest[0], *shape, *rest[1:]), shapes, SEEDS, numbers(), places()
-    )
-    return st.tuples(grouped_cases.routings(), made)
+@st.composite
+def grouped_gemms(draw: st.DrawFn) -> tuple[grouped_cases.Routing, Gemm]:
+    n, k = draw(size(140, 600, 1)), draw(size(260, 800, 1))
+    return draw(grouped_cases.routings()), Gemm(draw(SEEDS), n, k, draw(numbers()), draw(places()))
 
 
 def size_of_k() -> st.SearchStrategy[int]:
@@ -261,7 +245,7 @@ def places() -> st.SearchStrategy[Places]:
 
 
 def poison_padding(routing: grouped_cases.Routing, made: Operands) -> None:
-    """NaN in tokens of no group, unless they share memory with others."""
+    """Fill tokens of no group with NaN, unless they share memory with others."""
     of_none = ~routing.is_of_group().to(made.a.device)
     if 0 not in made.a.stride():
         made.a.view(torch.uint8)[of_none] = 0x7F

@@ -15,8 +15,8 @@ from tests import naive
 
 _MAX = torch.finfo(torch.float32).max
 _MAX_BF16 = torch.finfo(torch.bfloat16).max
-# Of a block of 128 of K. Tensor cores cut terms off 13 bits below the largest of 32 terms and their
-# sum so far: an error that grows with the largest term, and where all have one sign, with the sum.
+# Relative errors of a block of 128 of K. Tensor cores cut terms off 13 bits below the largest of 32
+# terms and their sum so far: the error grows with that term, and if signs are equal, with the sum.
 # A model of them reaches half of this bound: `test_sums_of_14_bits_are_within_bounds`.
 _OF_TERMS, _OF_LARGEST = 2.0**-10, 2.0**-6
 
@@ -55,7 +55,7 @@ class Side:
 
 
 def side(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> Side:
-    """block_rows: 1 or 128, of a scale."""
+    """A scale stands for 128 columns of `block_rows` rows, 1 or 128."""
     rows, k = data.shape
     decoded = naive.decode(data)
     scales = scale_inv[torch.arange(rows, device=data.device) // block_rows]
@@ -66,7 +66,7 @@ def side(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> Side:
 
 
 def products(a: Side, b: Side) -> Judged:
-    """FP32 [M, N], as every kernel computes it: k-block by k-block."""
+    """Products in FP32, [M, N], summed k-block by k-block as every kernel does."""
     value = a.values.new_zeros(a.values.shape[0], b.values.shape[0])
     error, size = torch.zeros_like(value), torch.zeros_like(value)
     nan, bad, free = (x[:, None] | y for x, y in ((a.nan, b.nan), (a.bad, b.bad), (a.free, b.free)))
@@ -77,21 +77,24 @@ def products(a: Side, b: Side) -> Judged:
             x_error = a.error[:, columns]
             error += x_error @ y.abs()
         terms = (x.abs() + x_error) @ y.abs()
-        largest = ((x.abs() + x_error).square() @ y.square()).sqrt()  # at least
+        largest = ((x.abs() + x_error).square() @ y.square()).sqrt()  # at least the largest term
         value += x @ y
         error += _OF_TERMS * terms + _OF_LARGEST * largest
         error += 2.0**-124  # the product of both scales may be denormal
         size += terms
         overflows = (scale[:, None] * b.scales[:, block]).isinf()
         bad, free = (bad | overflows, free) if a.error is None else (bad, free | overflows)
-    error = error.masked_fill(free, torch.inf)
-    return Judged(value, error, nan, *_overflow(value, error, size, bad, free, _MAX, _MAX))
+    made = Judged(value, error.masked_fill(free, torch.inf), nan, bad, free)
+    return _overflowing(made, size)
 
 
-def _overflow(value, error, size, bad, free, surely_finite, surely_not):
-    """(bad, free) of numbers whose sums on the way are at most of this size."""
-    free = free | (size + error > surely_finite * (1 - 2**-10))
-    return bad | (value.abs() - error > surely_not), free
+def _overflowing(
+    made: Judged, size: torch.Tensor, surely_finite: float = _MAX, surely_not: float = _MAX
+) -> Judged:
+    """Mark as bad what overflows, and as free what may; sums on the way are at most `size`."""
+    bad = made.bad | (made.value.abs() - made.error > surely_not)
+    free = made.free | (size + made.error > surely_finite * (1 - 2**-10))
+    return replace(made, bad=bad, free=free)
 
 
 def plus_bias(made: Judged, bias: torch.Tensor | None) -> Judged:
@@ -109,11 +112,10 @@ def plus_bias(made: Judged, bias: torch.Tensor | None) -> Judged:
 
 
 def rounded(made: Judged) -> Judged:
-    """To BF16."""
-    error = made.error * (1 + 2.0**-8) + made.value.abs() * 2.0**-8 + 2.0**-133
-    limits = _MAX_BF16, _MAX_BF16 * (1 + 2.0**-9)
-    rest = _overflow(made.value, made.error, made.value.abs(), made.bad, made.free, *limits)
-    return Judged(made.value, error, made.nan, *rest)
+    """`made`, rounded to BF16."""
+    size = made.value.abs()
+    made = _overflowing(made, size, _MAX_BF16, _MAX_BF16 * (1 + 2.0**-9))
+    return replace(made, error=made.error * (1 + 2.0**-8) + size * 2.0**-8 + 2.0**-133)
 
 
 def check(actual: torch.Tensor, expected: Judged) -> None:
@@ -144,19 +146,19 @@ def swiglu(gate: Judged, up: Judged, limit: float | None) -> Judged:
     value = silu * up.value
     error = silu_error * (up.value.abs() + up.error) + silu.abs() * up.error
     error = (error + value.abs() * 2.0**-22 + 2.0**-148).nan_to_num(torch.inf, torch.inf)
-    nan, bad, free = gate.nan | up.nan, gate.bad | up.bad, gate.free | up.free
-    return Judged(value, error, nan, *_overflow(value, error, value.abs(), bad, free, _MAX, _MAX))
+    made = Judged(value, error, gate.nan | up.nan, gate.bad | up.bad, gate.free | up.free)
+    return _overflowing(made, value.abs())
 
 
 def _clamped(made: Judged, low: float, high: float) -> Judged:
-    """Infinities become finite, nobody knows which."""
+    """An infinity becomes either limit, so anything is allowed there."""
     free = made.free | made.bad
     error = made.error.masked_fill(free, torch.inf)
     return Judged(made.value.clamp(low, high), error, made.nan, made.nan, free)
 
 
 def quantized(made: Judged) -> Side:
-    """FP32 [T, I] in E4M3: between the codes of the least numbers and of the largest ones."""
+    """FP32 [T, I] in E4M3; codes lie between those of the least and of the largest numbers."""
     columns = made.value.shape[1]
     bad, free = made.bad.any(1), made.free.any(1)  # an infinity has the code of NaN
     spoilt = (bad | free)[:, None]
@@ -186,7 +188,7 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def feed_forward(x: Side, gate: Side, up: Side, down: Side, limit: float | None) -> Judged:
-    """BF16 [T, H]."""
+    """The result in BF16, [T, H]."""
     activated = swiglu(products(x, gate), products(x, up), limit)
     return rounded(products(quantized(activated), down))
 
@@ -199,21 +201,20 @@ def experts(
     down: tuple[torch.Tensor, torch.Tensor],
     limit: float | None,
 ) -> Judged:
-    """BF16 [T, H]. gate_up and down: codes and scales, of all experts."""
+    """The result in BF16, [T, H]. gate_up and down are codes and scales of all experts."""
     num_experts, hidden_size, size = down[0].shape
     value = x.values.new_zeros(*ids.shape, hidden_size)
     no = torch.zeros_like(value, dtype=torch.bool)
     made = Judged(value, torch.zeros_like(value), no, no.clone(), no.clone())
     for expert in range(num_experts):
         chosen = torch.where(ids == expert)
-        data, scales = gate_up[0][expert], gate_up[1][expert]
-        blocks = scales.shape[0] // 2
-        gate, up = side(data[:size], scales[:blocks], 128), side(data[size:], scales[blocks:], 128)
+        halves = (x[expert].tensor_split(2) for x in gate_up)
+        gate, up = (side(*half, 128) for half in zip(*halves, strict=True))
         of_down = side(down[0][expert], down[1][expert], 128)
         one = feed_forward(x.rows(chosen[0]), gate, up, of_down, limit)
         for name, rows in vars(made).items():
             rows[chosen] = getattr(one, name)
-    # Of experts of no size, not even a weight of NaN counts.
+    # Where experts have no size, not even a weight of NaN counts.
     is_here = ((ids >= 0) & (ids < num_experts) & (size > 0))[..., None]
     return _combined(made, top_k_weights[..., None].double(), is_here)
 
@@ -222,10 +223,9 @@ def _combined(made: Judged, weights: torch.Tensor, is_here: torch.Tensor) -> Jud
     """The sum over k, rounded; made [T, k, H], weights and is_here [T, k, 1]."""
     finite = weights.nan_to_num(0.0, 0.0, 0.0).masked_fill(~is_here, 0.0)
     error = (finite.abs() * made.error).nan_to_num(torch.inf, torch.inf).masked_fill(~is_here, 0.0)
-    value, size = finite * made.value, finite.abs() * made.value.abs()
-    sums = [z.sum(1) for z in (value, error, size)]
-    error, size = sums[1] + sums[2] * 2.0**-18, sums[2] + sums[1]
+    value = finite * made.value
+    size, error = value.abs().sum(1), error.sum(1)
     nan = (made.nan | (weights.isnan() & is_here)).any(1)
     bad = (made.bad | (~weights.isfinite() & is_here)).any(1)
-    rest = _overflow(sums[0], error, size, bad, made.free.any(1), _MAX, _MAX)
-    return rounded(Judged(sums[0], error, nan, *rest))
+    summed = Judged(value.sum(1), error + size * 2.0**-18, nan, bad, made.free.any(1))
+    return rounded(_overflowing(summed, size + error))

@@ -1,4 +1,4 @@
-"""What the fuzz tests draw for layers, the router and its plans: see `fuzz_cases.py`.
+"""What the fuzz tests draw for layers, the router and its plans: see `cases.py`.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -18,7 +18,7 @@ _LIMITS = None, None, 0.0, 0.5, 7.0, 1e30, fuzz.INF
 
 
 class Weights(NamedTuple):
-    """Of a linear [K, N], of shared experts [H, I] or of routed ones."""
+    """Weights of a linear (columns K, rows N), of shared experts (H, I) or of routed ones."""
 
     seed: int
     num_experts: int
@@ -31,38 +31,33 @@ class Weights(NamedTuple):
 
     @property
     def are_ordinary(self) -> bool:
-        """And large enough for a few codes to be lost among the others."""
+        """Whether numbers are, and enough of them for a few codes to be lost among the others."""
         kinds, places = {self.codes, self.scales}, {self.place, self.scale_place}
         is_large = min(self.columns, self.rows) >= 64
         return is_large and kinds == {"ordinary"} and not fuzz.REPEATED & places
 
     def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """[E, rows, columns] and its scales."""
-        fuzz.seeded(self.seed)
-        blocks = num_blocks(self.rows), num_blocks(self.columns)
-        return self._placed(device, (self.rows, self.columns), blocks)
+        torch.manual_seed(self.seed)
+        return self._placed(device, self.rows, self.columns, num_blocks(self.rows))
 
     def make_experts(self, device: str) -> list[torch.Tensor]:
         """gate_up, its scales, down, its scales."""
-        fuzz.seeded(self.seed)
+        torch.manual_seed(self.seed)
         h, i = self.columns, self.rows
-        of_h, of_i = num_blocks(h), num_blocks(i)
-        gate_up = self._placed(device, (2 * i, h), (2 * of_i, of_h))
-        return [*gate_up, *self._placed(device, (h, i), (of_h, of_i))]
+        gate_up = self._placed(device, 2 * i, h, 2 * num_blocks(i))
+        return [*gate_up, *self._placed(device, h, i, num_blocks(h))]
 
-    def _placed(
-        self, device: str, shape: tuple[int, int], blocks: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        data = fuzz.codes(self.codes, self.num_experts, *shape).to(device)
-        scale_inv = fuzz.scales(self.scales, self.num_experts, *blocks).to(device)
-        return (
-            fuzz.placed(fuzz.OPERAND_PLACES, self.place, data),
-            fuzz.placed(fuzz.SCALE_PLACES, self.scale_place, scale_inv),
-        )
+    def _placed(self, device: str, rows: int, columns: int, scale_rows: int):
+        data = fuzz.codes(self.codes, self.num_experts, rows, columns).to(device)
+        scale_shape = self.num_experts, scale_rows, num_blocks(columns)
+        scale_inv = fuzz.scales(self.scales, *scale_shape).to(device)
+        data = fuzz.placed(fuzz.OPERAND_PLACES, self.place, data)
+        return data, fuzz.placed(fuzz.SCALE_PLACES, self.scale_place, scale_inv)
 
 
 class Layer(NamedTuple):
-    """x [T, H] and weights."""
+    """A layer and its tokens, x [T, H]."""
 
     x: fuzz.Matrices
     weights: Weights
@@ -75,54 +70,46 @@ class Layer(NamedTuple):
         return is_ordinary and self.weights.are_ordinary
 
     def make_bias(self, device: str) -> torch.Tensor | None:
-        fuzz.seeded(self.x.seed + 1)
-        if self.bias is None:
-            return None
-        return fuzz.floats(self.x.kind, self.bias, self.weights.rows).to(device)
+        return fuzz.biases(self.x.seed, self.x.kind, self.bias, self.weights.rows, device)
 
 
-def _layer(sizes, seeds, kinds, dtype, places, bias, limit) -> Layer:
-    num_experts, num_tokens, columns, rows = sizes
-    x = fuzz.Matrices(seeds[0], (num_tokens, columns), kinds[0], dtype, places[0])
-    return Layer(
-        x, Weights(seeds[1], num_experts, columns, rows, *kinds[1:], *places[1:]), bias, limit
-    )
-
-
-def layers(most_experts: int = 1) -> st.SearchStrategy[Layer]:
-    columns, rows = fuzz.size(300, 1000), fuzz.size(260, 800)
-    sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), columns, rows)
+@st.composite
+def layers(draw: st.DrawFn, most_experts: int = 1) -> Layer:
+    of_weights = fuzz.size(300, 1000), fuzz.size(260, 800)
+    sizes = st.tuples(st.integers(1, most_experts), fuzz.size(40, 300), *of_weights)
     most_numbers, most_products = (2**20, 2**26) if fuzz.HAS_GPU else (2**18, 2**21)
     sizes = sizes.filter(lambda x: x[0] * x[2] * x[3] <= most_numbers)
     sizes = sizes.filter(lambda x: math.prod(x[1:]) <= most_products // most_experts)
-    ordinary = st.just(("ordinary",) * 3)
-    wild = st.tuples(*(st.sampled_from(x) for x in (fuzz.FLOATS, fuzz.CODES, fuzz.SCALES)))
-    tokens = st.tuples(st.sampled_from(fuzz.FLOATS), st.just("ordinary"), st.just("ordinary"))
+    ordinary, floats = fuzz.ORDINARY, st.sampled_from(fuzz.FLOATS)
+    wild = st.tuples(floats, st.sampled_from(fuzz.CODES), st.sampled_from(fuzz.SCALES))
+    kinds = st.one_of(st.tuples(*[ordinary] * 3), st.tuples(floats, ordinary, ordinary), wild)
     known = fuzz.FLOAT_PLACES, fuzz.OPERAND_PLACES, fuzz.SCALE_PLACES
-    return st.builds(
-        _layer,
-        *(sizes, st.tuples(fuzz.SEEDS, fuzz.SEEDS), st.one_of(ordinary, tokens, wild)),
-        *(st.sampled_from(fuzz.DTYPES), st.tuples(*map(fuzz.place_in, known))),
-        *(st.sampled_from(fuzz.BIASES), st.sampled_from(_LIMITS)),
-    )
+
+    num_experts, num_tokens, columns, rows = draw(sizes)
+    kind, *kinds_of_weights = draw(kinds)
+    place, *places = (draw(fuzz.place_in(each)) for each in known)
+    dtype = draw(st.sampled_from(fuzz.DTYPES))
+    x = fuzz.Matrices(draw(fuzz.SEEDS), (num_tokens, columns), kind, dtype, place)
+    weights = Weights(draw(fuzz.SEEDS), num_experts, columns, rows, *kinds_of_weights, *places)
+    return Layer(x, weights, draw(st.sampled_from(fuzz.BIASES)), draw(st.sampled_from(_LIMITS)))
 
 
 # ---- Routing ----
 
 
 class Choices(NamedTuple):
-    """Of T tokens; their weights are of any kind."""
+    """What T tokens choose; the weights of the choices are numbers of any kind."""
 
     seed: int
     kind: str
     top_k: int
     wide: bool
     transposed: bool
-    weights: fuzz.Matrices  # of another shape: kind and dtype count
+    weights: fuzz.Matrices  # its kind and dtype count, its shape does not
 
     def make_ids(self, num_tokens: int, num_experts: int, device: str) -> torch.Tensor:
-        """[T, k], int32 or int64; also ids that only a GPU takes."""
-        fuzz.seeded(self.seed)
+        """Ids [T, k], int32 or int64, among them some that only a GPU takes."""
+        torch.manual_seed(self.seed)
         shape = num_tokens, self.top_k
         ids = torch.randint(0, num_experts + 1, shape)
         if self.kind == "distinct":
@@ -152,7 +139,7 @@ def choices(most: int = 8) -> st.SearchStrategy[Choices]:
 
 
 def known_to_cpu(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Other ids are errors there, and on a GPU as if they were E."""
+    """Ids with E in place of those that the CPU refuses and a GPU takes for E."""
     return ids.masked_fill((ids < 0) | (ids > num_experts), num_experts)
 
 

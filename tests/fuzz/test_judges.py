@@ -21,7 +21,7 @@ M, N, K = 60, 150, 300
 
 
 def exponent(x: torch.Tensor) -> torch.Tensor:
-    """Of nonzero numbers that of 1.0 is 0; of zeros a very low one."""
+    """The exponent of x, 0 for 1.0 and very low for zeros."""
     return torch.where(x == 0, -1000, torch.frexp(x).exponent - 1).double()
 
 
@@ -32,7 +32,7 @@ def cut_off(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 def sums_of_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """FP64 [M, N] of [M, 128] and [N, 128]: 32 products and the sum so far are added at a time.
 
-    Each without what lies 13 bits below the exponent of the largest.
+    Each loses what lies more than 13 bits below the exponent of the largest.
     """
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
     for x, y in zip(a[:, None].split(32, 2), b[None].split(32, 2), strict=True):
@@ -69,7 +69,7 @@ def test_sums_of_14_bits_are_within_bounds(of_a, of_b):
 
 
 def operands(a_scales: str = "ordinary") -> list[torch.Tensor]:
-    fuzz.seeded(0)
+    torch.manual_seed(0)
     a, a_scales = fuzz.codes("ordinary", M, K), fuzz.scales(a_scales, M, 3)
     return [a, a_scales, fuzz.codes("ordinary", N, K), fuzz.scales("ordinary", 2, 3)]
 
@@ -78,16 +78,15 @@ def judged_gemm(a, a_scale_inv, b, b_scale_inv) -> judges.Judged:
     return judges.rounded(judges.products(side(a, a_scale_inv, 1), side(b, b_scale_inv, 128)))
 
 
-def with_code(data: torch.Tensor, row: int, column: int, code: int) -> torch.Tensor:
-    bits = data.view(torch.uint8).clone()
-    bits[row, column] = code
-    return bits.view(data.dtype)
+def computed(made: list[torch.Tensor]) -> torch.Tensor:
+    return gemm.block_scaled_matmul(*made).bfloat16()
 
 
-def with_scale(scale_inv: torch.Tensor, row: int, block: int, value: float) -> torch.Tensor:
-    result = scale_inv.clone()
-    result[row, block] = value
-    return result
+def changed(x: torch.Tensor, row: int, column: int, value: float) -> torch.Tensor:
+    """A copy with another number in one place, or with another code if it is FP8."""
+    copy = x.clone()
+    (copy.view(torch.uint8) if x.dtype == fuzz.E4M3 else copy)[row, column] = value
+    return copy
 
 
 WRONG_RESULTS = {
@@ -106,8 +105,8 @@ WRONG_OPERANDS = {
     "a k-block lost": (1, lambda x: x.index_fill(1, torch.tensor([2]), 0.0)),
     "a scale of another row": (1, lambda x: x.roll(1, 0)),
     "a scale of another block": (3, lambda x: x.roll(1, 1)),
-    "a weight scale twice": (3, lambda x: with_scale(x, 1, 1, float(x[1, 1]) * 2)),
-    "NaN that was not there": (0, lambda x: with_code(x, 3, 299, 0xFF)),
+    "a weight scale twice": (3, lambda x: changed(x, 1, 1, float(x[1, 1]) * 2)),
+    "NaN that was not there": (0, lambda x: changed(x, 3, 299, 0xFF)),
     "rows of weights": (2, lambda x: x.view(torch.uint8).roll(1, 0).view(x.dtype)),
 }
 
@@ -115,7 +114,7 @@ WRONG_OPERANDS = {
 @pytest.mark.parametrize("wrong", WRONG_RESULTS)
 def test_wrong_results_are_refused(wrong):
     made = operands()
-    d, expected = gemm.block_scaled_matmul(*made).bfloat16(), judged_gemm(*made)
+    d, expected = computed(made), judged_gemm(*made)
     check(d, expected)
     with pytest.raises(AssertionError):
         check(WRONG_RESULTS[wrong](d), expected)
@@ -127,19 +126,19 @@ def test_results_of_wrong_operands_are_refused(wrong):
     expected = judged_gemm(*made)
     made[at] = change(made[at])
     with pytest.raises(AssertionError):
-        check(gemm.block_scaled_matmul(*made).bfloat16(), expected)
+        check(computed(made), expected)
 
 
 @pytest.mark.parametrize("odd", [NAN, torch.inf, -torch.inf, 3e38, "code"])
 def test_what_is_not_finite_stays_in_its_row(odd):
     made = operands()
     if odd == "code":
-        made[0] = with_code(made[0], 5, 200, 0x7F)
+        made[0] = changed(made[0], 5, 200, 0x7F)
     else:
-        made[1] = with_scale(made[1], 5, 1, odd)
+        made[1] = changed(made[1], 5, 1, odd)
     if odd == 3e38:  # with weights' scales that are as large, products overflow
         made[3] = made[3] * 2.0**20
-    d, expected = gemm.block_scaled_matmul(*made).bfloat16(), judged_gemm(*made)
+    d, expected = computed(made), judged_gemm(*made)
     check(d, expected)
     assert not d[5].isfinite().any()
     assert d[[*range(5), *range(6, M)]].isfinite().all()
@@ -156,7 +155,7 @@ def test_a_row_that_may_overflow_is_free_and_no_other():
     made[2][::2] = made[2][::2].float().abs().to(fuzz.E4M3)
     made[1][7] = 3e38
     expected = judged_gemm(*made)
-    check(gemm.block_scaled_matmul(*made).bfloat16(), expected)
+    check(computed(made), expected)
     assert bool((expected.free | expected.bad)[7].any())
     assert not (expected.free | expected.bad)[[*range(7), *range(8, M)]].any()
 
@@ -166,17 +165,18 @@ def test_a_row_that_may_overflow_is_free_and_no_other():
 NOWHERE = 4
 
 
-def layer() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    fuzz.seeded(1)
+def layer() -> list[torch.Tensor]:
+    """x, ids, their weights; gate_up, its scales, down, its scales."""
+    torch.manual_seed(1)
     x = fuzz.floats("ordinary", torch.bfloat16, 30, 256)
     ids = torch.rand(30, NOWHERE).argsort(1)[:, :2]
     ids[::7, 1] = NOWHERE
     kinds = "ordinary", "ordinary", "own", "own"
     weights = fuzz_layers.Weights(2, NOWHERE, 256, 200, *kinds).make_experts("cpu")
-    return [x, ids, torch.rand(30, 2) + 0.5], weights
+    return [x, ids, torch.rand(30, 2) + 0.5, *weights]
 
 
-def judged_experts(x, ids, top_k_weights, weights, limit=None) -> judges.Judged:
+def judged_experts(x, ids, top_k_weights, *weights, limit=None) -> judges.Judged:
     rows = side(*quantize_1x128(x, False), 1)
     return judges.experts(rows, ids, top_k_weights, weights[:2], weights[2:], limit)
 
@@ -185,41 +185,37 @@ def halves_swapped(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.cat(gate_up.view(torch.uint8).chunk(2, 1)[::-1], 1).view(gate_up.dtype)
 
 
-WRONG_TOKENS = {
+WRONG_LAYERS = {
     "another token": (0, lambda x: x.roll(1, 0)),
     "a NaN": (0, lambda x: x.index_fill(0, torch.tensor([3]), NAN)),
     "another expert": (1, lambda x: torch.where(x == 2, 1, x)),
     "a choice lost": (1, lambda x: x.index_fill(1, torch.tensor([1]), NOWHERE)),
     "weights in turn": (2, lambda x: x.flip(1) * 2),
-}
-WRONG_WEIGHTS = {
-    "gate and up swapped": (0, halves_swapped),
-    "a scale of gate": (1, lambda x: x.roll(1, 1)),
-    "a scale of down": (3, lambda x: x * torch.tensor([1.0, 4.0])[:, None]),
+    "gate and up swapped": (3, halves_swapped),
+    "a scale of gate": (4, lambda x: x.roll(1, 1)),
+    "a scale of down": (6, lambda x: x * torch.tensor([1.0, 4.0])[:, None]),
 }
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("wrong", {**WRONG_TOKENS, **WRONG_WEIGHTS})
+@pytest.mark.parametrize("wrong", WRONG_LAYERS)
 def test_wrong_experts_are_refused(wrong, limit):
-    tokens, weights = layer()
-    expected = judged_experts(*tokens, weights, limit)
-    check(experts(*tokens, *weights, limit, False), expected)
-    at, change = {**WRONG_TOKENS, **WRONG_WEIGHTS}[wrong]
-    changed = tokens if wrong in WRONG_TOKENS else weights
-    changed[at] = change(changed[at])
+    made, (at, change) = layer(), WRONG_LAYERS[wrong]
+    expected = judged_experts(*made, limit=limit)
+    check(experts(*made, limit, False), expected)
+    made[at] = change(made[at])
     with pytest.raises(AssertionError):
-        check(experts(*tokens, *weights, limit, False), expected)
+        check(experts(*made, limit, False), expected)
 
 
 def test_a_limit_that_is_forgotten_is_noticed():
-    tokens, weights = layer()
+    made = layer()
     with pytest.raises(AssertionError):
-        check(experts(*tokens, *weights, None, False), judged_experts(*tokens, weights, 0.5))
+        check(experts(*made, None, False), judged_experts(*made, limit=0.5))
 
 
 def test_an_activation_without_its_sigmoid_is_noticed(monkeypatch):
-    tokens, weights = layer()
+    made = layer()
     monkeypatch.setattr(op_room, "swiglu", lambda gate, up, limit: gate * up)
     with pytest.raises(AssertionError):
-        check(experts(*tokens, *weights, None, False), judged_experts(*tokens, weights))
+        check(experts(*made, None, False), judged_experts(*made))

@@ -70,20 +70,14 @@ def test_gemm(device, case):
         bias = made.make_bias(place)
         with nothing_around_is_written(d):
             kernels.fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
-            check(d.to(device), expected)
-            if made.is_ordinary and made.n >= 64:
-                assert_matches_reference(d.to(device), expected.value)
+            check_rows(made, d, expected)
 
 
-def run_grouped(drawn: grouped_cases.Routing, operands: Operands, expected_m: int) -> None:
-    a, b, d = operands[:2], operands[2:4], operands.d
-    bounds = drawn.bounds_on(d.device)
-    if drawn.layout == GroupLayout.MASKED:
-        kernels.m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
-    elif drawn.layout == GroupLayout.ROWS:
-        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
-    else:
-        kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds)
+def check_rows(made: fuzz.Gemm, d: torch.Tensor, expected: judges.Judged) -> None:
+    d = d.to(expected.value.device)
+    check(d, expected)
+    if made.is_ordinary and made.n >= 64:
+        assert_matches_reference(d, expected.value)
 
 
 @on_cpu_and_gpu
@@ -98,9 +92,8 @@ def test_grouped_gemm(device, case, expected_m):
         return operands
 
     def rows_of(x: torch.Tensor, segment: grouped_cases.Segment) -> torch.Tensor:
-        return (x[segment.matrix] if drawn.layout == GroupLayout.MASKED else x)[
-            segment.begin : segment.end
-        ]
+        x = x[segment.matrix] if drawn.layout == GroupLayout.MASKED else x
+        return x[segment.begin : segment.end]
 
     a, a_scale_inv, b, b_scale_inv, _ = make(device)
     of_groups = [side(*of_one, 128) for of_one in zip(b, b_scale_inv, strict=True)]
@@ -112,24 +105,22 @@ def test_grouped_gemm(device, case, expected_m):
     for place in places_of(device):
         operands = make(place)
         with grouped_cases.only_groups_are_written(drawn, operands.d):
-            run_grouped(drawn, operands, expected_m)
+            bounds = drawn.bounds_on(operands.d.device)
+            grouped_cases.run_op(drawn, operands, bounds, expected_m)
             for segment, of_segment in zip(drawn.segments, expected, strict=True):
-                d = rows_of(operands.d, segment).to(device)
-                check(d, of_segment)
-                if made.is_ordinary and made.n >= 64:
-                    assert_matches_reference(d, of_segment.value)
+                check_rows(made, rows_of(operands.d, segment), of_segment)
 
 
 # ---- Layers ----
 
 
 def quantized(x: torch.Tensor, device: str) -> judges.Side:
-    """Bit for bit as on every device, which is `test_quantize`'s concern."""
+    """x as every device quantizes it, bit for bit: `test_quantize` sees to that."""
     return side(*(y.to(device) for y in quantize.quantize_1x128(x.cpu(), False)), 1)
 
 
 def check_codes_lost(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Of ordinary numbers: a code that differs now and then is lost among the others."""
+    """Among ordinary numbers, a code that differs now and then is lost."""
     errors = row_errors(ours, theirs)
     assert bool((errors < 0.12).all())
     assert len(errors) < 64 or float(errors.mean()) < 1.2e-2
@@ -157,20 +148,17 @@ def test_linear(device, case):
 @on_cpu_and_gpu
 @given(case=fuzz_layers.layers(), apart=st.booleans())
 def test_feed_forward(device, case, apart):
-    """apart: gate and up are no parts of one tensor, and lie in different ways."""
-    i, blocks = case.weights.rows, kernels.num_blocks(case.weights.rows)
+    """If `apart`, gate and up are no parts of one tensor, and lie in different ways."""
 
-    def make(place: str) -> tuple[torch.Tensor, ...]:
-        gate_up, gate_up_scale_inv, *down = (y[0] for y in case.weights.make_experts(place))
-        gate, up = gate_up[:i], gate_up[i:]
-        gate_scale_inv, up_scale_inv = gate_up_scale_inv[:blocks], gate_up_scale_inv[blocks:]
+    def make(place: str) -> list[torch.Tensor]:
+        *gate_up, down, down_scale_inv = (y[0] for y in case.weights.make_experts(place))
+        gate, up = zip(*(x.tensor_split(2) for x in gate_up), strict=True)
         if apart:
-            up, up_scale_inv = (
-                x.clone(memory_format=torch.contiguous_format) for x in (up, up_scale_inv)
-            )
-        return (gate, gate_scale_inv, up, up_scale_inv, *down)
+            up = [x.clone(memory_format=torch.contiguous_format) for x in up]
+        return [*gate, *up, down, down_scale_inv]
 
-    sides = [side(*pair, 128) for pair in zip(*[iter(make(device))] * 2, strict=True)]
+    made = make(device)
+    sides = [side(*made[i : i + 2], 128) for i in (0, 2, 4)]
     x = quantized(case.x.make(device), device)
     expected = judges.feed_forward(x, *sides, case.limit)
     results = []

@@ -1,4 +1,4 @@
-"""Router, plans, dispatch and combine with numbers of every bit pattern: see `test_fuzz.py`."""
+"""Router, plans, dispatch and combine with numbers of every bit pattern: see `test_ops.py`."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ LAYOUTS = st.sampled_from(((1, None), (4, None), (128, None), (1, 0), (1, 3)))
 
 
 def build(ids: torch.Tensor, num_experts: int, layout: tuple[int, int | None]) -> RoutingPlan:
-    """layout: alignment, and rows of each expert beyond T."""
+    """`layout` is the alignment, and how many rows each expert has beyond T."""
     alignment, spare = layout
     max_m = None if spare is None else len(ids) + spare
     if ids.device.type == "cpu":
@@ -81,7 +81,7 @@ def test_dispatch_and_combine(device, x, choices, num_experts, layout):
     x=fuzz.matrices(), choices=fuzz_layers.choices(40), num_experts=EXPERTS, masked=st.booleans()
 )
 def test_the_kernels_of_layers(x, choices, num_experts, masked):
-    """Which quantize what they dispatch, and sum rows of BF16."""
+    """They quantize what they dispatch, and sum rows of BF16."""
     num_tokens, hidden_size = x.shape[-2:]
     if num_tokens * hidden_size == 0 or num_tokens * num_experts > 2**16:
         return
@@ -121,10 +121,6 @@ def test_softmax_topk(device, case):
     )
 
 
-def exact_sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    return logits.double().sigmoid().float()
-
-
 @on_cpu_and_gpu
 @given(case=fuzz_layers.routers())
 def test_sigmoid_group_topk(device, case):
@@ -139,10 +135,8 @@ def test_sigmoid_group_topk(device, case):
         assert torch.equal(index.cpu(), expected_index)
         assert same_bits(weights, expected)
         return
-    scores = scores_of(logits)
-    torch.testing.assert_close(
-        scores, exact_sigmoid(logits), rtol=2.0**-23, atol=2.0**-149, equal_nan=True
-    )
+    scores, exact = scores_of(logits), logits.double().sigmoid().float()
+    torch.testing.assert_close(scores, exact, rtol=2.0**-23, atol=2.0**-149, equal_nan=True)
     biased = scores if bias is None else scores + bias.float()
     k, *groups = case.rest[:3]
     assert index.tolist() == [naive.group_choice(x, k, *groups) for x in biased.tolist()]

@@ -28,59 +28,30 @@ def gemm(a, b):
 
 A, B = quantize_1x128(torch.randn(512, 1024)), quantize_128x128(torch.randn(256, 1024))
 RIGHT = gemm(A, B)
+NAN = torch.nan
 
 
-def all_zero():
-    return torch.zeros_like(RIGHT)
+def first_blocks(x: BlockScaled) -> BlockScaled:
+    """x without the last 128 of K = 1024."""
+    return BlockScaled(x.data[:, :896], x.scale_inv[:, :7])
 
 
-def one_row_lost():
-    return RIGHT.clone().index_fill_(0, torch.tensor([300]), 0)
+def with_scale(x: BlockScaled, row: int, block: int, factor: float) -> BlockScaled:
+    scale_inv = x.scale_inv.clone()
+    scale_inv[row, block] *= factor
+    return x._replace(scale_inv=scale_inv)
 
 
-def two_rows_swapped():
-    return RIGHT[torch.arange(512).index_fill(0, torch.tensor([4]), 5)]
-
-
-def one_nan():
-    wrong = RIGHT.clone()
-    wrong[17, 3] = torch.nan
-    return wrong
-
-
-def one_activation_scale_wrong():
-    scale_inv = A.scale_inv.clone()
-    scale_inv[100, 3] *= 2
-    return gemm(BlockScaled(A.data, scale_inv), B)
-
-
-def one_weight_scale_wrong():
-    scale_inv = B.scale_inv.clone()
-    scale_inv[1, 7] *= 1.25
-    return gemm(A, BlockScaled(B.data, scale_inv))
-
-
-def one_block_of_k_lost():
-    return gemm(
-        BlockScaled(A.data[:, :896], A.scale_inv[:, :7]),
-        BlockScaled(B.data[:, :896], B.scale_inv[:, :7]),
-    )
-
-
-def off_by_a_percent():
-    return (RIGHT.float() * 1.01).bfloat16()
-
-
-WRONG = [
-    all_zero,
-    one_row_lost,
-    two_rows_swapped,
-    one_nan,
-    one_activation_scale_wrong,
-    one_weight_scale_wrong,
-    one_block_of_k_lost,
-    off_by_a_percent,
-]
+WRONG = {
+    "all zero": lambda: torch.zeros_like(RIGHT),
+    "one row lost": lambda: RIGHT.index_fill(0, torch.tensor([300]), 0),
+    "one row of another": lambda: RIGHT[torch.arange(512).index_fill(0, torch.tensor([4]), 5)],
+    "one NaN": lambda: torch.where(torch.arange(512 * 256).view(512, 256) == 4355, NAN, RIGHT),
+    "one activation scale wrong": lambda: gemm(with_scale(A, 100, 3, 2), B),
+    "one weight scale wrong": lambda: gemm(A, with_scale(B, 1, 7, 1.25)),
+    "one block of K lost": lambda: gemm(first_blocks(A), first_blocks(B)),
+    "off by a percent": lambda: (RIGHT.float() * 1.01).bfloat16(),
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -90,7 +61,7 @@ def test_wrong_results_are_rejected(wrong):
     ).T
     assert_matches_reference(RIGHT, expected)
     with pytest.raises(AssertionError, match="rows are off by more than"):
-        assert_matches_reference(wrong(), expected)
+        assert_matches_reference(WRONG[wrong](), expected)
 
 
 def test_the_worst_row_is_named():
@@ -109,7 +80,7 @@ def test_zero_rows_want_zeros():
 
 
 def test_nan_is_never_close():
-    nan = torch.full((2, 3), torch.nan)
+    nan = torch.full((2, 3), NAN)
     assert relative_error(nan, nan) == relative_error(nan, torch.ones(2, 3)) == float("inf")
 
 
@@ -162,25 +133,21 @@ def test_a_whole_moe_has_a_reference():
     assert_matches_reference(*teacher_forced(moe, x), 2e-2)
 
 
-class ByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 256), FP8Linear(256, 8)
-
+class ByKeyword(nn.Sequential):
     def forward(self, x):
-        return self.second(x=self.first(x))
+        return self[1](x=self[0](x))
 
 
 def test_teacher_forcing_reaches_calls_by_keyword():
-    model, x = ByKeyword(), torch.randn(4, 8)
+    model, x = ByKeyword(nn.Linear(8, 256), FP8Linear(256, 8)), torch.randn(4, 8)
     seen = []
 
     def shift(module, arguments, y):
-        """By another amount in the model and in its reference."""
+        """Add another amount in the model than in its reference."""
         seen.append(module)
         return y + 100 * len(seen)
 
-    model.first.register_forward_hook(shift)
+    model[0].register_forward_hook(shift)
     output, expected = teacher_forced(model, x)
     assert len(seen) == 2
     assert_matches_reference(output, expected)

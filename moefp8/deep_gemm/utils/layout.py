@@ -8,34 +8,40 @@ from ... import kernels
 from ...kernels.common.checks import check_shape, check_tensor
 from ..settings import integer
 
-_TMA_BYTES = 16
+__all__ = [
+    "get_col_major_tma_aligned_tensor",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "get_tma_aligned_size",
+    "set_mk_alignment_for_contiguous_layout",
+    "transform_sf_into_required_layout",
+]
+
 _mk_alignment = kernels.get_mk_alignment_for_contiguous_layout()
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements of `element_size` bytes, rounded up to a multiple of 16 bytes.
+    """`x` elements of `element_size` bytes, rounded up to a multiple of TMA's 16 bytes.
 
     Raises:
         ValueError: `element_size` does not divide 16.
     """
-    if element_size < 1 or _TMA_BYTES % element_size:
-        raise ValueError(
-            f"get_tma_aligned_size: element_size must divide {_TMA_BYTES}, got {element_size}"
-        )
-    return kernels.round_up(x, _TMA_BYTES // element_size)
+    if element_size < 1 or 16 % element_size:
+        raise ValueError(f"get_tma_aligned_size: element_size must divide 16, got {element_size}")
+    return kernels.round_up(x, 16 // element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
     """`sf` in the memory order that the GEMMs load scales of activations in: itself, or a copy.
 
-    `moefp8.quant.quantize_1x128` gives that order, and the GEMMs bring any other into it
-    themselves, at the cost of a copy for each call.
+    M is contiguous and padded to a multiple of 4. `moefp8.quant.quantize_1x128` gives that order;
+    the GEMMs copy scales in any other into it at every call.
 
     Args:
         sf: fp32 [M, K/128] or [G, M, K/128].
-
-    Returns:
-        The same values; of the last two axes, M is contiguous and padded to a multiple of 4.
 
     Raises:
         TypeError, ValueError: `sf` has another dtype, or another number of dimensions.
@@ -70,16 +76,16 @@ def transform_sf_into_required_layout(
     """The scales as the GEMMs want them on Hopper: 1x128 aligned for TMA, 128x128 as they are.
 
     Args:
-        sf: fp32 [mn / rows, k / columns] of the blocks, rounded up, or [num_groups, ...] of these.
-        mn: rows of the matrix (M or N); k: its columns.
-        recipe: rows x columns of a block, (1, 128) or (128, 128); or both operands' at once,
-            (1, 128, 128), of which `is_sfa` chooses the first for a, and else the second for b.
+        sf: fp32 [ceil(mn/rows), ceil(k/128)] for blocks of `rows` x 128 of a matrix [mn, k], or
+            [num_groups, ...] of these.
+        recipe: (rows, 128), which is (1, 128) or (128, 128); or (1, 128, 128) for both operands,
+            of which a has the first if `is_sfa`, and b has the second.
         recipe_ab: two numbers, in place of `recipe`.
         disable_ue8m0_cast, psum_layout: without meaning here.
 
     Raises:
-        TypeError: the scales are packed UE8M0, which is for Blackwell, or of another dtype.
-        ValueError: the blocks are others, or the shape of `sf` is not that of `mn` and `k`.
+        TypeError: `sf` is not FP32; packed UE8M0 is for Blackwell.
+        ValueError: the shape of `sf` is not that of `mn` and `k`, or blocks are of other sizes.
     """
     op = "transform_sf_into_required_layout"
     check_fp32_scales(op, "sf", sf)
@@ -99,11 +105,7 @@ def transform_sf_into_required_layout(
 
 
 def check_fp32_scales(op: str, name: str, sf: torch.Tensor) -> None:
-    """The scales must be FP32.
-
-    Raises:
-        TypeError: with the way out, if they are what Blackwell takes.
-    """
+    """Raise a TypeError unless `sf` is FP32; for scales of Blackwell, it tells the way out."""
     if sf.dtype in (torch.int32, torch.uint8, torch.float8_e8m0fnu):
         raise TypeError(
             f"{op}: {name} must be float32 on Hopper, got {sf.dtype}; UE8M0 scales, packed four to "
@@ -129,10 +131,8 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     """
     global _mk_alignment
     op = "set_mk_alignment_for_contiguous_layout"
-    value, unit = (
-        integer(op, "new_value", new_value),
-        kernels.get_mk_alignment_for_contiguous_layout(),
-    )
+    value = integer(op, "new_value", new_value)
+    unit = kernels.get_mk_alignment_for_contiguous_layout()
     if value < 1 or value % unit:
         raise ValueError(
             f"{op}: new_value must be a multiple of {unit}, to which groups are aligned on Hopper, "

@@ -1,8 +1,9 @@
 """How tensors become FP8: `scale = max(amax, 1e-4) / 448`, and `data = x / scale`.
 
-Scales are row-major here, as DeepGEMM gives them. The GEMMs copy scales of activations into their
-order at every call; `moefp8.quant.quantize_1x128` gives them in that order. The GEMMs take
-blocks of 128; other granularities are for the casts alone.
+Casts take bf16, fp16 or fp32 and give (e4m3 data, fp32 scales), both contiguous; `use_ue8m0` rounds
+scales up to powers of two. Scales are row-major, as in DeepGEMM, and the GEMMs copy those of
+activations into their order at every call, which `moefp8.quant.quantize_1x128` gives. The GEMMs
+take blocks of 128; other granularities are for the casts alone.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,19 @@ import torch
 
 from ... import kernels, quant
 
+__all__ = [
+    "align",
+    "ceil_div",
+    "ceil_to_ue8m0",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp8",
+]
+
 ceil_div, align = kernels.ceil_div, kernels.round_up
 
-Cast = tuple[torch.Tensor, torch.Tensor]  # e4m3 data, fp32 scales
+Cast = tuple[torch.Tensor, torch.Tensor]
 
 
 def ceil_to_ue8m0(x: torch.Tensor) -> torch.Tensor:
@@ -24,19 +35,9 @@ def ceil_to_ue8m0(x: torch.Tensor) -> torch.Tensor:
 
 
 def per_token_cast_to_fp8(
-    x: torch.Tensor,
-    use_ue8m0: bool = False,
-    gran_k: int = 128,
-    use_packed_ue8m0: bool = False,
+    x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> Cast:
-    """One scale for each `gran_k` elements of a row.
-
-    Args:
-        x: [M, K] bf16, fp16 or fp32.
-        use_ue8m0: round scales up to powers of two.
-
-    Returns:
-        e4m3 [M, K] and fp32 [M, ceil(K/gran_k)], both contiguous.
+    """One scale for each `gran_k` elements of a row: x [M, K], scales [M, ceil(K/gran_k)].
 
     Raises:
         ValueError: `x` has not 2 dimensions, or `use_packed_ue8m0` asks for Blackwell's scales.
@@ -51,21 +52,11 @@ def per_token_cast_to_fp8(
     if gran_k == kernels.BLOCK:
         data, scale_inv = quant.quantize_1x128(x, ue8m0=use_ue8m0)
         return data, scale_inv.contiguous()
-    m, k = x.shape
-    blocks = _padded(x, m, align(k, gran_k)).unflatten(1, (-1, gran_k))
-    data, scale_inv = per_custom_dims_cast_to_fp8(blocks, (0, 1), use_ue8m0)
-    return data.flatten(1)[:, :k].contiguous(), scale_inv.view(m, ceil_div(k, gran_k))
+    return _cast_blocks(x, 1, gran_k, use_ue8m0)
 
 
 def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = 128) -> Cast:
-    """One scale for each block of `gran_k` rows and columns.
-
-    Args:
-        x: [N, K] bf16, fp16 or fp32.
-        use_ue8m0: round scales up to powers of two.
-
-    Returns:
-        e4m3 [N, K] and fp32 [ceil(N/gran_k), ceil(K/gran_k)], both contiguous.
+    """One scale for each `gran_k` rows and columns of x [N, K]: scales [N, K] / gran_k, rounded up.
 
     Raises:
         ValueError: `x` has not 2 dimensions.
@@ -74,48 +65,28 @@ def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int 
     if gran_k == kernels.BLOCK:
         data, scale_inv = quant.quantize_128x128(x, ue8m0=use_ue8m0)
         return data, scale_inv
-    n, k = x.shape
-    padded = _padded(x, align(n, gran_k), align(k, gran_k))
-    blocks = padded.unflatten(1, (-1, gran_k)).unflatten(0, (-1, gran_k))
-    data, scale_inv = per_custom_dims_cast_to_fp8(blocks, (0, 2), use_ue8m0)
-    scale_inv = scale_inv.view(blocks.shape[0], blocks.shape[2])
-    return data.flatten(0, 1).flatten(1)[:n, :k].contiguous(), scale_inv
+    return _cast_blocks(x, gran_k, gran_k, use_ue8m0)
 
 
 def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = 128) -> Cast:
-    """One scale for each `gran_k` elements of a column.
-
-    Args:
-        x: [K, N] bf16, fp16 or fp32; `gran_k` divides K.
-        use_ue8m0: round scales up to powers of two.
-
-    Returns:
-        e4m3 [K, N] and fp32 [K/gran_k, N], both contiguous.
+    """One scale for each `gran_k` elements of a column: x [K, N], scales [K/gran_k, N].
 
     Raises:
         ValueError: `x` has not 2 dimensions, or `gran_k` does not divide K.
     """
     op = "per_channel_cast_to_fp8"
     _check(op, x, gran_k)
-    k, n = x.shape
-    if k % gran_k:
-        raise ValueError(f"{op}: gran_k must divide K = {k}, got {gran_k}; pad x with zeros")
-    blocks = x.unflatten(0, (k // gran_k, gran_k))
-    data, scale_inv = per_custom_dims_cast_to_fp8(blocks, (0, 2), use_ue8m0)
-    return data.flatten(0, 1), scale_inv.view(k // gran_k, n)
+    if len(x) % gran_k:
+        raise ValueError(f"{op}: gran_k must divide K = {len(x)}, got {gran_k}; pad x with zeros")
+    return _cast_blocks(x, gran_k, 1, use_ue8m0)
 
 
 def per_custom_dims_cast_to_fp8(
     x: torch.Tensor, dims: Sequence[int], use_ue8m0: bool = False
 ) -> Cast:
-    """One scale for each index of the dimensions `dims`.
+    """One scale for each index of the dimensions `dims` of `x`, which has any shape.
 
-    Args:
-        x: bf16, fp16 or fp32, of any shape.
-        use_ue8m0: round scales up to powers of two.
-
-    Returns:
-        e4m3 of the shape of `x`, and fp32 of the sizes of `dims`, without those that are 1.
+    The scales have the sizes of `dims`, without those that are 1.
     """
     others = [i for i in range(x.ndim) if i not in dims]
     amax = x.abs().float().amax(others, keepdim=True) if others else x.abs().float()
@@ -133,6 +104,11 @@ def _check(op: str, x: torch.Tensor, gran_k: int) -> None:
         )
 
 
-def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`x` [M, K] with zeros to [rows, columns]."""
-    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+def _cast_blocks(x: torch.Tensor, rows: int, columns: int, use_ue8m0: bool) -> Cast:
+    """One scale for each block of `rows` and `columns`; the last ones may be smaller."""
+    m, n = x.shape
+    num_blocks = ceil_div(m, rows), ceil_div(n, columns)
+    padded = torch.nn.functional.pad(x, (0, -n % columns, 0, -m % rows))
+    blocks = padded.reshape(num_blocks[0], rows, num_blocks[1], columns)
+    data, scale_inv = per_custom_dims_cast_to_fp8(blocks, (0, 2), use_ue8m0)
+    return data.view(padded.shape)[:m, :n].contiguous(), scale_inv.view(num_blocks)
