@@ -1,4 +1,4 @@
-"""Models that accelerate places on several devices: its hooks move what their modules are given."""
+"""Models that accelerate places on several devices: its hooks move the inputs of modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from ..layers.conversion.selection import can_swap
 
 @contextmanager
 def unhooked(model: nn.Module) -> Iterator[None]:
-    """Linears and experts are without the hooks, which those that take their places get.
+    """Take hooks off linears and experts, and give them to whatever has taken their places.
 
-    Of those that are offloaded the hooks bring the weights, so theirs stay: `convert` refuses them.
+    Hooks of offloaded modules stay, since they bring the weights; `convert` refuses such modules.
     """
     hooks = dict(_hooks(model))
     if hooks:
@@ -26,12 +26,12 @@ def unhooked(model: nn.Module) -> Iterator[None]:
     finally:
         now = dict(model.named_modules())
         for name, hook in hooks.items():
-            if name in now:  # what experts of DBRX held is no module any more
+            if name in now:  # a module within experts of DBRX is gone
                 add_hook_to_module(now[name], hook)
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name -> hook, of linears, experts and what lies in these."""
+    """(name, hook) of linears, experts and the modules within them."""
     for home, module in model.named_modules():
         if can_swap(module) and not any(x.is_meta for x in module.parameters()):
             for name, child in module.named_modules(prefix=home):

@@ -1,45 +1,30 @@
 """`GroupedExperts`: the routed SwiGLU experts of a MoE layer, in FP8.
 
-T tokens, k choices each, E experts, H hidden, I intermediate, R rows of the layout.
+T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..functional.experts import experts
-from ..kernels import num_blocks
+from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import (
     FixedDtypeModule,
+    attributes_repr,
     check_dtype,
-    fp8_parameter,
-    no_backward,
-    records,
-    save_for_no_backward,
-    scale_parameter,
+    draw_as_linear,
+    frozen_parameter,
+    run_without_backward,
 )
 from .parts import map_ids, note_parts, parts_of, parts_of_plain, without_padding
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
-_WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
-
-
-class _ExpertsFunction(torch.autograd.Function):
-    """The forward of `GroupedExperts`; the place where a backward will live."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        save_for_no_backward(ctx, "GroupedExperts", *inputs[:-2], None, None)
-        return experts(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return no_backward(ctx, grads[0])
+WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
 
 class GroupedExperts(FixedDtypeModule):
@@ -52,9 +37,9 @@ class GroupedExperts(FixedDtypeModule):
         hidden_size: H, any size.
         intermediate_size: I, any size.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
-        layout: of the rows between the GEMMs, on a GPU. "contiguous" packs them; "masked" gives
-            every expert T rows, E * T in all, and takes 0 to 9 % longer for up to 128 tokens and up
-            to twice as long for 1024 (H200). So "auto" is contiguous. No result depends on it.
+        layout: how rows lie between the GEMMs on a GPU; no result depends on it. "contiguous" packs
+            them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
+            and up to twice as long for 1024 (H200). So "auto" is contiguous.
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:
@@ -89,24 +74,24 @@ class GroupedExperts(FixedDtypeModule):
         self.swiglu_limit = swiglu_limit
         self.layout: ExpertLayout = layout
         h_blocks, i_blocks = num_blocks(hidden_size), num_blocks(intermediate_size)
-        self.gate_up_proj = fp8_parameter((num_experts, 2 * intermediate_size, hidden_size), device)
-        self.gate_up_proj_scale_inv = scale_parameter((num_experts, 2 * i_blocks, h_blocks), device)
-        self.down_proj = fp8_parameter((num_experts, hidden_size, intermediate_size), device)
-        self.down_proj_scale_inv = scale_parameter((num_experts, h_blocks, i_blocks), device)
+
+        def stack(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
+            return frozen_parameter((num_experts, rows, columns), dtype, device)
+
+        self.gate_up_proj = stack(2 * intermediate_size, hidden_size, E4M3)
+        self.gate_up_proj_scale_inv = stack(2 * i_blocks, h_blocks, torch.float32)
+        self.down_proj = stack(hidden_size, intermediate_size, E4M3)
+        self.down_proj_scale_inv = stack(h_blocks, i_blocks, torch.float32)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
-        h, i = self.hidden_size, self.intermediate_size
         for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
             gate_up, down = (
-                torch.empty(shape, dtype=torch.float32, device=self.down_proj.device)
-                for shape in ((2 * i, h), (h, i))
+                draw_as_linear(torch.empty_like(x[0], dtype=torch.float32), x.shape[2])
+                for x in (self.gate_up_proj, self.down_proj)
             )
-            for weight in (gate_up, down):
-                bound = 1 / math.sqrt(max(weight.shape[1], 1))
-                weight.uniform_(-bound, bound)
             self._assign_expert(expert, gate_up, down)
 
     @torch.no_grad()
@@ -153,8 +138,8 @@ class GroupedExperts(FixedDtypeModule):
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         """(gate_up_proj [E, 2I, H], down_proj [E, H, I]): data * scale_inv in FP32, as dtype.
 
-        One expert at a time, and without the zeros that `shard` put in front. Raises TypeError
-        unless dtype is bf16, fp16 or fp32.
+        The zeros that `shard` put in front are left out. Raises TypeError unless dtype is bf16,
+        fp16 or fp32.
         """
         check_dtype("GroupedExperts.dequantize", dtype)
         gate_up, down = (
@@ -162,7 +147,7 @@ class GroupedExperts(FixedDtypeModule):
             for x in (self.gate_up_proj, self.down_proj)
         )
         for expert in range(0 if down.is_meta else self.num_experts):
-            halves, scales, *of_down = (self._look_up(name)[expert] for name in _WEIGHTS)
+            halves, scales, *of_down = (self._look_up(name)[expert] for name in WEIGHTS)
             q = BlockScaled(*(x.unflatten(0, (2, len(x) // 2)) for x in (halves, scales)))
             gate_up[expert] = dequantize(q, dtype).flatten(0, 1)
             down[expert] = dequantize(BlockScaled(*of_down), dtype)
@@ -174,11 +159,10 @@ class GroupedExperts(FixedDtypeModule):
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
         """`PlainExperts` with the dequantized weights; this module is not changed.
 
-        They have dtype and ask for gradients. One rank's part gives one rank's part.
+        They have dtype and ask for gradients. One rank's part stays one rank's part.
         """
         gate_up_proj, down_proj = self.dequantize(dtype)
-        sizes = down_proj.shape[0], down_proj.shape[1], down_proj.shape[2]
-        experts = PlainExperts(*sizes, swiglu_limit=self.swiglu_limit, device="meta")
+        experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
         experts.gate_up_proj = nn.Parameter(gate_up_proj)
         experts.down_proj = nn.Parameter(down_proj)
         note_parts(experts, parts_of_plain(self))
@@ -211,14 +195,10 @@ class GroupedExperts(FixedDtypeModule):
             y: torch.Tensor = self.forward(rows, top_k_index, top_k_weights)
             return y.view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
-        tensors = (*tokens, *map(self._look_up, _WEIGHTS))
-        run = _ExpertsFunction.apply if records("GroupedExperts", *tensors) else experts
-        y = run(*tensors, self.swiglu_limit, self.layout == "masked")
+        inputs = *tokens, *map(self._look_up, WEIGHTS), self.swiglu_limit, self.layout == "masked"
+        y = run_without_backward("GroupedExperts", experts, *inputs)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, swiglu_limit={self.swiglu_limit}, "
-            f"layout={self.layout!r}"
-        )
+        sizes = "num_experts", "hidden_size", "intermediate_size"
+        return attributes_repr(self, *sizes, "swiglu_limit", "layout")
