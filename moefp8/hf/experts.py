@@ -3,7 +3,8 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -20,13 +21,8 @@ from ..layers.module import run_without_backward
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 
-_CACHE = "_moefp8_experts"
-
-
-class _Experts(Protocol):
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor: ...
+_CACHE = "_moefp8_experts"  # no submodule, so that no state dict holds it
+_Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def experts_forward(
@@ -44,35 +40,20 @@ def experts_forward(
     calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
 
     SwiGLU runs as `GroupedExperts`. Experts with biases, another activation, no gate or a norm of
-    their output take two grouped GEMMs, and PyTorch does the rest.
+    their output take two grouped GEMMs, and PyTorch does the rest. Weights of transformers' own FP8
+    modules are used as they are; it is a ValueError if their blocks are not 128x128, or if the
+    scales of activations are static.
     """
-    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
-
-
-def fp8_experts_forward(
-    module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """`experts_forward` of transformers' own FP8 modules, whose weights are used as they are.
-
-    Raises ValueError unless scales are those of 128x128 blocks, and those of activations dynamic.
-    """
-    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
-
-
-ExpertsInterface.register("moefp8", experts_forward)
-FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
-
-
-def _prepared(module: nn.Module) -> _Experts:
-    """The module's experts in FP8, made once; not registered, so that no state dict holds them."""
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
-        return _prepare(module)
-    return cached.experts
+        cached = module.__dict__[_CACHE] = _prepare(module)
+    return cached.experts(hidden_states, top_k_index, top_k_weights)
+
+
+fp8_experts_forward = experts_forward
+ExpertsInterface.register("moefp8", experts_forward)
+FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
 
 
 class _Cache:
@@ -127,15 +108,14 @@ def _states_of(parameters: dict[str, nn.Parameter]) -> list[Any]:
 @torch.compiler.disable(reason="weights are quantized once, outside of graphs")
 @torch.no_grad()
 @torch.inference_mode(False)  # what is kept outlives the mode in which it was made
-def _prepare(module: nn.Module) -> _Experts:
+def _prepare(module: nn.Module) -> _Cache:
     limits = swiglu_limits(module) if module.has_gate else []
     is_swiglu = limits and not module.has_bias
     if is_swiglu and not getattr(module, "has_post_expert_norm", False):
         experts: _Experts = _swiglu_experts(*_weights(module, halves=2), limits[0])
     else:
-        experts = _AnyExperts(module, *_weights(module, halves=1))
-    module.__dict__[_CACHE] = _Cache(module, experts)
-    return experts
+        experts = _any_experts(module, *_weights(module, halves=1))
+    return _Cache(module, experts)
 
 
 def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
@@ -197,32 +177,18 @@ def _swiglu_experts(
     return experts
 
 
-class _AnyExperts:
+def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:
     """Two grouped GEMMs, and between them whatever the module does there."""
 
-    def __init__(self, module: nn.Module, first: BlockScaled, second: BlockScaled) -> None:
-        self.module: Any = module
-        self.first, self.second = first, second
-
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        inputs = hidden_states, top_k_index, top_k_weights, *self.module.parameters()
-        y: torch.Tensor = run_without_backward(type(self.module).__name__, self._run, *inputs)
-        return y
-
-    def _run(
-        self,
+    def run(
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """`parameters` are those of the module: autograd sees them, so that none trains in vain."""
-        module = self.module
-        plan = build_plan(top_k_index, self.first.data.shape[0])
+        plan = build_plan(top_k_index, first.data.shape[0])
         expert = plan.row_to_expert.clamp(min=0)
-        rows = self._gemm(dispatch(hidden_states, plan), self.first, plan.expert_offsets)
+        rows = _gemm(dispatch(hidden_states, plan), first, plan.expert_offsets)
         if module.has_gate:
             if not module.is_concatenated:  # its bias and its gate take gate and up in turns
                 rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
@@ -231,16 +197,23 @@ class _AnyExperts:
         else:
             rows = rows + module.up_proj_bias[expert] if module.has_bias else rows
             rows = module.act_fn(rows)
-        rows = self._gemm(rows, self.second, plan.expert_offsets)
+        rows = _gemm(rows, second, plan.expert_offsets)
         rows = rows + module.down_proj_bias[expert] if module.has_bias else rows
         if getattr(module, "has_post_expert_norm", False):
             rows = module.post_expert_norm(rows)
         return combine(rows, plan, top_k_weights).to(hidden_states.dtype)
 
-    def _gemm(
-        self, rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor
-    ) -> torch.Tensor:
-        result = rows.new_empty(rows.shape[0], weight.data.shape[1], dtype=torch.bfloat16)
-        a = quantize_1x128(rows.contiguous())
-        m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
-        return result
+    def experts(*inputs: torch.Tensor) -> torch.Tensor:
+        # Autograd sees the module's parameters, so that none of them trains in vain.
+        inputs = *inputs, *module.parameters()
+        y: torch.Tensor = run_without_backward(type(module).__name__, run, *inputs)
+        return y
+
+    return experts
+
+
+def _gemm(rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor) -> torch.Tensor:
+    result = rows.new_empty(rows.shape[0], weight.data.shape[1], dtype=torch.bfloat16)
+    a = quantize_1x128(rows.contiguous())
+    m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
+    return result

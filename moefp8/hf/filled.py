@@ -48,8 +48,8 @@ def _base_of(model: Any) -> Any:
 
 def _layers_and_embeddings(model: Any, with_output: bool) -> Iterator[torch.Tensor]:
     """The tensors of elements of module lists, and of embeddings."""
-    for ask in (model.get_input_embeddings, model.get_output_embeddings)[: 1 + with_output]:
-        embedding = asked(ask)
+    for method in ("get_input_embeddings", "get_output_embeddings")[: 1 + with_output]:
+        embedding = asked(model, method)
         if isinstance(embedding, nn.Module):
             yield from embedding.parameters()
     for module in model.modules():

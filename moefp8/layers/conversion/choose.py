@@ -1,9 +1,8 @@
 """Which modules `convert` will swap, by its arguments and then by defaults; checked beforehand."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ..parts import parts_of
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .probe import Probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
-from .stacks import flags_problem, shapes_problem, stacks_of
+from .stacks import form_problem, stacks_of
 
 Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
@@ -34,17 +33,16 @@ OFFLOADED = (
 )
 
 
-@dataclass
-class Chosen:
+class Chosen(NamedTuple):
     """The modules to swap, and the settings of those that are experts.
 
     nothing_left: there is nothing to swap since all is FP8 already.
     """
 
     modules: dict[str, nn.Module]
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    conversion: Conversion = field(default_factory=Conversion)
-    nothing_left: bool = False
+    settings: dict[str, dict[str, Any]]
+    conversion: Conversion
+    nothing_left: bool
 
 
 def choose(
@@ -199,8 +197,7 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         extra = sorted(names - {"weight", "bias"})
         return {}, f"must have no tensors but weight and bias, got {extra}" if extra else None
-    problem = flags_problem(module) or shapes_problem(module, stacks)
-    if problem is not None:
+    if problem := form_problem(module, stacks):
         return {}, problem
     limit, problem = probe(module)
     return {"swiglu_limit": limit}, problem
