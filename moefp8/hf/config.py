@@ -90,7 +90,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What transformers writes into the config of a checkpoint that is FP8 already."""
-        if given := ", ".join(name for name, _ in self._given()):
+        if given := ", ".join(name for name, value in self.arguments.items() if value):
             warnings.warn(
                 f"FP8Config: {given} must be for a checkpoint in 16 bits and changes nothing: "
                 "this one is FP8 already and is loaded as it is; moefp8.dequantize(model.part) "
@@ -107,14 +107,14 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
             config[name] = list(self.kept)
         return config
 
-    def _given(self) -> list[tuple[str, Any]]:
-        """(name, value) of the arguments for checkpoints that are not FP8 yet."""
-        names = ("skip", "only", "filter_fn", "overrides")
-        given = ((name, getattr(self, name)) for name in names)
-        return [(name, value) for name, value in given if value]
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `convert`."""
+        return {name: getattr(self, name) for name in ("skip", "only", "filter_fn", "overrides")}
 
     def __repr__(self) -> str:
-        return f"FP8Config({', '.join(f'{name}={value!r}' for name, value in self._given())})"
+        given = (f"{name}={value!r}" for name, value in self.arguments.items() if value)
+        return f"FP8Config({', '.join(given)})"
 
 
 FP8Config = FineGrainedFP8Config

@@ -76,9 +76,6 @@ class _Cache:
         )
         return is_same and not self.is_stale and _states_of(now) == self.states
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> Any:
         return type(None), ()
 

@@ -47,19 +47,13 @@ def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
     return [conversion]
 
 
-def is_target(pattern: str, name: str) -> bool:
-    """Whether a conversion's target pattern ends name."""
-    return re.search(_any_groups(pattern) + "$", name) is not None
+def is_target(pattern: str, name: str, or_above: bool = False) -> bool:
+    """Whether a conversion's target pattern, whose groups match anything, ends `name`.
 
-
-def is_in(pattern: str, name: str) -> bool:
-    """Whether it ends name or a module above it: some say `q_proj` for all that is below it."""
-    return re.search(_any_groups(pattern) + r"(?:\.|$)", name) is not None
-
-
-def _any_groups(pattern: str) -> str:
-    """Let references to groups match anything."""
-    return re.sub(r"\\\d", ".*", pattern)
+    or_above: or the name of a module above it: some say `q_proj` for all that is below it.
+    """
+    end = r"(?:\.|$)" if or_above else "$"
+    return re.search(re.sub(r"\\\d", ".*", pattern) + end, name) is not None
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:

@@ -37,7 +37,7 @@ from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
-from .merge import SCALE, copying_once, is_in, with_scales
+from .merge import SCALE, copying_once, is_target, with_scales
 from .placement import unhooked
 
 
@@ -139,16 +139,9 @@ class FP8Quantizer(HfQuantizer):
             self._loaded = _weights_of(model)
             self._recorded = getattr(model, "_weight_conversions", None)
             return model
-        config = self.quantization_config
+        arguments = self.quantization_config.arguments
         with unhooked(model):
-            _, self.conversion = convert(
-                model,
-                skip=config.skip,
-                only=config.only,
-                filter_fn=config.filter_fn,
-                overrides=config.overrides,
-                return_conversion=True,
-            )
+            _, self.conversion = convert(model, **arguments, return_conversion=True)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
@@ -228,7 +221,7 @@ def _cuts(conversion: Any, names: list[str]) -> bool:
         return False
     named = [*names, *(f"{name}{SCALE}" for name in names)]
     targets = conversion._original_target_patterns
-    return any(is_in(target, name) for target in targets for name in named)
+    return any(is_target(target, name, or_above=True) for target in targets for name in named)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:

@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .module import (
     frozen_parameter,
     run_without_backward,
 )
-from .parts import map_ids, note_parts, parts_of, parts_of_plain, without_padding
+from .parts import map_ids, note_parts, parts_of_plain, without_padding
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
@@ -52,6 +52,7 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+    expert_offset: int | None = None  # the first expert of a part of E
 
     def __init__(
         self,
@@ -117,9 +118,7 @@ class GroupedExperts(FixedDtypeModule):
     ) -> "GroupedExperts":
         """Quantize stacked weights: gate_up_proj [E, 2I, H], gate first, and down_proj [E, H, I].
 
-        Raises:
-            TypeError: a dtype other than bf16, fp16 or fp32.
-            ValueError: shapes that do not fit one another.
+        Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
@@ -127,8 +126,7 @@ class GroupedExperts(FixedDtypeModule):
         num_experts, hidden_size, intermediate_size = down_proj.shape
         shape = [num_experts, 2 * intermediate_size, hidden_size]
         check_shape(op, "gate_up_proj", gate_up_proj, shape, "[E, 2I, H] for down_proj [E, H, I]")
-        sizes = (num_experts, hidden_size, intermediate_size)
-        experts = cls(*sizes, swiglu_limit=swiglu_limit, layout=layout, device="meta")
+        experts = cls(*down_proj.shape, swiglu_limit=swiglu_limit, layout=layout, device="meta")
         experts.to_empty(device=gate_up_proj.device)
         for expert in range(0 if gate_up_proj.is_meta else num_experts):
             experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
@@ -136,11 +134,7 @@ class GroupedExperts(FixedDtypeModule):
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]): data * scale_inv in FP32, as dtype.
-
-        The zeros that `shard` put in front are left out. Raises TypeError unless dtype is bf16,
-        fp16 or fp32.
-        """
+        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]), otherwise as `FP8Linear.dequantize`."""
         check_dtype("GroupedExperts.dequantize", dtype)
         gate_up, down = (
             torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -151,24 +145,19 @@ class GroupedExperts(FixedDtypeModule):
             q = BlockScaled(*(x.unflatten(0, (2, len(x) // 2)) for x in (halves, scales)))
             gate_up[expert] = dequantize(q, dtype).flatten(0, 1)
             down[expert] = dequantize(BlockScaled(*of_down), dtype)
-        parts = (parts_of(self).get(name, {}) for name in ("gate_up_proj", "down_proj"))
-        first, second = (without_padding(*x) for x in zip((gate_up, down), parts, strict=True))
-        return first, second
+        gate_up = without_padding(self, "gate_up_proj", gate_up)
+        return gate_up, without_padding(self, "down_proj", down)
 
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
-        """`PlainExperts` with the dequantized weights; this module is not changed.
-
-        They have dtype and ask for gradients. One rank's part stays one rank's part.
-        """
+        """`PlainExperts` with the dequantized weights, otherwise as `FP8Linear.to_linear`."""
         gate_up_proj, down_proj = self.dequantize(dtype)
         experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
         experts.gate_up_proj = nn.Parameter(gate_up_proj)
         experts.down_proj = nn.Parameter(down_proj)
         note_parts(experts, parts_of_plain(self))
-        expert_offset: Any = getattr(self, "expert_offset", None)
-        if expert_offset is not None:
-            map_ids(experts, expert_offset)
+        if self.expert_offset is not None:
+            map_ids(experts, self.expert_offset)
         return experts.train(self.training)
 
     def forward(

@@ -17,7 +17,7 @@ from .module import (
     frozen_parameter,
     run_without_backward,
 )
-from .parts import note_parts, parts_of, parts_of_plain, without_padding
+from .parts import note_parts, parts_of_plain, without_padding
 
 
 class FP8Linear(FixedDtypeModule):
@@ -103,7 +103,7 @@ class FP8Linear(FixedDtypeModule):
         """
         check_dtype("FP8Linear.dequantize", dtype)
         q = BlockScaled(self.weight.detach(), self.weight_scale_inv.detach())
-        return without_padding(dequantize(q, dtype), parts_of(self).get("weight", {}))
+        return without_padding(self, "weight", dequantize(q, dtype))
 
     @torch.no_grad()
     def to_linear(self, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
@@ -114,7 +114,7 @@ class FP8Linear(FixedDtypeModule):
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(self.dequantize(dtype))
         if self.bias is not None:
-            bias = without_padding(self.bias.detach(), parts_of(self).get("bias", {}))
+            bias = without_padding(self, "bias", self.bias.detach())
             linear.bias = nn.Parameter(bias.to(dtype, copy=True))
         note_parts(linear, parts_of_plain(self))
         return linear.train(self.training)

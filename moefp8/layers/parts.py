@@ -95,9 +95,9 @@ def parts_of_plain(module: nn.Module) -> dict[str, Parts]:
     }
 
 
-def without_padding(tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """The entries of a tensor here that belong to the whole."""
-    for axis, part in parts.items():
+def without_padding(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The entries of the whole that are in `tensor`, which has the shape of module.name."""
+    for axis, part in parts_of(module).get(name, {}).items():
         halves = tensor.unflatten(axis, (part.num_halves, part.size // part.num_halves))
         own = halves.narrow(axis + 1, part.padding, part.end - part.begin)
         tensor = own.flatten(axis, axis + 1)
@@ -134,31 +134,26 @@ def paddings(parts: Parts) -> Iterator[Index]:
 
 def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple[Index, Index]]:
     """(place in whole[index], place here) for each piece that a tensor of `shape` here holds."""
-    whole = whole_shape(shape, parts)
+    wanted = [*index, *[slice(None)] * (len(shape) - len(index))]
+    bounds = [
+        x.indices(n)[:2] if isinstance(x, slice) else (x, x + 1)
+        for x, n in zip(wanted, whole_shape(shape, parts), strict=True)
+    ]
     for box in boxes(shape, parts):
         there: list[slice] = []
         here: list[int | slice] = []
-        for axis, (of_whole, of_here) in enumerate(box):
-            wanted = index[axis] if axis < len(index) else slice(None)
-            first, last = _bounds(wanted, whole[axis])
+        for x, (first, last), (of_whole, of_here) in zip(wanted, bounds, box, strict=True):
             start, stop = max(first, of_whole.start), min(last, of_whole.stop)
             if start >= stop and first < last:
                 break
             moved = of_here.start - of_whole.start
-            if isinstance(wanted, slice):
+            if isinstance(x, slice):
                 there.append(slice(start - first, stop - first))
                 here.append(slice(start + moved, stop + moved))
             else:
                 here.append(start + moved)
         else:
             yield tuple(there), tuple(here)
-
-
-def _bounds(index: int | slice, size: int) -> tuple[int, int]:
-    if isinstance(index, slice):
-        first, last, _ = index.indices(size)
-        return first, last
-    return index, index + 1
 
 
 def map_ids(module: Any, expert_offset: int) -> None:

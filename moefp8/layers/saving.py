@@ -8,6 +8,7 @@ part of the model was converted or swapped by hand.
 import sys
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 from torch import nn
@@ -42,12 +43,9 @@ def check_saver(is_converted: bool) -> None:
     PEFT's is allowed, since it writes adapters alone. So is a model that makes its FP8 modules
     itself: it is no class of transformers, and `convert` did not make them (is_converted).
     """
-    frame = sys._getframe()
-    while frame.f_code.co_name != "save_pretrained":
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-    model = frame.f_locals.get("self")
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    savers = (x.f_locals.get("self") for x in frames if x.f_code.co_name == "save_pretrained")
+    model = next(savers, None)
     if not isinstance(model, nn.Module) or any(knows(model) for knows in KNOWERS):
         return
     if not (is_converted or type(model).__module__.startswith("transformers.")):

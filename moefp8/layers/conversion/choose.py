@@ -13,7 +13,7 @@ from ..linear import FP8Linear
 from ..module import is_wrapped
 from ..parts import parts_of
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
-from .probe import Probe
+from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
 from .stacks import form_problem, stacks_of
 
@@ -162,12 +162,15 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
     """The settings of all experts; raises an error that lists everything that cannot be swapped."""
     settings: dict[str, dict[str, Any]] = {}
     refused: dict[tuple[str, str], list[tuple[str, nn.Module]]] = {}
-    probe = Probe()
+    probed: dict[Any, Probed] = {}
     for name, module in chosen.items():
         for parameter_name, parameter in module.named_parameters():
-            label = f"{name}.{parameter_name}".lstrip(".")
-            _check_dtype(name, label, parameter)
-        found, problem = _check(module, probe)
+            try:
+                check_tensor("convert", f"{name}.{parameter_name}".lstrip("."), parameter, FLOATS)
+            except TypeError as error:
+                way_out = f"pass skip={pattern_of(name)!r} to leave it as it is"
+                raise TypeError(f"{error}; {way_out}") from None
+        found, problem = _check(module, probed)
         given = _override(name, overrides)
         if problem is None:
             settings[name] = {**found, **(given if isinstance(given, Mapping) else {})}
@@ -179,14 +182,7 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
     return settings
 
 
-def _check_dtype(name: str, label: str, parameter: torch.Tensor) -> None:
-    try:
-        check_tensor("convert", label, parameter, FLOATS)
-    except TypeError as error:
-        raise TypeError(f"{error}; pass skip={pattern_of(name)!r} to leave it as it is") from None
-
-
-def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]:
+def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any], str | None]:
     """(settings, what forbids to swap the module or None)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
@@ -199,7 +195,7 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
         return {}, f"must have no tensors but weight and bias, got {extra}" if extra else None
     if problem := form_problem(module, stacks):
         return {}, problem
-    limit, problem = probe(module)
+    limit, problem = probe(module, probed)
     return {"swiglu_limit": limit}, problem
 
 

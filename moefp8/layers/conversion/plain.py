@@ -16,16 +16,8 @@ class PlainExperts(nn.Module):
     """E SwiGLU experts in BF16, FP16 or FP32: `dequantize` makes them, `convert` takes them.
 
     Names, shapes and forward are those of `GroupedExperts`, and gradients flow. Experts run one
-    after the other, and on a GPU each waits for the router's choice.
-
-    Args:
-        num_experts, hidden_size, intermediate_size: E, H and I.
-        swiglu_limit: as in `GroupedExperts`.
-        device, dtype: of the weights.
-
-    Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first.
-        down_proj: [E, H, I].
+    after the other, and on a GPU each waits for the router's choice. `dtype` is that of the weights
+    gate_up_proj [E, 2I, H] and down_proj [E, H, I].
     """
 
     def __init__(

@@ -31,18 +31,16 @@ class Routing(NamedTuple):
     scores: torch.Tensor
 
 
-class Probe:
-    """Runs one experts module of each make, and remembers the result."""
+# (the SwiGLU limit of an experts module, None), or (None, how it differs from SwiGLU experts)
+Probed = tuple[float | None, str | None]
 
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[float | None, str | None]] = {}
 
-    def __call__(self, module: nn.Module) -> tuple[float | None, str | None]:
-        """(the module's SwiGLU limit, None), or (None, how it differs from SwiGLU experts)."""
-        key = _make_of(module)
-        if key is None or key not in self._seen:
-            self._seen[key] = _probe(module)
-        return self._seen[key]
+def probe(module: nn.Module, known: dict[Any, Probed]) -> Probed:
+    """Run `module`, unless another of its make is among those known."""
+    key = _make_of(module)
+    if key is None or key not in known:
+        known[key] = _probe(module)
+    return known[key]
 
 
 def _make_of(module: nn.Module) -> Any:
@@ -58,7 +56,7 @@ def _make_of(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _probe(module: nn.Module) -> tuple[float | None, str | None]:
+def _probe(module: nn.Module) -> Probed:
     random = torch.Generator().manual_seed(0)
     with random_weights(module, random) as (stacks, changed):
         with torch.autocast(stacks.down.device.type, enabled=False):
@@ -68,10 +66,7 @@ def _probe(module: nn.Module) -> tuple[float | None, str | None]:
     return limit, problem
 
 
-def _compare(
-    module: nn.Module, stacks: Stacks, random: torch.Generator
-) -> tuple[float | None, str | None]:
-    """The result of a probe, as `Probe` gives it."""
+def _compare(module: nn.Module, stacks: Stacks, random: torch.Generator) -> Probed:
     forward, limits = _forward_of(module), [*dict.fromkeys(stated_limits(module)), None]
     for routing in _routings(stacks, limits, random):
         try:

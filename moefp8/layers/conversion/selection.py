@@ -20,16 +20,16 @@ from .stacks import foreign_experts, stacks_of
 # of tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
 # checkpoints keep them too.
 DEFAULT_SKIP = (
-    *("lm_head", "gate", "router", "shared_expert_gate"),
-    *("gating", "w_gate", "moe_router", "router_gate"),
-    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
-)
+    "lm_head", "gate", "router", "shared_expert_gate", "gating", "w_gate", "moe_router",
+    "router_gate", "indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj",
+    "shared_head",
+)  # fmt: skip
 
 # Names of heads outside of layers; within a layer, an `output` is a projection.
 HEADS = (
-    *("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs"),
-    *("readout", "proj_out"),
-)
+    "head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs", "readout",
+    "proj_out",
+)  # fmt: skip
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -82,7 +82,7 @@ def reasons(modules: Modules) -> dict[str, str]:
 
 def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
     has_layers = any(is_linear(m) and _in_layer(name, modules) for name, m in modules.items())
-    taken = {width for module in modules.values() for width in _taken(module)}
+    taken = {_taken(module) for module in modules.values()}
     for name, module in modules.items():
         if not can_swap(module):
             continue
@@ -213,7 +213,7 @@ def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
     """The last linears of a model, as long as nothing in it takes the width that they give."""
     if sum(bool(module._parameters) for module in modules.values()) < 2:
         return  # a lone linear is no head
-    taken = {width for module in modules.values() for width in _taken(module)}
+    taken = {_taken(module) for module in modules.values()}
     linears = [name for name, module in modules.items() if is_linear(module)]
     for name in reversed(linears):
         if widths(modules[name])[1] in taken or _in_layer(name, modules):
@@ -221,20 +221,20 @@ def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
         yield name, "a head: nothing takes what it gives"
 
 
-def _taken(module: nn.Module) -> Iterator[int]:
-    """The width of the input that a module takes, if it has one."""
+def _taken(module: nn.Module) -> int | None:
+    """The width of the input that a module takes, if that is known."""
     if isinstance(module, FP8Linear):
-        yield module.in_features
-    elif isinstance(module, GroupedExperts):
-        yield module.hidden_size
-    elif is_linear(module):
-        yield widths(module)[0]
-    elif stacks := stacks_of(module):
-        yield stacks.down.shape[1]
-    elif not isinstance(module, nn.Embedding):
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and not is_lazy(weight) and weight.ndim > 0:
-            yield weight.shape[min(1, weight.ndim - 1)]
+        return module.in_features
+    if isinstance(module, GroupedExperts):
+        return module.hidden_size
+    if is_linear(module):
+        return widths(module)[0]
+    if stacks := stacks_of(module):
+        return stacks.down.shape[1]
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight) or isinstance(module, nn.Embedding) or not weight.ndim:
+        return None
+    return weight.shape[min(1, weight.ndim - 1)]
 
 
 def _in_layer(name: str, modules: Modules) -> bool:

@@ -55,17 +55,16 @@ def stacks_of(module: nn.Module) -> Stacks | None:
 
 def _dbrx_stacks(module: nn.Module) -> Stacks | None:
     """Those of DBRX: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
-    num_experts = getattr(module, "num_experts", None)
-    home, names = getattr(module, "mlp", None), ("w1", "v1", "w2")
-    weights: list[Any] = [getattr(home, name, None) for name in names]
-    if type(num_experts) is not int or not all(
-        isinstance(w, torch.Tensor) and w.ndim == 2 and w.shape == weights[0].shape for w in weights
-    ):
+    num_experts, home = getattr(module, "num_experts", None), getattr(module, "mlp", None)
+    weights: list[Any] = [getattr(home, name, None) for name in ("w1", "v1", "w2")]
+    if not all(isinstance(w, torch.Tensor) and w.ndim == 2 for w in weights):
         return None
-    if num_experts < 1 or weights[0].shape[0] % num_experts:
+    if type(num_experts) is not int or num_experts < 1 or len({w.shape for w in weights}) > 1:
+        return None
+    if weights[0].shape[0] % num_experts:
         return None
     gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in weights)
-    return Stacks((gate, up), down.transpose(1, 2), tuple(f"mlp.{name}" for name in names))
+    return Stacks((gate, up), down.transpose(1, 2), ("mlp.w1", "mlp.v1", "mlp.w2"))
 
 
 def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
