@@ -33,9 +33,7 @@ class GroupedExperts(FixedDtypeModule):
     A drop-in for the experts modules of transformers 5: same names, shapes and forward.
 
     Args:
-        num_experts: E, those held here.
-        hidden_size: H, any size.
-        intermediate_size: I, any size.
+        num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
         layout: how rows lie between the GEMMs on a GPU; no result depends on it. "contiguous" packs
             them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
@@ -175,9 +173,7 @@ class GroupedExperts(FixedDtypeModule):
         Returns:
             The shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
-        Raises:
-            TypeError, ValueError: naming the argument, the rule and what came.
-            NotImplementedError: in `backward()`; training is not supported yet.
+        Raises TypeError or ValueError for other inputs, NotImplementedError in `backward()`.
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])

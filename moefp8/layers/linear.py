@@ -27,11 +27,9 @@ class FP8Linear(FixedDtypeModule):
     given in the dtype of `x`.
 
     Args:
-        in_features: K, any size.
-        out_features: N, any size.
-        bias: whether there is one.
+        in_features, out_features: K and N, any sizes.
+        bias, dtype: whether there is a bias, and its dtype: bf16, fp16 or fp32.
         device: as in `nn.Linear`; "meta" allocates nothing.
-        dtype: of the bias; bf16, fp16 or fp32. Weight and scales keep theirs.
 
     Attributes:
         weight: e4m3 [N, K].
@@ -86,13 +84,17 @@ class FP8Linear(FixedDtypeModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FP8Linear.from_linear: expected nn.Linear, got {type(linear)}")
-        bias, device = linear.bias, linear.weight.device
-        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        q = quantize_128x128(linear.weight.detach())
-        layer.to_empty(device=device)._assign(q)
+        return cls._from_weight(linear.weight, linear.bias).train(linear.training)
+
+    @classmethod
+    @torch.no_grad()
+    def _from_weight(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "FP8Linear":
+        """Quantize weight [N, K]; the bias [N] is shared."""
+        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.to_empty(device=weight.device)._assign(quantize_128x128(weight.detach()))
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return layer.train(linear.training)
+        return layer
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -122,9 +124,7 @@ class FP8Linear(FixedDtypeModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.
 
-        Raises:
-            ValueError: the last dimension of `x` is not `in_features`.
-            NotImplementedError: in `backward()`; training is not supported yet.
+        Raises ValueError for another width, NotImplementedError in `backward()`.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(

@@ -200,6 +200,7 @@ def run_without_backward(layer: str, run: Callable[..., torch.Tensor], *inputs: 
 
     Raises NotImplementedError in `backward()`, and at once as `records` does.
     """
-    if records(layer, *inputs):
+    can_record = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if can_record and records(layer, *inputs):
         return _NoBackward.apply(layer, run, *inputs)
     return run(*inputs)

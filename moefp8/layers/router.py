@@ -39,9 +39,9 @@ class TopKRouter(FixedDtypeModule):
         top_k: k, experts per token.
         scoring: "softmax" (Qwen3-MoE, Mixtral) or "sigmoid" (DeepSeek-V3, GLM, Kimi, MiniMax).
         renormalize: `norm_topk_prob`.
-        num_groups, topk_groups: `n_group` and `topk_group`; sigmoid only.
-        scaling_factor: `routed_scaling_factor`; sigmoid only.
-        correction_bias: whether there is an `e_score_correction_bias`; sigmoid only.
+        num_groups, topk_groups, scaling_factor: for "sigmoid", `n_group`, `topk_group` and
+            `routed_scaling_factor`.
+        correction_bias: for "sigmoid", whether there is an `e_score_correction_bias`.
 
     Attributes:
         weight: fp32 [E, H].
@@ -67,9 +67,8 @@ class TopKRouter(FixedDtypeModule):
         super().__init__()
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"TopKRouter: scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
-        if scoring == "softmax" and (
-            num_groups != 1 or topk_groups != 1 or scaling_factor != 1.0 or correction_bias
-        ):
+        of_sigmoid = num_groups, topk_groups, scaling_factor, correction_bias
+        if scoring == "softmax" and of_sigmoid != (1, 1, 1.0, False):
             raise ValueError(
                 "TopKRouter: num_groups, topk_groups, scaling_factor and correction_bias are for "
                 "scoring='sigmoid'"

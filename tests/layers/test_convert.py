@@ -54,13 +54,6 @@ def test_skip_adds_names_parts_and_patterns_to_the_defaults(skip, left):
     assert kept == left
 
 
-def test_a_name_in_skip_that_is_nowhere_is_an_error():
-    model = Block()
-    with pytest.raises(ValueError, match="every name in skip must be in the model, got 'lm_haed'"):
-        convert(model, skip=("gate", "lm_haed"))
-    assert type(model.proj) is nn.Linear
-
-
 def test_only_takes_exact_names():
     model = Block()
     convert(model, only=["gate"])
@@ -69,10 +62,6 @@ def test_only_takes_exact_names():
         convert(model, only=["proj", "head"])
     assert type(model.proj) is nn.Linear
     convert(model, only="gate")  # FP8 already
-
-
-def test_a_linear_itself_is_replaced():
-    assert isinstance(convert(nn.Linear(3, 3)), FP8Linear)
 
 
 def test_a_shared_module_stays_shared():

@@ -107,25 +107,6 @@ class Reader(nn.Module):
         return self.c(x.to(self.c.weight.dtype))
 
 
-def test_only_takes_names_parts_and_patterns():
-    for only in ("layers.0", ["layers.0.*"], ("layers.0.attention", "layers.0.up", "*.0.down")):
-        conversion = plan_conversion(Model("lm_head"), only=only)
-        assert conversion.swapped.keys() == {f"layers.0.{name}" for name in LAYER}
-        assert conversion.kept["lm_head"] == "not in only"
-
-
-def test_a_full_name_in_only_is_that_one_alone_whatever_the_defaults_say():
-    model = nn.ModuleDict({"lm_head": nn.Linear(H, H), "mtp": Model("lm_head")})
-    assert plan_conversion(model, only="lm_head").swapped.keys() == {"lm_head"}
-    model = Model("lm_head")
-    assert plan_conversion(model, only="*").swapped.keys() == IN_LAYERS, "but for what stays"
-
-
-def test_skip_holds_beside_only():
-    conversion = plan_conversion(Model(), skip="up", only="layers.1")
-    assert conversion.swapped.keys() == {f"layers.1.{name}" for name in LAYER - {"up"}}
-
-
 def test_filter_fn_decides_in_place_of_the_defaults():
     seen = []
 
@@ -137,12 +118,37 @@ def test_filter_fn_decides_in_place_of_the_defaults():
     assert (nn.Linear, "layers.1.down") in seen
 
 
-def test_overrides_come_first():
-    overrides = {"layers.0": False, "head": True, "*.down": True}
-    swapped = plan_conversion(Model("head"), skip="up", overrides=overrides).swapped
-    assert swapped.keys() == {
-        *("head", "layers.1.down", "layers.1.attention.qkv", "layers.1.attention.output")
-    }
+def of_layer(number: int, *without: str) -> set[str]:
+    return {f"layers.{number}.{name}" for name in LAYER - {*without}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "swapped"),
+    [
+        ({"only": "layers.0"}, of_layer(0)),
+        ({"only": ["layers.0.*"]}, of_layer(0)),
+        ({"only": ("layers.0.attention", "layers.0.up", "*.0.down")}, of_layer(0)),
+        ({"only": "*"}, IN_LAYERS),  # but for what stays
+        ({"only": "head"}, {"head"}),  # a full name, whatever the defaults say
+        ({"only": "layers.1", "skip": "up"}, of_layer(1, "up")),
+        ({"skip": None}, IN_LAYERS),
+        (
+            {"skip": "up", "overrides": {"layers.0": False, "head": True, "*.down": True}},
+            {"head", *of_layer(1, "up")},
+        ),
+    ],
+)
+def test_arguments_choose(arguments, swapped):
+    conversion = plan_conversion(Model("head"), **arguments)
+    assert conversion.swapped.keys() == swapped
+    assert conversion.kept.keys() == {"head", *IN_LAYERS} - swapped
+    if arguments.get("only") == "layers.0":
+        assert {*conversion.kept.values()} == {"not in only"}
+
+
+def test_a_full_name_in_only_is_that_one_alone():
+    model = nn.ModuleDict({"lm_head": nn.Linear(H, H), "mtp": Model("lm_head")})
+    assert plan_conversion(model, only="lm_head").swapped.keys() == {"lm_head"}
 
 
 def test_overrides_set_up_experts():
@@ -155,9 +161,10 @@ def test_overrides_set_up_experts():
 
 @pytest.mark.parametrize("argument", ["skip", "only", "overrides"])
 def test_patterns_that_are_nowhere_are_errors(argument):
-    patterns = {"layer.0": False} if argument == "overrides" else "layer.0"
-    with pytest.raises(ValueError, match=f"every name in {argument} must be .*layer.0"):
-        convert(Model(), **{argument: patterns})
+    model, patterns = Model(), {"up": True, "layer.0": False}
+    with pytest.raises(ValueError, match=f"every name in {argument} must be in .*got 'layer.0'"):
+        convert(model, **{argument: patterns if argument == "overrides" else [*patterns]})
+    assert type(model.layers[0].up) is nn.Linear
 
 
 def test_it_is_logged_and_returned(caplog):
@@ -360,10 +367,6 @@ def test_arguments_of_another_kind_are_refused(arguments, needle):
 def test_what_is_no_plain_module_is_refused(model):
     with pytest.raises(TypeError, match=r"model must be an nn\.Module that is not scripted"):
         convert(model)
-
-
-def test_no_skip_is_none():
-    assert plan_conversion(Model(), skip=None) == plan_conversion(Model())
 
 
 def test_weights_that_are_not_finite_are_told():

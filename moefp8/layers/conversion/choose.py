@@ -1,7 +1,6 @@
 """Which modules `convert` will swap, by its arguments and then by defaults; checked beforehand."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +121,7 @@ def _check_overrides(overrides: Mapping[Any, Any]) -> None:
 
 def _check_settings(overrides: Overrides, experts: Collection[str]) -> None:
     for part, setting in overrides.items():
-        if isinstance(setting, Mapping) and not any(matches(name, part) for name in experts):
+        if isinstance(setting, Mapping) and not _names_one_of(part, experts):
             raise ValueError(
                 f"convert: overrides of {part!r} are settings of experts, but no experts of that "
                 "name become FP8"
@@ -136,20 +135,23 @@ def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | Non
 def _check_patterns(
     argument: str, patterns: Iterable[str], modules: Collection[str], swappable: Collection[str]
 ) -> None:
-    def unmatched(names: Collection[str], known: Collection[str] = ()) -> list[str]:
-        parts = (part for part in patterns if part not in known)
-        return list(islice((x for x in parts if not any(matches(y, x) for y in names)), 5))
-
-    if wrong := unmatched(modules, () if argument == "overrides" else (*DEFAULT_SKIP, *HEADS)):
+    known = () if argument == "overrides" else (*DEFAULT_SKIP, *HEADS)
+    if wrong := [x for x in patterns if x not in known and not _names_one_of(x, modules)]:
         raise ValueError(
             f"convert: every name in {argument} must be in the model, got "
-            f"{', '.join(map(repr, wrong))}"
+            f"{', '.join(map(repr, wrong[:5]))}"
         )
-    if argument == "only" and (wrong := unmatched(swappable)):
+    if argument != "only":
+        return
+    if wrong := [x for x in patterns if not _names_one_of(x, swappable)]:
         raise ValueError(
             "convert: every name in only must be an nn.Linear or an experts module of the model, "
-            f"or have some below it, got {', '.join(wrong)}"
+            f"or have some below it, got {', '.join(wrong[:5])}"
         )
+
+
+def _names_one_of(part: str, names: Iterable[str]) -> bool:
+    return any(matches(name, part) for name in names)
 
 
 def kind_of(module: nn.Module) -> str:

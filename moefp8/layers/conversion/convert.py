@@ -14,6 +14,7 @@ from ..module import FixedDtypeModule
 from ..saving import adopt
 from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
 from .conversion import Conversion
+from .selection import is_conv1d
 from .stacks import stacks_of
 
 _LOGGER = logging.getLogger("moefp8")
@@ -134,22 +135,12 @@ def _swap(
     if stacks is not None:
         made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
     else:
-        made, names = FP8Linear.from_linear(_as_linear(module)), ("weight",)
+        weight, names = module.get_parameter("weight"), ("weight",)
+        rows = weight.t().contiguous() if is_conv1d(module) else weight
+        made = FP8Linear._from_weight(rows, module._parameters.get("bias"))
     weights = (id(module.get_parameter(name)) for name in names)
     first = twins.setdefault((kind_of(module), *weights), made)
     for name in (*made.fp8_names, *made.fp32_names):
         made._parameters[name] = first._parameters[name]
     made.is_converted = True
     return made.train(module.training)
-
-
-def _as_linear(module: nn.Module) -> nn.Linear:
-    """`module`, or the linear that a `Conv1D` stands for."""
-    if isinstance(module, nn.Linear):
-        return module
-    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
-    in_features, out_features = weight.shape
-    linear = nn.Linear(in_features, out_features, device="meta")
-    linear.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)
-    linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

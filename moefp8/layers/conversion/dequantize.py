@@ -23,10 +23,9 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
     peak is the larger model and one module. What was tied stays tied, what `shard` cut stays one
     rank's part, and a model on the meta device stays there.
 
-    `convert` then makes the same codes again from weights that it had quantized itself, with scales
-    that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a bit). Where codes do not reach
-    448 in each block, as with scales that are powers of two, it makes others, since it chooses its
-    own scales.
+    From weights that it had quantized itself, `convert` then makes the same codes again, with
+    scales that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a bit). It makes others
+    where codes do not reach 448 in each block, as with scales that are powers of two.
 
     Args:
         model: changed in place. A model of transformers also loses its `quantization_config`; if
