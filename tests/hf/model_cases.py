@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from small_checkpoint import COMMON
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -15,6 +16,14 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import LoadReport, fp8_modules
 from tests import naive
 
+SIZES = {
+    **COMMON,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
 RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 MTP = "model.layers.3."  # of the small DeepSeek-V3, which has three layers
 BLOCKS = {

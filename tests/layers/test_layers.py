@@ -126,7 +126,6 @@ def test_moe_is_the_sum_of_its_parts():
     gate = (x.float() @ moe.shared_expert_gate.weight.float().T).sigmoid()
     expected = reference_model(moe.experts)(x, *moe.gate(x)).float() + gate * shared.float()
     assert_matches_reference(moe(x), expected.detach(), 5e-2)
-    assert torch.equal(moe(x.view(2, 5, H)), moe(x).view(2, 5, H))
 
 
 def test_router_is_fp32():
