@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -11,11 +10,17 @@ from ..layers.conversion.selection import can_swap
 
 @contextmanager
 def unhooked(model: nn.Module) -> Iterator[None]:
-    """Take hooks off linears and experts, and give them to whatever has taken their places.
+    """Take hooks off linears, experts and what lies within, and give them to their successors.
 
     Hooks of offloaded modules stay, since they bring the weights; `convert` refuses such modules.
     """
-    hooks = dict(_hooks(model))
+    hooks = {
+        name: child._hf_hook
+        for home, module in model.named_modules()
+        if can_swap(module) and not any(x.is_meta for x in module.parameters())
+        for name, child in module.named_modules(prefix=home)
+        if hasattr(child, "_hf_hook")
+    }
     if hooks:
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
@@ -28,13 +33,3 @@ def unhooked(model: nn.Module) -> Iterator[None]:
         for name, hook in hooks.items():
             if name in now:  # a module within experts of DBRX is gone
                 add_hook_to_module(now[name], hook)
-
-
-def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, hook) of linears, experts and the modules within them."""
-    for home, module in model.named_modules():
-        if can_swap(module) and not any(x.is_meta for x in module.parameters()):
-            for name, child in module.named_modules(prefix=home):
-                hook = vars(child).get("_hf_hook")
-                if hook is not None:
-                    yield name, hook

@@ -30,8 +30,7 @@ from ..checkpoint.load.load import check_scales
 from ..checkpoint.model.slots import Inventory
 from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
-from ..layers import Conversion, FP8Linear, GroupedExperts, plan_conversion
-from ..layers.conversion import convert, dequantize
+from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
@@ -80,28 +79,25 @@ class FP8Quantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         _check_places(model, files)
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
-        if not self.pre_quantized:
-            if is_safetensors:
-                source = open_shards(files)
-                found = (entry for entry in source.entries.values() if entry.dtype == FP8)
-                _refuse_fp8(next(found, None))
-                _widen(source, model, _rename_of(model, self))
-            else:
-                _refuse_fp8(next(_fp8_in_pickles(files), None))
-            return
         if not is_safetensors:
-            raise CheckpointError(
-                "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
-                f"{', '.join(map(str, files)) or 'none'}"
-            )
+            if self.pre_quantized:
+                raise CheckpointError(
+                    "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
+                    f"{', '.join(map(str, files)) or 'none'}"
+                )
+            _refuse_fp8(_fp8_in_pickles(files))
+            return
         source = open_shards(files)
+        if not self.pre_quantized:
+            _refuse_fp8(entry for entry in source.entries.values() if entry.dtype == FP8)
+            _widen(source, model, _rename_of(model, self))
+            return
         if problem := block_problem(source.config):
             raise CheckpointError(f"{source.path}: {problem}")
         stored = source.config.get("quantization_config") or {}
         self.quantization_config = FP8Config.of_checkpoint(stored)
         scales = (key for key in source.entries if weight_of_scale(key) in source.entries)
-        leaves = {key.rpartition(".")[2] for key in scales}
-        self._scale_leaves = leaves & {"weight_scale", "scale"}
+        self._scale_leaves = {key.rpartition(".")[2] for key in scales} & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
         self._see(model)
         rename = _rename_of(model, self)
@@ -195,12 +191,8 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
     return True
 
 
-def _knows(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "hf_quantizer", None), FP8Quantizer)
-
-
 ADOPTERS.append(_adopt)
-KNOWERS.append(_knows)
+KNOWERS.append(lambda model: isinstance(getattr(model, "hf_quantizer", None), FP8Quantizer))
 
 
 def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModule) -> list[str]:
@@ -266,11 +258,11 @@ def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
                 yield f"{name} in {file}"
 
 
-def _refuse_fp8(found: Entry | str | None) -> None:
+def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
     """Without a config that says FP8, transformers would take codes for weights."""
-    if found is not None:
+    if (first := next(found, None)) is not None:
         raise CheckpointError(
-            f"{found}: FP8, but the model's config has no quantization_config, so its scales would "
+            f"{first}: FP8, but the model's config has no quantization_config, so its scales would "
             f"be left out; write {FP8_QUANTIZATION} into config.json, or use moefp8.load_checkpoint"
         )
 

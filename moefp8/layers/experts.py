@@ -72,15 +72,12 @@ class GroupedExperts(FixedDtypeModule):
         self.intermediate_size = intermediate_size
         self.swiglu_limit = swiglu_limit
         self.layout: ExpertLayout = layout
-        h_blocks, i_blocks = num_blocks(hidden_size), num_blocks(intermediate_size)
-
-        def stack(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
-            return frozen_parameter((num_experts, rows, columns), dtype, device)
-
-        self.gate_up_proj = stack(2 * intermediate_size, hidden_size, E4M3)
-        self.gate_up_proj_scale_inv = stack(2 * i_blocks, h_blocks, torch.float32)
-        self.down_proj = stack(hidden_size, intermediate_size, E4M3)
-        self.down_proj_scale_inv = stack(h_blocks, i_blocks, torch.float32)
+        e, h, i = num_experts, hidden_size, intermediate_size
+        h_blocks, i_blocks = num_blocks(h), num_blocks(i)
+        self.gate_up_proj = frozen_parameter((e, 2 * i, h), device, E4M3)
+        self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
+        self.down_proj = frozen_parameter((e, h, i), device, E4M3)
+        self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -121,12 +118,12 @@ class GroupedExperts(FixedDtypeModule):
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
         check_tensor(op, "down_proj", down_proj, FLOATS, 3)
-        num_experts, hidden_size, intermediate_size = down_proj.shape
-        shape = [num_experts, 2 * intermediate_size, hidden_size]
-        check_shape(op, "gate_up_proj", gate_up_proj, shape, "[E, 2I, H] for down_proj [E, H, I]")
+        e, h, i = down_proj.shape
+        rule = "[E, 2I, H] for down_proj [E, H, I]"
+        check_shape(op, "gate_up_proj", gate_up_proj, [e, 2 * i, h], rule)
         experts = cls(*down_proj.shape, swiglu_limit=swiglu_limit, layout=layout, device="meta")
         experts.to_empty(device=gate_up_proj.device)
-        for expert in range(0 if gate_up_proj.is_meta else num_experts):
+        for expert in range(0 if gate_up_proj.is_meta else e):
             experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
         return experts
 

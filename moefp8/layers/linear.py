@@ -54,10 +54,10 @@ class FP8Linear(FixedDtypeModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = frozen_parameter((out_features, in_features), E4M3, device)
+        self.weight = frozen_parameter((out_features, in_features), device, E4M3)
         scale_shape = num_blocks(out_features), num_blocks(in_features)
-        self.weight_scale_inv = frozen_parameter(scale_shape, torch.float32, device)
-        self.bias = frozen_parameter((out_features,), dtype, device) if bias else None
+        self.weight_scale_inv = frozen_parameter(scale_shape, device)
+        self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()

@@ -92,15 +92,10 @@ class FixedDtypeModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: FP8 data as (bytes, requires_grad), since FP8 storages do not unpickle."""
-        state = dict(self.__dict__)
-        parameters = dict(self._parameters)
-        state["_parameters"] = parameters
-        state["_fp8_bytes"] = {}
-        for name in self.fp8_names:
-            data = self.get_parameter(name)
-            state["_fp8_bytes"][name] = data.detach().view(torch.uint8), data.requires_grad
-            parameters[name] = None
-        return state
+        data = {name: self.get_parameter(name) for name in self.fp8_names}
+        codes = {name: (x.detach().view(torch.uint8), x.requires_grad) for name, x in data.items()}
+        parameters = {**self._parameters, **dict.fromkeys(codes)}
+        return {**self.__dict__, "_parameters": parameters, "_fp8_bytes": codes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fp8_bytes = state.pop("_fp8_bytes")
@@ -130,7 +125,9 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: dtype must be bfloat16 or float16 or float32, got {dtype}")
 
 
-def frozen_parameter(shape: Sequence[int], dtype: torch.dtype, device: Any) -> nn.Parameter:
+def frozen_parameter(
+    shape: Sequence[int], device: Any, dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
     """An uninitialised parameter that asks for no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 

@@ -72,16 +72,14 @@ class MoE(nn.Module):
     Args:
         hidden_size: H.
         intermediate_size: I of a routed expert (`moe_intermediate_size`).
-        num_experts: E (`n_routed_experts`).
-        top_k: k (`num_experts_per_tok`).
+        num_experts, top_k: E (`n_routed_experts`) and k (`num_experts_per_tok`).
         shared_intermediate_size: I of all shared experts together (`n_shared_experts * I`), or 0.
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
         swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
         router: further arguments of `TopKRouter`, such as scoring.
 
     Attributes:
-        gate: `TopKRouter`.
-        experts: `GroupedExperts`.
+        gate, experts: `TopKRouter` and `GroupedExperts`.
         shared_experts: `gate_proj`, `up_proj`, `down_proj` as `FP8Linear`; or None.
         shared_expert_gate: `nn.Linear` to one number, or None.
     """

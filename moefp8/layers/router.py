@@ -98,9 +98,9 @@ class TopKRouter(FixedDtypeModule):
         """
         check_tensor("TopKRouter", "hidden_states", hidden_states, FLOATS, 2)
         if hidden_states.shape[1] != self.hidden_size:
+            came = list(hidden_states.shape)
             raise ValueError(
-                f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got "
-                f"{list(hidden_states.shape)}"
+                f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got {came}"
             )
         check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
         with without_autocast(hidden_states.device):

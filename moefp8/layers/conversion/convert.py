@@ -35,14 +35,13 @@ def convert(
 
     Weights are quantized one module at a time, so the peak is the model and one module. A model
     on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
-    transformers' `Conv1D`, experts stacked as `gate_up_proj` [E, 2I, H], gate rows first, and
-    `down_proj` [E, H, I], as transformers 5 has them, and DBRX's. An experts module is first run on
-    a few random tokens: it must compute SwiGLU, or its clamped variant, and nothing else.
+    transformers' `Conv1D`, DBRX's experts, and experts stacked as `gate_up_proj` [E, 2I, H], gate
+    rows first, and `down_proj` [E, H, I]. They are first run on a few random tokens: experts must
+    compute SwiGLU, or its clamped variant, and nothing else.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
-    and linears whose weights are read by others (`moefp8.layers.conversion.selection`). What was
-    swapped, what stays, and why, is logged ("moefp8", INFO). A warning tells if nothing was
-    swapped, or if experts of another make stay.
+    and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result
+    is logged ("moefp8", INFO); it is a warning if nothing is swapped, or if other experts stay.
 
     Args:
         model: changed in place.

@@ -110,8 +110,7 @@ def _forget_quantization(model: nn.Module) -> None:
     """
     for module in model.modules():
         release(module)
-        quantizer = module.__dict__.get("hf_quantizer")
-        if quantizer is not None:
+        if (quantizer := module.__dict__.get("hf_quantizer")) is not None:
             quantizer.remove_quantization_config(module)
         config: Any = module.__dict__.get("config")
         is_saved = callable(getattr(module, "save_pretrained", None))

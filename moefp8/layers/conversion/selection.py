@@ -173,14 +173,11 @@ def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
         around = neighbours.get(_parent(home), []) if home else []
         beside = neighbours.get(home, []) if is_list else [*_below(outputs, home), *around]
         for name in beside:
-            inner = name.removeprefix(_parent(home) if name in around else home)
-            if outputs[name] in (num_experts, num_experts + 1) and not _is_other(inner):
+            inner = name.removeprefix(_parent(home) if name in around else home).lower()
+            # In experts or in attention, such a width may be chance.
+            is_other = any(word in inner for word in ("expert", "attn", "attention"))
+            if outputs[name] in (num_experts, num_experts + 1) and not is_other:
                 yield name, f"a router: {outputs[name]} outputs for {num_experts} experts"
-
-
-def _is_other(name: str) -> bool:
-    """Whether it lies in experts or in attention, where such a width may be chance."""
-    return any(word in name.lower() for word in ("expert", "attn", "attention"))
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
