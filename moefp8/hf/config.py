@@ -35,9 +35,8 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
             expert_dtype: transformers' other keywords, which must have their defaults.
 
-    Raises:
-        TypeError: an unknown keyword, or a value that is no name of modules.
-        ValueError: a value of transformers' keywords that moefp8 cannot honour.
+    Raises TypeError for what is no keyword or no name of modules, ValueError for a value of
+    transformers' keywords that moefp8 cannot honour.
     """
 
     def __init__(
@@ -57,9 +56,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     ) -> None:
         super().__init__()
         _check("activation_scheme", activation_scheme, "dynamic")
-        is_list = isinstance(weight_block_size, Sequence)
-        block = tuple(weight_block_size) if is_list else weight_block_size
-        _check("weight_block_size", block, (128, 128))
+        _check("weight_block_size", weight_block_size, (128, 128))
         _check("dequantize", dequantize, False, "; use moefp8.dequantize(model) once it is loaded")
         _check("modules_to_convert", modules_to_convert, None, "; embeddings stay in 16 bits")
         _check("scale_fmt", scale_fmt, "float", "; scales are never rounded")
@@ -121,7 +118,7 @@ FP8Config = FineGrainedFP8Config
 
 
 def _check(name: str, value: Any, wanted: Any, way_out: str = "") -> None:
-    if value != wanted:
+    if (tuple(value) if isinstance(value, list) else value) != wanted:
         raise ValueError(f"FP8Config: {name} must be {wanted!r}, got {value!r}{way_out}")
 
 

@@ -59,22 +59,18 @@ FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
 class _Cache:
     """FP8 experts, and the parameters that they were made of, as they were then.
 
-    It holds the parameters themselves, since a new one may lie where an old one was. A copy of the
+    It holds the parameters themselves, so that no new one has the id of an old one. A copy of the
     module makes its own.
     """
 
     def __init__(self, module: nn.Module, experts: _Experts) -> None:
         self.experts, self.is_stale = experts, False
-        self.made_of = dict(module.named_parameters(recurse=False))
-        self.states = _states_of(self.made_of)
+        self.made_of = list(module.parameters(recurse=False))
+        self.states = _states_of(module)
         _CACHES.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
-        now = dict(module.named_parameters(recurse=False))
-        is_same = now.keys() == self.made_of.keys() and all(
-            x is now[name] for name, x in self.made_of.items()
-        )
-        return is_same and not self.is_stale and _states_of(now) == self.states
+        return not self.is_stale and _states_of(module) == self.states
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -88,17 +84,17 @@ def _see_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
     if stepped := {id(x) for params in fused for x in params if x.grad is not None}:
         for cache in tuple(_CACHES):
-            cache.is_stale |= any(id(x) in stepped for x in cache.made_of.values())
+            cache.is_stale |= any(id(x) in stepped for x in cache.made_of)
 
 
 register_optimizer_step_post_hook(_see_step)
 
 
-def _states_of(parameters: dict[str, nn.Parameter]) -> list[Any]:
+def _states_of(module: nn.Module) -> list[Any]:
     """These change when a value does, unless it was made in inference mode, or `x.data` is set."""
     return [
-        (None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
-        for x in parameters.values()
+        (id(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
+        for x in module.parameters(recurse=False)
     ]
 
 
@@ -203,8 +199,7 @@ def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Exper
     def experts(*inputs: torch.Tensor) -> torch.Tensor:
         # Autograd sees the module's parameters, so that none of them trains in vain.
         inputs = *inputs, *module.parameters()
-        y: torch.Tensor = run_without_backward(type(module).__name__, run, *inputs)
-        return y
+        return run_without_backward(type(module).__name__, run, *inputs)
 
     return experts
 

@@ -51,6 +51,9 @@ class FP8Quantizer(HfQuantizer):
     conversion: what became FP8, and what stayed, in a checkpoint that was not FP8.
     """
 
+    is_trainable = False
+    is_compileable = True
+
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         is_ours = isinstance(quantization_config, FP8Config)  # it may be transformers' own
@@ -61,14 +64,6 @@ class FP8Quantizer(HfQuantizer):
         self._loaded: list[str] | None = None  # names of FP8 weights that an FP8 checkpoint gave
         self._recorded: list[Any] | None = None  # conversions of the keys of that checkpoint
         self.conversion = Conversion()
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
     def is_serializable(self) -> bool:
         return True

@@ -67,12 +67,10 @@ class GroupedExperts(FixedDtypeModule):
             raise ValueError(
                 f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
             )
-        self.num_experts = num_experts
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        e, h, i = num_experts, hidden_size, intermediate_size
+        self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit
         self.layout: ExpertLayout = layout
-        e, h, i = num_experts, hidden_size, intermediate_size
         h_blocks, i_blocks = num_blocks(h), num_blocks(i)
         self.gate_up_proj = frozen_parameter((e, 2 * i, h), device, E4M3)
         self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
@@ -174,8 +172,7 @@ class GroupedExperts(FixedDtypeModule):
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y: torch.Tensor = self.forward(rows, top_k_index, top_k_weights)
-            return y.view(hidden_states.shape)
+            return self.forward(rows, top_k_index, top_k_weights).view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
         inputs = *tokens, *map(self._look_up, WEIGHTS), self.swiglu_limit, self.layout == "masked"
         y = run_without_backward("GroupedExperts", experts, *inputs)

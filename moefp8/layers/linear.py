@@ -35,9 +35,8 @@ class FP8Linear(FixedDtypeModule):
         weight: e4m3 [N, K].
         weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize.
         bias: [N] or None.
-        rows_before, columns_before: how many rows and columns of zeros `shard` put in front, so
-            that blocks begin where they did. Weight is [rows_before + N, columns_before + K] then,
-            and bias [rows_before + N].
+        rows_before, columns_before: how many rows and columns of zeros `shard` put in front of
+            weight (and bias), so that blocks begin where they did.
     """
 
     fp8_names = ("weight",)

@@ -60,8 +60,7 @@ class SharedExperts(nn.Module):
 
 def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Call `linear`; an `nn.Linear`, which `dequantize` leaves, takes the dtype of its weight."""
-    y: torch.Tensor = linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
-    return y
+    return linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
 
 
 class MoE(nn.Module):
@@ -131,8 +130,7 @@ class MoE(nn.Module):
         return (y + shared).view(hidden_states.shape)
 
     def _routed(self, tokens: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.experts(tokens, *self.gate(tokens))
-        return y
+        return self.experts(tokens, *self.gate(tokens))
 
     def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.shared_experts is not None

@@ -74,8 +74,7 @@ def parts_of(module: nn.Module) -> Mapping[str, Parts]:
 
     A parameter that is noted and None lies on other ranks.
     """
-    parts: Mapping[str, Parts] = module.__dict__.get(_ATTRIBUTE, {})
-    return parts
+    return module.__dict__.get(_ATTRIBUTE, {})
 
 
 def note_parts(module: nn.Module, parts: Mapping[str, Parts]) -> None:

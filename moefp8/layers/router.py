@@ -34,9 +34,7 @@ class TopKRouter(FixedDtypeModule):
     The choice does not depend on `torch.set_float32_matmul_precision` and similar switches.
 
     Args:
-        hidden_size: H.
-        num_experts: E.
-        top_k: k, experts per token.
+        hidden_size, num_experts, top_k: H, E, and k experts per token.
         scoring: "softmax" (Qwen3-MoE, Mixtral) or "sigmoid" (DeepSeek-V3, GLM, Kimi, MiniMax).
         renormalize: `norm_topk_prob`.
         num_groups, topk_groups, scaling_factor: for "sigmoid", `n_group`, `topk_group` and

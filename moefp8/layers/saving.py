@@ -15,9 +15,8 @@ from torch import nn
 
 from .conversion.conversion import Conversion
 
-Adopter = Callable[[nn.Module, Conversion], bool]  # whether it took the model over
-ADOPTERS: list[Adopter] = []
-KNOWERS: list[Callable[[nn.Module], bool]] = []  # whether what saves the model knows of its codes
+ADOPTERS: list[Callable[[nn.Module, Conversion], bool]] = []  # whether they took the model over
+KNOWERS: list[Callable[[nn.Module], bool]] = []  # whether they save this model
 
 
 def adopt(model: Any, conversion: Conversion) -> None:

@@ -36,7 +36,7 @@ def convert(
     Weights are quantized one module at a time, so the peak is the model and one module. A model
     on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
     transformers' `Conv1D`, DBRX's experts, and experts stacked as `gate_up_proj` [E, 2I, H], gate
-    rows first, and `down_proj` [E, H, I]. They are first run on a few random tokens: experts must
+    rows first, and `down_proj` [E, H, I]. Experts are first run on a few random tokens: they must
     compute SwiGLU, or its clamped variant, and nothing else.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,

@@ -31,15 +31,11 @@ class PlainExperts(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        e, h, i = num_experts, hidden_size, intermediate_size
+        self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit
-        gate_up, down = (
-            torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        )
-        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()

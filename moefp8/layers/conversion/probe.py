@@ -15,7 +15,7 @@ from torch import nn
 
 from ...functional.experts import swiglu
 from .stacks import Stacks, stated_limits
-from .trial import attributes_of, draw, is_small, random_weights, told
+from .trial import attributes_of, is_small, random_weights, told
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
@@ -106,12 +106,12 @@ def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Acti
 def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
     off = 100 * _worst_row(came, stacks, routing, swiglu)
     is_swapped = _fits(came, stacks, routing, lambda gate, up: swiglu(up, gate))
-    told = "; its up rows come before its gate rows" if is_swapped else ""
+    order = "; its up rows come before its gate rows" if is_swapped else ""
     return (
         "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
         f"summed, for any number of tokens and choices: on {len(came)} random tokens of "
         f"{routing.chosen.shape[1]} choices, rows of its forward are up to "
-        f"{max(off, 1):.0f} % off{told}"
+        f"{max(off, 1):.0f} % off{order}"
     )
 
 
@@ -168,7 +168,8 @@ def _routing(
 ) -> Routing:
     """The experts in turn, top_k of them for a token, or all if there are fewer."""
     top_k = min(top_k, len(stacks.down))
-    x = draw((num_tokens, stacks.down.shape[1]), random)
+    shape = num_tokens, stacks.down.shape[1]
+    x = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
     x *= _in_turn(sizes, (num_tokens, 1), torch.float32)
     chosen = _in_turn(experts, (num_tokens, top_k), torch.int64)
     scores = _in_turn(_SCORES, (num_tokens, top_k), torch.float32)

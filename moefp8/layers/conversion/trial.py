@@ -1,7 +1,7 @@
 """Try an experts module with random weights, and put it back as it was."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,10 +65,6 @@ def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
     return x.is_meta or (y is not None and torch.equal(x, y))
 
 
-def draw(shape: Sequence[int], random: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
-
-
 def is_small(weight: torch.Tensor) -> bool:
     return weight.numel() <= _SMALL
 
@@ -79,7 +75,8 @@ def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tens
     is_large = not is_small(parameter)
     if is_large and not parameter.is_meta and _is_of_use(parameter[:_SAMPLE]):
         return parameter
-    values = draw([1, *shape[1:]] if is_large else shape, random)
+    drawn = [1, *shape[1:]] if is_large else shape
+    values = torch.randn(drawn, generator=random, dtype=torch.float32, device="cpu")
     values /= math.sqrt(shape[-1])
     if not parameter.is_meta:
         values = values.to(parameter.device, parameter.dtype)
