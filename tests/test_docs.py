@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_checkpoint import write_small_checkpoint
 
 from tests.gpu import on_gpu
-from tests.hf.test_hf import BLOCKS as OF_COMPRESSED_TENSORS
+from tests.hf.model_cases import BLOCKS as OF_COMPRESSED_TENSORS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"

@@ -20,25 +20,23 @@ _STORED = "stored"
 class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     """`from_pretrained(path, quantization_config=FP8Config())`: load into moefp8's modules.
 
-    Of an FP8 checkpoint, linears and experts whose weights have 128x128 block scales become
-    `FP8Linear` and `GroupedExperts`; the presence of scales tells, not lists in its config.json.
-    Of any other, what `moefp8.convert` swaps is quantized once it is loaded. `save_pretrained`
-    writes the checkpoint's own `quantization_config` back, or one that lists what stayed.
+    In an FP8 checkpoint, all linears and experts whose weights have 128x128 block scales become
+    `FP8Linear` and `GroupedExperts`, whatever its config.json lists. In any other, what
+    `moefp8.convert` swaps is quantized once it is loaded. `save_pretrained` writes the checkpoint's
+    own `quantization_config` back, or one that lists what stayed.
 
-    The class has the name of transformers' own, since transformers asks for a config of the name
-    that config.json stands for, and takes from it what `get_loading_attributes` gives.
+    The class has the name of transformers' own, which transformers looks for where config.json says
+    `fp8`, and from which it takes what `get_loading_attributes` returns.
 
     Args:
-        skip, only, filter_fn, overrides: for checkpoints that are not FP8 yet, as in `convert`; a
-            UserWarning says so where one is. None is the same as ().
+        skip, only, filter_fn, overrides: as in `convert`, for checkpoints that are not FP8 yet; a
+            UserWarning tells if it is. None is the same as ().
         modules_to_not_convert: transformers' name for skip; both may be given.
         activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
-            expert_dtype: transformers' other keywords, which must be what moefp8 does: "dynamic",
-            (128, 128), False, None, "float" and "fp8".
+            expert_dtype: transformers' other keywords, which must have their defaults.
 
-    Raises:
-        TypeError: a keyword that nobody knows; names that are none.
-        ValueError: a value of transformers' keywords that moefp8 does not do.
+    Raises TypeError for what is no keyword or no name of modules, ValueError for a value of
+    transformers' keywords that moefp8 cannot honour.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     ) -> None:
         super().__init__()
         _check("activation_scheme", activation_scheme, "dynamic")
-        _check("weight_block_size", _tuple_if_list(weight_block_size), (128, 128))
+        _check("weight_block_size", weight_block_size, (128, 128))
         _check("dequantize", dequantize, False, "; use moefp8.dequantize(model) once it is loaded")
         _check("modules_to_convert", modules_to_convert, None, "; embeddings stay in 16 bits")
         _check("scale_fmt", scale_fmt, "float", "; scales are never rounded")
@@ -68,12 +66,12 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         self.skip = tuple(x for given in skips.items() for x in patterns_of("FP8Config", *given))
         self.only = None if only is None else patterns_of("FP8Config", "only", only)
         self.filter_fn, self.overrides = filter_fn, overrides
-        self.stored: dict[str, Any] = {}  # the checkpoint's own
-        self.kept: list[str] | None = None  # what is not FP8, unless it is as stored
+        self.stored: dict[str, Any] = {}  # the checkpoint's own quantization_config
+        self.kept: list[str] | None = None  # what config.json lists as not FP8; None: as stored
 
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
-        """stored: the `quantization_config` of its config.json."""
+        """For a checkpoint whose config.json has the `quantization_config` stored."""
         config = cls()
         config.stored = copy.deepcopy(stored)
         return config
@@ -82,18 +80,14 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """What transformers calls on a config that names moefp8; see `pretrained_config`."""
+        """transformers calls this on a config that names moefp8; see `pretrained_config`."""
         stored = config_dict.get(_STORED)
         config = cls.of_checkpoint(stored if isinstance(stored, dict) else {})
         return (config, kwargs) if return_unused_kwargs else config
 
-    def keep(self, names: list[str] | None) -> None:
-        """names: of linears and experts that are not FP8, for config.json; None: as stored."""
-        self.kept = names
-
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What a merge with the checkpoint's own config takes over: who does it."""
-        if given := ", ".join(name for name, _ in self._given()):
+        """What transformers writes into the config of a checkpoint that is FP8 already."""
+        if given := ", ".join(name for name, value in self.arguments.items() if value):
             warnings.warn(
                 f"FP8Config: {given} must be for a checkpoint in 16 bits and changes nothing: "
                 "this one is FP8 already and is loaded as it is; moefp8.dequantize(model.part) "
@@ -104,41 +98,36 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
-        if self.stored:
-            name = "ignore" if "config_groups" in self.stored else "modules_to_not_convert"
-            kept = {} if self.kept is None else {name: list(self.kept)}
-            return {"quant_method": "fp8", **copy.deepcopy(self.stored), **kept}
-        kept = {"modules_to_not_convert": list(self.kept)} if self.kept else {}
-        return {**copy.deepcopy(FP8_QUANTIZATION), **kept}
+        config = {"quant_method": "fp8", **copy.deepcopy(self.stored or FP8_QUANTIZATION)}
+        if self.kept or (self.stored and self.kept is not None):
+            name = "ignore" if "config_groups" in config else "modules_to_not_convert"
+            config[name] = list(self.kept)
+        return config
 
-    def _given(self) -> list[tuple[str, Any]]:
-        """What is for checkpoints that are not FP8 yet, by name."""
-        names = ("skip", "only", "filter_fn", "overrides")
-        given = ((name, getattr(self, name)) for name in names)
-        return [(name, value) for name, value in given if value]
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `convert`."""
+        return {name: getattr(self, name) for name in ("skip", "only", "filter_fn", "overrides")}
 
     def __repr__(self) -> str:
-        return f"FP8Config({', '.join(f'{name}={value!r}' for name, value in self._given())})"
+        given = (f"{name}={value!r}" for name, value in self.arguments.items() if value)
+        return f"FP8Config({', '.join(given)})"
 
 
 FP8Config = FineGrainedFP8Config
 
 
-def _tuple_if_list(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) else value
-
-
 def _check(name: str, value: Any, wanted: Any, way_out: str = "") -> None:
-    if value != wanted:
+    if (tuple(value) if isinstance(value, list) else value) != wanted:
         raise ValueError(f"FP8Config: {name} must be {wanted!r}, got {value!r}{way_out}")
 
 
 def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
     """`AutoConfig.from_pretrained(path)`, naming moefp8: for `from_pretrained(path, config=...)`.
 
-    For checkpoints whose `quant_method` is not `fp8`, such as FP8_BLOCK of compressed-tensors,
-    with which transformers takes no config of another method. kwargs: as AutoConfig takes them.
-    Raises ValueError if the checkpoint is not quantized in FP8 blocks of 128x128.
+    Needed where `quant_method` is not `fp8`, as in FP8_BLOCK of compressed-tensors: transformers
+    does not let an `FP8Config` take such a checkpoint over. kwargs are those of AutoConfig. Raises
+    ValueError if the checkpoint is not quantized in FP8 blocks of 128x128.
     """
     config = AutoConfig.from_pretrained(path, **kwargs)
     stored = getattr(config, "quantization_config", None)

@@ -1,9 +1,10 @@
 """`experts_implementation="moefp8"`: the experts that transformers keeps, run in FP8.
 
-E experts, H hidden, I intermediate; rows are those of all experts, one after the other.
+T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,17 +16,13 @@ from transformers.integrations.moe import ExpertsInterface
 from ..kernels import E4M3, m_grouped_fp8_gemm_nt_contiguous, num_blocks
 from ..layers import GroupedExperts
 from ..layers.conversion.stacks import swiglu_limits
-from ..layers.module import no_backward, save_for_no_backward
+from ..layers.experts import WEIGHTS
+from ..layers.module import run_without_backward
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 
-_CACHE = "_moefp8_experts"
-
-
-class _Experts(Protocol):
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor: ...
+_CACHE = "_moefp8_experts"  # no submodule, so that no state dict holds it
+_Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def experts_forward(
@@ -34,83 +31,46 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The forward of any experts module of transformers, in FP8.
+    """The forward of any experts module of transformers in FP8; arguments as in `GroupedExperts`.
 
     Weights that are not FP8 are quantized at the first call, and again when they have changed;
     the module keeps its own beside them, which takes 1.5 times the memory: `FP8Config` takes 0.5.
-    Steps of `torch.optim` count as changes, fused ones too. Not noticed are changes through
-    `.data`, by fused optimizers of others, of weights that were made in inference mode, and in
-    place between calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
-    SwiGLU runs as `GroupedExperts` does; biases, other activations, no gate, norms of what an
-    expert gives run between two grouped GEMMs.
+    Changes by `torch.optim`, fused or not, are noticed. Not noticed are changes through `.data`, by
+    fused optimizers of others, of weights that were made in inference mode, and in place between
+    calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
 
-    Args:
-        hidden_states: [T, H] bf16, fp16 or fp32.
-        top_k_index: int [T, k], in [0, E]; E is an expert held elsewhere.
-        top_k_weights: [T, k] float.
-
-    Returns:
-        [T, H] in the dtype of hidden_states.
-
-    Raises:
-        NotImplementedError: in `backward()`; training is not supported yet.
+    SwiGLU runs as `GroupedExperts`. Experts with biases, another activation, no gate or a norm of
+    their output take two grouped GEMMs, and PyTorch does the rest. Weights of transformers' own FP8
+    modules are used as they are; it is a ValueError if their blocks are not 128x128, or if the
+    scales of activations are static.
     """
-    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
+    cached: _Cache | None = module.__dict__.get(_CACHE)
+    # A compiled graph cannot look at versions; it guards what is kept.
+    if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
+        cached = module.__dict__[_CACHE] = _prepare(module)
+    return cached.experts(hidden_states, top_k_index, top_k_weights)
 
 
-def fp8_experts_forward(
-    module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """`experts_forward` of transformers' own FP8 modules, whose weights are used as they are.
-
-    Raises ValueError for scales of other blocks than 128x128, and for static activation scales.
-    """
-    return _prepared(module)(hidden_states, top_k_index, top_k_weights)
-
-
+fp8_experts_forward = experts_forward
 ExpertsInterface.register("moefp8", experts_forward)
 FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
-
-
-def _prepared(module: nn.Module) -> _Experts:
-    """The module's experts in FP8, made once; not registered, so that no state dict holds them."""
-    cached = module.__dict__.get(_CACHE)
-    if torch.compiler.is_compiling():  # which cannot look at versions; it guards what is kept
-        return cached.experts if cached else _prepare(module)
-    if cached is None or not cached.is_of(module):
-        return _prepare(module)
-    experts: _Experts = cached.experts
-    return experts
 
 
 class _Cache:
     """FP8 experts, and the parameters that they were made of, as they were then.
 
-    The parameters themselves, since a new one may lie where an old one was. Those made in inference
-    mode do not tell of changes. A copy of the module makes its own.
+    It holds the parameters themselves, so that no new one has the id of an old one. A copy of the
+    module makes its own.
     """
 
     def __init__(self, module: nn.Module, experts: _Experts) -> None:
         self.experts, self.is_stale = experts, False
-        self.made_of = [(x, *_state_of(x)) for _, x in module.named_parameters(recurse=False)]
+        self.made_of = list(module.parameters(recurse=False))
+        self.states = _states_of(module)
         _CACHES.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
-        now = [x for _, x in module.named_parameters(recurse=False)]
-        return (
-            not self.is_stale
-            and len(now) == len(self.made_of)
-            and all(
-                x is then and _state_of(x) == tuple(state)
-                for x, (then, *state) in zip(now, self.made_of, strict=True)
-            )
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+        return not self.is_stale and _states_of(module) == self.states
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -120,39 +80,41 @@ _CACHES: WeakSet[_Cache] = WeakSet()
 
 
 def _see_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers change weights without a new `_version`."""
+    """Note which weights a fused optimizer changed, since it gives them no new `_version`."""
     fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
     if stepped := {id(x) for params in fused for x in params if x.grad is not None}:
         for cache in tuple(_CACHES):
-            cache.is_stale |= any(id(x) in stepped for x, *_ in cache.made_of)
+            cache.is_stale |= any(id(x) in stepped for x in cache.made_of)
 
 
 register_optimizer_step_post_hook(_see_step)
 
 
-def _state_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """Changes whenever a value does, or `x.data` becomes another."""
-    return None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype
+def _states_of(module: nn.Module) -> list[Any]:
+    """These change when a value does, unless it was made in inference mode, or `x.data` is set."""
+    return [
+        (id(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
+        for x in module.parameters(recurse=False)
+    ]
 
 
 @torch.compiler.disable(reason="weights are quantized once, outside of graphs")
 @torch.no_grad()
 @torch.inference_mode(False)  # what is kept outlives the mode in which it was made
-def _prepare(module: nn.Module) -> _Experts:
+def _prepare(module: nn.Module) -> _Cache:
     limits = swiglu_limits(module) if module.has_gate else []
     is_swiglu = limits and not module.has_bias
     if is_swiglu and not getattr(module, "has_post_expert_norm", False):
         experts: _Experts = _swiglu_experts(*_weights(module, halves=2), limits[0])
     else:
-        experts = _AnyExperts(module, *_weights(module, halves=1))
-    module.__dict__[_CACHE] = _Cache(module, experts)
-    return experts
+        experts = _any_experts(module, *_weights(module, halves=1))
+    return _Cache(module, experts)
 
 
 def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
     """The module's weights as [E, F, H] (F = 2I, gate first, or I without a gate) and [E, H, I].
 
-    halves: into how many parts F is divided before it is cut into blocks.
+    F is divided into so many `halves` before it is cut into blocks.
     """
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, second = module.get_parameter(name).detach(), module.get_parameter("down_proj").detach()
@@ -167,7 +129,7 @@ def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
 
 
 def _quantized(weights: torch.Tensor) -> BlockScaled:
-    """One expert at a time: only that one's values are made contiguous."""
+    """Quantize one expert at a time, so that only that one's values are copied."""
     each = [quantize_128x128(weight.contiguous()) for weight in weights]
     data = torch.stack([q.data.view(torch.uint8) for q in each]).view(E4M3)
     return BlockScaled(data, torch.stack([q.scale_inv for q in each]))
@@ -200,72 +162,50 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
 def _swiglu_experts(
     first: BlockScaled, second: BlockScaled, swiglu_limit: float | None
 ) -> GroupedExperts:
-    """Holds these very tensors."""
+    """`GroupedExperts` that hold these very tensors."""
     sizes = second.data.shape
     experts = GroupedExperts(*sizes, swiglu_limit=swiglu_limit, device="meta").eval()
-    tensors = (*first, *second)
-    names = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
-    for name, tensor in zip(names, tensors, strict=True):
+    for name, tensor in zip(WEIGHTS, (*first, *second), strict=True):
         experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     return experts
 
 
-class _NoBackward(torch.autograd.Function):
-    """Else gradients would pass by the experts without a word."""
-
-    @staticmethod
-    def forward(ctx: Any, experts: "_AnyExperts", *trained: torch.Tensor) -> torch.Tensor:
-        save_for_no_backward(ctx, type(experts.module).__name__, None, *trained)
-        return experts.run(*trained[:3])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return no_backward(ctx, grads[0])
-
-
-class _AnyExperts:
+def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:
     """Two grouped GEMMs, and between them whatever the module does there."""
 
-    def __init__(self, module: nn.Module, first: BlockScaled, second: BlockScaled) -> None:
-        self.module: Any = module
-        self.first, self.second = first, second
-
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        inputs = hidden_states, top_k_index, top_k_weights
-        trained = *inputs, *self.module.parameters()
-        if torch.is_grad_enabled() and any(x.requires_grad for x in trained):
-            y: torch.Tensor = _NoBackward.apply(self, *trained)
-            return y
-        return self.run(*inputs)
-
     def run(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        module = self.module
-        plan = build_plan(top_k_index, self.first.data.shape[0])
+        plan = build_plan(top_k_index, first.data.shape[0])
         expert = plan.row_to_expert.clamp(min=0)
-        rows = self._gemm(dispatch(hidden_states, plan), self.first, plan.expert_offsets)
+        rows = _gemm(dispatch(hidden_states, plan), first, plan.expert_offsets)
         if module.has_gate:
-            if not module.is_concatenated:  # as its bias and its gate have them
+            if not module.is_concatenated:  # its bias and its gate take gate and up in turns
                 rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
             rows = rows + module.gate_up_proj_bias[expert] if module.has_bias else rows
             rows = module._apply_gate(rows)
         else:
             rows = rows + module.up_proj_bias[expert] if module.has_bias else rows
             rows = module.act_fn(rows)
-        rows = self._gemm(rows, self.second, plan.expert_offsets)
+        rows = _gemm(rows, second, plan.expert_offsets)
         rows = rows + module.down_proj_bias[expert] if module.has_bias else rows
         if getattr(module, "has_post_expert_norm", False):
             rows = module.post_expert_norm(rows)
         return combine(rows, plan, top_k_weights).to(hidden_states.dtype)
 
-    def _gemm(
-        self, rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor
-    ) -> torch.Tensor:
-        shape = rows.shape[0], weight.data.shape[1]
-        result = rows.new_empty(shape, dtype=torch.bfloat16)
-        a = quantize_1x128(rows.contiguous())
-        m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
-        return result
+    def experts(*inputs: torch.Tensor) -> torch.Tensor:
+        # Autograd sees the module's parameters, so that none of them trains in vain.
+        inputs = *inputs, *module.parameters()
+        return run_without_backward(type(module).__name__, run, *inputs)
+
+    return experts
+
+
+def _gemm(rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor) -> torch.Tensor:
+    result = rows.new_empty(rows.shape[0], weight.data.shape[1], dtype=torch.bfloat16)
+    a = quantize_1x128(rows.contiguous())
+    m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
+    return result

@@ -1,4 +1,4 @@
-"""Nothing is left at random: transformers draws what it does not find in a checkpoint."""
+"""What a checkpoint must give, since transformers draws at random what it does not find there."""
 
 import re
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from ..layers.conversion.selection import asked
 def check_filled(model: Any) -> None:
     """Raise CheckpointError if weights were drawn that only a checkpoint can give.
 
-    Of a model of the class that config.json names, and of one without a head, these are all; of
-    one for another task, which has a head of its own, those of layers, embeddings and whatever else
-    lies in the model below the head. Where config.json names no class, the output embedding is
-    among them. Poolers, and what the model itself says may be missing, are drawn as ever.
+    A model of the class that config.json names, or without a head, needs all its weights. A model
+    for another task, with a head of its own, needs layers, embeddings and all that lies below the
+    head; if config.json names no class, the output embedding too. Poolers, and what the model says
+    may be missing, may be drawn.
     """
     named = getattr(model.config, "architectures", None) or ()
     is_named = type(model).__name__ in named
@@ -38,21 +38,20 @@ def check_filled(model: Any) -> None:
 
 
 def _base_of(model: Any) -> Any:
-    """The model below the head; itself if it has none; None if a head lies beside its parts.
+    """The model below the head, itself if it has no head, or None if a head lies beside its parts.
 
-    Then, and without a prefix, `base_model` is the model too: transformers calls it FooForBar.
+    In the last two cases `base_model` is the model itself: the class is FooModel or FooForBar.
     """
     base = model.base_model
     return base if base is not model or type(model).__name__.endswith("Model") else None
 
 
 def _layers_and_embeddings(model: Any, with_output: bool) -> Iterator[torch.Tensor]:
-    """Tensors of modules that are one of several of a class, and of embeddings."""
-    for ask in (model.get_input_embeddings, model.get_output_embeddings)[: 1 + with_output]:
-        embedding = asked(ask)
+    """The tensors of elements of module lists, and of embeddings."""
+    for method in ("get_input_embeddings", "get_output_embeddings")[: 1 + with_output]:
+        embedding = asked(model, method)
         if isinstance(embedding, nn.Module):
             yield from embedding.parameters()
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            for layer in module:
-                yield from layer.state_dict(keep_vars=True).values()
+        if isinstance(module, nn.ModuleList):
+            yield from module.state_dict(keep_vars=True).values()

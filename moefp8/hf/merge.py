@@ -19,23 +19,18 @@ from transformers.core_model_loading import (
 
 from ..checkpoint.files.thread_pool import run_all
 
-SCALE = "_scale_inv"  # of a weight's name and its scales'
+SCALE = "_scale_inv"  # what follows the name of a weight in the name of its scales
 _NUM_THREADS = 4
 
 
 def copying_once(conversion: Any) -> Any:
-    """The same conversion with these steps, where it merges experts; any other as it is."""
+    """`conversion`, with the steps of this file if it merges experts."""
     if not isinstance(conversion, WeightConverter):
         return conversion
-    steps: Any = tuple((type(step), getattr(step, "dim", None)) for step in conversion.operations)
-    copying: dict[Any, list[Any]] = {
-        ((MergeModulelist, 0), (Concatenate, 1)): [_HandOn(), _Fuse(dim=1)],
-        ((MergeModulelist, 0),): [_Stack()],
-    }
-    operations = copying.get(steps)
-    if operations is None:
-        return conversion
-    return _copy_of(conversion, "", operations)
+    steps = [(type(step), getattr(step, "dim", None)) for step in conversion.operations]
+    if steps == [(MergeModulelist, 0), (Concatenate, 1)]:
+        return _copy_of(conversion, "", [_HandOn(), _Fuse(dim=1)])
+    return _copy_of(conversion, "", [_Stack()]) if steps == [(MergeModulelist, 0)] else conversion
 
 
 def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
@@ -52,23 +47,17 @@ def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
     return [conversion]
 
 
-def is_target(pattern: str, name: str) -> bool:
-    """Whether a conversion's target pattern ends name."""
-    return re.search(_any_groups(pattern) + "$", name) is not None
+def is_target(pattern: str, name: str, or_above: bool = False) -> bool:
+    """Whether a conversion's target pattern, whose groups match anything, ends `name`.
 
-
-def is_in(pattern: str, name: str) -> bool:
-    """Whether it is one of name, or of a module above: some say `q_proj` of all that is in it."""
-    return re.search(_any_groups(pattern) + r"(?:\.|$)", name) is not None
-
-
-def _any_groups(pattern: str) -> str:
-    """Groups stand for anything."""
-    return re.sub(r"\\\d", ".*", pattern)
+    or_above: or the name of a module above it: some say `q_proj` for all that is below it.
+    """
+    end = r"(?:\.|$)" if or_above else "$"
+    return re.search(re.sub(r"\\\d", ".*", pattern) + end, name) is not None
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:
-    """suffix: of the keys and names that it converts."""
+    """With other operations, and `suffix` behind the keys and names that it converts."""
     sources = [source + suffix for source in conversion._original_source_patterns]
     targets = [target + suffix for target in conversion._original_target_patterns]
     if hasattr(conversion, "copy"):
@@ -80,22 +69,18 @@ def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConve
 
 
 class _Unstack(SplitModulelist):
-    """[E, rows, columns] -> E tensors [rows, columns], though a side is 1.
+    """[E, rows, columns] -> E tensors [rows, columns], even where rows or columns are 1.
 
     In 5.10 to 5.17 transformers' own drops that side, and scales lose their rows.
     """
 
-    def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: Any, **given: Any) -> Any:  # type: ignore[override]
         found: dict[str, Any] = {}
         for source, held in input_dict.items():
             stack = held[0] if isinstance(held, list) else held
-            names = self.get_target_patterns(input_dict, source, target_patterns, len(stack))
+            names = self.get_target_patterns(
+                input_dict, source, given["target_patterns"], len(stack)
+            )
             found.update(zip(names, stack.unbind(0), strict=True))
         return found
 
@@ -109,43 +94,27 @@ class _Merge(MergeModulelist):
 
 
 class _HandOn(_Merge):
-    """Nothing yet: the next step has more to do with these tensors."""
+    """This step does nothing: the next one copies."""
 
-    def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: Any, **_: Any) -> Any:  # type: ignore[override]
         return dict(input_dict)
 
 
-class _Stack(_Merge):
-    """One list of E tensors [rows, columns] -> [E, rows, columns]."""
+def _stack(step: Any, input_dict: Any, **given: Any) -> Any:
+    lists = [input_dict.pop(name) for name in given["source_patterns"] if name in input_dict]
+    return {given["target_patterns"][0]: _stacked(lists)}
 
-    def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        return {target_patterns[0]: _stacked([input_dict.pop(source_patterns[0])])}
+
+class _Stack(_Merge):
+    """A list of E tensors [rows, columns] -> [E, rows, columns]."""
+
+    convert: Any = _stack
 
 
 class _Fuse(Concatenate):
     """Lists of E tensors, gate [I, H] and up [I, H] -> [E, 2I, H]."""
 
-    def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        lists = [input_dict.pop(name) for name in source_patterns if name in input_dict]
-        return {target_patterns[0]: _stacked(lists)}
+    convert: Any = _stack
 
 
 @torch.no_grad()
@@ -156,12 +125,9 @@ def _stacked(lists: Sequence[list[torch.Tensor] | torch.Tensor]) -> torch.Tensor
         raise ValueError(f"all experts must have weights of one shape, got {shapes}")
     first, num_rows = lists[0][0], sum(tensors[0].shape[0] for tensors in lists)
     result = first.new_empty((len(lists[0]), num_rows, *first.shape[1:]))
-    moves = []
+    moves: list[tuple[torch.Tensor, torch.Tensor]] = []
     for e, tensors in enumerate(zip(*lists, strict=True)):
-        begin = 0
-        for x in tensors:
-            moves.append((result[e, begin : begin + x.shape[0]], x))
-            begin += x.shape[0]
+        moves += zip(result[e].split([len(x) for x in tensors]), tensors, strict=True)
     if result.is_cuda:
         _copy(iter(moves))  # on the stream of the caller
     else:

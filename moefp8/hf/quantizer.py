@@ -1,4 +1,4 @@
-"""What happens to a model between its construction and its use: swapped, checked, completed."""
+"""What happens to a model while it is loaded: modules are swapped, the checkpoint is checked."""
 
 import os
 from collections.abc import Iterator
@@ -30,14 +30,13 @@ from ..checkpoint.load.load import check_scales
 from ..checkpoint.model.slots import Inventory
 from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
-from ..layers import Conversion, FP8Linear, GroupedExperts, plan_conversion
-from ..layers.conversion import convert, dequantize
+from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
 from .config import METHOD, FP8Config
 from .filled import check_filled
-from .merge import SCALE, copying_once, is_in, with_scales
+from .merge import SCALE, copying_once, is_target, with_scales
 from .placement import unhooked
 
 
@@ -45,31 +44,26 @@ from .placement import unhooked
 class FP8Quantizer(HfQuantizer):
     """Swaps linears and experts for moefp8's; transformers' own loader fills them.
 
-    Checkpoints in FP8: before anything is read, their headers are held against the model. A
-    missing or extra expert, a weight without its scale, a wrong shape is a CheckpointError then;
-    whatever else the model lacks is one when all is read (`check_filled`).
+    Before an FP8 checkpoint is read, its headers are held against the model: a missing or extra
+    expert, a weight without its scale or a wrong shape is a CheckpointError. Whatever else the
+    model lacks is one when all is read (`check_filled`).
 
-    conversion: what became FP8 of a checkpoint that was not, and what stayed.
+    conversion: what became FP8, and what stayed, in a checkpoint that was not FP8.
     """
+
+    is_trainable = False
+    is_compileable = True
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        is_ours = isinstance(quantization_config, FP8Config)  # else transformers', in our name
+        is_ours = isinstance(quantization_config, FP8Config)  # it may be transformers' own
         self.quantization_config: Any = quantization_config if is_ours else FP8Config()
-        self._scale_leaves: set[str] = set()
-        self._scales: list[str] = []  # the scales of the model's parameters
-        self._known: list[Any] | None = None  # conversions from before `convert`
-        self._loaded: list[str] | None = None  # the FP8 weights that a checkpoint in FP8 gave,
-        self._recorded: list[Any] | None = None  # and the conversions of its keys
+        self._scale_leaves: set[str] = set()  # what the checkpoint calls scales, if not SCALE
+        self._scales: list[str] = []  # names of the model's scales
+        self._known: list[Any] | None = None  # conversions of keys from before `convert`
+        self._loaded: list[str] | None = None  # names of FP8 weights that an FP8 checkpoint gave
+        self._recorded: list[Any] | None = None  # conversions of the keys of that checkpoint
         self.conversion = Conversion()
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
     def is_serializable(self) -> bool:
         return True
@@ -80,28 +74,25 @@ class FP8Quantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         _check_places(model, files)
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
-        if not self.pre_quantized:
-            if is_safetensors:
-                source = open_shards(files)
-                found = (entry for entry in source.entries.values() if entry.dtype == FP8)
-                _refuse_fp8(next(found, None))
-                _widen(source, model, _rename_of(model, self))
-            else:
-                _refuse_fp8(next(_fp8_in_pickles(files), None))
-            return
         if not is_safetensors:
-            raise CheckpointError(
-                "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
-                f"{', '.join(map(str, files)) or 'none'}"
-            )
+            if self.pre_quantized:
+                raise CheckpointError(
+                    "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
+                    f"{', '.join(map(str, files)) or 'none'}"
+                )
+            _refuse_fp8(_fp8_in_pickles(files))
+            return
         source = open_shards(files)
+        if not self.pre_quantized:
+            _refuse_fp8(entry for entry in source.entries.values() if entry.dtype == FP8)
+            _widen(source, model, _rename_of(model, self))
+            return
         if problem := block_problem(source.config):
             raise CheckpointError(f"{source.path}: {problem}")
         stored = source.config.get("quantization_config") or {}
         self.quantization_config = FP8Config.of_checkpoint(stored)
         scales = (key for key in source.entries if weight_of_scale(key) in source.entries)
-        leaves = {key.rpartition(".")[2] for key in scales}
-        self._scale_leaves = leaves & {"weight_scale", "scale"}
+        self._scale_leaves = {key.rpartition(".")[2] for key in scales} & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
         self._see(model)
         rename = _rename_of(model, self)
@@ -114,7 +105,7 @@ class FP8Quantizer(HfQuantizer):
         """transformers' conversions, after renamings of scales that have names of their own.
 
         Scales are stacked as their weights are, and experts that are stored one by one are copied
-        once. model: older transformers does not say which; then the one that was seen last.
+        once. Older transformers does not pass `model`; then it is the one that was seen last.
         """
         if model is not None:
             self._see(model)
@@ -129,7 +120,7 @@ class FP8Quantizer(HfQuantizer):
         self._scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if (getattr(model, "_tp_size", None) or 1) > 1:  # where parts are plain tensors
+        if (getattr(model, "_tp_size", None) or 1) > 1:  # parts may be plain tensors
             _refuse_parallel(f"{type(model).__name__}: in {model._tp_size} parts")
         check_filled(model)
         if self.pre_quantized:
@@ -139,20 +130,13 @@ class FP8Quantizer(HfQuantizer):
             self._loaded = _weights_of(model)
             self._recorded = getattr(model, "_weight_conversions", None)
             return model
-        config = self.quantization_config
+        arguments = self.quantization_config.arguments
         with unhooked(model):
-            _, self.conversion = convert(
-                model,
-                skip=config.skip,
-                only=config.only,
-                filter_fn=config.filter_fn,
-                overrides=config.overrides,
-                return_conversion=True,
-            )
+            _, self.conversion = convert(model, **arguments, return_conversion=True)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """What `save_pretrained` calls before it writes config.json: modules may have changed."""
+        """`save_pretrained` calls this before it writes config.json: modules may have changed."""
         if _weights_of(model):
             self.prepare_to_save(model)
         else:
@@ -160,57 +144,54 @@ class FP8Quantizer(HfQuantizer):
         return super().get_state_dict_and_metadata(model)
 
     def prepare_to_save(self, model: Any) -> None:
-        """What config.json will list, and what saving reverts, as the modules are now.
+        """Decide what config.json will list, and which conversions of keys saving reverts.
 
-        Of a checkpoint in FP8 both are as it had them, while its modules are those that it gave.
-        Else the model's own conversions are from before there were scales: what renames stacks
-        leaves out their scales, and what cuts a fused weight would cut blocks, so these keep the
-        model's names.
+        Both are those of the FP8 checkpoint while the modules are those that it gave. Otherwise the
+        model's conversions are from before there were scales. Those that rename stacks would leave
+        out their scales, and those that cut a fused weight would cut blocks: these are dropped, and
+        the weights keep the model's names.
         """
         model.config.quantization_config = self.quantization_config
         names, stacks = _weights_of(model), _weights_of(model, GroupedExperts)
         if names == self._loaded:
-            self.quantization_config.keep(None)
+            self.quantization_config.kept = None
             model._weight_conversions = self._recorded
             return
         if self._known is None:
             recorded = getattr(model, "_weight_conversions", None)
             self._known = recorded or get_model_conversion_mapping(model)
-        self.quantization_config.keep(_not_fp8(model))
+        plan = plan_conversion(model, filter_fn=lambda module, name: False)
+        self.quantization_config.kept = sorted(plan.kept)
         conversions = self.update_weight_conversions(self._known, model)
         model._weight_conversions = [
             x for x in conversions if not (_renames(x, stacks) or _cuts(x, names))
         ]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """For transformers' own `model.dequantize()`."""
+        """transformers' own `model.dequantize()` calls this."""
         return dequantize(model, dtype or torch.bfloat16)
 
 
 def _adopt(module: nn.Module, conversion: Conversion) -> bool:
-    """What `convert` does with models of transformers: saved as if they had been loaded so."""
-    model: Any = module if isinstance(module, PreTrainedModel) else None
-    if model is None:
+    """Let a converted model of transformers be saved as if it had been loaded so."""
+    if not isinstance(module, PreTrainedModel):
         return False
+    model: Any = module
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, FP8Quantizer):
-        if getattr(model, "is_quantized", False):  # while it is loaded, or by another quantizer
+        if getattr(model, "is_quantized", False):  # by us, who are loading it, or by another
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
     quantizer.prepare_to_save(model)
     return True
 
 
-def _knows(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "hf_quantizer", None), FP8Quantizer)
-
-
 ADOPTERS.append(_adopt)
-KNOWERS.append(_knows)
+KNOWERS.append(lambda model: isinstance(getattr(model, "hf_quantizer", None), FP8Quantizer))
 
 
 def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModule) -> list[str]:
-    """Names of FP8 weights in modules of that kind."""
+    """The names of FP8 weights in modules of that kind."""
     return [
         f"{name}.{leaf}"
         for name, module in model.named_modules()
@@ -219,24 +200,19 @@ def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModul
     ]
 
 
-def _not_fp8(model: nn.Module) -> list[str]:
-    """Names of the linears and experts that are not FP8, of any make."""
-    return sorted(plan_conversion(model, filter_fn=lambda module, name: False).kept)
-
-
 def _cuts(conversion: Any, names: list[str]) -> bool:
-    """Whether one of these names, or its scales, is fused of keys other than experts one by one."""
+    """Whether it fuses one of these weights, or its scales, from keys other than single experts."""
     if not isinstance(conversion, WeightConverter):
         return False
     if any(isinstance(step, MergeModulelist) for step in conversion.operations):
         return False
     named = [*names, *(f"{name}{SCALE}" for name in names)]
     targets = conversion._original_target_patterns
-    return any(is_in(target, name) for target in targets for name in named)
+    return any(is_target(target, name, or_above=True) for target in targets for name in named)
 
 
 def _renames(conversion: Any, names: list[str]) -> bool:
-    """Whether saving would give one of these names another, and no more."""
+    """Whether it does no more than give one of these names another when the model is saved."""
     if not isinstance(conversion, WeightRenaming):
         return False
     reverse = conversion.reverse_transform()
@@ -252,7 +228,7 @@ def _rename_of(model: PreTrainedModel, quantizer: HfQuantizer) -> Rename:
 
 
 def _check_places(model: Any, files: list[Path]) -> None:
-    """An index may name files anywhere: those of a directory must lie in it, links followed."""
+    """Refuse files outside of the checkpoint's directory, which an index or a link may name."""
     directory = str(getattr(model.config, "_name_or_path", "") or "")
     if not os.path.isdir(directory):
         return
@@ -266,28 +242,28 @@ def _check_places(model: Any, files: list[Path]) -> None:
 
 
 def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
-    """What torch.save wrote of FP8; no data is read. Its old format, which is no zip, has none."""
+    """FP8 tensors that torch.save wrote; no data is read. Its old format, no zip, has none."""
     for file in filter(is_zipfile, files):
         try:
             stored = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-        except UnpicklingError:  # more than tensors: transformers says whether it loads such files
+        except UnpicklingError:  # it holds more than tensors, which transformers may refuse
             continue
         for name, x in stored.items():
             if isinstance(x, torch.Tensor) and x.dtype == E4M3:
                 yield f"{name} in {file}"
 
 
-def _refuse_fp8(found: Entry | str | None) -> None:
-    """Where no config says that a checkpoint is FP8, transformers takes codes for weights."""
-    if found is not None:
+def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
+    """Without a config that says FP8, transformers would take codes for weights."""
+    if (first := next(found, None)) is not None:
         raise CheckpointError(
-            f"{found}: FP8, but the model's config has no quantization_config, so its scales would "
+            f"{first}: FP8, but the model's config has no quantization_config, so its scales would "
             f"be left out; write {FP8_QUANTIZATION} into config.json, or use moefp8.load_checkpoint"
         )
 
 
 def _check(source: Source, model: nn.Module, rename: Rename) -> None:
-    """Headers against the model, and the values of scales."""
+    """Hold headers against the model, and look at the values of scales."""
     assignment = assign_fp8(source, Inventory(model), rename)
     with ExitStack() as stack:
         files = open_files(stack, [copy.entry for copy in assignment.copies], source.shards)
@@ -295,7 +271,7 @@ def _check(source: Source, model: nn.Module, rename: Rename) -> None:
 
 
 def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
-    """FP32 for the correction biases that the checkpoint holds in FP32."""
+    """Make correction biases FP32 where the checkpoint holds them in FP32."""
     inventory = Inventory(model)
     for key, entry in source.entries.items():
         slot = inventory.find(rename(key))
@@ -312,7 +288,7 @@ def _refuse_parallel(what: str) -> NoReturn:
 
 
 def _complete(name: str, module: FixedDtypeModule) -> None:
-    """Scales in FP32, no gradients; and nothing that transformers' loader left unfilled."""
+    """Make scales FP32 and parameters frozen; refuse what transformers' loader left unfilled."""
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         if is_traceable_wrapper_subclass(parameter):
             _refuse_parallel(f"{name}.{leaf}: a {type(parameter).__name__}")

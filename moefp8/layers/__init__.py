@@ -1,13 +1,10 @@
 """Modules: `FP8Linear`, `GroupedExperts`, `TopKRouter`, `MoE`; `convert` and `dequantize`."""
 
-from .conversion import (
-    DEFAULT_SKIP,
-    Conversion,
-    PlainExperts,
-    convert,
-    dequantize,
-    plan_conversion,
-)
+from .conversion.conversion import Conversion
+from .conversion.convert import convert, plan_conversion
+from .conversion.dequantize import dequantize
+from .conversion.plain import PlainExperts
+from .conversion.selection import DEFAULT_SKIP
 from .experts import GroupedExperts
 from .linear import FP8Linear
 from .moe import MoE

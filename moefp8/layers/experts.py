@@ -1,45 +1,30 @@
 """`GroupedExperts`: the routed SwiGLU experts of a MoE layer, in FP8.
 
-T tokens, k choices each, E experts, H hidden, I intermediate, R rows of the layout.
+T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from ..functional.experts import experts
-from ..kernels import num_blocks
+from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import (
     FixedDtypeModule,
+    attributes_repr,
     check_dtype,
-    fp8_parameter,
-    no_backward,
-    records,
-    save_for_no_backward,
-    scale_parameter,
+    draw_as_linear,
+    frozen_parameter,
+    run_without_backward,
 )
-from .parts import map_ids, note_parts, parts_of, parts_of_plain, without_padding
+from .parts import map_ids, note_parts, parts_of_plain, without_padding
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
-_WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
-
-
-class _ExpertsFunction(torch.autograd.Function):
-    """The forward of `GroupedExperts`; the place where a backward will live."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        save_for_no_backward(ctx, "GroupedExperts", *inputs[:-2], None, None)
-        return experts(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return no_backward(ctx, grads[0])
+WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
 
 class GroupedExperts(FixedDtypeModule):
@@ -48,13 +33,11 @@ class GroupedExperts(FixedDtypeModule):
     A drop-in for the experts modules of transformers 5: same names, shapes and forward.
 
     Args:
-        num_experts: E, those held here.
-        hidden_size: H, any size.
-        intermediate_size: I, any size.
+        num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
-        layout: of the rows between the GEMMs, on a GPU. "contiguous" packs them; "masked" gives
-            every expert T rows, E * T in all, and takes 0 to 9 % longer for up to 128 tokens and up
-            to twice as long for 1024 (H200). So "auto" is contiguous. No result depends on it.
+        layout: how rows lie between the GEMMs on a GPU; no result depends on it. "contiguous" packs
+            them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
+            and up to twice as long for 1024 (H200). So "auto" is contiguous.
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:
@@ -67,6 +50,7 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+    expert_offset: int | None = None  # the first expert of a part of E
 
     def __init__(
         self,
@@ -83,30 +67,25 @@ class GroupedExperts(FixedDtypeModule):
             raise ValueError(
                 f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
             )
-        self.num_experts = num_experts
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        e, h, i = num_experts, hidden_size, intermediate_size
+        self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit
         self.layout: ExpertLayout = layout
-        h_blocks, i_blocks = num_blocks(hidden_size), num_blocks(intermediate_size)
-        self.gate_up_proj = fp8_parameter((num_experts, 2 * intermediate_size, hidden_size), device)
-        self.gate_up_proj_scale_inv = scale_parameter((num_experts, 2 * i_blocks, h_blocks), device)
-        self.down_proj = fp8_parameter((num_experts, hidden_size, intermediate_size), device)
-        self.down_proj_scale_inv = scale_parameter((num_experts, h_blocks, i_blocks), device)
+        h_blocks, i_blocks = num_blocks(h), num_blocks(i)
+        self.gate_up_proj = frozen_parameter((e, 2 * i, h), device, E4M3)
+        self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
+        self.down_proj = frozen_parameter((e, h, i), device, E4M3)
+        self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
-        h, i = self.hidden_size, self.intermediate_size
         for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
             gate_up, down = (
-                torch.empty(shape, dtype=torch.float32, device=self.down_proj.device)
-                for shape in ((2 * i, h), (h, i))
+                draw_as_linear(torch.empty_like(x[0], dtype=torch.float32), x.shape[2])
+                for x in (self.gate_up_proj, self.down_proj)
             )
-            for weight in (gate_up, down):
-                bound = 1 / math.sqrt(max(weight.shape[1], 1))
-                weight.uniform_(-bound, bound)
             self._assign_expert(expert, gate_up, down)
 
     @torch.no_grad()
@@ -132,59 +111,46 @@ class GroupedExperts(FixedDtypeModule):
     ) -> "GroupedExperts":
         """Quantize stacked weights: gate_up_proj [E, 2I, H], gate first, and down_proj [E, H, I].
 
-        Raises:
-            TypeError: a dtype other than bf16, fp16 or fp32.
-            ValueError: shapes that do not fit one another.
+        Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
         check_tensor(op, "down_proj", down_proj, FLOATS, 3)
-        num_experts, hidden_size, intermediate_size = down_proj.shape
-        shape = [num_experts, 2 * intermediate_size, hidden_size]
-        check_shape(op, "gate_up_proj", gate_up_proj, shape, "[E, 2I, H] for down_proj [E, H, I]")
-        sizes = (num_experts, hidden_size, intermediate_size)
-        experts = cls(*sizes, swiglu_limit=swiglu_limit, layout=layout, device="meta")
+        e, h, i = down_proj.shape
+        rule = "[E, 2I, H] for down_proj [E, H, I]"
+        check_shape(op, "gate_up_proj", gate_up_proj, [e, 2 * i, h], rule)
+        experts = cls(*down_proj.shape, swiglu_limit=swiglu_limit, layout=layout, device="meta")
         experts.to_empty(device=gate_up_proj.device)
-        for expert in range(0 if gate_up_proj.is_meta else num_experts):
+        for expert in range(0 if gate_up_proj.is_meta else e):
             experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
         return experts
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]): data * scale_inv in FP32, as dtype.
-
-        One expert at a time, and without the zeros that `shard` put in front. Raises TypeError
-        unless dtype is bf16, fp16 or fp32.
-        """
+        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]), otherwise as `FP8Linear.dequantize`."""
         check_dtype("GroupedExperts.dequantize", dtype)
         gate_up, down = (
             torch.empty(x.shape, dtype=dtype, device=x.device)
             for x in (self.gate_up_proj, self.down_proj)
         )
         for expert in range(0 if down.is_meta else self.num_experts):
-            halves, scales, *of_down = (self._look_up(name)[expert] for name in _WEIGHTS)
+            halves, scales, *of_down = (self._look_up(name)[expert] for name in WEIGHTS)
             q = BlockScaled(*(x.unflatten(0, (2, len(x) // 2)) for x in (halves, scales)))
             gate_up[expert] = dequantize(q, dtype).flatten(0, 1)
             down[expert] = dequantize(BlockScaled(*of_down), dtype)
-        parts = (parts_of(self).get(name, {}) for name in ("gate_up_proj", "down_proj"))
-        first, second = (without_padding(*x) for x in zip((gate_up, down), parts, strict=True))
-        return first, second
+        gate_up = without_padding(self, "gate_up_proj", gate_up)
+        return gate_up, without_padding(self, "down_proj", down)
 
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
-        """`PlainExperts` with the dequantized weights; this module is not changed.
-
-        They have dtype and ask for gradients. One rank's part gives one rank's part.
-        """
+        """`PlainExperts` with the dequantized weights, otherwise as `FP8Linear.to_linear`."""
         gate_up_proj, down_proj = self.dequantize(dtype)
-        sizes = down_proj.shape[0], down_proj.shape[1], down_proj.shape[2]
-        experts = PlainExperts(*sizes, swiglu_limit=self.swiglu_limit, device="meta")
+        experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
         experts.gate_up_proj = nn.Parameter(gate_up_proj)
         experts.down_proj = nn.Parameter(down_proj)
         note_parts(experts, parts_of_plain(self))
-        expert_offset: Any = getattr(self, "expert_offset", None)
-        if expert_offset is not None:
-            map_ids(experts, expert_offset)
+        if self.expert_offset is not None:
+            map_ids(experts, self.expert_offset)
         return experts.train(self.training)
 
     def forward(
@@ -202,23 +168,16 @@ class GroupedExperts(FixedDtypeModule):
         Returns:
             The shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
-        Raises:
-            TypeError, ValueError: naming the argument, the rule and what came.
-            NotImplementedError: in `backward()`; training is not supported yet.
+        Raises TypeError or ValueError for other inputs, NotImplementedError in `backward()`.
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y: torch.Tensor = self.forward(rows, top_k_index, top_k_weights)
-            return y.view(hidden_states.shape)
+            return self.forward(rows, top_k_index, top_k_weights).view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
-        tensors = (*tokens, *map(self._look_up, _WEIGHTS))
-        run = _ExpertsFunction.apply if records("GroupedExperts", *tensors) else experts
-        y = run(*tensors, self.swiglu_limit, self.layout == "masked")
+        inputs = *tokens, *map(self._look_up, WEIGHTS), self.swiglu_limit, self.layout == "masked"
+        y = run_without_backward("GroupedExperts", experts, *inputs)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, swiglu_limit={self.swiglu_limit}, "
-            f"layout={self.layout!r}"
-        )
+        sizes = "num_experts", "hidden_size", "intermediate_size"
+        return attributes_repr(self, *sizes, "swiglu_limit", "layout")

@@ -1,45 +1,23 @@
 """`FP8Linear`: `nn.Linear` with FP8 weights and activations."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ..functional.linear import fp8_linear
-from ..kernels import num_blocks
+from ..kernels import E4M3, num_blocks
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import (
     FixedDtypeModule,
+    attributes_repr,
     check_dtype,
-    fp8_parameter,
-    no_backward,
-    records,
-    save_for_no_backward,
-    scale_parameter,
+    draw_as_linear,
+    frozen_parameter,
+    run_without_backward,
 )
-from .parts import note_parts, parts_of, parts_of_plain, without_padding
-
-
-class _LinearFunction(torch.autograd.Function):
-    """x [M, K] -> bf16 [M, N]; the place where a backward will live."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale_inv: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        save_for_no_backward(ctx, "FP8Linear", x, weight, weight_scale_inv, bias)
-        y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return no_backward(ctx, grads[0])
+from .parts import note_parts, parts_of_plain, without_padding
 
 
 class FP8Linear(FixedDtypeModule):
@@ -49,18 +27,16 @@ class FP8Linear(FixedDtypeModule):
     given in the dtype of `x`.
 
     Args:
-        in_features: K, any size.
-        out_features: N, any size.
-        bias: whether there is one.
+        in_features, out_features: K and N, any sizes.
+        bias, dtype: whether there is a bias, and its dtype: bf16, fp16 or fp32.
         device: as in `nn.Linear`; "meta" allocates nothing.
-        dtype: of the bias; bf16, fp16 or fp32. Weight and scales keep theirs.
 
     Attributes:
         weight: e4m3 [N, K].
         weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize.
         bias: [N] or None.
-        rows_before, columns_before: of zeros that `shard` put in front, so that blocks begin where
-            they did; then weight is [rows_before + N, columns_before + K], bias like its rows.
+        rows_before, columns_before: how many rows and columns of zeros `shard` put in front of
+            weight (and bias), so that blocks begin where they did.
     """
 
     fp8_names = ("weight",)
@@ -77,13 +53,10 @@ class FP8Linear(FixedDtypeModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = fp8_parameter((out_features, in_features), device)
-        scale_shape = (num_blocks(out_features), num_blocks(in_features))
-        self.weight_scale_inv = scale_parameter(scale_shape, device)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            empty = torch.empty(out_features, dtype=dtype, device=device)
-            self.bias = nn.Parameter(empty, requires_grad=False)
+        self.weight = frozen_parameter((out_features, in_features), device, E4M3)
+        scale_shape = num_blocks(out_features), num_blocks(in_features)
+        self.weight_scale_inv = frozen_parameter(scale_shape, device)
+        self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -91,11 +64,10 @@ class FP8Linear(FixedDtypeModule):
         """Draw weight and bias as `nn.Linear` does, and quantize the weight."""
         if self.weight.is_meta:
             return
-        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
-        self._assign(quantize_128x128(values.uniform_(-bound, bound)))
+        self._assign(quantize_128x128(draw_as_linear(values, self.in_features)))
         if self.bias is not None:
-            self.bias.uniform_(-bound, bound)
+            draw_as_linear(self.bias, self.in_features)
 
     @torch.no_grad()
     def _assign(self, q: BlockScaled) -> None:
@@ -105,42 +77,45 @@ class FP8Linear(FixedDtypeModule):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear) -> "FP8Linear":
-        """Quantize the weight of `linear`; the bias is kept as it is. `linear` is not changed.
+        """Quantize the weight of `linear`, which is not changed; the bias is shared with it.
 
-        Raises:
-            TypeError: `linear` is no `nn.Linear`, or its weight is no bf16, fp16 or fp32.
+        Raises TypeError unless it is an `nn.Linear` whose weight is bf16, fp16 or fp32.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FP8Linear.from_linear: expected nn.Linear, got {type(linear)}")
-        bias, device = linear.bias, linear.weight.device
-        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        q = quantize_128x128(linear.weight.detach())
-        layer.to_empty(device=device)._assign(q)
+        return cls._from_weight(linear.weight, linear.bias).train(linear.training)
+
+    @classmethod
+    @torch.no_grad()
+    def _from_weight(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "FP8Linear":
+        """Quantize weight [N, K]; the bias [N] is shared."""
+        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.to_empty(device=weight.device)._assign(quantize_128x128(weight.detach()))
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return layer.train(linear.training)
+        return layer
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[out_features, in_features]: `weight * weight_scale_inv` in FP32, rounded to dtype.
 
-        Without the zeros that `shard` put in front. Raises TypeError unless dtype is bf16, fp16 or
-        fp32.
+        The zeros that `shard` put in front are left out. Raises TypeError unless dtype is bf16,
+        fp16 or fp32.
         """
         check_dtype("FP8Linear.dequantize", dtype)
         q = BlockScaled(self.weight.detach(), self.weight_scale_inv.detach())
-        return without_padding(dequantize(q, dtype), parts_of(self).get("weight", {}))
+        return without_padding(self, "weight", dequantize(q, dtype))
 
     @torch.no_grad()
     def to_linear(self, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
         """An `nn.Linear` with the dequantized weight; this module is not changed.
 
-        Weight and bias have dtype and ask for gradients. One rank's part gives one rank's part.
+        Weight and bias have dtype and ask for gradients. One rank's part stays one rank's part.
         """
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(self.dequantize(dtype))
         if self.bias is not None:
-            bias = without_padding(self.bias.detach(), parts_of(self).get("bias", {}))
+            bias = without_padding(self, "bias", self.bias.detach())
             linear.bias = nn.Parameter(bias.to(dtype, copy=True))
         note_parts(linear, parts_of_plain(self))
         return linear.train(self.training)
@@ -148,9 +123,7 @@ class FP8Linear(FixedDtypeModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.
 
-        Raises:
-            ValueError: the last dimension of `x` is not `in_features`.
-            NotImplementedError: in `backward()`; training is not supported yet.
+        Raises ValueError for another width, NotImplementedError in `backward()`.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -161,10 +134,8 @@ class FP8Linear(FixedDtypeModule):
         rows = x if is_matrix else x.reshape(math.prod(x.shape[:-1]), self.in_features)
         if self.columns_before:
             rows = F.pad(rows, (self.columns_before, 0))
-        operands = (rows, *map(self._look_up, ("weight", "weight_scale_inv", "bias")))
-        # An autograd function costs the host as much as a launch does.
-        run = _LinearFunction.apply if records("FP8Linear", *operands) else fp8_linear
-        y = run(*operands)
+        weights = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
+        y = run_without_backward("FP8Linear", fp8_linear, rows, *weights)
         if self.rows_before:
             y = y[:, self.rows_before :]
         if not is_matrix:
@@ -172,7 +143,5 @@ class FP8Linear(FixedDtypeModule):
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
-        )
+        has_bias = self.bias is not None
+        return f"{attributes_repr(self, 'in_features', 'out_features')}, bias={has_bias}"

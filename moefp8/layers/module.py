@@ -1,6 +1,7 @@
 """What every FP8 module shares: FP8 data and FP32 scales that stay so, and no backward yet."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -15,10 +16,7 @@ from .saving import check_saver
 
 
 class FixedDtypeModule(nn.Module):
-    """A module some of whose tensors keep their dtype through `.to(dtype)`, `.half()` and such.
-
-    Subclasses name them: `fp8_names` are E4M3 and quantized data, `fp32_names` are FP32.
-    """
+    """A module whose `fp8_names` (E4M3 codes) and `fp32_names` keep their dtype in casts."""
 
     fp8_names: ClassVar[tuple[str, ...]] = ()
     fp32_names: ClassVar[tuple[str, ...]] = ()
@@ -38,7 +36,7 @@ class FixedDtypeModule(nn.Module):
         return getattr(self, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply `fn` (what `.to`, `.half`, `.cuda` pass) for its device, not for its dtype."""
+        """Let `fn`, as `.to` or `.half` passes it, move the fixed tensors but not cast them."""
         fixed = {id(getattr(self, name, None)) for name in self.fp8_names + self.fp32_names}
 
         def keeping_dtype(x: torch.Tensor) -> torch.Tensor:
@@ -58,9 +56,8 @@ class FixedDtypeModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Take data and scales together or not at all; upcast scales, which is exact."""
-        error_msgs: list[str] = args[-1]
-        problems = self._problems(state_dict, prefix)
-        if problems:
+        if problems := self._problems(state_dict, prefix):
+            error_msgs: list[str] = args[-1]
             error_msgs += problems
             return
         for name in self.fp32_names:
@@ -69,7 +66,7 @@ class FixedDtypeModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _problems(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """What forbids to load the fixed tensors; nothing is cast that cannot be cast exactly."""
+        """What forbids to load the fixed tensors; only exact casts are allowed."""
         names = [n for n in self.fp8_names + self.fp32_names if getattr(self, n) is not None]
         came = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         layer, problems = type(self).__name__, []
@@ -95,15 +92,10 @@ class FixedDtypeModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: FP8 data as (bytes, requires_grad), since FP8 storages do not unpickle."""
-        state = dict(self.__dict__)
-        parameters = dict(self._parameters)
-        state["_parameters"] = parameters
-        state["_fp8_bytes"] = {}
-        for name in self.fp8_names:
-            data = self.get_parameter(name)
-            state["_fp8_bytes"][name] = data.detach().view(torch.uint8), data.requires_grad
-            parameters[name] = None
-        return state
+        data = {name: self.get_parameter(name) for name in self.fp8_names}
+        codes = {name: (x.detach().view(torch.uint8), x.requires_grad) for name, x in data.items()}
+        parameters = {**self._parameters, **dict.fromkeys(codes)}
+        return {**self.__dict__, "_parameters": parameters, "_fp8_bytes": codes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fp8_bytes = state.pop("_fp8_bytes")
@@ -113,10 +105,10 @@ class FixedDtypeModule(nn.Module):
 
 
 def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
-    """Whether a call does more than the forward of its class, which a swap would lose.
+    """Whether a call does more than the forward of the module's class, which a swap would lose.
 
-    That is hooks, but for the pre-hook besides, or a forward of its own, as accelerate gives it, or
-    a `__call__`.
+    That may be hooks (the pre-hook `besides` does not count), a `forward` that was set on the
+    module, as accelerate does, or a `__call__` of its class.
     """
     forward = module.__dict__.get("forward", type(module).forward)
     return (
@@ -128,36 +120,43 @@ def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> 
 
 
 def check_dtype(op: str, dtype: torch.dtype) -> None:
-    """Of weights that are not FP8."""
+    """Raise TypeError unless dequantized weights can have `dtype`."""
     if dtype not in FLOATS:
         raise TypeError(f"{op}: dtype must be bfloat16 or float16 or float32, got {dtype}")
 
 
-def fp8_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
-    """An uninitialised e4m3 parameter that asks for no gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=E4M3, device=device), requires_grad=False)
+def frozen_parameter(
+    shape: Sequence[int], device: Any, dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
+    """An uninitialised parameter that asks for no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def scale_parameter(shape: Sequence[int], device: Any) -> nn.Parameter:
-    """An uninitialised fp32 parameter that asks for no gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device), requires_grad=False)
+def draw_as_linear(x: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Fill a weight or bias as `nn.Linear` does."""
+    bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
+    return x.uniform_(-bound, bound)
 
 
-def records(layer: str, *tensors: torch.Tensor | None) -> bool:
-    """Whether autograd records what is computed of tensors.
+def attributes_repr(module: nn.Module, *names: str) -> str:
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
-    Raises NotImplementedError where one has a tangent of forward-mode AD: ops would drop it.
+
+def records(layer: str, *inputs: Any) -> bool:
+    """Whether autograd records what is computed from `inputs`.
+
+    Raises NotImplementedError if one has a tangent of forward-mode AD: ops would drop it.
     """
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
         raise NotImplementedError(
             f"{layer}: forward-mode AD (torch.func.jvp, jacfwd) is not supported: FP8 has no "
             "derivative; detach what goes in"
         )
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
 
 
-def _has_tangent(x: torch.Tensor | None) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _raise_no_backward(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> torch.Tensor:
@@ -167,7 +166,7 @@ def _raise_no_backward(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> 
     )
 
 
-# An op, so that torch.compile can trace a backward that only fails when it runs.
+# This is an op, so that torch.compile can trace a backward that only fails when it runs.
 _no_backward = register(
     "no_backward(Tensor grad, str layer, SymInt[] shape) -> Tensor",
     cpu=_raise_no_backward,
@@ -176,15 +175,29 @@ _no_backward = register(
 )
 
 
-def save_for_no_backward(ctx: Any, layer: str, *inputs: torch.Tensor | None) -> None:
-    """In the forward of an autograd function: what `no_backward` needs to know of `inputs`."""
-    ctx.layer = layer
-    ctx.shapes = [None if x is None else x.shape for x in inputs]
+class _NoBackward(torch.autograd.Function):
+    """`run(*inputs)`, whose backward is an error as soon as it is run."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: str, run: Callable[..., torch.Tensor], *inputs: Any) -> Any:
+        ctx.layer = layer
+        ctx.shapes = [getattr(x, "shape", None) for x in (layer, run, *inputs)]
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return tuple(
+            _no_backward(grads[0], ctx.layer, shape) if needed else None
+            for needed, shape in zip(ctx.needs_input_grad, ctx.shapes, strict=True)
+        )
 
 
-def no_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The backward of an autograd function that has none: an error as soon as it is run."""
-    return tuple(
-        _no_backward(grad, ctx.layer, shape) if needed and shape is not None else None
-        for needed, shape in zip(ctx.needs_input_grad, ctx.shapes, strict=True)
-    )
+def run_without_backward(layer: str, run: Callable[..., torch.Tensor], *inputs: Any) -> Any:
+    """`run(*inputs)`, recorded only where needed: an autograd function costs as much as a launch.
+
+    Raises NotImplementedError in `backward()`, and at once as `records` does.
+    """
+    can_record = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if can_record and records(layer, *inputs):
+        return _NoBackward.apply(layer, run, *inputs)
+    return run(*inputs)

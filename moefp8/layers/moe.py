@@ -37,35 +37,30 @@ class SharedExperts(nn.Module):
 
     @property
     def is_one_op(self) -> bool:
-        """Whether the projections are just their weights; else they are called one by one."""
-        return all(_is_plain(x) for x in (self.gate_proj, self.up_proj, self.down_proj))
+        """Whether to call a projection is to multiply by its weight, and no more."""
+        return all(
+            type(x) is FP8Linear and x.bias is None and not is_wrapped(x)
+            for x in (self.gate_proj, self.up_proj, self.down_proj)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
-        With a gradient to raise for, with a bias or hooks, the projections are called one by one,
-        and what gate and up give is rounded to BF16.
+        If autograd records, so that `backward()` can raise, or if a projection has a bias or hooks,
+        the projections are called one by one, and the outputs of gate and up are rounded to BF16.
         """
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
         if records("SharedExperts", x, *self.parameters()) or not self.is_one_op:
             gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
             return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
         y = feed_forward(x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
 def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """An `nn.Linear`, which `dequantize` leaves, takes no dtype but that of its weight."""
-    y: torch.Tensor = linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
-    return y
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether to call it is to multiply by its weight, and no more."""
-    if type(module) is not FP8Linear or module.bias is not None:
-        return False
-    return not is_wrapped(module)
+    """Call `linear`; an `nn.Linear`, which `dequantize` leaves, takes the dtype of its weight."""
+    return linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
 
 
 class MoE(nn.Module):
@@ -76,18 +71,14 @@ class MoE(nn.Module):
     Args:
         hidden_size: H.
         intermediate_size: I of a routed expert (`moe_intermediate_size`).
-        num_experts: E (`n_routed_experts`).
-        top_k: k (`num_experts_per_tok`).
-        shared_intermediate_size: of the shared experts together (`n_shared_experts * I`); 0 for
-            none.
+        num_experts, top_k: E (`n_routed_experts`) and k (`num_experts_per_tok`).
+        shared_intermediate_size: I of all shared experts together (`n_shared_experts * I`), or 0.
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
         swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
-        router: the further arguments of `TopKRouter`: scoring, renormalize, num_groups,
-            topk_groups, scaling_factor, correction_bias.
+        router: further arguments of `TopKRouter`, such as scoring.
 
     Attributes:
-        gate: `TopKRouter`.
-        experts: `GroupedExperts`.
+        gate, experts: `TopKRouter` and `GroupedExperts`.
         shared_experts: `gate_proj`, `up_proj`, `down_proj` as `FP8Linear`; or None.
         shared_expert_gate: `nn.Linear` to one number, or None.
     """
@@ -108,33 +99,23 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
+        if shared_expert_gate and not shared_intermediate_size:
+            raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
+        options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "device": device}
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
-        self.experts = GroupedExperts(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            swiglu_limit=swiglu_limit,
-            layout=layout,
-            device=device,
-        )
+        sizes = num_experts, hidden_size, intermediate_size
+        self.experts = GroupedExperts(*sizes, layout=layout, **options)
         self.shared_experts: SharedExperts | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_intermediate_size:
-            self.shared_experts = SharedExperts(
-                hidden_size, shared_intermediate_size, swiglu_limit=swiglu_limit, device=device
-            )
+            self.shared_experts = SharedExperts(hidden_size, shared_intermediate_size, **options)
         if shared_expert_gate:
-            if not shared_intermediate_size:
-                raise ValueError(
-                    "MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0"
-                )
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
-        Raises:
-            TypeError, ValueError: naming the argument, the rule and what came.
+        Raises TypeError for another dtype, ValueError for another width.
         """
         check_tensor("MoE", "hidden_states", hidden_states, FLOATS)
         if hidden_states.ndim < 1 or hidden_states.shape[-1] != self.hidden_size:
@@ -144,11 +125,12 @@ class MoE(nn.Module):
             )
         tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), self.hidden_size)
         if self.shared_experts is None:
-            return self.experts(tokens, *self.gate(tokens)).view(hidden_states.shape)
-        y, shared = _side_by_side(
-            lambda: self.experts(tokens, *self.gate(tokens)), lambda: self._shared(tokens), tokens
-        )
+            return self._routed(tokens).view(hidden_states.shape)
+        y, shared = _side_by_side(self._routed, self._shared, tokens)
         return (y + shared).view(hidden_states.shape)
+
+    def _routed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.experts(tokens, *self.gate(tokens))
 
     def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.shared_experts is not None
@@ -164,29 +146,31 @@ _FEW_TOKENS = 128
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device, thread: int, current: int) -> torch.cuda.Stream:
-    """Of a thread and stream: several threads may capture, and layers run on two streams."""
+    """One for each thread and stream, since several threads or streams may be at work at once."""
     return torch.cuda.Stream(device)
 
 
 def _side_by_side(
-    first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], x: torch.Tensor
+    first: Callable[[torch.Tensor], torch.Tensor],
+    second: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both results, which depend on `x`; of few tokens in a CUDA graph, computed side by side.
+    """(first(x), second(x)); few tokens in a CUDA graph are computed by both at the same time.
 
-    Of more, the GPU gains nothing; elsewhere, the host takes longer than the GPU gains.
+    With more tokens the GPU gains nothing; without a graph the host takes longer than it gains.
     """
-    if torch.compiler.is_compiling() or not x.is_cuda:
-        return first(), second()
-    if x.shape[0] > _FEW_TOKENS or not torch.cuda.is_current_stream_capturing():
-        return first(), second()
+    is_on_gpu = x.is_cuda and not torch.compiler.is_compiling()
+    is_few = is_on_gpu and x.shape[0] <= _FEW_TOKENS
+    if not (is_few and torch.cuda.is_current_stream_capturing()):
+        return first(x), second(x)
     current = torch.cuda.current_stream(x.device)
     side = _side_stream(x.device, get_ident(), current.cuda_stream)
-    # Allocated here, since memory of the side stream is free for its next work while this stream
-    # still reads it. PyTorch hands out few streams, so a side stream may be that of another layer.
+    # The result is allocated on this stream: memory of the side stream would be free for its next
+    # work, maybe that of another layer, while this stream still reads it.
     beside = torch.empty_like(x)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        beside.copy_(second())
-    result = first()
+        beside.copy_(second(x))
+    result = first(x)
     current.wait_stream(side)
     return result, beside

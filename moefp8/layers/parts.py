@@ -24,7 +24,7 @@ Index = tuple[int | slice, ...]
 class Part:
     """[begin, end) of `total` entries along an axis; in memory, `padding` zeros come before them.
 
-    num_halves: 2 where gate and up lie one behind the other, each cut like this.
+    num_halves is 2 where gate and up, each cut like this, lie one behind the other.
     """
 
     begin: int
@@ -35,7 +35,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Of the axis here."""
+        """How long the axis is here."""
         return self.num_halves * (self.padding + self.end - self.begin)
 
     @property
@@ -57,7 +57,7 @@ class Part:
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Experts as [E, 2I, H] and [E, H, I], gate rows first; FP8 (ours) or not (transformers')."""
+    """Whether it holds experts as [E, 2I, H] and [E, H, I], gate rows first, in FP8 or not."""
     stacks = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     return (
         all(stack is not None and stack.dim() == 3 for stack in stacks)
@@ -70,17 +70,15 @@ Parts = Mapping[int, Part]  # by axis; other axes are whole
 
 
 def parts_of(module: nn.Module) -> Mapping[str, Parts]:
-    """By name of a parameter; empty for a module that is whole.
+    """The parts of its parameters by name; empty for a module that is whole.
 
-    Of a parameter that is noted and None, all is elsewhere. A plain dict: deepcopy and pickle
-    keep it.
+    A parameter that is noted and None lies on other ranks.
     """
-    parts: Mapping[str, Parts] = module.__dict__.get(_ATTRIBUTE, {})
-    return parts
+    return module.__dict__.get(_ATTRIBUTE, {})
 
 
 def note_parts(module: nn.Module, parts: Mapping[str, Parts]) -> None:
-    """Add to what is noted of `module`."""
+    """Add `parts` to the notes of `module`: a plain dict, which deepcopy and pickle keep."""
     noted = {name: dict(known) for name, known in parts_of(module).items()}
     for name, added in parts.items():
         noted.setdefault(name, {}).update(added)
@@ -88,7 +86,7 @@ def note_parts(module: nn.Module, parts: Mapping[str, Parts]) -> None:
 
 
 def parts_of_plain(module: nn.Module) -> dict[str, Parts]:
-    """Of a module with the same parameters without FP8: no scales, and no padding."""
+    """The parts of the same module without FP8, which has no scales and no padding."""
     return {
         name: {axis: replace(part, padding=0) for axis, part in parts.items()}
         for name, parts in parts_of(module).items()
@@ -96,9 +94,9 @@ def parts_of_plain(module: nn.Module) -> dict[str, Parts]:
     }
 
 
-def without_padding(tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """What of a tensor here is entries of the whole."""
-    for axis, part in parts.items():
+def without_padding(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The entries of the whole that are in `tensor`, which has the shape of module.name."""
+    for axis, part in parts_of(module).get(name, {}).items():
         halves = tensor.unflatten(axis, (part.num_halves, part.size // part.num_halves))
         own = halves.narrow(axis + 1, part.padding, part.end - part.begin)
         tensor = own.flatten(axis, axis + 1)
@@ -114,9 +112,9 @@ def whole_shape(shape: Sequence[int], parts: Parts) -> tuple[int, ...]:
 
 
 def boxes(shape: Sequence[int], parts: Parts) -> Iterator[tuple[tuple[slice, slice], ...]]:
-    """(place in the whole, place here) along every axis, of each piece that is in one piece.
+    """(place in the whole, place here) along every axis, for each piece that is contiguous in both.
 
-    shape: of the tensor here, or of the whole; axes that are not cut have the same size in both.
+    `shape` may be that of the tensor here or of the whole: only axes that are not cut count.
     """
     spans = (
         parts[axis].spans() if axis in parts else [(slice(0, n), slice(0, n))]
@@ -126,7 +124,7 @@ def boxes(shape: Sequence[int], parts: Parts) -> Iterator[tuple[tuple[slice, sli
 
 
 def paddings(parts: Parts) -> Iterator[Index]:
-    """Where a tensor must be zero."""
+    """The places here that must be zero."""
     for axis, part in parts.items():
         for _, here in part.spans():
             if part.padding:
@@ -134,19 +132,21 @@ def paddings(parts: Parts) -> Iterator[Index]:
 
 
 def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple[Index, Index]]:
-    """(place in whole[index], place here) of all that a tensor of `shape` here holds of it."""
-    whole = whole_shape(shape, parts)
+    """(place in whole[index], place here) for each piece that a tensor of `shape` here holds."""
+    wanted = [*index, *[slice(None)] * (len(shape) - len(index))]
+    bounds = [
+        x.indices(n)[:2] if isinstance(x, slice) else (x, x + 1)
+        for x, n in zip(wanted, whole_shape(shape, parts), strict=True)
+    ]
     for box in boxes(shape, parts):
         there: list[slice] = []
         here: list[int | slice] = []
-        for axis, (of_whole, of_here) in enumerate(box):
-            wanted = index[axis] if axis < len(index) else slice(None)
-            first, last = _bounds(wanted, whole[axis])
+        for x, (first, last), (of_whole, of_here) in zip(wanted, bounds, box, strict=True):
             start, stop = max(first, of_whole.start), min(last, of_whole.stop)
             if start >= stop and first < last:
                 break
             moved = of_here.start - of_whole.start
-            if isinstance(wanted, slice):
+            if isinstance(x, slice):
                 there.append(slice(start - first, stop - first))
                 here.append(slice(start + moved, stop + moved))
             else:
@@ -155,24 +155,17 @@ def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple
             yield tuple(there), tuple(here)
 
 
-def _bounds(index: int | slice, size: int) -> tuple[int, int]:
-    if isinstance(index, slice):
-        first, last, _ = index.indices(size)
-        return first, last
-    return index, index + 1
-
-
 def map_ids(module: Any, expert_offset: int) -> None:
     """Let experts that hold a part of E, from expert_offset on, take the ids of the whole model."""
     module.expert_offset = expert_offset
-    module._is_expert_parallel = True  # so that transformers expects ids of no expert
+    module._is_expert_parallel = True  # transformers then expects ids of experts elsewhere
     module.register_forward_pre_hook(to_own_ids, with_kwargs=True)
 
 
 def to_own_ids(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of the experts of the whole model -> of those here; others become E, with weight 0."""
+    """A pre-hook: ids of the whole model become ids here, or E with weight 0."""
     given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
     given |= kwargs
     index, weights = given["top_k_index"], given["top_k_weights"]

@@ -1,6 +1,5 @@
 """`TopKRouter`: a linear gate in FP32 and one of the two choice formulas."""
 
-import math
 from typing import Literal
 
 import torch
@@ -11,18 +10,18 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.common.registry import without_autocast
 from ..routing import TopK, sigmoid_group_topk, softmax_topk
 from ..routing.top_k_op import check_choice
-from .module import FixedDtypeModule
+from .module import FixedDtypeModule, attributes_repr, draw_as_linear
 
-# What configs of models and routers of others call k.
+# These are the names of k in configs of models and in other routers.
 TOP_K_NAMES = "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x: [T, H] float, weight: fp32 [E, H] -> fp32 [T, E], whatever FP32 matmuls are set to.
 
-    `torch.set_float32_matmul_precision` reaches whatever multiplies matrices in FP32; neither FP64
-    nor products element by element, which are faster for one token. On an H200, FP64 takes as long
-    as FP32 from 1024 tokens on, and 6 to 9 us more below (H = 7168, E = 256).
+    `torch.set_float32_matmul_precision` changes matrix products in FP32, but neither those in FP64
+    nor sums of products, which are faster for one token. On an H200, FP64 takes as long as FP32
+    from 1024 tokens on, and 6 to 9 us more below (H = 7168, E = 256).
     """
     if x.shape[0] == 1:
         return (weight * x.float()).sum(dim=1)[None]
@@ -32,22 +31,19 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class TopKRouter(FixedDtypeModule):
     """Score E experts for every token and choose k; weight and bias stay FP32.
 
-    Which experts are chosen does not follow `torch.set_float32_matmul_precision` or its kin.
+    The choice does not depend on `torch.set_float32_matmul_precision` and similar switches.
 
     Args:
-        hidden_size: H.
-        num_experts: E.
-        top_k: k, experts per token.
+        hidden_size, num_experts, top_k: H, E, and k experts per token.
         scoring: "softmax" (Qwen3-MoE, Mixtral) or "sigmoid" (DeepSeek-V3, GLM, Kimi, MiniMax).
         renormalize: `norm_topk_prob`.
-        num_groups, topk_groups: `n_group` and `topk_group`; sigmoid only.
-        scaling_factor: `routed_scaling_factor`; sigmoid only.
-        correction_bias: hold an `e_score_correction_bias`; sigmoid only.
+        num_groups, topk_groups, scaling_factor: for "sigmoid", `n_group`, `topk_group` and
+            `routed_scaling_factor`.
+        correction_bias: for "sigmoid", whether there is an `e_score_correction_bias`.
 
     Attributes:
         weight: fp32 [E, H].
-        e_score_correction_bias: fp32 [E] buffer, or None. It steers the choice and not the
-            weights.
+        e_score_correction_bias: fp32 [E] buffer, or None; it counts in the choice alone.
     """
 
     fp32_names = ("weight", "e_score_correction_bias")
@@ -69,9 +65,8 @@ class TopKRouter(FixedDtypeModule):
         super().__init__()
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"TopKRouter: scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
-        if scoring == "softmax" and (
-            num_groups != 1 or topk_groups != 1 or scaling_factor != 1.0 or correction_bias
-        ):
+        of_sigmoid = num_groups, topk_groups, scaling_factor, correction_bias
+        if scoring == "softmax" and of_sigmoid != (1, 1, 1.0, False):
             raise ValueError(
                 "TopKRouter: num_groups, topk_groups, scaling_factor and correction_bias are for "
                 "scoring='sigmoid'"
@@ -90,22 +85,20 @@ class TopKRouter(FixedDtypeModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.hidden_size)
-        self.weight.uniform_(-bound, bound)
+        draw_as_linear(self.weight, self.hidden_size)
         if self.e_score_correction_bias is not None:
             self.e_score_correction_bias.zero_()
 
     def forward(self, hidden_states: torch.Tensor) -> TopK:
         """hidden_states: [T, H], any float dtype -> (top_k_index int64, top_k_weights fp32) [T, k].
 
-        Raises:
-            ValueError: `hidden_states` is not [T, hidden_size].
+        Raises ValueError for another shape.
         """
         check_tensor("TopKRouter", "hidden_states", hidden_states, FLOATS, 2)
         if hidden_states.shape[1] != self.hidden_size:
+            came = list(hidden_states.shape)
             raise ValueError(
-                f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got "
-                f"{list(hidden_states.shape)}"
+                f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got {came}"
             )
         check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
         with without_autocast(hidden_states.device):
@@ -123,7 +116,4 @@ class TopKRouter(FixedDtypeModule):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, "
-            f"top_k={self.top_k}, scoring={self.scoring!r}"
-        )
+        return attributes_repr(self, "hidden_size", "num_experts", "top_k", "scoring")

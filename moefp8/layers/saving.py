@@ -1,26 +1,26 @@
-"""What saves a converted model of a library that knows no FP8 modules, such as transformers.
+"""How a converted model of a library that knows no FP8 modules, such as transformers, is saved.
 
-Its `save_pretrained` would write codes without a word in config.json that they are codes. A plug-in
-takes the model over (`moefp8.hf` does for transformers); without one, saving is refused. So it is
-where a part of a model was converted, or swapped by hand, and the whole is saved.
+Its `save_pretrained` would write codes, and a config.json that does not say so. A plug-in takes the
+model over (`moefp8.hf` does for transformers). Saving is refused without a plug-in, and where a
+part of the model was converted or swapped by hand.
 """
 
 import sys
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 from torch import nn
 
 from .conversion.conversion import Conversion
 
-Adopter = Callable[[nn.Module, Conversion], bool]  # whether it took the model over
-ADOPTERS: list[Adopter] = []
-KNOWERS: list[Callable[[nn.Module], bool]] = []  # whether what saves the model knows of its codes
+ADOPTERS: list[Callable[[nn.Module, Conversion], bool]] = []  # whether they took the model over
+KNOWERS: list[Callable[[nn.Module], bool]] = []  # whether they save this model
 
 
 def adopt(model: Any, conversion: Conversion) -> None:
-    """Hand a model that was converted, be it by hand before, to whoever saves it."""
+    """Hand a model with FP8 modules to a plug-in that can save it, or let it refuse to be saved."""
     if not callable(getattr(model, "save_pretrained", None)):
         return
     if not any(getattr(module, "fp8_names", ()) for module in model.modules()):
@@ -32,23 +32,19 @@ def adopt(model: Any, conversion: Conversion) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Let a model save itself again: it is in other hands, or holds no FP8 any more."""
+    """Undo the refusal of `adopt`."""
     model.__dict__.pop("save_pretrained", None)
 
 
 def check_saver(is_converted: bool) -> None:
-    """For an FP8 module whose state is asked for: raise ValueError if that is for the
-    `save_pretrained` of a model that does not know of it. PEFT's writes adapters alone.
+    """Raise ValueError if an FP8 module's state is taken by a `save_pretrained` unaware of FP8.
 
-    is_converted: whether `convert` made the module. Any other may be of a model that makes FP8
-    modules itself, which is no class of transformers.
+    PEFT's is allowed, since it writes adapters alone. So is a model that makes its FP8 modules
+    itself: it is no class of transformers, and `convert` did not make them (is_converted).
     """
-    frame = sys._getframe()
-    while frame.f_code.co_name != "save_pretrained":
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-    model = frame.f_locals.get("self")
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    savers = (x.f_locals.get("self") for x in frames if x.f_code.co_name == "save_pretrained")
+    model = next(savers, None)
     if not isinstance(model, nn.Module) or any(knows(model) for knows in KNOWERS):
         return
     if not (is_converted or type(model).__module__.startswith("transformers.")):

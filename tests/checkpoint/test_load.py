@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moefp8.checkpoint import fp8_modules, load_checkpoint, read_config
-from moefp8.layers import FP8Linear
-from moefp8.layers.conversion import convert
+from moefp8.layers import FP8Linear, convert
 from tests.checkpoint.cases import (
     CONFIG,
     H,

@@ -23,8 +23,7 @@ from moefp8.checkpoint import (
     read_config,
     save_checkpoint,
 )
-from moefp8.layers import FP8Linear
-from moefp8.layers.conversion import convert
+from moefp8.layers import FP8Linear, convert
 from tests.checkpoint.cases import (
     CONFIG,
     H,

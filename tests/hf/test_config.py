@@ -1,6 +1,7 @@
 """`FP8Config`: transformers' keywords with their meaning, and what is written to config.json."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +13,22 @@ from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
     GraniteMoeConfig,
-    PretrainedConfig,
     Qwen2MoeConfig,
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import moefp8
-from moefp8 import FP8Linear, GroupedExperts, convert
+from moefp8 import GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
+from tests.checkpoint.cases import assert_same_tensors
 from tests.checkpoint.quantize_cases import quantization_of
-from tests.hf.model_cases import RELEASE, prompt, states_differ, tensors_of
+from tests.checkpoint.transformers_cases import assert_equal, fp8_of, saved
+from tests.hf.model_cases import RELEASE, SIZES, change_config, fp8_names, plain, prompt, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 ROOT = Path(__file__).parent.parent
-SIZES = {
-    **{"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
-}
 CONFIGS = {
     "qwen3_moe": lambda: small_config("qwen3_moe"),
     "deepseek_v3": lambda: small_config("deepseek_v3"),
@@ -39,49 +37,27 @@ CONFIGS = {
     ),
 }
 if RELEASE >= (5, 17):  # before, its experts were a class of their own; convert says so
-    CONFIGS["granitemoe"] = lambda: GraniteMoeConfig(**SIZES, num_local_experts=4)
+    CONFIGS["granitemoe"] = lambda: GraniteMoeConfig(
+        **SIZES, intermediate_size=384, num_local_experts=4
+    )
 
 
-def saved(config: PretrainedConfig, path) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen") / "bf16"
-    saved(small_config("qwen3_moe"), path)
-    return path
-
-
-def load(path, *args, **kwargs) -> torch.nn.Module:
-    config = FP8Config(*args, **kwargs)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
-
-
-def fp8_names(model) -> set[str]:
-    kinds = FP8Linear | GroupedExperts
-    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def test_skip_and_modules_to_not_convert_add_to_the_defaults(qwen):
-    everything = fp8_names(load(qwen))
+def test_skip_and_modules_to_not_convert_add_to_the_defaults(bf16):
+    everything = fp8_names(fp8_of(bf16))
     assert "lm_head" not in everything
-    for model in (load(qwen, "q_proj"), load(qwen, modules_to_not_convert=["q_proj"])):
+    for model in (fp8_of(bf16, skip="q_proj"), fp8_of(bf16, modules_to_not_convert=["q_proj"])):
         assert fp8_names(model) == {name for name in everything if "q_proj" not in name}
-    model = load(qwen, skip="experts", modules_to_not_convert=["k_proj"])
+    model = fp8_of(bf16, skip="experts", modules_to_not_convert=["k_proj"])
     assert not any("k_proj" in name or "experts" in name for name in fp8_names(model))
 
 
-def test_the_arguments_of_convert(qwen):
-    assert fp8_names(load(qwen, only="layers.0")) == {
-        name for name in fp8_names(load(qwen)) if "layers.0." in name
+def test_the_arguments_of_convert(bf16):
+    assert fp8_names(fp8_of(bf16, only="layers.0")) == {
+        name for name in fp8_names(fp8_of(bf16)) if "layers.0." in name
     }
-    by_filter = load(qwen, filter_fn=lambda module, name: name.endswith("o_proj"))
+    by_filter = fp8_of(bf16, filter_fn=lambda module, name: name.endswith("o_proj"))
     assert {name.rpartition(".")[2] for name in fp8_names(by_filter)} == {"o_proj"}
-    model = load(qwen, overrides={"*.experts": {"layout": "masked"}})
+    model = fp8_of(bf16, overrides={"*.experts": {"layout": "masked"}})
     layouts = {m.layout for m in model.modules() if isinstance(m, GroupedExperts)}
     assert layouts == {"masked"}
     assert "lm_head" in model.hf_quantizer.conversion.kept
@@ -114,11 +90,6 @@ def test_what_is_transformers_default_is_taken():
     FP8Config(**{name: getattr(theirs, name) for name in names.split() if hasattr(theirs, name)})
 
 
-def test_none_is_no_pattern():
-    assert FP8Config(skip=None).skip == ()
-    assert FP8Config(skip=None, modules_to_not_convert="a").skip == ("a",)
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -130,11 +101,10 @@ def test_none_is_no_pattern():
     ],
     ids=lambda given: str(*given),
 )
-def test_what_a_checkpoint_in_fp8_decides_itself_is_told(given, qwen, tmp_path):
-    load(qwen).save_pretrained(tmp_path / "fp8")
+def test_what_a_checkpoint_in_fp8_decides_itself_is_told(given, bf16, fp8):
     with pytest.warns(UserWarning, match=r"is FP8 already.*moefp8\.dequantize\(model\.part\)"):
-        model = load(tmp_path / "fp8", **given)
-    assert states_differ(model, load(qwen)) == []
+        model = fp8_of(fp8, **given)
+    assert_equal(model, fp8_of(bf16))
 
 
 def test_unknown_keywords_are_refused():
@@ -143,7 +113,8 @@ def test_unknown_keywords_are_refused():
 
 
 def test_it_shows_what_it_was_given():
-    assert repr(FP8Config()) == "FP8Config()"
+    assert repr(FP8Config()) == repr(FP8Config(skip=None)) == "FP8Config()"
+    assert repr(FP8Config(None, modules_to_not_convert="a")) == "FP8Config(skip=('a',))"
     assert repr(FP8Config("q_proj", only=["a"])) == "FP8Config(skip=('q_proj',), only=('a',))"
 
 
@@ -151,18 +122,19 @@ def test_it_shows_what_it_was_given():
 @torch.inference_mode()
 def test_what_is_saved_says_what_stayed_and_loads_everywhere(family, tmp_path):
     original = saved(CONFIGS[family](), tmp_path / "bf16")
-    model = load(tmp_path / "bf16")
+    model = fp8_of(tmp_path / "bf16")
     model.save_pretrained(tmp_path / "fp8")
     kept = quantization_of(tmp_path / "fp8")["modules_to_not_convert"]
+    ours = fp8_names(model)
     for name, module in model.named_modules():
-        if isinstance(module, FP8Linear | GroupedExperts):
+        if name in ours:
             assert should_convert_module(name, kept), name
         elif type(module) is torch.nn.Linear:
             assert not should_convert_module(name, kept), name
     assert not [a for a in inspect_checkpoint(tmp_path / "fp8").anomalies if a.severity == "error"]
-    assert states_differ(load(tmp_path / "fp8"), model) == []
+    assert_equal(fp8_of(tmp_path / "fp8"), model)
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "files", progress=False)
-    assert states_differ(load(tmp_path / "files"), model) == []
+    assert_equal(fp8_of(tmp_path / "files"), model)
     assert tensors_of(tmp_path / "files").keys() == tensors_of(tmp_path / "fp8").keys()
     if family == "qwen2_moe":  # whole blocks and no stacks: transformers can dequantize it
         dequantize = FineGrainedFP8Config(dequantize=True)
@@ -174,31 +146,24 @@ def test_what_is_saved_says_what_stayed_and_loads_everywhere(family, tmp_path):
         assert (got - wanted).norm() / wanted.norm() < 0.15
 
 
-def with_config(qwen, tmp_path, **quantization):
-    """An FP8 directory whose config.json says more of its quantization."""
-    load(qwen).save_pretrained(tmp_path / "fp8")
-    path = tmp_path / "fp8" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= quantization
-    path.write_text(json.dumps(config))
-    return tmp_path / "fp8"
+@pytest.fixture
+def own_fp8(fp8, tmp_path):
+    """A copy of `fp8` that a test may change."""
+    return shutil.copytree(fp8, tmp_path / "fp8")
 
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        *({"skip": 5}, {"stored_method": "x"}, {"stored": 7}, {"only": [1]}, {"filter_fn": "x"}),
-        {"kept": {}},
-    ],
+    [{"skip": 5}, {"only": [1]}, {"filter_fn": "x"}, {"stored": 7}, {"kept": {}}],
     ids=str,
 )
-def test_keys_of_a_config_are_no_arguments(qwen, tmp_path, extra):
+def test_keys_of_a_config_are_no_arguments(bf16, own_fp8, extra):
     """They come from a file that anybody wrote; what they do not change is given back."""
-    path = with_config(qwen, tmp_path, **extra)
-    model = load(path)
-    assert states_differ(model, load(qwen)) == []
-    model.save_pretrained(tmp_path / "copy")
-    assert quantization_of(tmp_path / "copy") == quantization_of(path)
+    change_config(own_fp8, quantization_config=quantization_of(own_fp8) | extra)
+    model = fp8_of(own_fp8)
+    assert_equal(model, fp8_of(bf16))
+    model.save_pretrained(own_fp8 / "copy")
+    assert quantization_of(own_fp8 / "copy") == quantization_of(own_fp8)
 
 
 def test_a_config_s_own_words_are_cut_and_escaped(tmp_path):
@@ -214,48 +179,37 @@ def test_a_config_s_own_words_are_cut_and_escaped(tmp_path):
     assert message.isprintable()
 
 
-@pytest.mark.parametrize("place", ["../other.safetensors", "absolute"])
-def test_an_index_leads_to_no_other_directory(qwen, tmp_path, place):
-    load(qwen).save_pretrained(tmp_path / "fp8")
-    file = tmp_path / "fp8" / "model.safetensors"
-    other = tmp_path / "other.safetensors"
-    keys = tensors_of(tmp_path / "fp8")
-    file.rename(other)
-    name = str(other) if place == "absolute" else place
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, name)}
-    (tmp_path / "fp8" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"other\.safetensors: must lie in .*/fp8"):
-        load(tmp_path / "fp8")
-
-
-@pytest.mark.parametrize("place", ["model.safetensors", "sub/x.safetensors"])
-def test_no_link_leads_to_another_directory(qwen, tmp_path, place):
-    load(qwen).save_pretrained(tmp_path / "fp8")
-    (tmp_path / "other").mkdir()
-    file, other = tmp_path / "fp8" / "model.safetensors", tmp_path / "other" / "x.safetensors"
-    keys = tensors_of(tmp_path / "fp8")
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("../other/x.safetensors", r"x\.safetensors: must lie in .*/fp8"),
+        ("absolute", r"x\.safetensors: must lie in .*/fp8"),
+        ("model.safetensors", r"model\.safetensors: a link out of the checkpoint, to .*/other/x\."),
+        ("sub/x.safetensors", r"sub/x\.safetensors: a link out of the checkpoint, to .*/other/x\."),
+    ],
+)
+def test_neither_an_index_nor_a_link_leads_to_another_directory(own_fp8, place, rule):
+    file, other = own_fp8 / "model.safetensors", own_fp8.parent / "other" / "x.safetensors"
+    keys = tensors_of(own_fp8)
+    other.parent.mkdir()
     file.rename(other)
     if place == file.name:
         file.symlink_to(other)
     else:
-        (tmp_path / "fp8" / "sub").symlink_to(other.parent)
-        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, place)}
-        (tmp_path / "fp8" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=f"{place}: a link out of the checkpoint, to {other}"):
-        load(tmp_path / "fp8")
+        (own_fp8 / "sub").symlink_to(other.parent)
+        name = str(other) if place == "absolute" else place
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, name)}
+        (own_fp8 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rule):
+        fp8_of(own_fp8)
 
 
-def test_a_converted_model_is_saved_as_a_loaded_one(qwen, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
-    convert(model)
+def test_a_converted_model_is_saved_as_a_loaded_one(bf16, fp8, tmp_path):
+    model = convert(plain(bf16))
     model.save_pretrained(tmp_path / "converted")
-    load(qwen).save_pretrained(tmp_path / "loaded")
-    assert quantization_of(tmp_path / "converted") == quantization_of(tmp_path / "loaded")
-    converted, loaded = tensors_of(tmp_path / "converted"), tensors_of(tmp_path / "loaded")
-    assert converted.keys() == loaded.keys()
-    for key, tensor in loaded.items():
-        assert torch.equal(converted[key].view(torch.uint8), tensor.view(torch.uint8)), key
-    assert states_differ(load(tmp_path / "converted"), model) == []
+    assert quantization_of(tmp_path / "converted") == quantization_of(fp8)
+    assert_same_tensors(tensors_of(tmp_path / "converted"), tensors_of(fp8))
+    assert_equal(fp8_of(tmp_path / "converted"), model)
 
 
 UNPLUGGED = """
@@ -271,33 +225,32 @@ except ValueError as error:
 """
 
 
-def test_without_the_plug_in_saving_is_refused(qwen, tmp_path):
-    command = [sys.executable, "-c", UNPLUGGED, qwen, tmp_path / "converted"]
+def test_without_the_plug_in_saving_is_refused(bf16, tmp_path):
+    command = [sys.executable, "-c", UNPLUGGED, bf16, tmp_path / "converted"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "import moefp8.hf before moefp8.convert(model)" in done.stdout
     assert not (tmp_path / "converted").exists()
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers.0", "model.layers.1.mlp.experts"])
-def test_a_model_of_which_a_part_was_converted_is_not_saved_as_weights(qwen, tmp_path, part):
-    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
-    parent, _, name = part.rpartition(".")
-    setattr(model.get_submodule(parent), name, convert(model.get_submodule(part)))
+def test_a_model_of_which_a_part_was_converted_is_not_saved_as_weights(bf16, tmp_path, part):
+    model = plain(bf16)
+    model.set_submodule(part, convert(model.get_submodule(part)))
     with pytest.raises(ValueError, match="convert the model as a whole"):
         model.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.safetensors"))
     assert model.state_dict().keys()  # anybody else may ask
     moefp8.dequantize(model)
     model.save_pretrained(tmp_path / "plain")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    plain(tmp_path / "plain")
 
 
-def test_converted_twice(qwen, tmp_path):
+def test_converted_twice(bf16, tmp_path):
     """What the second call swaps is saved too, and is no longer listed as kept."""
-    model = load(qwen, skip="q_proj")
+    model = fp8_of(bf16, skip="q_proj")
     convert(model, only="*.q_proj")
     model.save_pretrained(tmp_path / "copy")
-    assert states_differ(load(tmp_path / "copy"), load(qwen)) == []
+    assert_equal(fp8_of(tmp_path / "copy"), fp8_of(bf16))
     kept = quantization_of(tmp_path / "copy")["modules_to_not_convert"]
     assert not any("q_proj" in name for name in kept)
 

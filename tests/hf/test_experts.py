@@ -12,31 +12,20 @@ from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, Pr
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
-import moefp8.hf
 from moefp8 import GroupedExperts
+from moefp8.hf import fp8_experts_forward
 from moefp8.quant import quantize_128x128
 from moefp8.testing import assert_matches_reference, reference_model, row_errors
-from tests.hf.model_cases import prompt
+from tests import naive
+from tests.hf.model_cases import SIZES, prompt
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
 T, H, I, E = 33, 256, 192, 5
 
 
 def other_config(family: str) -> PretrainedConfig:
     """Biases, interleaved and transposed weights and a gate of its own; or no gate at all."""
     if family == "gpt_oss":
-        return GptOssConfig(
-            **SIZES, intermediate_size=192, num_hidden_layers=1, num_local_experts=4
-        )
+        return GptOssConfig(**SIZES, intermediate_size=192, num_local_experts=4)
     return NemotronHConfig(
         **SIZES,
         layers_block_type=["moe", "attention"],
@@ -62,6 +51,11 @@ def run(experts: nn.Module, implementation: str, *inputs: torch.Tensor) -> torch
         return experts(*inputs)
 
 
+def kept_of(experts: nn.Module) -> nn.Module:
+    """What was made of them at the first call."""
+    return experts.__dict__["_moefp8_experts"].experts
+
+
 def inputs_for(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(T, 256).bfloat16()
     top_k_index = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(T)])
@@ -80,9 +74,8 @@ def test_every_kind_of_experts(family):
     assert_matches_reference(ours, expected, 0.12)
     assert {*experts.state_dict()} == before
     if family in FAMILIES:
-        quantized = experts.__dict__["_moefp8_experts"].experts
-        assert type(quantized) is GroupedExperts
-        assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)
+        assert type(kept_of(experts)) is GroupedExperts
+        assert_matches_reference(ours, reference_model(kept_of(experts))(*inputs), 0.02)
 
 
 class Plain(nn.Module):
@@ -139,22 +132,45 @@ def test_an_interleaved_swiglu_runs_fast():
     experts.down_proj.data = plain.down_proj.data
     inputs = inputs_for(plain)
     assert torch.equal(run(experts, "moefp8", *inputs), run(plain, "moefp8", *inputs))
-    assert type(experts.__dict__["_moefp8_experts"].experts) is GroupedExperts
+    assert type(kept_of(experts)) is GroupedExperts
 
 
-def test_changed_weights_are_quantized_again():
+def multiply(experts: nn.Module) -> None:
+    experts.down_proj.mul_(2)
+
+
+def load(experts: nn.Module) -> None:
+    state = experts.state_dict()
+    experts.load_state_dict(state | {"down_proj": 2 * state["down_proj"]})
+
+
+def put_another_in_its_place(experts: nn.Module) -> None:
+    """The allocator gives a freed block to the next parameter of its size, at the same address."""
+    address = experts.down_proj.data_ptr()
+    changed = experts.down_proj * 2
+    values = torch.frombuffer(bytearray(changed.nbytes), dtype=changed.dtype)
+    del experts.down_proj, values
+    experts.down_proj = nn.Parameter(changed, requires_grad=False)
+    for _ in range(50):  # until it lies there
+        if experts.down_proj.data_ptr() == address:
+            break
+        experts.down_proj = nn.Parameter(experts.down_proj.clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize("of_copy", [False, True])
+@pytest.mark.parametrize("double", [multiply, load, put_another_in_its_place])
+def test_changed_weights_are_quantized_again(double, of_copy):
     experts = decorated()
     inputs = inputs_for(experts)
     first = run(experts, "moefp8", *inputs)
-    kept = experts.__dict__["_moefp8_experts"].experts
+    kept = kept_of(experts)
+    changed = copy.deepcopy(experts) if of_copy else experts
     assert torch.equal(run(experts, "moefp8", *inputs), first)
-    assert experts.__dict__["_moefp8_experts"].experts is kept
+    assert kept_of(experts) is kept
     with torch.no_grad():
-        experts.down_proj.mul_(2)
-    assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
-    experts.load_state_dict(decorated().state_dict())
-    changed = run(experts, "moefp8", *inputs)
-    assert float(row_errors(changed, first).min()) > 0.5
+        double(changed)
+    assert_matches_reference(run(changed, "moefp8", *inputs), 2 * first.float(), 0.01)
+    assert torch.equal(run(experts, "moefp8", *inputs), first) == of_copy
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
@@ -163,58 +179,23 @@ def test_weights_that_a_fused_optimizer_changed_are_quantized_again(name):
     experts, other = decorated().float(), decorated()
     inputs = inputs_for(experts)
     first, beside = run(experts, "moefp8", *inputs), run(other, "moefp8", *inputs)
-    kept = other.__dict__["_moefp8_experts"].experts
+    kept = kept_of(other)
     optimizer = getattr(torch.optim, name)(experts.parameters(), lr=1.0, fused=True)
+    optimizer.step()  # without gradients
+    kept_then = kept_of(experts)
+    assert torch.equal(run(experts, "moefp8", *inputs), first)
+    assert kept_of(experts) is kept_then
     experts.down_proj.grad = torch.randn_like(experts.down_proj)
     optimizer.step()
     experts.requires_grad_(False)
     changed = run(experts, "moefp8", *inputs)
     assert float(row_errors(changed, first).min()) > 0.5
     assert_matches_reference(changed, run(experts, "eager", *inputs), 0.12)
-    kept_now = experts.__dict__["_moefp8_experts"].experts
+    kept_now = kept_of(experts)
     assert torch.equal(run(experts, "moefp8", *inputs), changed)
-    assert experts.__dict__["_moefp8_experts"].experts is kept_now
+    assert kept_of(experts) is kept_now
     assert torch.equal(run(other, "moefp8", *inputs), beside)
-    assert other.__dict__["_moefp8_experts"].experts is kept
-
-
-def test_weights_that_an_optimizer_leaves_are_not_quantized_again():
-    experts = decorated()
-    inputs = inputs_for(experts)
-    run(experts, "moefp8", *inputs)
-    kept = experts.__dict__["_moefp8_experts"].experts
-    torch.optim.AdamW(experts.parameters(), fused=True).step()  # without gradients
-    run(experts, "moefp8", *inputs)
-    assert experts.__dict__["_moefp8_experts"].experts is kept
-
-
-def test_new_weights_in_the_place_of_old_ones_are_quantized():
-    """The allocator gives a freed block to the next parameter of its size, at the same address."""
-    experts = decorated()
-    inputs = inputs_for(experts)
-    first = run(experts, "moefp8", *inputs)
-    with torch.no_grad():
-        address = experts.down_proj.data_ptr()
-        changed = experts.down_proj * 2
-        values = torch.frombuffer(bytearray(changed.nbytes), dtype=changed.dtype)
-        del experts.down_proj, values
-        experts.down_proj = nn.Parameter(changed, requires_grad=False)
-        for _ in range(50):  # until it lies there
-            if experts.down_proj.data_ptr() == address:
-                break
-            experts.down_proj = nn.Parameter(experts.down_proj.clone(), requires_grad=False)
-    assert_matches_reference(run(experts, "moefp8", *inputs), 2 * first.float(), 0.01)
-
-
-def test_a_copy_quantizes_its_own():
-    experts = decorated()
-    inputs = inputs_for(experts)
-    first = run(experts, "moefp8", *inputs)
-    twin = copy.deepcopy(experts)
-    with torch.no_grad():
-        twin.down_proj.mul_(2)
-    assert_matches_reference(run(twin, "moefp8", *inputs), 2 * first.float(), 0.01)
-    assert torch.equal(run(experts, "moefp8", *inputs), first)
+    assert kept_of(other) is kept
 
 
 def test_made_in_inference_mode_and_used_outside():
@@ -254,7 +235,7 @@ def test_fp8_modules_are_used_as_they_are():
     experts = fp8_experts((E, H, 256))
     inputs = inputs_for(experts)
     ours = run(experts, "moefp8", *inputs)
-    quantized = experts.__dict__["_moefp8_experts"].experts
+    quantized = kept_of(experts)
     assert quantized.gate_up_proj.data_ptr() == experts.gate_up_proj.data_ptr()
     assert quantized.down_proj_scale_inv.data_ptr() == experts.down_proj_scale_inv.data_ptr()
     assert_matches_reference(ours, reference_model(quantized)(*inputs), 0.02)
@@ -262,14 +243,13 @@ def test_fp8_modules_are_used_as_they_are():
 
 def test_fp8_modules_with_e8m0_scales():
     experts = fp8_experts((E, H, 256))
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        scale = experts.get_parameter(name)
+    scales = experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv
+    for scale in scales:
         scale.data = scale.data.log2().round().exp2()
     inputs = inputs_for(experts)
     expected = run(experts, "moefp8", *inputs)
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        e8m0 = experts.get_parameter(name).data.to(torch.float8_e8m0fnu)
-        setattr(experts, name, nn.Parameter(e8m0, requires_grad=False))
+    for scale in scales:
+        scale.data = scale.data.to(torch.float8_e8m0fnu)
     assert torch.equal(run(experts, "moefp8", *inputs), expected)
 
 
@@ -278,51 +258,43 @@ def test_fp8_modules_with_a_gate_of_their_own():
     experts.swiglu_alpha, experts.swiglu_limit = 1.702, 7.0
     inputs = inputs_for(experts)
     bf16 = decorated()
-    bf16.gate_up_proj.data = dequantized(experts, "gate_up_proj")
-    bf16.down_proj.data = dequantized(experts, "down_proj")
+    for name in ("gate_up_proj", "down_proj"):
+        stack = zip(getattr(experts, name), getattr(experts, f"{name}_scale_inv"), strict=True)
+        weights = torch.stack([naive.values(*each, 128) for each in stack])
+        getattr(bf16, name).data = weights.float()
     bf16._apply_gate = experts._apply_gate
     assert_matches_reference(run(experts, "moefp8", *inputs), run(bf16, "eager", *inputs), 0.12)
 
 
-def dequantized(experts: nn.Module, name: str) -> torch.Tensor:
-    data, scale = experts.get_parameter(name), experts.get_parameter(f"{name}_scale_inv")
-    each = scale.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
-    return data.float() * each
-
-
 @pytest.mark.parametrize(
-    ("arguments", "rule"),
+    ("intermediate_size", "attributes", "rule"),
     [
-        ({"block_size": (64, 64)}, r"block_size must be \(128, 128\), got \(64, 64\)"),
-        ({"block_size": None}, "got None"),
-        ({"activation_scheme": "static"}, "must be 'dynamic'"),
+        (256, {"block_size": (64, 64)}, r"block_size must be \(128, 128\), got \(64, 64\)"),
+        (256, {"block_size": None}, "got None"),
+        (256, {"activation_scheme": "static"}, "must be 'dynamic'"),
+        # Block 1 holds rows of both gate and up.
+        (192, {}, r"must be \[E, 4, 2\] for 2 parts of 192 rows"),
+        # [E, 2, 2] may be one block each of gate and up, or those of 192 rows.
+        (
+            96,
+            {"has_post_expert_norm": True, "post_expert_norm": nn.Identity()},
+            "must not be 96",
+        ),
     ],
 )
-def test_fp8_modules_of_another_make_are_refused(arguments, rule):
-    experts = fp8_experts((E, H, 256))
-    inputs = inputs_for(experts)
-    for name, value in arguments.items():
+def test_fp8_modules_of_another_make_are_refused(intermediate_size, attributes, rule):
+    experts = fp8_experts((E, H, intermediate_size))
+    for name, value in attributes.items():
         setattr(experts, name, value)
     with pytest.raises(ValueError, match=rule):
-        run(experts, "moefp8", *inputs)
-
-
-def test_fp8_scales_of_gate_and_up_in_one_block_are_refused():
-    """I = 192: block 1 holds rows of both."""
-    experts = fp8_experts((E, H, 192))
-    with pytest.raises(ValueError, match=r"must be \[E, 4, 2\] for 2 parts of 192 rows"):
         run(experts, "moefp8", *inputs_for(experts))
 
 
-def test_fp8_scales_of_two_meanings_are_refused():
-    """I = 96: [E, 2, 2] may be one block each of gate and up, or those of 192 rows."""
+def test_swiglu_takes_scales_of_two_meanings_for_those_of_gate_and_up():
     experts = fp8_experts((E, H, 96))
     inputs = inputs_for(experts)
-    run(experts, "moefp8", *inputs)  # SwiGLU takes them for those of gate and up
-    del experts.__dict__["_moefp8_experts"]
-    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.Identity()
-    with pytest.raises(ValueError, match="must not be 96"):
-        run(experts, "moefp8", *inputs)
+    ours = run(experts, "moefp8", *inputs)
+    assert_matches_reference(ours, reference_model(kept_of(experts))(*inputs), 0.02)
 
 
 @torch.inference_mode()
@@ -346,7 +318,7 @@ def test_compiled_before_the_first_call():
     torch._dynamo.reset()
     experts = decorated()
     inputs = inputs_for(experts)
-    expected = run(decorated_twin(experts), "moefp8", *inputs)
+    expected = run(copy.deepcopy(experts), "moefp8", *inputs)
     experts.config._experts_implementation = "moefp8"
     compiled = torch.compile(experts, backend="aot_eager")
     for _ in range(2):
@@ -354,15 +326,8 @@ def test_compiled_before_the_first_call():
     assert "_moefp8_experts" in experts.__dict__
 
 
-def decorated_twin(experts: nn.Module) -> nn.Module:
-    twin = decorated()
-    twin.load_state_dict(experts.state_dict())
-    return twin
-
-
 def test_the_name_is_known_to_both_interfaces():
-    assert "moefp8" in ALL_FP8_EXPERTS_FUNCTIONS
-    assert moefp8.hf.experts_forward is not moefp8.hf.fp8_experts_forward
+    assert ALL_FP8_EXPERTS_FUNCTIONS["moefp8"] is fp8_experts_forward
     with pytest.raises(KeyError, match="not a valid experts implementation"):
         run(fp8_experts((E, H, 256)), "moefp9", *inputs_for(fp8_experts((E, H, 256))))
 

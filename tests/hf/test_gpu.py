@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from small_checkpoint import FAMILIES, small_config, write_small_checkpoint
+from small_checkpoint import FAMILIES, small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moefp8.hf import FP8Config
 from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
+from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.gpu import NEEDS_GPU
-from tests.hf.model_cases import prompt, states_differ
+from tests.hf.model_cases import prompt
 from tests.hf.test_experts import (
     decorated,
     first_experts,
@@ -27,23 +28,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param) / "fp8"
-    write_small_checkpoint(directory, request.param)
-    return directory
-
-
-def pretrained(directory, device="cuda", **kwargs) -> PreTrainedModel:
+def pretrained(directory) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=FP8Config(), device_map=device, **kwargs
+        directory, quantization_config=FP8Config(), device_map="cuda"
     )
 
 
 def test_loads_to_the_gpu_what_it_loads_to_the_cpu(checkpoint):
     model = pretrained(checkpoint)
     assert {x.device.type for x in model.state_dict().values()} == {"cuda"}
-    assert states_differ(model.cpu(), pretrained(checkpoint, "cpu")) == []
+    assert_equal(model.cpu(), fp8_of(checkpoint))
 
 
 @torch.inference_mode()

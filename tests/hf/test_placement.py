@@ -3,43 +3,42 @@
 import pytest
 import torch
 from accelerate import dispatch_model
-from small_checkpoint import write_small_checkpoint
 from transformers import AutoModelForCausalLM, DbrxConfig
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.hf import FP8Config, FP8Quantizer
-from tests.gpu import NEEDS_TWO_GPUS, on_gpu
-from tests.hf.model_cases import RELEASE, prompt
+from tests.checkpoint.transformers_cases import fp8_of, saved
+from tests.gpu import NEEDS_TWO_GPUS, on_cpu_and_gpu, on_gpu
+from tests.hf.model_cases import RELEASE, plain, prompt
 
 PARTS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
 
 
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("qwen3_moe")
-    write_small_checkpoint(directory / "fp8", "qwen3_moe")
-    return directory / "fp8-bf16"
-
-
 @pytest.fixture
 def placed(bf16):
+    return dispatched(bf16)
+
+
+def dispatched(path):
     """As `from_pretrained` leaves a model with two devices in its device_map."""
-    model = AutoModelForCausalLM.from_pretrained(bf16)
-    return dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    return dispatch_model(plain(path), {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def assert_quantizes(placed, path) -> None:
+    FP8Quantizer(FP8Config(), pre_quantized=False).postprocess_model(placed)
+    ids = prompt()
+    with torch.no_grad():
+        assert torch.equal(placed(ids).logits, fp8_of(path)(ids).logits)
 
 
 def test_hooks_go_to_what_takes_the_place(placed, bf16):
     hooks = {name: m._hf_hook for name, m in placed.named_modules() if hasattr(m, "_hf_hook")}
-    FP8Quantizer(FP8Config(), pre_quantized=False).postprocess_model(placed)
+    assert_quantizes(placed, bf16)
     now = dict(placed.named_modules())
     assert all(now[name]._hf_hook is hook for name, hook in hooks.items())
     assert any(isinstance(now[name], FP8Linear) for name in hooks)
     assert any(isinstance(now[name], GroupedExperts) for name in hooks)
-    plain = AutoModelForCausalLM.from_pretrained(bf16, quantization_config=FP8Config())
-    ids = prompt()
-    with torch.no_grad():
-        assert torch.equal(placed(ids).logits, plain(ids).logits)
 
 
 @pytest.mark.skipif(RELEASE < (5, 20), reason="older DBRX computes something else")
@@ -49,14 +48,8 @@ def test_so_they_do_where_experts_hold_modules(tmp_path):
     experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
     sizes = {"vocab_size": 512, "n_layers": 1, "d_model": 128, "n_heads": 4}
     config = DbrxConfig(**sizes, ffn_config=experts, attn_config=attention)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    placed = AutoModelForCausalLM.from_pretrained(tmp_path)
-    dispatch_model(placed, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    FP8Quantizer(FP8Config(), pre_quantized=False).postprocess_model(placed)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP8Config())
-    ids = prompt()
-    with torch.no_grad():
-        assert torch.equal(placed(ids).logits, plain(ids).logits)
+    saved(config, tmp_path)
+    assert_quantizes(dispatched(tmp_path), tmp_path)
 
 
 def test_convert_would_lose_hooks_and_names_the_way_out(placed):
@@ -64,11 +57,17 @@ def test_convert_would_lose_hooks_and_names_the_way_out(placed):
         moefp8.convert(placed)
 
 
-def test_what_is_offloaded_is_refused(bf16, tmp_path):
-    places = {**dict.fromkeys((*PARTS, "model.layers.2"), "cpu"), "model.layers.1": "disk"}
+@pytest.mark.parametrize("is_fp8", [False, True])
+@on_cpu_and_gpu
+def test_what_is_offloaded_is_refused(bf16, fp8, is_fp8, device, tmp_path):
+    places = dict.fromkeys((*PARTS, "model.layers.2"), device)
+    places["model.layers.1"] = "disk" if device == "cpu" else "cpu"
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self.*must not be offloaded.*GPUs"):
         AutoModelForCausalLM.from_pretrained(
-            bf16, quantization_config=FP8Config(), device_map=places, offload_folder=tmp_path
+            fp8 if is_fp8 else bf16,
+            quantization_config=FP8Config(),
+            device_map=places,
+            offload_folder=tmp_path,
         )
 
 
@@ -86,15 +85,3 @@ def test_two_gpus_give_what_one_gives(bf16):
     ids = prompt().to(0)
     with torch.no_grad():
         assert torch.equal(one(ids).logits, two(ids).logits.to(0))
-
-
-@on_gpu
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_offloading_to_the_cpu_is_refused(bf16, is_fp8):
-    places = {**dict.fromkeys((*PARTS, "model.layers.2"), 0), "model.layers.1": "cpu"}
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self.*must not be offloaded.*GPUs"):
-        AutoModelForCausalLM.from_pretrained(
-            bf16.with_name("fp8") if is_fp8 else bf16,
-            quantization_config=FP8Config(),
-            device_map=places,
-        )

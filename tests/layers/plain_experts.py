@@ -6,17 +6,19 @@ from torch.nn import functional as F
 
 
 class PlainExperts(nn.Module):
-    """Stacked experts with a SiLU, as a user may write them."""
+    """Stacked experts with a SiLU, as a user may write them; `limit` clamps gate and up."""
 
-    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40):
+    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40, limit=None):
         super().__init__()
         shape = num_experts, 2 * intermediate_size, hidden_size
         self.gate_up_proj = nn.Parameter(torch.randn(shape) * 0.1)
         shape = num_experts, hidden_size, intermediate_size
         self.down_proj = nn.Parameter(torch.randn(shape) * 0.1)
-        self.act_fn = nn.SiLU()
+        self.act_fn, self.limit = nn.SiLU(), limit
 
     def activate(self, gate, up):
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.act_fn(gate) * up
 
     def expert(self, x, expert):

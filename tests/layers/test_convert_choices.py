@@ -53,22 +53,9 @@ def test_heads_stay_by_name_or_because_nothing_takes_what_they_give(head, output
     assert conversion.kept.keys() == {head}
 
 
-def test_several_heads_stay():
-    assert plan_conversion(Model("boxes", "classes", outputs=7)).kept.keys() == {"boxes", "classes"}
-
-
 @pytest.mark.parametrize("model", [Layer(), Attention(), nn.Sequential(nn.Linear(8, 4))])
 def test_the_last_linear_of_a_part_is_no_head(model):
     assert not plan_conversion(model).kept
-
-
-def test_the_output_embedding_is_asked_for():
-    class Language(Model):
-        def get_output_embeddings(self):
-            return self.unembed
-
-    model = nn.ModuleDict({"language": Language("unembed", outputs=H), "after": nn.Linear(H, H)})
-    assert plan_conversion(model).kept == {"language.unembed": "the output embedding"}
 
 
 def test_what_is_tied_to_an_embedding_stays():
@@ -108,22 +95,6 @@ def test_routers_stay_by_name_or_for_their_width(name, listed):
     assert kept.keys() == {f"block.{name}", "block.shared_gate"}
 
 
-def test_a_projection_as_wide_as_there_are_experts_is_no_router_in_attention():
-    layer = nn.ModuleDict({"self_attn": nn.ModuleDict({"k": nn.Linear(H, 6)})})
-    layer["experts"], layer["after"] = GroupedExperts(6, H, 40), nn.Linear(H, H)
-    assert plan_conversion(layer).kept == {}
-
-
-def test_what_a_model_keeps_in_fp32_stays():
-    class Careful(Model):
-        _keep_in_fp32_modules = ("down",)
-
-    kept = plan_conversion(nn.ModuleDict({"model": Careful()})).kept
-    assert kept == dict.fromkeys(
-        ("model.layers.0.down", "model.layers.1.down"), "Careful keeps down in FP32"
-    )
-
-
 class Reader(nn.Module):
     """Calls a, multiplies with the weight of b, casts to the dtype of c, asks d where it is."""
 
@@ -134,29 +105,6 @@ class Reader(nn.Module):
     def forward(self, x):
         x = self.a(x).to(self.d.weight.device) @ self.b.weight
         return self.c(x.to(self.c.weight.dtype))
-
-
-def test_linears_whose_weights_are_read_stay():
-    assert plan_conversion(Reader()).kept == dict.fromkeys("bc", "Reader reads its weight")
-
-
-def test_only_takes_names_parts_and_patterns():
-    for only in ("layers.0", ["layers.0.*"], ("layers.0.attention", "layers.0.up", "*.0.down")):
-        conversion = plan_conversion(Model("lm_head"), only=only)
-        assert conversion.swapped.keys() == {f"layers.0.{name}" for name in LAYER}
-        assert conversion.kept["lm_head"] == "not in only"
-
-
-def test_a_full_name_in_only_is_that_one_alone_whatever_the_defaults_say():
-    model = nn.ModuleDict({"lm_head": nn.Linear(H, H), "mtp": Model("lm_head")})
-    assert plan_conversion(model, only="lm_head").swapped.keys() == {"lm_head"}
-    model = Model("lm_head")
-    assert plan_conversion(model, only="*").swapped.keys() == IN_LAYERS, "but for what stays"
-
-
-def test_skip_holds_beside_only():
-    conversion = plan_conversion(Model(), skip="up", only="layers.1")
-    assert conversion.swapped.keys() == {f"layers.1.{name}" for name in LAYER - {"up"}}
 
 
 def test_filter_fn_decides_in_place_of_the_defaults():
@@ -170,12 +118,37 @@ def test_filter_fn_decides_in_place_of_the_defaults():
     assert (nn.Linear, "layers.1.down") in seen
 
 
-def test_overrides_come_first():
-    overrides = {"layers.0": False, "head": True, "*.down": True}
-    swapped = plan_conversion(Model("head"), skip="up", overrides=overrides).swapped
-    assert swapped.keys() == {
-        *("head", "layers.1.down", "layers.1.attention.qkv", "layers.1.attention.output")
-    }
+def of_layer(number: int, *without: str) -> set[str]:
+    return {f"layers.{number}.{name}" for name in LAYER - {*without}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "swapped"),
+    [
+        ({"only": "layers.0"}, of_layer(0)),
+        ({"only": ["layers.0.*"]}, of_layer(0)),
+        ({"only": ("layers.0.attention", "layers.0.up", "*.0.down")}, of_layer(0)),
+        ({"only": "*"}, IN_LAYERS),  # but for what stays
+        ({"only": "head"}, {"head"}),  # a full name, whatever the defaults say
+        ({"only": "layers.1", "skip": "up"}, of_layer(1, "up")),
+        ({"skip": None}, IN_LAYERS),
+        (
+            {"skip": "up", "overrides": {"layers.0": False, "head": True, "*.down": True}},
+            {"head", *of_layer(1, "up")},
+        ),
+    ],
+)
+def test_arguments_choose(arguments, swapped):
+    conversion = plan_conversion(Model("head"), **arguments)
+    assert conversion.swapped.keys() == swapped
+    assert conversion.kept.keys() == {"head", *IN_LAYERS} - swapped
+    if arguments.get("only") == "layers.0":
+        assert {*conversion.kept.values()} == {"not in only"}
+
+
+def test_a_full_name_in_only_is_that_one_alone():
+    model = nn.ModuleDict({"lm_head": nn.Linear(H, H), "mtp": Model("lm_head")})
+    assert plan_conversion(model, only="lm_head").swapped.keys() == {"lm_head"}
 
 
 def test_overrides_set_up_experts():
@@ -188,9 +161,10 @@ def test_overrides_set_up_experts():
 
 @pytest.mark.parametrize("argument", ["skip", "only", "overrides"])
 def test_patterns_that_are_nowhere_are_errors(argument):
-    patterns = {"layer.0": False} if argument == "overrides" else "layer.0"
-    with pytest.raises(ValueError, match=f"every name in {argument} must be .*layer.0"):
-        convert(Model(), **{argument: patterns})
+    model, patterns = Model(), {"up": True, "layer.0": False}
+    with pytest.raises(ValueError, match=f"every name in {argument} must be in .*got 'layer.0'"):
+        convert(model, **{argument: patterns if argument == "overrides" else [*patterns]})
+    assert type(model.layers[0].up) is nn.Linear
 
 
 def test_it_is_logged_and_returned(caplog):
@@ -280,40 +254,76 @@ class Readers(nn.Module):
         return F.linear(x, this.one[0].weight) @ this.experts.gate_up_proj[0]
 
 
+class Language(Model):
+    def get_output_embeddings(self):
+        return self.unembed
+
+
+class Careful(Model):
+    _keep_in_fp32_modules = ("down",)
+    _keep_in_fp32_modules_strict = ("0.attention.output", "1.up.weight", "qkv.bias")
+
+
+class Small(nn.Module):
+    """A head that is defined first, and no layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.first, self.second = nn.Linear(H, 10), nn.Linear(H, H), nn.Linear(H, H)
+
+
+def attention_of_torch() -> nn.MultiheadAttention:
+    attention = nn.MultiheadAttention(H, 2)
+    attention.out_proj = nn.Linear(H, H)
+    return attention
+
+
+def wide_attention() -> nn.ModuleDict:
+    """Of a projection as wide as there are experts."""
+    attention = nn.ModuleDict({"k": nn.Linear(H, 6)})
+    experts = GroupedExperts(6, H, 40)
+    return nn.ModuleDict({"self_attn": attention, "experts": experts, "after": nn.Linear(H, H)})
+
+
+# model, what stays of it and why
+KEPT = {
+    "two heads": (
+        Model("boxes", "classes", outputs=7),
+        dict.fromkeys(("boxes", "classes"), "a head: nothing takes what it gives"),
+    ),
+    "a head that is asked for": (
+        nn.ModuleList([Language("unembed", outputs=H), nn.Linear(H, H)]),
+        {"0.unembed": "the output embedding"},
+    ),
+    "a head without layers": (Small(), {"head": "called head"}),
+    "what is kept in FP32": (
+        Careful(),
+        {
+            **dict.fromkeys(("layers.0.down", "layers.1.down"), "Careful keeps down in FP32"),
+            "layers.0.attention.output": "Careful keeps 0.attention.output in FP32",
+            "layers.1.up": "Careful keeps 1.up.weight in FP32",
+        },
+    ),
+    "weights that are read": (Reader(), dict.fromkeys("bc", "Reader reads its weight")),
+    "weights that attention of torch reads": (
+        nn.ModuleList([attention_of_torch(), nn.Linear(H, H)]),
+        {"0.out_proj": "its weight is read by nn.MultiheadAttention"},
+    ),
+    "no router in attention": (wide_attention(), {}),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_stays_and_why(case):
+    model, kept = KEPT[case]
+    assert plan_conversion(model).kept == kept
+
+
 def test_weights_that_are_read_by_other_names():
     conversion = plan_conversion(nn.ModuleDict({"layers": nn.ModuleList([Readers()])}))
     swapped = {name.removeprefix("layers.0.") for name in conversion.swapped}
     assert swapped == {"called", "shape", "free"}
     assert set(conversion.kept.values()) == {"Readers reads its weight"}
-
-
-def test_dotted_names_of_what_stays_in_fp32():
-    class Mixed(nn.Module):
-        _keep_in_fp32_modules_strict = ("mix.sel", "proj.weight", "up.bias")
-
-        def __init__(self):
-            super().__init__()
-            self.mix = nn.ModuleDict({"sel": nn.Linear(H, H), "up": nn.Linear(H, H)})
-            self.proj, self.after = nn.Linear(H, H), nn.Linear(H, H)
-
-    conversion = plan_conversion(nn.ModuleDict({"layers": nn.ModuleList([Mixed()])}))
-    assert conversion.kept.keys() == {"layers.0.mix.sel", "layers.0.proj"}
-
-
-def test_a_head_without_layers_is_known_by_its_name_and_width():
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.first, self.second = nn.Linear(H, 10), nn.Linear(H, H), nn.Linear(H, H)
-
-    assert plan_conversion(Small()).kept == {"head": "called head"}
-
-
-def test_a_projection_that_attention_of_torch_reads_stays():
-    attention = nn.MultiheadAttention(H, 2)
-    attention.out_proj = nn.Linear(H, H)
-    kept = plan_conversion(nn.ModuleList([attention, nn.Linear(H, H)])).kept
-    assert kept == {"0.out_proj": "its weight is read by nn.MultiheadAttention"}
 
 
 @pytest.mark.parametrize("make", [nn.utils.weight_norm, nn.utils.spectral_norm])
@@ -359,10 +369,6 @@ def test_what_is_no_plain_module_is_refused(model):
         convert(model)
 
 
-def test_no_skip_is_none():
-    assert plan_conversion(Model(), skip=None) == plan_conversion(Model())
-
-
 def test_weights_that_are_not_finite_are_told():
     model = Model()
     with torch.no_grad():
@@ -380,10 +386,3 @@ def test_experts_that_share_weights_share_codes():
 
 def test_the_model_itself_has_no_name():
     assert isinstance(convert(nn.Linear(H, H), only=[""]), FP8Linear)
-
-
-def test_a_dtype_that_is_none_of_ours_is_refused_with_the_way_out():
-    model = Model()
-    model.layers[0].up.double()
-    with pytest.raises(TypeError, match=r"layers\.0\.up\.weight.*pass skip='layers\.\*\.up'"):
-        convert(model)

@@ -1,5 +1,7 @@
 """`convert` and experts of others: run before they are swapped, refused if not as ours."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -14,39 +16,56 @@ from tests.layers.plain_experts import PlainExperts as Experts
 E, H, I = 4, 64, 40
 
 
-class UpFirst(Experts):
-    def activate(self, gate, up):
-        return self.act_fn(up) * gate
+OFF = r"up to \d+ % off"
+
+# Instead of silu(gate) * up
+ACTIVATIONS = {
+    "up first": (lambda gate, up: F.silu(up) * gate, "its up rows come before its gate rows"),
+    "plus one": (lambda gate, up: F.silu(gate) * (up + 1), OFF),
+    "limited": (lambda gate, up: F.silu(gate.clamp(max=7)) * up.clamp(-7, 7), OFF),  # unsaid
+}
+
+# run: the right forward
+FORWARDS = {
+    "scaled": (lambda run, *inputs: 1.5 * run(*inputs), r"up to 5\d % off"),
+    "4 percent": (lambda run, *inputs: 1.04 * run(*inputs), r"up to [45] % off"),
+    "many tokens": (
+        lambda run, x, *choice: run(x, *choice) * (2 if len(x) > 30 else 1),
+        r"on 64 random tokens",
+    ),
+    "by choices": (lambda run, x, ids, scores: run(x, ids, scores * 2 / ids.shape[1]), OFF),
+    "clamped scores": (lambda run, x, ids, scores: run(x, ids, scores.clamp(min=0.1)), OFF),
+    "positive": (lambda run, x, ids, scores: run(x, ids, scores.abs()), OFF),
+    "unweighted": (lambda run, x, ids, scores: run(x, ids, torch.ones_like(scores)), OFF),
+    "other expert": (lambda run, x, ids, scores: run(x, (ids + 1) % E, scores), OFF),
+    "one argument": (lambda run, x: x, r"must have forward.* raised TypeError"),
+    "two results": (lambda run, *inputs: (run(*inputs), 1), "must give one tensor .*, got tuple"),
+}
 
 
-class PlusOne(Experts):
-    def activate(self, gate, up):
-        return self.act_fn(gate) * (up + 1)
+def with_activation(activate) -> type[Experts]:
+    return type("Own", (Experts,), {"activate": lambda self, *halves: activate(*halves)})
 
 
-class Scaled(Experts):
-    def forward(self, *inputs):
-        return 1.5 * super().forward(*inputs)
+def with_forward(forward) -> type[Experts]:
+    run = Experts.forward
+    return type("Own", (Experts,), {"forward": lambda self, *x: forward(partial(run, self), *x)})
 
 
 class ScaledByBuffer(Experts):
+    is_saved = True
+
     def __init__(self):
         super().__init__()
-        self.register_buffer("factor", torch.tensor([1.0, 1.0, 1.1, 1.0]))
+        factor = torch.tensor([1.0, 1.0, 1.1, 1.0])
+        self.register_buffer("factor", factor, persistent=self.is_saved)
 
     def expert(self, x, expert):
         return self.factor[expert] * super().expert(x, expert)
 
 
 class ScaledByHiddenBuffer(ScaledByBuffer):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("factor", self.factor, persistent=False)
-
-
-class Scaled4Percent(Experts):
-    def forward(self, *inputs):
-        return 1.04 * super().forward(*inputs)
+    is_saved = False
 
 
 class LastIsOther(Experts):
@@ -60,30 +79,9 @@ class LastIsOther(Experts):
 class Capacity(Experts):
     """Of an expert's tokens, those after the fourth are dropped."""
 
-    def forward(self, x, index, weights):
-        rank = F.one_hot(index, E).sum(1).cumsum(0)
-        return super().forward(x, index, weights * (rank.gather(1, index) <= 4))
-
-
-class ManyTokens(Experts):
-    def forward(self, hidden_states, *others):
-        return super().forward(hidden_states, *others) * (2 if len(hidden_states) > 30 else 1)
-
-
-class ByChoices(Experts):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        scale = 2 / top_k_index.shape[1]
-        return super().forward(hidden_states, top_k_index, top_k_weights * scale)
-
-
-class ClampedScores(Experts):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(hidden_states, top_k_index, top_k_weights.clamp(min=0.1))
-
-
-class Positive(Experts):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(hidden_states, top_k_index, top_k_weights.abs())
+    def forward(self, x, ids, scores):
+        rank = F.one_hot(ids, E).sum(1).cumsum(0)
+        return super().forward(x, ids, scores * (rank.gather(1, ids) <= 4))
 
 
 class Identity(Experts):
@@ -106,9 +104,9 @@ class CountsInBuffer(Experts):
         super().__init__()
         self.register_buffer("counts", torch.zeros(E), persistent=False)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        self.counts += top_k_index.flatten().bincount(minlength=E)
-        return super().forward(hidden_states, top_k_index, top_k_weights)
+    def forward(self, x, ids, scores):
+        self.counts += ids.flatten().bincount(minlength=E)
+        return super().forward(x, ids, scores)
 
 
 class OtherCall(Experts):
@@ -116,55 +114,18 @@ class OtherCall(Experts):
         return 3 * super().__call__(*inputs)
 
 
-class Unweighted(Experts):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(hidden_states, top_k_index, torch.ones_like(top_k_weights))
-
-
-class OtherExpert(Experts):
-    def expert(self, x, expert):
-        return super().expert(x, (expert + 1) % E)
-
-
-class Clamped(Experts):
-    """A limit under a name that nobody knows."""
-
-    def activate(self, gate, up):
-        return super().activate(gate.clamp(max=7.0), up.clamp(-7.0, 7.0))
-
-
-class OtherForward(Experts):
-    def forward(self, hidden_states):
-        return hidden_states
-
-
-class TwoResults(Experts):
-    def forward(self, *inputs):
-        return super().forward(*inputs), inputs[1]
-
-
+# name -> (class, why it is refused)
 FOREIGN = {
-    UpFirst: "its up rows come before its gate rows",
-    PlusOne: r"up to \d+ % off",
-    Scaled: r"up to 5\d % off",
-    ScaledByBuffer: r"no buffers that are saved, got \['factor'\]",
-    ScaledByHiddenBuffer: r"up to \d+ % off",
-    Scaled4Percent: r"up to [45] % off",
-    LastIsOther: r"up to \d+ % off",
-    Capacity: r"on 64 random tokens of 1 choices, .* up to 100 % off",
-    ManyTokens: r"on 64 random tokens",
-    ByChoices: r"up to \d+ % off",
-    ClampedScores: r"up to \d+ % off",
-    Positive: r"up to \d+ % off",
-    Identity: "must count the id E with weight 0",
-    Counts: "changes nothing in it, but that changes num_calls",
-    CountsInBuffer: "changes nothing in it, but that changes counts",
-    OtherCall: "must have no hooks and no forward of its own",
-    Unweighted: r"up to \d+ % off",
-    OtherExpert: r"up to \d+ % off",
-    Clamped: r"up to \d+ % off",
-    OtherForward: r"must have forward.* raised TypeError",
-    TwoResults: "must give one tensor .*, got tuple",
+    **{name: (with_activation(f), rule) for name, (f, rule) in ACTIVATIONS.items()},
+    **{name: (with_forward(f), rule) for name, (f, rule) in FORWARDS.items()},
+    "buffer": (ScaledByBuffer, r"no buffers that are saved, got \['factor'\]"),
+    "hidden buffer": (ScaledByHiddenBuffer, OFF),
+    "last is other": (LastIsOther, OFF),
+    "capacity": (Capacity, r"on 64 random tokens of 1 choices, .* up to 100 % off"),
+    "identity": (Identity, "must count the id E with weight 0"),
+    "counts": (Counts, "changes nothing in it, but that changes num_calls"),
+    "counts in a buffer": (CountsInBuffer, "changes nothing in it, but that changes counts"),
+    "other call": (OtherCall, "must have no hooks and no forward of its own"),
 }
 
 
@@ -177,11 +138,12 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", FOREIGN, ids=lambda kind: kind.__name__)
-def test_experts_that_compute_otherwise_are_refused_with_the_way_out(kind, dtype):
+@pytest.mark.parametrize("case", FOREIGN)
+def test_experts_that_compute_otherwise_are_refused_with_the_way_out(case, dtype):
+    kind, rule = FOREIGN[case]
     model = Model(kind).to(dtype)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ValueError, match=FOREIGN[kind]) as caught:
+    with pytest.raises(ValueError, match=rule) as caught:
         convert(model)
     message = str(caught.value)
     assert message.count("convert: ") == 1, "all layers in one sentence"
@@ -194,68 +156,43 @@ def test_experts_that_compute_otherwise_are_refused_with_the_way_out(kind, dtype
     assert {type(layer["experts"]) for layer in model.layers} == {kind}
 
 
-@pytest.mark.parametrize("kind", [UpFirst, PlusOne, Scaled, Clamped])
-def test_so_are_they_on_the_meta_device(kind):
+@pytest.mark.parametrize("case", ["up first", "plus one", "scaled", "limited"])
+def test_so_are_they_on_the_meta_device(case):
+    kind, rule = FOREIGN[case]
     with torch.device("meta"):
         model = Model(kind)
-    with pytest.raises(ValueError, match=FOREIGN[kind]):
+    with pytest.raises(ValueError, match=rule):
         convert(model)
 
 
-@pytest.mark.parametrize("wanted", [OtherExpert, Experts])
-def test_large_experts_are_run_with_their_own_weights(wanted):
-    large = wanted()
-    large.gate_up_proj = nn.Parameter(torch.randn(E, 2 * 2048, 1024).bfloat16() * 0.05)
-    large.down_proj = nn.Parameter(torch.randn(E, 1024, 2048).bfloat16() * 0.05)
-    if wanted is OtherExpert:
-        with pytest.raises(ValueError, match=r"up to \d+ % off"):
-            convert(large)
-        return
-    assert isinstance(convert(large), GroupedExperts)
-    for empty in (0.0, torch.nan):
-        large = Experts()
-        large.gate_up_proj = nn.Parameter(torch.full((E, 2 * 2048, 1024), empty).bfloat16())
-        large.down_proj = nn.Parameter(torch.full((E, 1024, 2048), empty).bfloat16())
-        assert plan_conversion(large).swapped, "they may be filled later"
+def large(kind: type[Experts], fill) -> Experts:
+    experts = kind()
+    experts.gate_up_proj = nn.Parameter(fill(E, 2 * 2048, 1024).bfloat16())
+    experts.down_proj = nn.Parameter(fill(E, 1024, 2048).bfloat16())
+    return experts
 
 
-class NoActFn(Experts):
-    """Right, though nothing but its forward tells."""
-
-    def __init__(self):
-        super().__init__()
-        del self.act_fn
-
-    def activate(self, gate, up):
-        return gate * torch.sigmoid(gate) * up
-
-
-def test_experts_are_known_by_what_they_compute():
-    experts = NoActFn()
-    x, index = torch.randn(9, H), torch.randint(E, (9, 2))
-    weights = torch.rand(9, 2)
-    wanted = experts(x, index, weights).detach()
-    ours = convert(experts)
-    assert isinstance(ours, GroupedExperts)
-    assert relative_error(ours(x, index, weights), wanted) < 0.1
+def test_large_experts_are_run_with_their_own_weights():
+    kind, rule = FOREIGN["other expert"]
+    with pytest.raises(ValueError, match=rule):
+        convert(large(kind, lambda *shape: torch.randn(shape) * 0.05))
+    for fill in (torch.randn, torch.zeros, lambda *shape: torch.full(shape, torch.nan)):
+        assert plan_conversion(large(Experts, fill)).swapped, "they may be filled later"
 
 
 @pytest.mark.parametrize("limit", [0.5, 7.0, 30.0])
 @pytest.mark.parametrize("name", ["limit", "swiglu_limit"])
 def test_the_limit_of_clamped_experts_is_kept(name, limit):
-    class Limited(Experts):
-        def activate(self, gate, up):
-            return super().activate(gate.clamp(max=limit), up.clamp(-limit, limit))
-
-    experts = Limited()
+    kind = with_activation(lambda x, y: F.silu(x.clamp(max=limit)) * y.clamp(-limit, limit))
+    experts = kind()
     setattr(experts, name, limit)
     assert convert(experts).swiglu_limit == limit
 
 
 def test_a_layer_that_differs_from_the_others_is_probed_by_itself():
     model = Model(Experts)
-    model.layers[1]["experts"] = Scaled()
-    with pytest.raises(ValueError, match=r"convert: layers\.1\.experts \(Scaled\)"):
+    model.layers[1]["experts"] = FOREIGN["scaled"][0]()
+    with pytest.raises(ValueError, match=r"convert: layers\.1\.experts \(Own\)"):
         convert(model)
     model = Model(Experts)
     model.layers[2]["experts"].act_fn = nn.GELU()
@@ -291,9 +228,7 @@ def test_few_experts_that_know_the_id_of_others(num_experts):
 
 
 def test_a_limit_of_infinity_is_none():
-    experts = Experts()
-    experts.limit = float("inf")
-    assert convert(experts).swiglu_limit is None
+    assert convert(Experts(limit=float("inf"))).swiglu_limit is None
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -327,6 +262,17 @@ def test_a_probe_leaves_no_trace():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+class NoActFn(Experts):
+    """Right, though nothing but its forward tells."""
+
+    def __init__(self):
+        super().__init__()
+        del self.act_fn
+
+    def activate(self, gate, up):
+        return gate * torch.sigmoid(gate) * up
+
+
 class DbrxLike(nn.Module):
     """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
 
@@ -346,8 +292,9 @@ class DbrxLike(nn.Module):
         return y
 
 
-def test_experts_as_dbrx_has_them():
-    experts, x, index = DbrxLike(), torch.randn(9, H), torch.randint(E, (9, 2))
+@pytest.mark.parametrize("kind", [NoActFn, DbrxLike])
+def test_experts_are_known_by_what_they_compute(kind):
+    experts, x, index = kind(), torch.randn(9, H), torch.randint(E, (9, 2))
     weights = torch.rand(9, 2)
     wanted = experts(x, index, weights).detach()
     ours = convert(experts)

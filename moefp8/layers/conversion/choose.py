@@ -1,8 +1,7 @@
-"""What `convert` will swap of a model: arguments first, then defaults; checked before a change."""
+"""Which modules `convert` will swap, by its arguments and then by defaults; checked beforehand."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,16 +12,15 @@ from ..linear import FP8Linear
 from ..module import is_wrapped
 from ..parts import parts_of
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
-from .probe import Probe
+from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
-from .stacks import flags_problem, shapes_problem, stacks_of
+from .stacks import form_problem, stacks_of
 
 Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
 Overrides = Mapping[str, bool | Mapping[str, Any]]
 
 _SETTINGS = {"layout", "swiglu_limit"}
-_TAKEN = "taken"
 _WRAPPED = (
     "must have no hooks and no forward of its own (as patches are, and accelerate's where a "
     "device_map names several devices: pass quantization_config=FP8Config() to from_pretrained "
@@ -34,14 +32,16 @@ OFFLOADED = (
 )
 
 
-@dataclass
-class Chosen:
-    """modules: to swap; settings: of those that are experts. nothing_left: all is FP8 already."""
+class Chosen(NamedTuple):
+    """The modules to swap, and the settings of those that are experts.
+
+    nothing_left: there is nothing to swap since all is FP8 already.
+    """
 
     modules: dict[str, nn.Module]
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    conversion: Conversion = field(default_factory=Conversion)
-    nothing_left: bool = False
+    settings: dict[str, dict[str, Any]]
+    conversion: Conversion
+    nothing_left: bool
 
 
 def choose(
@@ -51,7 +51,7 @@ def choose(
     filter_fn: FilterFn | None,
     overrides: Overrides | None,
 ) -> Chosen:
-    """Arguments, errors: as of `convert`; model is not changed."""
+    """Arguments and errors are those of `convert`; `model` is not changed."""
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"convert: model must be an nn.Module that is not scripted, got {type(model).__name__}"
@@ -61,34 +61,38 @@ def choose(
     wanted = None if only is None else patterns_of("convert", "only", only)
     overridden = dict(overrides or {})
     _check_overrides(overridden)
-    for argument, patterns in (
-        ("skip", skipped),
-        ("only", wanted or ()),
-        ("overrides", overridden),
-    ):
-        _check_patterns(argument, patterns, modules)
     candidates = {name: module for name, module in modules.items() if can_swap(module)}
-    is_exact = wanted is not None and all(name in candidates for name in wanted)
-    kept = {} if is_exact and filter_fn is None else reasons(modules)
-    whys = {
-        name: _override_why(name, overridden, skipped)
-        or _only_why(name, wanted, candidates)
-        or (_filter_why(name, module, filter_fn) if filter_fn else kept.get(name, ""))
-        for name, module in candidates.items()
-    }
+    fp8 = [name for name, m in modules.items() if isinstance(m, FP8Linear | GroupedExperts)]
+    for argument, patterns in ("skip", skipped), ("only", wanted or ()), ("overrides", overridden):
+        _check_patterns(argument, patterns, modules, [*candidates, *fp8])
+    # A full name of a candidate stands for that one alone.
+    parts = [part for part in wanted or () if part not in candidates]
+    kept = {} if wanted is not None and not parts and filter_fn is None else reasons(modules)
+
+    def why_kept(name: str, module: nn.Module) -> str:
+        setting = _override(name, overridden)
+        if setting is False or any(matches(name, part) for part in skipped):
+            return SKIPPED
+        if setting is True or (wanted is not None and name in wanted):
+            return ""
+        if wanted is not None and not any(matches(name, part) for part in parts):
+            return NOT_IN_ONLY
+        if filter_fn is not None:
+            return "" if filter_fn(module, name) else LEFT_OUT
+        return kept.get(name, "")
+
     told = {name: why for name, why in kept.items() if name not in candidates}
-    told |= {name: why for name, why in whys.items() if why and why != _TAKEN}
+    told |= {name: why for name, m in candidates.items() if (why := why_kept(name, m))}
     chosen = {name: module for name, module in candidates.items() if name not in told}
     settings = _checked(chosen, overridden)
     kinds = {name: kind_of(module) for name, module in chosen.items()}
     _check_settings(overridden, [name for name, kind in kinds.items() if kind == "experts"])
-    fp8 = any(isinstance(m, FP8Linear | GroupedExperts) for m in modules.values())
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
-    return Chosen(chosen, settings, Conversion(kinds, told, experts), fp8 and not chosen)
+    return Chosen(chosen, settings, Conversion(kinds, told, experts), bool(fp8) and not chosen)
 
 
 def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
-    """None means none. Raises TypeError for what are no names; "" is the model itself."""
+    """`patterns` as a tuple. Raises TypeError unless they are names; "" names the model itself."""
     found = (patterns,) if isinstance(patterns, str) else patterns or ()
     found = tuple(found) if isinstance(found, Iterable) else (found,)
     if not all(isinstance(part, str) and (part or argument == "only") for part in found):
@@ -112,36 +116,16 @@ def _check_overrides(overrides: Mapping[Any, Any]) -> None:
                 f"convert: overrides of {part!r} must be of {sorted(_SETTINGS)}, got "
                 f"{sorted(unknown)}"
             )
-        GroupedExperts(1, 1, 1, device="meta", **setting)  # which refuses what cannot be meant
+        GroupedExperts(1, 1, 1, device="meta", **setting)  # refuses wrong values
 
 
 def _check_settings(overrides: Overrides, experts: Collection[str]) -> None:
     for part, setting in overrides.items():
-        if isinstance(setting, Mapping) and not any(matches(name, part) for name in experts):
+        if isinstance(setting, Mapping) and not _names_one_of(part, experts):
             raise ValueError(
                 f"convert: overrides of {part!r} are settings of experts, but no experts of that "
                 "name become FP8"
             )
-
-
-def _override_why(name: str, overrides: Overrides, skipped: tuple[str, ...]) -> str:
-    """Why name stays, _TAKEN if it does not, "" if neither overrides nor skip decide."""
-    setting = _override(name, overrides)
-    if setting is False or any(matches(name, part) for part in skipped):
-        return SKIPPED
-    return _TAKEN if setting is True else ""
-
-
-def _only_why(name: str, wanted: tuple[str, ...] | None, candidates: Mapping[str, Any]) -> str:
-    """Likewise; a full name of a candidate is that one alone."""
-    if wanted is None or name in wanted:
-        return "" if wanted is None else _TAKEN
-    parts = (part for part in wanted if part not in candidates)
-    return "" if any(matches(name, part) for part in parts) else NOT_IN_ONLY
-
-
-def _filter_why(name: str, module: nn.Module, filter_fn: FilterFn) -> str:
-    return _TAKEN if filter_fn(module, name) else LEFT_OUT
 
 
 def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | None:
@@ -149,34 +133,25 @@ def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | Non
 
 
 def _check_patterns(
-    argument: str, patterns: Iterable[str], modules: Mapping[str, nn.Module]
+    argument: str, patterns: Iterable[str], modules: Collection[str], swappable: Collection[str]
 ) -> None:
     known = () if argument == "overrides" else (*DEFAULT_SKIP, *HEADS)
-    wrong = [
-        part
-        for part in patterns
-        if part not in known and not any(matches(name, part) for name in modules)
-    ]
-    if wrong:
+    if wrong := [x for x in patterns if x not in known and not _names_one_of(x, modules)]:
         raise ValueError(
             f"convert: every name in {argument} must be in the model, got "
             f"{', '.join(map(repr, wrong[:5]))}"
         )
-    swappable = [name for name, m in modules.items() if can_swap(m) or _is_fp8(m)]
-    wrong = [
-        part
-        for part in (patterns if argument == "only" else ())
-        if not any(matches(name, part) for name in swappable)
-    ]
-    if wrong:
+    if argument != "only":
+        return
+    if wrong := [x for x in patterns if not _names_one_of(x, swappable)]:
         raise ValueError(
             "convert: every name in only must be an nn.Linear or an experts module of the model, "
             f"or have some below it, got {', '.join(wrong[:5])}"
         )
 
 
-def _is_fp8(module: nn.Module) -> bool:
-    return isinstance(module, FP8Linear | GroupedExperts)
+def _names_one_of(part: str, names: Iterable[str]) -> bool:
+    return any(matches(name, part) for name in names)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -186,15 +161,18 @@ def kind_of(module: nn.Module) -> str:
 
 
 def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str, dict[str, Any]]:
-    """Settings of all experts; raises unless everything can be swapped, with all that cannot."""
+    """The settings of all experts; raises an error that lists everything that cannot be swapped."""
     settings: dict[str, dict[str, Any]] = {}
     refused: dict[tuple[str, str], list[tuple[str, nn.Module]]] = {}
-    probe = Probe()
+    probed: dict[Any, Probed] = {}
     for name, module in chosen.items():
         for parameter_name, parameter in module.named_parameters():
-            label = f"{name}.{parameter_name}".lstrip(".")
-            _check_dtype(name, label, parameter)
-        found, problem = _check(module, probe)
+            try:
+                check_tensor("convert", f"{name}.{parameter_name}".lstrip("."), parameter, FLOATS)
+            except TypeError as error:
+                way_out = f"pass skip={pattern_of(name)!r} to leave it as it is"
+                raise TypeError(f"{error}; {way_out}") from None
+        found, problem = _check(module, probed)
         given = _override(name, overrides)
         if problem is None:
             settings[name] = {**found, **(given if isinstance(given, Mapping) else {})}
@@ -206,15 +184,8 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
     return settings
 
 
-def _check_dtype(name: str, label: str, parameter: torch.Tensor) -> None:
-    try:
-        check_tensor("convert", label, parameter, FLOATS)
-    except TypeError as error:
-        raise TypeError(f"{error}; pass skip={pattern_of(name)!r} to leave it as it is") from None
-
-
-def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]:
-    """(settings, what forbids to swap module)."""
+def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any], str | None]:
+    """(settings, what forbids to swap the module or None)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
     if any(map(is_wrapped, module.modules())):
@@ -224,15 +195,14 @@ def _check(module: nn.Module, probe: Probe) -> tuple[dict[str, Any], str | None]
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         extra = sorted(names - {"weight", "bias"})
         return {}, f"must have no tensors but weight and bias, got {extra}" if extra else None
-    problem = flags_problem(module) or shapes_problem(module, stacks)
-    if problem is not None:
+    if problem := form_problem(module, stacks):
         return {}, problem
-    limit, problem = probe(module)
+    limit, problem = probe(module, probed)
     return {"swiglu_limit": limit}, problem
 
 
 def _refusal(pattern: str, what: str, group: list[tuple[str, nn.Module]]) -> str:
-    """One sentence for the same module of all layers, and the ways out."""
+    """One sentence about the same module of all layers, with the ways out."""
     name, module = group[0]
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     ways = [f"pass skip={pattern!r} to leave it as it is"]

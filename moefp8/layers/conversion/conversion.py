@@ -1,4 +1,4 @@
-"""What a conversion swaps, what it leaves, and why: for callers, for logs and for terminals."""
+"""What a conversion swaps, what it leaves, and why."""
 
 import re
 from collections import Counter
@@ -16,8 +16,8 @@ ASKED_FOR = (SKIPPED, NOT_IN_ONLY, LEFT_OUT)
 class Conversion:
     """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
 
-    Names are those of the model before; kept are all its other linears and experts, but for those
-    that are FP8 already. experts: those of kept that are experts.
+    Names are those of the model before. kept are all its other linears and experts that are not FP8
+    already; experts are those of kept that are experts.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Conversion:
     experts: Collection[str] = ()
 
     def warning(self) -> str | None:
-        """What a user would not expect: nothing became FP8, or experts did not."""
+        """What a user may not expect: nothing became FP8, or experts did not."""
         if not self.swapped:
             told = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
             return f"nothing becomes FP8: {told}"
@@ -34,15 +34,9 @@ class Conversion:
         return f"experts stay in 16 bits: {'; '.join(_counted(unasked))}" if unasked else None
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         kinds = Counter(self.swapped.values())
-        yield "FP8: " + (
-            ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items()) or "none"
-        )
-        for line in _counted(self.kept):
-            yield f"stays: {line}"
+        swapped = ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items()) or "none"
+        return "\n".join([f"FP8: {swapped}", *(f"stays: {x}" for x in _counted(self.kept))])
 
 
 def _plural(kind: str, count: int) -> str:
@@ -50,7 +44,7 @@ def _plural(kind: str, count: int) -> str:
 
 
 def _counted(kept: Mapping[str, str]) -> Iterator[str]:
-    """Modules of one pattern and reason on one line."""
+    """One line for all modules with the same pattern and reason."""
     groups = Counter((pattern_of(name), why) for name, why in kept.items())
     for (pattern, why), count in groups.most_common(_MAX_PATTERNS):
         yield f"{count} {pattern or 'the model itself'} ({why})"
@@ -59,5 +53,5 @@ def _counted(kept: Mapping[str, str]) -> Iterator[str]:
 
 
 def pattern_of(name: str) -> str:
-    """One pattern for the same module of all layers: `model.layers.*.mlp.experts`."""
+    """`model.layers.*.mlp.experts`: one pattern for the same module of all layers."""
     return _NUMBER.sub("*", name)

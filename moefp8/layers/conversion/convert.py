@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,35 +14,10 @@ from ..module import FixedDtypeModule
 from ..saving import adopt
 from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
 from .conversion import Conversion
+from .selection import is_conv1d
 from .stacks import stacks_of
 
 _LOGGER = logging.getLogger("moefp8")
-
-
-@overload
-def convert(
-    model: nn.Module,
-    skip: Patterns | None = (),
-    only: Patterns | None = None,
-    *,
-    filter_fn: FilterFn | None = None,
-    overrides: Overrides | None = None,
-    return_conversion: Literal[False] = False,
-    progress: bool | None = None,
-) -> nn.Module: ...
-
-
-@overload
-def convert(
-    model: nn.Module,
-    skip: Patterns | None = (),
-    only: Patterns | None = None,
-    *,
-    filter_fn: FilterFn | None = None,
-    overrides: Overrides | None = None,
-    return_conversion: Literal[True],
-    progress: bool | None = None,
-) -> tuple[nn.Module, Conversion]: ...
 
 
 @torch.no_grad()
@@ -55,41 +30,40 @@ def convert(
     overrides: Overrides | None = None,
     return_conversion: bool = False,
     progress: bool | None = None,
-) -> nn.Module | tuple[nn.Module, Conversion]:
+) -> Any:
     """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
 
     Weights are quantized one module at a time, so the peak is the model and one module. A model
     on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
-    transformers' `Conv1D`, experts stacked as `gate_up_proj` [E, 2I, H], gate rows first, and
-    `down_proj` [E, H, I], as transformers 5 has them, and DBRX's. An experts module is run on a few
-    random tokens before: it must compute SwiGLU, or its clamped variant, and nothing else.
+    transformers' `Conv1D`, DBRX's experts, and experts stacked as `gate_up_proj` [E, 2I, H], gate
+    rows first, and `down_proj` [E, H, I]. Experts are first run on a few random tokens: they must
+    compute SwiGLU, or its clamped variant, and nothing else.
 
-    What stays by default: output heads, routers, gates to one number, what the model keeps in FP32,
-    and linears whose weights others read instead of calling them (`moefp8.layers.selection`). What
-    was swapped and what stays, and why, is logged ("moefp8", INFO); that nothing was swapped, or
-    experts of another make stay, is a warning.
+    By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
+    and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result
+    is logged ("moefp8", INFO); it is a warning if nothing is swapped, or if other experts stay.
 
     Args:
         model: changed in place.
-        skip: names that stay besides, with all below them: a dotted name or part of one
+        skip: further names that stay, with all below them: a dotted name or part of one
             ("lm_head", "mlp.gate"), or a pattern ("*.layers.0.*").
-        only: names, parts and patterns likewise: nothing else is swapped. The full name of a linear
-            or experts module is that module alone, whatever the defaults say of it.
-        filter_fn: `filter_fn(module, name)` for each linear and experts module, as in torchao: it
-            decides in place of the defaults.
+        only: the only names, parts or patterns to swap. The full name of a linear or experts module
+            is that module alone, whatever the defaults say of it.
+        filter_fn: `filter_fn(module, name)` decides about each linear and experts module in place
+            of the defaults, as in torchao.
         overrides: pattern -> False (stays), True (becomes FP8, whatever the defaults say), or
-            settings of the `GroupedExperts`, such as {"layout": "masked"}; the first that matches.
+            settings of the `GroupedExperts`, such as {"layout": "masked"}; the first match counts.
         return_conversion: also give the `Conversion`; `plan_conversion` gives it beforehand.
-        progress: show a bar on stderr; None means if it is a terminal.
+        progress: show a bar on stderr; None shows it on a terminal.
 
     Returns:
-        `model`; or its replacement, if `model` itself is to be swapped.
+        `model`, or its replacement if `model` itself is to be swapped; with `return_conversion`
+        (that module, `Conversion`).
 
     Raises:
-        TypeError: a weight that is no bf16, fp16 or fp32; arguments of another kind.
+        TypeError: a weight that is not bf16, fp16 or fp32; arguments of another kind.
         ValueError: an experts module of another make, a part that `shard` left, hooks and patches
-            that would be lost, a pattern that is nowhere in the model. In all cases the model is
-            unchanged.
+            that would be lost, a pattern that matches nothing. The model is unchanged.
     """
     chosen = choose(model, skip, only, filter_fn, overrides)
     conversion = chosen.conversion
@@ -109,12 +83,12 @@ def plan_conversion(
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
 ) -> Conversion:
-    """What `convert` would swap and leave; `model` is not changed. Arguments, errors: as there."""
+    """What `convert` would do with these arguments; `model` is not changed."""
     return choose(model, skip, only, filter_fn, overrides).conversion
 
 
 def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module:
-    """A module under two names stays one module; modules that share weights share codes."""
+    """Swap; a module under two names stays one module, and shared weights become shared codes."""
     swapped: dict[int, FixedDtypeModule] = {}
     twins: dict[tuple[Any, ...], FixedDtypeModule] = {}
     not_finite: list[str] = []
@@ -127,8 +101,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
                 not_finite += [] if _is_finite(made) else [name]
                 bar.advance(_num_bytes(module))
             if name:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, swapped[id(module)])
+                model.set_submodule(name, swapped[id(module)])
             else:
                 model = swapped[id(module)]
     if not_finite:
@@ -142,41 +115,31 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
 
 
 def _is_finite(module: FixedDtypeModule) -> bool:
-    """Whether its scales are, on the device where they lie."""
+    """Whether its scales, and so its weights, are finite."""
     scales = (module.get_parameter(name) for name in module.fp32_names)
     return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Of what is to be quantized: nothing on the meta device."""
+    """The size of what is to be quantized, which is nothing on the meta device."""
     return sum(x.nbytes for x in module.parameters(recurse=False) if not x.is_meta)
 
 
 def _swap(
     module: nn.Module, settings: dict[str, Any], twins: dict[tuple[Any, ...], FixedDtypeModule]
 ) -> FixedDtypeModule:
-    """twins: kind and weights -> what was made of them first."""
+    """The FP8 module for `module`. twins: (kind, weights) -> what was made of them first."""
     stacks = stacks_of(module)
     made: FixedDtypeModule
     if stacks is not None:
         made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
     else:
-        made, names = FP8Linear.from_linear(_as_linear(module)), ("weight",)
+        weight, names = module.get_parameter("weight"), ("weight",)
+        rows = weight.t().contiguous() if is_conv1d(module) else weight
+        made = FP8Linear._from_weight(rows, module._parameters.get("bias"))
     weights = (id(module.get_parameter(name)) for name in names)
     first = twins.setdefault((kind_of(module), *weights), made)
     for name in (*made.fp8_names, *made.fp32_names):
         made._parameters[name] = first._parameters[name]
     made.is_converted = True
     return made.train(module.training)
-
-
-def _as_linear(module: nn.Module) -> nn.Linear:
-    """`module`, or the linear that a `Conv1D` stands for."""
-    if isinstance(module, nn.Linear):
-        return module
-    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
-    in_features, out_features = weight.shape
-    linear = nn.Linear(in_features, out_features, device="meta")
-    linear.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)
-    linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

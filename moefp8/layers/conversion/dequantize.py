@@ -1,6 +1,7 @@
 """`dequantize`: the way back from `convert`, in place."""
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,26 +18,25 @@ from ..saving import release
 def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Swap every `FP8Linear` for an `nn.Linear`, and `GroupedExperts` for `PlainExperts`.
 
-    Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and biases, which are cast,
-    ask for gradients, as those of any new module do. Modules are swapped one at a time and their
-    FP8 weights given back, so the peak is the larger model and one module. What was tied stays
-    tied, what `shard` cut stays one rank's part, and a model on the meta device stays there.
+    Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and the biases, which are cast,
+    ask for gradients. Modules are swapped one at a time and their FP8 weights given back, so the
+    peak is the larger model and one module. What was tied stays tied, what `shard` cut stays one
+    rank's part, and a model on the meta device stays there.
 
-    `convert` makes nearly the same model again: of weights that it quantized itself, bit for bit
-    the same codes, with scales that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a
-    bit). Of codes that do not reach 448 in each block, as with scales that are powers of two, it
-    makes others, since it chooses scales of its own.
+    From weights that it had quantized itself, `convert` then makes the same codes again, with
+    scales that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a bit). It makes others
+    where codes do not reach 448 in each block, as with scales that are powers of two.
 
     Args:
-        model: changed in place. Of a model of transformers, the `quantization_config` goes too;
-            of a part of one it stays, and goes when the whole is saved if nothing is FP8 then.
+        model: changed in place. A model of transformers also loses its `quantization_config`; if
+            `model` is a part of one, that goes when the whole is saved, if nothing is FP8 then.
         dtype: bf16, fp16 or fp32. A linear then takes inputs of this dtype and no other.
 
     Returns:
-        `model`; or its replacement, if `model` itself is to be swapped.
+        `model`, or its replacement if `model` itself is to be swapped.
 
     Raises:
-        TypeError: `model` is no module (of tensors: `moefp8.quant.dequantize`), or another dtype.
+        TypeError: `model` is not a module, or another dtype.
         ValueError: hooks on an FP8 module, which would be lost; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -55,29 +55,25 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
         for name in aliases:
             if not name:
                 return twin
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, twin)
+            model.set_submodule(name, twin)
     _forget_quantization(model)
     return model
 
 
 def _names_of_fp8(model: nn.Module) -> list[list[str]]:
-    """All names of each FP8 module; no references, so that each can be given back in turn."""
+    """All names of each FP8 module, and no references, so that each can be given back in turn."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FP8Linear | GroupedExperts):
-            _check_hooks(name, module)
-            names.setdefault(id(module), []).append(name)
+        if not isinstance(module, FP8Linear | GroupedExperts):
+            continue
+        if is_wrapped(module, besides=to_own_ids):
+            raise ValueError(
+                f"dequantize: {name or 'the model'} ({type(module).__name__}) must have no hooks "
+                "and no forward of its own (as accelerate's), which would be lost; remove them "
+                "first, and add them again"
+            )
+        names.setdefault(id(module), []).append(name)
     return list(names.values())
-
-
-def _check_hooks(name: str, module: nn.Module) -> None:
-    if is_wrapped(module, besides=to_own_ids):
-        raise ValueError(
-            f"dequantize: {name or 'the model'} ({type(module).__name__}) must have no hooks and "
-            "no forward of its own (as accelerate's), which would be lost; remove them first, and "
-            "add them again"
-        )
 
 
 Tie = tuple[nn.Parameter, nn.Parameter | None]  # a parameter and its scales
@@ -88,17 +84,13 @@ def _tie(module: Any, name: str) -> Tie:
 
 
 def _ties(model: nn.Module, names: list[list[str]]) -> dict[Tie, nn.Parameter | None]:
-    """What several FP8 modules share -> what comes in its place, None as yet."""
-    seen: set[Tie] = set()
-    ties: dict[Tie, nn.Parameter | None] = {}
-    for aliases in names:
-        module = model.get_submodule(aliases[0])
-        for name, _ in module.named_parameters(recurse=False):
-            tie = _tie(module, name)
-            if tie in seen:
-                ties[tie] = None
-            seen.add(tie)
-    return ties
+    """What several FP8 modules share -> what takes its place, which is None as yet."""
+    counts = Counter(
+        _tie(module, name)
+        for module in (model.get_submodule(aliases[0]) for aliases in names)
+        for name, _ in module.named_parameters(recurse=False)
+    )
+    return dict.fromkeys(tie for tie, count in counts.items() if count > 1)
 
 
 def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None]) -> nn.Module:
@@ -112,14 +104,13 @@ def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None])
 
 
 def _forget_quantization(model: nn.Module) -> None:
-    """A model of transformers must not save a `quantization_config` beside plain weights.
+    """Let no model of transformers save a `quantization_config` beside plain weights.
 
-    Layers hold the config of the whole, which may have other FP8 modules.
+    Only models that are saved lose it: layers hold the config of the whole, which may be FP8 still.
     """
     for module in model.modules():
         release(module)
-        quantizer = module.__dict__.get("hf_quantizer")
-        if quantizer is not None:
+        if (quantizer := module.__dict__.get("hf_quantizer")) is not None:
             quantizer.remove_quantization_config(module)
         config: Any = module.__dict__.get("config")
         is_saved = callable(getattr(module, "save_pretrained", None))

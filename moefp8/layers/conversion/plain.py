@@ -3,30 +3,21 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ...functional.experts import swiglu
 from ...kernels.common.checks import check_choices
+from ..module import attributes_repr, draw_as_linear
 
 
 class PlainExperts(nn.Module):
-    """E SwiGLU experts in BF16, FP16 or FP32: what `dequantize` makes of `GroupedExperts`.
+    """E SwiGLU experts in BF16, FP16 or FP32: `dequantize` makes them, `convert` takes them.
 
-    Names, shapes and forward are the same, and gradients flow; experts run one after the other,
-    and on a GPU each waits for the router's choice. `convert` makes `GroupedExperts` of it.
-
-    Args:
-        num_experts, hidden_size, intermediate_size: E, H and I.
-        swiglu_limit: as in `GroupedExperts`.
-        device, dtype: of the weights.
-
-    Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first.
-        down_proj: [E, H, I].
+    Names, shapes and forward are those of `GroupedExperts`, and gradients flow. Experts run one
+    after the other, and on a GPU each waits for the router's choice. `dtype` is that of the weights
+    gate_up_proj [E, 2I, H] and down_proj [E, H, I].
     """
 
     def __init__(
@@ -40,32 +31,23 @@ class PlainExperts(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        e, h, i = num_experts, hidden_size, intermediate_size
+        self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit
-        gate_up, down = (
-            torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        )
-        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does."""
         for weight in (self.gate_up_proj, self.down_proj):
-            bound = 1 / math.sqrt(max(weight.shape[2], 1))
-            weight.uniform_(-bound, bound)
+            draw_as_linear(weight, weight.shape[2])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run every token through its experts, in the dtype of the weights; the sum is in FP32.
-
-        hidden_states [T, H], top_k_index [T, k] in [0, E] and top_k_weights [T, k] -> [T, H] in
-        the dtype of hidden_states, all as in `GroupedExperts`.
-        """
+        """As in `GroupedExperts`, for [T, H]; in the dtype of the weights, and summed in FP32."""
         if top_k_index.device.type == "cpu":
             check_choices("PlainExperts", top_k_index, self.num_experts)
         x = hidden_states.to(self.down_proj.dtype)
@@ -79,12 +61,10 @@ class PlainExperts(nn.Module):
         return y.to(hidden_states.dtype)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[R, 2I] -> [R, I]; by this name, transformers and `convert` know it."""
+        """[rows, 2I] -> [rows, I]; transformers and `convert` know it by this name."""
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up, self.swiglu_limit).to(gate_up.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, swiglu_limit={self.swiglu_limit}"
-        )
+        sizes = "num_experts", "hidden_size", "intermediate_size"
+        return attributes_repr(self, *sizes, "swiglu_limit")

@@ -1,7 +1,7 @@
-"""Experts modules are run on random tokens, beside what FP8 experts would compute.
+"""Run experts modules on random tokens, and compare with what `GroupedExperts` computes.
 
 Attributes do not tell in which order rows lie, nor what a forward adds, scales or drops. E experts,
-H hidden, I intermediate, T tokens, k choices.
+H hidden, T tokens, k choices.
 """
 
 import math
@@ -15,50 +15,48 @@ from torch import nn
 
 from ...functional.experts import swiglu
 from .stacks import Stacks, stated_limits
-from .trial import attributes_of, draw, is_small, random_weights, told
+from .trial import attributes_of, is_small, random_weights, told
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
-_SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # what a forward may clamp, normalize or leave out
-_NUM_OF_LARGE = 12  # experts that are run of larger ones
+_SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
+_NUM_OF_LARGE = 12  # how many experts are run if they are large
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
 
 
 class Routing(NamedTuple):
-    """x [T, H], experts' ids chosen [T, k] and scores [T, k], as experts modules take them."""
+    """What experts modules take: x [T, H], ids chosen [T, k], scores [T, k]."""
 
     x: torch.Tensor
     chosen: torch.Tensor
     scores: torch.Tensor
 
 
-class Probe:
-    """Runs experts modules, once for each make."""
+# (the SwiGLU limit of an experts module, None), or (None, how it differs from SwiGLU experts)
+Probed = tuple[float | None, str | None]
 
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[float | None, str | None]] = {}
 
-    def __call__(self, module: nn.Module) -> tuple[float | None, str | None]:
-        """(the SwiGLU limit of module, None), or (None, how it differs from SwiGLU experts)."""
-        key = _make_of(module)
-        if key is None or key not in self._seen:
-            self._seen[key] = _probe(module)
-        return self._seen[key]
+def probe(module: nn.Module, known: dict[Any, Probed]) -> Probed:
+    """Run `module`, unless another of its make is among those known."""
+    key = _make_of(module)
+    if key is None or key not in known:
+        known[key] = _probe(module)
+    return known[key]
 
 
 def _make_of(module: nn.Module) -> Any:
-    """Equal for modules that differ in their weights alone; None if that cannot be told."""
+    """A key that is equal for modules that differ in their weights alone; None if unknown."""
     if any(True for _ in module.buffers()):
         return None
-    made = []
-    for child in module.modules():
-        held = sorted((name, told(x)) for name, x in attributes_of(child).items())
-        made.append((type(child), *held))
+    made = (
+        (type(child), *sorted((name, told(x)) for name, x in attributes_of(child).items()))
+        for child in module.modules()
+    )
     weights = ((n, w.shape, w.dtype, w.device) for n, w in module.named_parameters())
     return (*made, *weights)
 
 
 @torch.no_grad()
-def _probe(module: nn.Module) -> tuple[float | None, str | None]:
+def _probe(module: nn.Module) -> Probed:
     random = torch.Generator().manual_seed(0)
     with random_weights(module, random) as (stacks, changed):
         with torch.autocast(stacks.down.device.type, enabled=False):
@@ -68,15 +66,12 @@ def _probe(module: nn.Module) -> tuple[float | None, str | None]:
     return limit, problem
 
 
-def _compare(
-    module: nn.Module, stacks: Stacks, random: torch.Generator
-) -> tuple[float | None, str | None]:
-    """What `Probe` gives."""
+def _compare(module: nn.Module, stacks: Stacks, random: torch.Generator) -> Probed:
     forward, limits = _forward_of(module), [*dict.fromkeys(stated_limits(module)), None]
     for routing in _routings(stacks, limits, random):
         try:
             came = forward(*routing)
-        except Exception as error:  # whatever a forward of others raises
+        except Exception as error:  # a forward of others may raise anything
             return None, (
                 "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
                 f"but that raised {type(error).__name__}: {str(error)[:200]}"
@@ -96,47 +91,48 @@ def _compare(
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _fits(
-    came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation = swiglu
-) -> bool:
+def _worst_row(
+    came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation
+) -> float:
+    """The largest relative error of a row."""
     wanted = _reference(activation, stacks, routing)
-    return _worst_row(came, wanted) < _TOLERANCE[routing.x.dtype]
+    return float(((came - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(torch.inf).max())
+
+
+def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation) -> bool:
+    return _worst_row(came, stacks, routing, activation) < _TOLERANCE[routing.x.dtype]
 
 
 def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
-    off = 100 * _worst_row(came, _reference(swiglu, stacks, routing))
+    off = 100 * _worst_row(came, stacks, routing, swiglu)
     is_swapped = _fits(came, stacks, routing, lambda gate, up: swiglu(up, gate))
-    told = "; its up rows come before its gate rows" if is_swapped else ""
+    order = "; its up rows come before its gate rows" if is_swapped else ""
     return (
         "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
         f"summed, for any number of tokens and choices: on {len(came)} random tokens of "
         f"{routing.chosen.shape[1]} choices, rows of its forward are up to "
-        f"{max(off, 1):.0f} % off{told}"
+        f"{max(off, 1):.0f} % off{order}"
     )
 
 
 def _counts_what_is_elsewhere(
     forward: Callable[..., Any], stacks: Stacks, limit: float | None, random: torch.Generator
 ) -> bool:
-    """Whether the id E gives something. Most do not take it; a GPU would not survive the try."""
-    if stacks.down.is_cuda:
+    """Whether the id E adds anything. Most modules do not take it."""
+    if stacks.down.is_cuda:  # an id out of range would be the end of the process
         return False
     x, chosen, scores = _routing(stacks, 4, 1, range(1), _TOKEN_SIZES[:1], random)
     elsewhere = torch.full_like(chosen, len(stacks.down))
     routing = Routing(x, torch.cat((chosen, elsewhere), dim=1), scores.repeat(1, 2))
     try:
         came = forward(*routing).reshape(routing.x.shape).float()
-    except Exception:  # it takes no such ids, so none will come
+    except Exception:  # it takes no such ids, so it will get none
         return False
     return not _fits(came, stacks, routing, partial(swiglu, limit=limit))
 
 
-def _worst_row(came: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(((came - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(torch.inf).max())
-
-
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Of a module of transformers, the loop over experts under what its config chooses."""
+    """The module's forward; in transformers, the loop that its config may replace."""
     forward = type(module).forward
     chosen_by_config = hasattr(getattr(module, "config", None), "_experts_implementation")
     forward = unwrap(forward) if chosen_by_config and hasattr(module, "_apply_gate") else forward
@@ -149,12 +145,12 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 def _routings(
     stacks: Stacks, limits: Sequence[float | None], random: torch.Generator
 ) -> Iterator[Routing]:
-    """All experts in turn; all tokens to one, as a capacity would drop them; three choices."""
+    """All experts in turn; all tokens to one, so that a capacity would show; three choices."""
     num_experts = len(stacks.down)
     num_run = num_experts if is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
     experts = [number * (num_experts - 1) // max(num_run - 1, 1) for number in range(num_run)]
     sizes = [*_TOKEN_SIZES]
-    if stacks.down.dtype != torch.float16:  # which would overflow
+    if stacks.down.dtype != torch.float16:  # FP16 would overflow
         sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
     num_tokens = max(len(sizes), math.ceil(num_run / 2))
     yield _routing(stacks, num_tokens, 2, experts, sizes, random)
@@ -170,9 +166,10 @@ def _routing(
     sizes: Sequence[float],
     random: torch.Generator,
 ) -> Routing:
-    """experts in turn, as many for a token as there are, up to top_k."""
+    """The experts in turn, top_k of them for a token, or all if there are fewer."""
     top_k = min(top_k, len(stacks.down))
-    x = draw(torch.randn, (num_tokens, stacks.down.shape[1]), random)
+    shape = num_tokens, stacks.down.shape[1]
+    x = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
     x *= _in_turn(sizes, (num_tokens, 1), torch.float32)
     chosen = _in_turn(experts, (num_tokens, top_k), torch.int64)
     scores = _in_turn(_SCORES, (num_tokens, top_k), torch.float32)
@@ -187,7 +184,7 @@ def _in_turn(values: Sequence[float], shape: tuple[int, int], dtype: torch.dtype
 
 
 def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torch.Tensor:
-    """fp32 [T, H], expert by expert; ids that are none count as 0."""
+    """The sum of the experts' outputs, fp32 [T, H]; the id E adds nothing."""
     x, chosen, scores = routing
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():

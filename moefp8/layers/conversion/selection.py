@@ -1,10 +1,10 @@
 """Which linears and experts of a model become FP8 by default, and why others stay.
 
-Told by what the model says of itself and by its structure first, and by names where neither does.
+What the model says of itself counts first, then its structure and names.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,20 +16,20 @@ from ..linear import FP8Linear
 from .source_code import read_weights
 from .stacks import foreign_experts, stacks_of
 
-# Small, and what they decide is not forgiving: output heads, routers, gates to one number, what
-# weighs tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
+# These are small, and errors in them cost much: output heads, routers, gates to one number, weights
+# of tokens in sparse and linear attention, projections of multi-token prediction. Published FP8
 # checkpoints keep them too.
 DEFAULT_SKIP = (
-    *("lm_head", "gate", "router", "shared_expert_gate"),
-    *("gating", "w_gate", "moe_router", "router_gate"),
-    *("indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj", "shared_head"),
-)
+    "lm_head", "gate", "router", "shared_expert_gate", "gating", "w_gate", "moe_router",
+    "router_gate", "indexer.weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a", "eh_proj",
+    "shared_head",
+)  # fmt: skip
 
-# Names of heads in models with layers, outside of these; within, an `output` is a projection.
+# Names of heads outside of layers; within a layer, an `output` is a projection.
 HEADS = (
-    *("head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs"),
-    *("readout", "proj_out"),
-)
+    "head", "heads", "output", "classifier", "score", "embed_out", "qa_outputs", "readout",
+    "proj_out",
+)  # fmt: skip
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -37,7 +37,7 @@ Modules = Mapping[str, nn.Module]
 
 
 def matches(name: str, part: str) -> bool:
-    """Whether part names it or what it lies in: a dotted piece, or a pattern (fnmatch) of all."""
+    """Whether `part`, a dotted piece or a pattern (fnmatch), names a module or one around it."""
     return f".{part}." in f".{name}." or fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
 
 
@@ -48,7 +48,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """One that can be swapped: its weight is a parameter, and there already."""
+    """Whether it is a linear that can be swapped: its weight is an initialised parameter."""
     weight = module._parameters.get("weight") if _is_plain_kind(module) else None
     return weight is not None and not is_lazy(weight)
 
@@ -69,9 +69,9 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 def reasons(modules: Modules) -> dict[str, str]:
-    """Name -> why it stays, of each linear and experts module that does.
+    """Name -> why it stays, for each linear and experts module that does.
 
-    modules: of the whole model, by `named_modules(remove_duplicate=False)`.
+    modules: `dict(model.named_modules(remove_duplicate=False))` of the whole model.
     """
     found: dict[str, str] = {}
     for rule in _RULES:
@@ -82,7 +82,7 @@ def reasons(modules: Modules) -> dict[str, str]:
 
 def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
     has_layers = any(is_linear(m) and _in_layer(name, modules) for name, m in modules.items())
-    taken = {width for module in modules.values() for width in _taken(module)}
+    taken = {_taken(module) for module in modules.values()}
     for name, module in modules.items():
         if not can_swap(module):
             continue
@@ -95,7 +95,7 @@ def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
-    """What no FP8 module can stand for."""
+    """Modules that no FP8 module can replace."""
     for name, module in modules.items():
         kind, parent = type(module).__name__, modules.get(_parent(name))
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
@@ -111,13 +111,9 @@ def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
-    """What models say of themselves, and what shares its weight with an embedding."""
+    """Heads that the model names, and linears that share their weight with an embedding."""
     embedded = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
-    heads: set[int] = set()
-    for module in modules.values():
-        get_head = getattr(module, "get_output_embeddings", None)
-        if callable(get_head):
-            heads.add(id(asked(get_head)))
+    heads = {id(asked(module, "get_output_embeddings")) for module in modules.values()}
     for name, module in modules.items():
         if is_linear(module):
             if id(module) in heads:
@@ -126,29 +122,30 @@ def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:
                 yield name, "tied to an embedding"
 
 
-def asked(ask: Callable[[], Any]) -> Any:
-    """What a model says of itself, or None of one that has no such thing."""
+def asked(module: nn.Module, method: str) -> Any:
+    """What a method of a model returns, or None if the model has no such thing."""
+    ask = getattr(module, method, None)
     try:
-        return ask()
+        return ask() if callable(ask) else None
     except (NotImplementedError, AttributeError):
         return None
 
 
 def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
-    """What models that also see or hear have beside their language model; checkpoints keep it."""
+    """All but the language model of models that also see or hear; checkpoints keep it too."""
     model = modules[""]
-    get_decoder = getattr(model, "get_decoder", None)
-    if getattr(getattr(model, "config", None), "text_config", None) is None or not get_decoder:
+    has_text = getattr(getattr(model, "config", None), "text_config", None) is not None
+    decoder = asked(model, "get_decoder") if has_text else None
+    if not isinstance(decoder, nn.Module):
         return
-    decoder = asked(get_decoder)
-    text = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    text = {id(module) for module in decoder.modules()}
     for name, module in modules.items():
-        if text and can_swap(module) and id(module) not in text:
+        if can_swap(module) and id(module) not in text:
             yield name, "not of the language model"
 
 
 def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
-    """transformers' list of what its forward expects in FP32."""
+    """What is in transformers' lists of what a forward expects in FP32."""
     for prefix, model in modules.items():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             for part in getattr(model, attribute, None) or ():
@@ -159,7 +156,7 @@ def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
-    """Linears with as many outputs as there are experts beside them, or one more; or with one."""
+    """Linears with one output, or as many as there are experts nearby, or one more."""
     outputs = {name: widths(module)[1] for name, module in modules.items() if is_linear(module)}
     for name, width in outputs.items():
         if width == 1:
@@ -176,14 +173,11 @@ def _routers(modules: Modules) -> Iterator[tuple[str, str]]:
         around = neighbours.get(_parent(home), []) if home else []
         beside = neighbours.get(home, []) if is_list else [*_below(outputs, home), *around]
         for name in beside:
-            inner = name.removeprefix(_parent(home) if name in around else home)
-            if outputs[name] in (num_experts, num_experts + 1) and not _is_other(inner):
+            inner = name.removeprefix(_parent(home) if name in around else home).lower()
+            # In experts or in attention, such a width may be chance.
+            is_other = any(word in inner for word in ("expert", "attn", "attention"))
+            if outputs[name] in (num_experts, num_experts + 1) and not is_other:
                 yield name, f"a router: {outputs[name]} outputs for {num_experts} experts"
-
-
-def _is_other(name: str) -> bool:
-    """Whether it lies in experts, or in attention, where widths may be as many by chance."""
-    return any(word in name.lower() for word in ("expert", "attn", "attention"))
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
@@ -199,29 +193,24 @@ def _num_experts(name: str, module: nn.Module) -> int:
 
 
 def _readers(modules: Modules) -> Iterator[tuple[str, str]]:
-    """Linears and experts whose weights, or their dtype, the forward of another module reads."""
+    """Linears and experts whose weights, or their dtype, another module reads."""
     for prefix, module in modules.items():
         kind: Any = type(module)
         for chain in read_weights(kind):
-            for name in _named(f"{prefix}.{chain}" if prefix else chain, modules):
-                yield name, f"{type(module).__name__} reads its weight"
-
-
-def _named(chain: str, modules: Modules) -> Iterator[str]:
-    """chain: a name, in which * stands for one element of a list."""
-    if "*" not in chain:
-        names = [chain] if chain in modules else []
-    else:
-        pattern = re.compile(re.escape(chain).replace(r"\*", "[^.]+"))
-        names = [name for name in modules if pattern.fullmatch(name)]
-    return (name for name in names if can_swap(modules[name]))
+            names: Iterable[str] = [f"{prefix}.{chain}".lstrip(".")]
+            if "*" in chain:  # it stands for one element of a list
+                pattern = re.compile(re.escape(*names).replace(r"\*", "[^.]+"))
+                names = filter(pattern.fullmatch, modules)
+            for name in names:
+                if name in modules and can_swap(modules[name]):
+                    yield name, f"{kind.__name__} reads its weight"
 
 
 def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
-    """The last linears of a model, if nothing in it takes as many numbers as they give."""
+    """The last linears of a model, as long as nothing in it takes the width that they give."""
     if sum(bool(module._parameters) for module in modules.values()) < 2:
-        return  # a linear alone is no head
-    taken = {width for module in modules.values() for width in _taken(module)}
+        return  # a lone linear is no head
+    taken = {_taken(module) for module in modules.values()}
     linears = [name for name, module in modules.items() if is_linear(module)]
     for name in reversed(linears):
         if widths(modules[name])[1] in taken or _in_layer(name, modules):
@@ -229,24 +218,24 @@ def _heads(modules: Modules) -> Iterator[tuple[str, str]]:
         yield name, "a head: nothing takes what it gives"
 
 
-def _taken(module: nn.Module) -> Iterator[int]:
-    """Widths that a module can take."""
+def _taken(module: nn.Module) -> int | None:
+    """The width of the input that a module takes, if that is known."""
     if isinstance(module, FP8Linear):
-        yield module.in_features
-    elif isinstance(module, GroupedExperts):
-        yield module.hidden_size
-    elif is_linear(module):
-        yield widths(module)[0]
-    elif stacks := stacks_of(module):
-        yield stacks.down.shape[1]
-    elif not isinstance(module, nn.Embedding):
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and not is_lazy(weight) and weight.ndim > 0:
-            yield weight.shape[min(1, weight.ndim - 1)]
+        return module.in_features
+    if isinstance(module, GroupedExperts):
+        return module.hidden_size
+    if is_linear(module):
+        return widths(module)[0]
+    if stacks := stacks_of(module):
+        return stacks.down.shape[1]
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight) or isinstance(module, nn.Embedding) or not weight.ndim:
+        return None
+    return weight.shape[min(1, weight.ndim - 1)]
 
 
 def _in_layer(name: str, modules: Modules) -> bool:
-    """Whether name lies within an element of a list of modules, experts excepted."""
+    """Whether it lies within an element of a list of modules, but for lists of experts."""
     above = _parent(name)
     while above:
         home = _parent(above)

@@ -1,4 +1,4 @@
-"""Which weights the source of a module's methods reads, instead of calling what holds them."""
+"""Which weights the methods of a class read, instead of calling the modules that hold them."""
 
 import ast
 import inspect
@@ -18,14 +18,14 @@ _NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters",
 
 @cache
 def read_weights(kind: Any) -> frozenset[str]:
-    """`a.b` for each `self.a.b.weight` in methods of a class of modules; `a.*` of `self.a[i]`."""
+    """`a.b` for each `self.a.b.weight` in methods of a class, `a.*` for `self.a[i].weight`."""
     found: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch" or not issubclass(base, nn.Module):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made at run time: nothing to read
+        except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
             continue
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and method.name not in _NOT_FORWARD:
@@ -49,7 +49,7 @@ def _weights_in(method: ast.FunctionDef) -> set[str]:
 
 
 def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
-    """Names in a method -> the modules that they may stand for, as `_chains` tells them."""
+    """Local name -> the modules that it may stand for, as `_chains` spells them."""
     arguments = [*method.args.posonlyargs, *method.args.args]
     known = {argument.arg: {""} for argument in arguments[:1]}  # self
     for node in ast.walk(method):
@@ -66,7 +66,7 @@ def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
 
 
 def _chains(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
-    """`a.b` of `self.a.b`, `a.*` of `self.a[0]`, "" of self; nothing of what is no module of it."""
+    """`a.b` for `self.a.b`, `a.*` for `self.a[0]`, "" for self, and nothing for any other value."""
     if isinstance(node, ast.Name):
         return known.get(node.id, set())
     if isinstance(node, ast.Attribute):

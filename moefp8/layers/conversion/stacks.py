@@ -1,4 +1,4 @@
-"""Experts modules whose weights lie in stacks, and what they say of themselves.
+"""Experts modules whose weights lie in stacks, and what their attributes tell.
 
 E experts, H hidden, I intermediate.
 """
@@ -16,7 +16,7 @@ from ..experts import GroupedExperts
 
 STACKS = ("gate_up_proj", "down_proj")
 
-# What transformers says of an experts module, where it is as `GroupedExperts` is.
+# The attributes of experts modules of transformers, with the values that suit `GroupedExperts`.
 _FLAGS = {
     "is_transposed": False,
     "is_concatenated": True,
@@ -28,7 +28,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Stacks:
-    """What an experts module holds, without a copy. names: of the parameters.
+    """What an experts module holds in the parameters `names`, without a copy.
 
     gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
     """
@@ -54,29 +54,24 @@ def stacks_of(module: nn.Module) -> Stacks | None:
 
 
 def _dbrx_stacks(module: nn.Module) -> Stacks | None:
-    """DBRX: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
-    num_experts = getattr(module, "num_experts", None)
-    home, names = getattr(module, "mlp", None), ("w1", "v1", "w2")
-    weights: list[Any] = [getattr(home, name, None) for name in names]
-    if type(num_experts) is not int or not all(
-        isinstance(w, torch.Tensor) and w.ndim == 2 and w.shape == weights[0].shape for w in weights
-    ):
+    """Those of DBRX: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
+    num_experts, home = getattr(module, "num_experts", None), getattr(module, "mlp", None)
+    weights: list[Any] = [getattr(home, name, None) for name in ("w1", "v1", "w2")]
+    if not all(isinstance(w, torch.Tensor) and w.ndim == 2 for w in weights):
         return None
-    if num_experts < 1 or weights[0].shape[0] % num_experts:
+    if type(num_experts) is not int or num_experts < 1 or len({w.shape for w in weights}) > 1:
+        return None
+    if weights[0].shape[0] % num_experts:
         return None
     gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in weights)
-    return Stacks((gate, up), down.transpose(1, 2), tuple(f"mlp.{name}" for name in names))
+    return Stacks((gate, up), down.transpose(1, 2), ("mlp.w1", "mlp.v1", "mlp.w2"))
 
 
-def flags_problem(module: nn.Module) -> str | None:
-    """What transformers says of `module` that `GroupedExperts` is not."""
+def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
+    """How its attributes, tensors or shapes differ from those of `GroupedExperts`."""
     for attribute, wanted in _FLAGS.items():
         if getattr(module, attribute, wanted) != wanted:
             return f"must have {attribute} = {wanted}, got {not wanted}"
-    return None
-
-
-def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
     extra = set(module.state_dict()) - set(stacks.names)
     if extra:
         return (
@@ -93,39 +88,33 @@ def shapes_problem(module: nn.Module, stacks: Stacks) -> str | None:
 
 
 def stated_limits(module: nn.Module) -> list[float]:
-    """Where a module may say at what it clamps gate and up."""
+    """The limits at which a module may clamp gate and up."""
     stated: list[Any] = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
     return [x for x in stated if type(x) in (int, float) and math.isfinite(x)]
 
 
 def swiglu_limits(module: nn.Module) -> list[float | None]:
-    """The limits with which SwiGLU is what `module` makes of gate and up; none if it is not.
-
-    Its `_apply_gate` or `act_fn` is asked, not its forward.
-    """
+    """The limits with which SwiGLU equals the module's `_apply_gate`, or `act_fn(gate) * up`."""
     grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
-    came = _gated(module, gate, up)
-    return [
-        limit
-        for limit in (None, *stated_limits(module))
-        if came is not None
-        and torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
-    ]
-
-
-def _gated(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    """What the module makes of gate and up: asked, not guessed from a class name."""
     apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
     if callable(apply_gate):
         concatenated = getattr(module, "is_concatenated", True)
         pair = (gate, up) if concatenated else (torch.stack((gate, up), dim=-1).flatten(-2),)
-        return apply_gate(torch.cat(pair, dim=-1))
-    return act_fn(gate) * up if callable(act_fn) else None
+        came = apply_gate(torch.cat(pair, dim=-1))
+    elif callable(act_fn):
+        came = act_fn(gate) * up
+    else:
+        return []
+    return [
+        limit
+        for limit in (None, *stated_limits(module))
+        if torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
+    ]
 
 
 def foreign_experts(name: str, module: nn.Module) -> Sequence[int]:
-    """The shape of a stack of experts of another make that `module` itself holds, else ()."""
+    """The shape of a stack that `module` holds if it is experts of another make, else ()."""
     is_expert = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
     if not is_expert or isinstance(module, GroupedExperts):
         return ()

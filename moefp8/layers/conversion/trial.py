@@ -1,7 +1,7 @@
-"""An experts module while it is tried: with random weights, and put back as it was."""
+"""Try an experts module with random weights, and put it back as it was."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from .stacks import Stacks, stacks_of
 
-_SMALL = 1 << 24  # elements of weights up to which each expert gets random ones of its own
-_SAMPLE = 7  # experts of which weights are looked at
+_SMALL = 1 << 24  # up to so many elements, each expert gets random weights of its own
+_SAMPLE = 7  # how many experts tell whether the module's own weights are of use
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -19,18 +19,17 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 def random_weights(
     module: nn.Module, random: torch.Generator
 ) -> Iterator[tuple[Stacks, Callable[[], str]]]:
-    """The module with random weights in place of its own; FP32 on the CPU if it is on meta.
+    """The module in eval mode with random weights, on the CPU in FP32 if it is on meta.
 
-    Gives its stacks, and what tells the name of what a forward has changed, or "". After it all is
-    as it was.
+    Gives its stacks, and a function that names what a forward has changed, or "". In the end
+    everything is as before.
     """
-    children = list(module.named_modules())
     before = [
-        (child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
-        for _, child in children
+        (path, child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
+        for path, child in module.named_modules()
     ]
     try:
-        for child, _, parameters, buffers in before:
+        for _, child, _, parameters, buffers in before:
             child.training = False
             child._parameters.update(
                 (name, None if x is None else _random_like(x, random))
@@ -44,36 +43,26 @@ def random_weights(
             raise TypeError(f"{type(module).__name__} holds no stacks of experts")
 
         def changed() -> str:
-            for (path, child), (_, held, _, buffers) in zip(children, before, strict=True):
+            for path, child, held, _, buffers in before:
                 for name, value in attributes_of(child).items():
                     if name not in held or told(value) != told(held[name]):
-                        return _join(path, name)
+                        return f"{path}.{name}".lstrip(".")
                 for name, x in buffers.items():
                     if x is not None and not _is_same(x, child._buffers.get(name)):
-                        return _join(path, name)
+                        return f"{path}.{name}".lstrip(".")
             return ""
 
         yield stacks, changed
     finally:
-        for child, held, parameters, buffers in before:
+        for _, child, held, parameters, buffers in before:
             vars(child).clear()
             vars(child).update(held)
             child._parameters.update(parameters)
             child._buffers.update(buffers)
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
     return x.is_meta or (y is not None and torch.equal(x, y))
-
-
-def draw(
-    distribution: Callable[..., torch.Tensor], shape: Sequence[int], random: torch.Generator
-) -> torch.Tensor:
-    return distribution(shape, generator=random, dtype=torch.float32, device="cpu")
 
 
 def is_small(weight: torch.Tensor) -> bool:
@@ -81,12 +70,13 @@ def is_small(weight: torch.Tensor) -> bool:
 
 
 def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Of large weights their own, if they are of use, else one entry of random ones for all."""
+    """Random weights; if large, the module's own if they are of use, or one entry for all."""
     shape = list(parameter.shape)
     is_large = not is_small(parameter)
     if is_large and not parameter.is_meta and _is_of_use(parameter[:_SAMPLE]):
         return parameter
-    values = draw(torch.randn, [1, *shape[1:]] if is_large else shape, random)
+    drawn = [1, *shape[1:]] if is_large else shape
+    values = torch.randn(drawn, generator=random, dtype=torch.float32, device="cpu")
     values /= math.sqrt(shape[-1])
     if not parameter.is_meta:
         values = values.to(parameter.device, parameter.dtype)
@@ -94,17 +84,17 @@ def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tens
 
 
 def _is_of_use(weights: torch.Tensor) -> bool:
-    """Whether products with them tell one forward from another."""
+    """Whether products with these weights tell one forward from another."""
     return bool(weights.isfinite().all()) and float(weights.float().std()) > 1e-3
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Those that are not of every module."""
+    """The attributes that not every module has."""
     return {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
 
 
 def told(value: Any) -> str:
-    """Equal for equal plain values; of others, which may hold anything, for the very same."""
+    """A text that is equal for equal plain values, and for any other only for the very same."""
     if isinstance(value, tuple):
         return f"({', '.join(map(told, value))})"
     if isinstance(value, int | float | str | bool | torch.dtype | None):
