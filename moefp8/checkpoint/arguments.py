@@ -1,4 +1,4 @@
-"""Check arguments that several functions take."""
+"""Check the argument that loading and quantizing share."""
 
 import torch
 
@@ -8,9 +8,9 @@ _MAX_REASON = 200
 
 
 def usable_device(device: torch.device | str | int | None, caller: str) -> torch.device:
-    """Return the device that a user names, or the CPU for None; a tensor can be made there.
+    """Return the device that a user names, or the CPU for None.
 
-    caller: what the error begins with. Raises ValueError unless there is such a device, TypeError.
+    Raises ValueError, which begins with caller, unless a tensor can be made there; TypeError.
     """
     try:
         place = torch.device("cpu" if device is None else device)

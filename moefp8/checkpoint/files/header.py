@@ -67,7 +67,7 @@ class Shard:
     """One safetensors file. stamp: the size and time by which a later change is noticed.
 
     entries: the tensors that are whole; named: all keys of the header; problems: a sentence for
-    each entry that is cut short, or lies elsewhere than right behind the one before it.
+    each tensor that is not whole.
     """
 
     path: Path
@@ -116,28 +116,19 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
     if dtype in TORCH_DTYPES:  # others have no known size; they fail later if anything needs them
         num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
         if num_bytes != entry.num_bytes:
-            raise CheckpointError(
-                f"{where}: {dtype} {shape} takes {num_bytes} bytes, its offsets give "
-                f"{entry.num_bytes}"
-            )
+            told = f"{dtype} {shape} takes {num_bytes} bytes, its offsets give {entry.num_bytes}"
+            raise CheckpointError(f"{where}: {told}")
     return entry
 
 
 def _is_possible(shape: list[int]) -> bool:
     """Whether PyTorch could have a tensor of this shape; strides count a size of 0 as 1."""
-    num_elements = 1
-    for size in shape:
-        num_elements *= max(size, 1)
-        if num_elements >= 1 << 63:
-            return False
-    return len(shape) <= _MAX_DIMENSIONS
+    return len(shape) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in shape) < 1 << 63
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < 1 << 63  # as PyTorch counts
-        for size in value
-    )
+    """Whether value lists numbers as PyTorch counts; a bool is none."""
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 
 def _whole(

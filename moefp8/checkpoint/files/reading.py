@@ -5,8 +5,7 @@ The pages of an mmap would count as resident memory.
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -24,9 +23,9 @@ def open_files(
     shards: dict[Path, Shard],
     outcome: str = "the model is unchanged",
 ) -> Files:
-    """Return path -> descriptor; stack closes them. Raises CheckpointError if a file has changed.
+    """Return path -> descriptor of the entries' files; stack closes them.
 
-    outcome: how the error ends; it says what became of the caller's work.
+    Raises CheckpointError if a file has changed; it ends with outcome, what became of the work.
     """
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
@@ -39,21 +38,9 @@ def open_files(
     return files
 
 
-@contextmanager
-def telling(entry: Entry, what: str, outcome: str) -> Iterator[None]:
-    """Turn an error of the block into a CheckpointError that names key and file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{entry}: {what} failed ({error}); {outcome}") from error
-
-
 def read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
     """Fill the memory of tensor, contiguous and on the CPU, from byte begin of file."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
+    buffer = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
     while buffer:
         num_read = os.preadv(file, [buffer], begin)
         if num_read == 0:

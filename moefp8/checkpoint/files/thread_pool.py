@@ -1,9 +1,10 @@
 """Work through a list in a few threads; the first failure stops them all."""
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -29,25 +30,19 @@ def run_all(
     Raises what work raised, once no thread works any more. name: what the threads are called.
     serial: their PyTorch operations use one thread each; those of other threads stay as they are.
     """
-    waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
-    stop = threading.Event()
+    waiting = deque(tasks)  # threads may take from it at once
 
     def mine() -> Iterator[T]:
-        while not stop.is_set():
-            try:
-                yield waiting.get_nowait()
-            except queue.Empty:
-                return
+        with suppress(IndexError):  # there are no more
+            while True:
+                yield waiting.popleft()
 
     @torch.inference_mode()  # else a thread could not write to tensors made in inference mode
     def run() -> None:
         try:
             work(mine())
-        except BaseException:
-            stop.set()
-            raise
+        finally:
+            waiting.clear()  # whoever ends without a failure has found it empty
 
     with ThreadPoolExecutor(num_threads, name, partial(_settle, serial)) as pool:
         workers = [pool.submit(run) for _ in range(num_threads)]
@@ -55,7 +50,7 @@ def run_all(
             for worker in workers:
                 worker.result()
         finally:
-            stop.set()  # also on Ctrl-C: the pool waits for its threads
+            waiting.clear()  # also on Ctrl-C: the pool waits for its threads
 
 
 def _settle(serial: bool) -> None:

@@ -14,8 +14,9 @@ from itertools import accumulate
 import torch
 
 from ...progress import Progress
+from ..errors import failing_as
 from .header import TORCH_DTYPES, Entry
-from .reading import Files, read_into, telling
+from .reading import Files, read_into
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
@@ -117,12 +118,11 @@ def _read(batch: _Batch, files: Files, pool: ThreadPoolExecutor) -> torch.Tensor
 
     def read(runs: list[_Run]) -> None:
         for run in runs:
-            with telling(run.entry, "reading", "the model is unchanged"):
+            with failing_as(run.entry, "reading failed", "the model is unchanged"):
                 target = data[run.at : run.at + run.end - run.begin]
                 read_into(files[run.entry.file], run.begin, target)
 
-    for _ in pool.map(read, (batch.runs[i::_NUM_THREADS] for i in range(_NUM_THREADS))):
-        pass
+    list(pool.map(read, (batch.runs[i::_NUM_THREADS] for i in range(_NUM_THREADS))))
     return data.view(TORCH_DTYPES[batch.pieces[0][0].dtype])
 
 

@@ -4,7 +4,7 @@ Nothing here reads or writes a tensor. A copy is one entry of the checkpoint and
 model that it fills.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,6 @@ from ..files.source import Source, kept_entries
 from ..model.slots import Inventory, ModelTensor, Role, Slot
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-FP8_ROLES = (Role.WEIGHT, Role.SCALE)
 _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 
@@ -50,14 +49,10 @@ def assign(
 
     Raises CheckpointError listing every key that is missing, extra or does not fit.
     """
-    matcher = _Matcher(source, inventory, rename)
     kept = kept_entries(source, ignore)
-    matcher.assignment.ignored += [key for key in source.entries if key not in kept]
-    matcher.match(kept)
-    matcher.check_missing()
-    headline = f"checkpoint {source.path} does not fit the model; the model is unchanged"
-    raise_if_any(matcher.problems, headline)
-    return matcher.assignment
+    assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
+    assignment.ignored[:0] = [key for key in source.entries if key not in kept]
+    return assignment
 
 
 def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
@@ -66,54 +61,62 @@ def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> A
     Raises CheckpointError unless each has a key that fits. Other tensors are not looked at, nor are
     keys for which the model has no place.
     """
-    matcher = _Matcher(source, inventory, rename)
-    matcher.problems.clear()  # what only a loader of whole models minds
-    matcher.match(source.entries, roles=FP8_ROLES)
-    matcher.check_missing(roles=FP8_ROLES)
-    raise_if_any(matcher.problems, f"checkpoint {source.path} does not fit the model")
-    return matcher.assignment
+    return _Matcher(source, inventory, rename, only_fp8=True).match(source.entries, "")
 
 
 class _Matcher:
     """It fills an assignment and collects problems. taken: part -> the entry that fills it."""
 
-    def __init__(self, source: Source, inventory: Inventory, rename: Rename | None) -> None:
+    def __init__(
+        self, source: Source, inventory: Inventory, rename: Rename | None, only_fp8: bool = False
+    ) -> None:
         self.source, self.inventory, self.rename = source, inventory, rename
+        self.only_fp8 = only_fp8
         self.assignment = Assignment()
-        self.problems = list(inventory.problems)
+        self.problems = [] if only_fp8 else list(inventory.problems)
         self.taken: dict[str, Entry] = {}
         self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
-        self.scaled: set[str] = set()  # canonical names of weights whose scale is stored
 
-    def match(self, entries: dict[str, Entry], roles: Container[Role] = tuple(Role)) -> None:
+    def match(self, entries: dict[str, Entry], outcome: str) -> Assignment:
+        """Raise CheckpointError unless all fits; the headline ends with outcome."""
         names = {key: renamed(key, self.rename) for key in entries}
+        scaled = set()  # canonical names of weights whose scale is stored
         for key, name in names.items():
             if weight := weight_of_scale(name):
-                self.scaled.add(canonical(weight))
+                scaled.add(canonical(weight))
             elif entries[key].dtype == FP8:
                 self.fp8[canonical(name)] = entries[key]
-        if (problem := block_problem(self.source.config)) and self.scaled & self.fp8.keys():
+        if (problem := block_problem(self.source.config)) and scaled & self.fp8.keys():
             self.problems.append(problem)
         for key, name in names.items():
-            slot = self.inventory.find(name)
-            if slot is not None and slot.role in roles:
-                self._fill(entries[key], slot)
-            elif roles is FP8_ROLES:
-                if slot is not None and entries[key].dtype == FP8:
-                    self.problems.append(f"{entries[key]}: an FP8 weight without its scale")
-            elif slot is not None:
-                self._fill(entries[key], slot)
-            elif canonical(name) in self.inventory.foreign:
-                continue
-            elif is_leftover(self.source.config, key):
-                self.assignment.ignored.append(key)
-            elif not self._told_at_weight(name):
-                self.problems.append(self._extra(entries[key], name))
+            self._place(entries[key], name)
+        self._check_missing()
+        raise_if_any(
+            self.problems, f"checkpoint {self.source.path} does not fit the model{outcome}"
+        )
+        return self.assignment
 
-    def check_missing(self, roles: Container[Role] = tuple(Role)) -> None:
+    def _place(self, entry: Entry, name: str) -> None:
+        slot = self.inventory.find(name)
+        if slot is not None and self._is_wanted(slot):
+            self._fill(entry, slot)
+        elif self.only_fp8:
+            if slot is not None and entry.dtype == FP8:
+                self.problems.append(f"{entry}: an FP8 weight without its scale")
+        elif canonical(name) in self.inventory.foreign:
+            return
+        elif is_leftover(self.source.config, entry.key):
+            self.assignment.ignored.append(entry.key)
+        elif not self._told_at_weight(name):
+            self.problems.append(self._extra(entry, name))
+
+    def _is_wanted(self, slot: Slot) -> bool:
+        return not self.only_fp8 or slot.role is not Role.PLAIN
+
+    def _check_missing(self) -> None:
         unscaled: dict[Entry, str] = {}
         for part, slot in self.inventory.parts.items():
-            if part in self.taken or slot.role not in roles:
+            if part in self.taken or not self._is_wanted(slot):
                 continue
             weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
             if weight in self.taken:
@@ -154,15 +157,13 @@ class _Matcher:
         return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
 
     def _misfit(self, entry: Entry, slot: Slot) -> str | None:
-        problem = _DTYPE_RULES[slot.role](entry, slot)
-        if problem:
+        if problem := _dtype_problem(entry, slot):
             return problem
         if entry.shape != slot.shape:
-            return (
-                f"shape must be {list(slot.shape)}, got {list(entry.shape)}{self._why(entry, slot)}"
-            )
+            why = self._why(entry, slot)
+            return f"shape must be {list(slot.shape)}, got {list(entry.shape)}{why}"
         if slot.role is Role.SCALE and self.inventory.is_ambiguous(slot):
-            num_rows = self.inventory.slots[slot.name.removesuffix(SCALE_SUFFIX)].shape[1]
+            num_rows = self.inventory.slots[slot.weight_name].shape[1]
             return (
                 f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
                 f"blocks one after the other or as {num_rows} rows, since there are as many; store "
@@ -173,10 +174,9 @@ class _Matcher:
 
     def _why(self, entry: Entry, slot: Slot) -> str:
         """Explain scales of gate and up as one tensor of 2I rows; "" for other scales."""
-        weight_name = slot.name.removesuffix(SCALE_SUFFIX)
-        if not (slot.role is Role.SCALE and weight_name.endswith("gate_up_proj")):
+        if slot.role is not Role.SCALE or not slot.weight_name.endswith("gate_up_proj"):
             return ""
-        num_rows = self.inventory.slots[weight_name].shape[1]
+        num_rows = self.inventory.slots[slot.weight_name].shape[1]
         if entry.shape[1:2] != (num_blocks(num_rows),):
             return ""
         return (
@@ -190,7 +190,7 @@ class _Matcher:
         if weight is None or canonical(weight) not in self.fp8:
             return False
         entry, slot = self.fp8[canonical(weight)], self.inventory.find(weight)
-        return slot is not None and slot.role is Role.PLAIN and bool(_plain_rule(entry, slot))
+        return slot is not None and slot.role is Role.PLAIN and bool(_dtype_problem(entry, slot))
 
     def _extra(self, entry: Entry, name: str) -> str:
         expert = split_expert(canonical(name))
@@ -200,33 +200,24 @@ class _Matcher:
         return f"{entry}: extra, the model has no place for it; ignore= it if that is intended"
 
 
-def _weight_rule(entry: Entry, slot: Slot) -> str | None:
-    if entry.dtype == FP8:
-        return None
-    return (
-        f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
-        "or load the unconverted model, then convert it"
-    )
-
-
-def _scale_rule(entry: Entry, slot: Slot) -> str | None:
-    if slot.owner.tensor.dtype != torch.float32:
-        return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
-    if entry.dtype in SCALE_DTYPES:
-        return None
-    return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
-
-
-def _plain_rule(entry: Entry, slot: Slot) -> str | None:
-    wanted = DTYPE_NAMES.get(slot.owner.tensor.dtype, str(slot.owner.tensor.dtype))
-    if entry.dtype == wanted or (entry.dtype in _FLOATS and wanted in _FLOATS):
+def _dtype_problem(entry: Entry, slot: Slot) -> str | None:
+    dtype = slot.owner.tensor.dtype
+    wanted = DTYPE_NAMES.get(dtype, str(dtype))
+    if slot.role is Role.WEIGHT and entry.dtype != FP8:
+        return (
+            f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
+            "or load the unconverted model, then convert it"
+        )
+    if slot.role is Role.SCALE and dtype != torch.float32:
+        return f"the model's scale must be float32, got {dtype}"
+    if slot.role is Role.SCALE and entry.dtype not in SCALE_DTYPES:
+        return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
+    are_floats = entry.dtype in _FLOATS and wanted in _FLOATS
+    if slot.role is not Role.PLAIN or entry.dtype == wanted or are_floats:
         return None
     if entry.dtype == FP8:
         return f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; {_WAY_OUT}"
     return f"dtype must be {wanted}, got {entry.dtype}"
-
-
-_DTYPE_RULES = {Role.WEIGHT: _weight_rule, Role.SCALE: _scale_rule, Role.PLAIN: _plain_rule}
 
 
 def widens(entry: Entry, slot: Slot) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..arguments import usable_device
-from ..errors import CheckpointError, raise_if_any
+from ..errors import failing_as, raise_if_any
 from ..files.reading import Files, open_files
 from ..files.source import Source, open_source
 from ..files.values import count_values, not_finite
@@ -103,11 +103,7 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
             continue
         dtype = torch.float32 if owner in assignment.widened else old.dtype
         place = device if old.is_meta else old.device
-        try:
+        with failing_as(owner.names[0], f"no memory on {place}", "the model is unchanged"):
             made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
-        except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(
-                f"{owner.names[0]}: no memory on {place} ({error}); the model is unchanged"
-            ) from error
     for owner, data in made.items():
         owner.replace(data)

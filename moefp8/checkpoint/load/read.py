@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from ...progress import Progress
-from ..errors import CheckpointError
+from ..errors import CheckpointError, failing_as
 from ..files.header import Entry
-from ..files.reading import Files, telling
+from ..files.reading import Files
 from ..files.thread_pool import run_all
 from .assign import Copy
 from .staging import Staging
@@ -28,7 +28,7 @@ def check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
             num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
             chunks = []
             for entry in (first, second):
-                with telling(entry, "reading", "the model is unchanged"):
+                with failing_as(entry, "reading failed", "the model is unchanged"):
                     chunks.append(os.pread(files[entry.file], num_bytes, entry.begin + offset))
             if chunks[0] != chunks[1] or len(chunks[0]) != num_bytes:
                 raise CheckpointError(
@@ -61,16 +61,9 @@ def _prepare(copies: list[Copy]) -> None:
 
 def _work(files: Files, bar: Progress, tasks: Iterator[Task]) -> None:
     """Run tasks in one thread."""
-    where = "loading"
-    try:
-        with Staging() as staging:
-            for task in tasks:
-                where = str(task.entry)
+    failed = ("reading failed", "the model is now partly written: load again before using it")
+    with failing_as("the last copies", *failed), Staging() as staging:
+        for task in tasks:
+            with failing_as(task.entry, *failed):
                 staging.run(task, files[task.entry.file])
-                bar.advance(task.num_bytes)
-            where = "the last copies"
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(
-            f"{where}: reading failed ({error}); the model is now partly written: load again "
-            "before using it"
-        ) from error
+            bar.advance(task.num_bytes)

@@ -5,9 +5,8 @@ take turns, so that the next is read while the last is copied. What has gaps or 
 read into plain memory first, and packed or cast by the CPU.
 """
 
+from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol
 
 import torch
 
@@ -17,30 +16,22 @@ from .tasks import DIRECT_BYTES, STAGED_BYTES, Task
 _NUM_BUFFERS = 2
 
 
-class Queue(Protocol):
-    """It copies to one device while the caller goes on."""
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] that copies may read from."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-        """Begin a copy and return a function that waits until it is over."""
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-
-
 class CudaQueue:
-    """It copies from pinned memory, on a stream of its own. device: it must have an index."""
+    """It copies to a GPU while the caller goes on, on a stream of its own.
+
+    device: it must have an index.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned uint8 [num_bytes] that copies may read from."""
         with torch.cuda.stream(self._stream):  # else device 0 would be given a context
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Begin a copy and return a function that waits until it is over."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event(blocking=True)
@@ -48,10 +39,11 @@ class CudaQueue:
         return event.synchronize
 
     def finish(self) -> None:
+        """Wait for all copies."""
         self._stream.synchronize()
 
 
-def _cuda_queue(device: torch.device) -> Queue | None:
+def _cuda_queue(device: torch.device) -> CudaQueue | None:
     return CudaQueue(device) if device.type == "cuda" else None
 
 
@@ -61,23 +53,16 @@ class Staging:
     new_queue: it makes the queue of a device, or None where the CPU writes there itself.
     """
 
-    def __init__(self, new_queue: Callable[[torch.device], Queue | None] = _cuda_queue) -> None:
+    def __init__(self, new_queue: Callable[[torch.device], CudaQueue | None] = _cuda_queue) -> None:
         self._new_queue = new_queue
-        self._queues: dict[torch.device, Queue | None] = {}
+        self._queues: dict[torch.device, CudaQueue | None] = {}
         self._plain = torch.empty(0, dtype=torch.uint8)
-        self._buffers: list[torch.Tensor] = []
-        self._waits: list[Callable[[], Any]] = []  # until the buffer of that index is free
-        self._turn = 0
+        self._lent: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()  # (buffer, its wait)
 
     def __enter__(self) -> "Staging":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for queue in self._queues.values():
             if queue is not None:
                 queue.finish()
@@ -102,22 +87,17 @@ class Staging:
         read_into(file, task.begin, self._plain[: task.num_bytes])
         return task.view(self._plain)
 
-    def _send(self, task: Task, file: int, queue: Queue) -> None:
-        target, buffer = task.target, self._next_buffer(queue)
-        values = buffer[: target.numel() * target.itemsize].view(target.dtype).view(target.shape)
+    def _send(self, task: Task, file: int, queue: CudaQueue) -> None:
+        """Copy through the buffer that was lent longest ago, once the copy from it is over."""
+        if len(self._lent) < _NUM_BUFFERS:
+            buffer = queue.buffer(DIRECT_BYTES)
+        else:
+            buffer, wait = self._lent.popleft()
+            wait()
+        target = task.target
+        values = buffer[: target.nbytes].view(target.dtype).view(target.shape)
         if task.is_plain:
             read_into(file, task.begin, values)
         else:
             values.copy_(self._read(task, file))
-        self._waits[self._turn] = queue.copy(target, values)
-
-    def _next_buffer(self, queue: Queue) -> torch.Tensor:
-        """Return the buffer that was lent longest ago, once the copy from it is over."""
-        if len(self._buffers) < _NUM_BUFFERS:
-            self._turn = len(self._buffers)
-            self._buffers.append(queue.buffer(DIRECT_BYTES))
-            self._waits.append(lambda: None)
-        else:
-            self._turn = (self._turn + 1) % _NUM_BUFFERS
-            self._waits[self._turn]()
-        return self._buffers[self._turn]
+        self._lent.append((buffer, queue.copy(target, values)))

@@ -2,8 +2,7 @@
 
 A sharded model takes boxes of stored tensors. Rows are one run of bytes; columns are short runs
 with gaps, which are read too where they are small: a file is kept in pages anyway, and a call for
-each run takes longer (runs of 256 of 2048 bytes, warm, 2 cores: 1.2 GiB/s of what is wanted, and
-0.2 run by run; of 2048 of 16384 bytes: 1.4 and 0.7).
+each run takes longer (docs/design/checkpoint.md has the times).
 """
 
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..files.header import TORCH_DTYPES, Entry
+from ..model.memory import num_spanned_bytes
 from .assign import Copy
 
 DIRECT_BYTES = 4 << 20  # the most of a task that needs nothing but its target
@@ -53,17 +53,11 @@ def tasks_of(copy: Copy) -> Iterator[Task]:
         if target.numel():
             for values, place in _split(source, target, limit):
                 begin = entry.begin + int(values.storage_offset()) * values.itemsize
-                yield Task(entry, begin, _extent(values), values, place)
+                yield Task(entry, begin, num_spanned_bytes(values), values, place)
 
 
 def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
     return source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Count the bytes from the first to the last value of x, which is not empty."""
-    steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return (sum(steps) + 1) * x.itemsize
 
 
 def _split(
@@ -75,7 +69,7 @@ def _split(
         yield source, target
         return
     pitch = source.stride(axis) * source.itemsize
-    gap = pitch - _extent(source.select(axis, 0))
+    gap = pitch - num_spanned_bytes(source.select(axis, 0))
     step = 1 if gap >= _GAP_BYTES else max(limit // pitch, 1)
     if step >= source.shape[axis]:  # gaps along the axes behind are smaller
         yield source, target

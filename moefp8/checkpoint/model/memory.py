@@ -45,7 +45,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
-    """Pairs that have elements in common; in the order of addresses, device by device."""
+    """Yield pairs that have elements in common, in the order of addresses, device by device."""
     open_spans: list[tuple[int, Named]] = []  # (end, pair): those that end behind the next begin
     device: torch.device | None = None
     for pair in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
@@ -55,12 +55,13 @@ def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
         open_spans = [span for span in open_spans if same and span[0] > begin]
         device = tensor.device
         yield from ((other, pair) for _, other in open_spans if _meet(other[1], tensor))
-        open_spans.append((begin + _num_elements_spanned(tensor) * tensor.itemsize, pair))
+        open_spans.append((begin + num_spanned_bytes(tensor), pair))
 
 
-def _num_elements_spanned(tensor: torch.Tensor) -> int:
+def num_spanned_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes from the first to the last element of a tensor that is not empty."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return 1 + sum(stride * (size - 1) for stride, size in steps)
+    return (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.itemsize
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -72,7 +73,7 @@ def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
     is_simple = first.is_contiguous() and second.is_contiguous()
     if is_simple or rest or first.itemsize != second.itemsize:
         return True
-    spanned = max(_num_elements_spanned(first), distance + _num_elements_spanned(second))
-    is_used = torch.zeros(spanned, dtype=torch.bool, device="cpu")
+    ends = num_spanned_bytes(first), distance * first.itemsize + num_spanned_bytes(second)
+    is_used = torch.zeros(max(ends) // first.itemsize, dtype=torch.bool, device="cpu")
     is_used.as_strided(first.shape, first.stride()).fill_(True)
     return bool(is_used.as_strided(second.shape, second.stride(), distance).any())

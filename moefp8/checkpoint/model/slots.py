@@ -72,6 +72,11 @@ class Slot:
     index: Index = ()
 
     @property
+    def weight_name(self) -> str:
+        """The name of the weight that a scale scales; else its own."""
+        return self.name.removesuffix(SCALE_SUFFIX) if self.role is Role.SCALE else self.name
+
+    @property
     def is_fused(self) -> bool:
         """Whether this is all experts of a stacked tensor at once."""
         return not self.index and self.parts != (self.owner.names[0],)
@@ -120,12 +125,11 @@ class Inventory:
 
         Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
         """
-        weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
-        if weight is None or slot.role is Role.PLAIN or not slot.is_fused:
+        is_fp8 = slot.role is not Role.PLAIN and slot.is_fused
+        if not (is_fp8 and slot.weight_name.endswith("gate_up_proj")):
             return False
-        rows = weight.shape[1]
-        is_cut_alike = 2 * num_blocks(rows // 2) == num_blocks(rows)
-        return weight.name.endswith("gate_up_proj") and is_cut_alike and rows % (2 * BLOCK) != 0
+        rows = self.slots[slot.weight_name].shape[1]
+        return 2 * num_blocks(rows // 2) == num_blocks(rows) and rows % (2 * BLOCK) != 0
 
     @cached_property
     def _aliases(self) -> dict[str, Slot | None]:
@@ -160,16 +164,13 @@ class Inventory:
     def _add_slots(self, prefix: str, module: nn.Module, name: str, owner: ModelTensor) -> None:
         role, whole = _role(module, name), join(prefix, name)
         shape = whole_shape(owner.tensor.shape, owner.shard)
-        first = owner.names[0]
         pieces = list(_expert_pieces(name, shape)) if is_stacked(module) else []
+        home = owner.names[0].removesuffix(name).removesuffix(".")
+        parts = tuple(join(home, piece) for piece, _, _ in pieces) or (owner.names[0],)
+        self.slots[whole] = slot = Slot(whole, prefix, owner, parts, role, shape)
         if not pieces:
-            slot = Slot(whole, prefix, owner, (first,), role, shape)
-            self.slots[whole] = slot
-            self.parts.setdefault(first, slot)
+            self.parts.setdefault(parts[0], slot)
             return
-        home = first.removesuffix(name).removesuffix(".")
-        parts = tuple(join(home, piece) for piece, _, _ in pieces)
-        self.slots[whole] = Slot(whole, prefix, owner, parts, role, shape)
         self.experts[canonical(f"{prefix}.").removesuffix(".")] = shape[0]
         for part, (piece, index, piece_shape) in zip(parts, pieces, strict=True):
             slot = Slot(join(prefix, piece), prefix, owner, (part,), role, piece_shape, index)
@@ -209,12 +210,13 @@ def _expert_pieces(
     stem = name.removesuffix(SCALE_SUFFIX)
     if stem not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         return
-    leaf = scale_of_weight("weight") if stem != name else "weight"
+    leaf = f"weight{name.removeprefix(stem)}"
     num_experts, num_rows, num_columns = shape
-    half = num_rows // 2
+    pieces: list[tuple[str, Index, int]] = [("down_proj", (), num_rows)]
+    if stem == "gate_up_proj":
+        half = num_rows // 2
+        gate, up = slice(half), slice(half, num_rows)
+        pieces = [("gate_proj", (gate,), half), ("up_proj", (up,), half)]
     for expert in range(num_experts):
-        if stem == "down_proj":
-            yield f"{expert}.down_proj.{leaf}", (expert,), (num_rows, num_columns)
-            continue
-        for piece, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, num_rows))):
-            yield f"{expert}.{piece}.{leaf}", (expert, rows), (half, num_columns)
+        for piece, rows, size in pieces:
+            yield f"{expert}.{piece}.{leaf}", (expert, *rows), (size, num_columns)
