@@ -36,8 +36,8 @@ def save_checkpoint(
     `.NAME.partial` beside it. What a killed process left there goes with the next save to path.
 
     Raises:
-        CheckpointError: naming tensors: one is on the meta device, or one rank's part; a path that
-            cannot be written, is there, or that another process or thread is writing.
+        CheckpointError: a tensor is on the meta device or one rank's part; the path cannot be
+            written, is there, or another process or thread is writing it.
         ValueError: a size that cannot be meant.
     """
     if not max_shard_bytes > 0:  # NaN is neither
@@ -77,15 +77,15 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
     tensors: dict[str, torch.Tensor] = {}
     problems = []
     for slot in _slots_to_save(inventory, record):
-        key = _key(slot, record)
-        if slot.owner.tensor.is_meta:
+        key, tensor = _key(slot, record), slot.owner.tensor
+        if tensor.is_meta:
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
         elif key in tensors:
             problems.append(f"{slot.name}: its key {key} is that of another tensor already")
-        elif slot.owner.tensor.layout is not torch.strided:
-            problems.append(f"{slot.name}: {not_dense(slot.owner.tensor)}")
-        elif slot.owner.tensor.dtype not in DTYPE_NAMES:
-            problems.append(f"{slot.name}: safetensors has no dtype {slot.owner.tensor.dtype}")
+        elif tensor.layout is not torch.strided:
+            problems.append(f"{slot.name}: {not_dense(tensor)}")
+        elif tensor.dtype not in DTYPE_NAMES:
+            problems.append(f"{slot.name}: safetensors has no dtype {tensor.dtype}")
         else:
             tensors[key] = slot.view()
     raise_if_any(problems, "the model cannot be saved")
@@ -100,17 +100,13 @@ def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
     whole: set[ModelTensor] = set()
     apart = {slot.module for slot in inventory.slots.values() if inventory.is_ambiguous(slot)}
     for slot in inventory.slots.values():
-        was_whole = slot.name in record.names or _weight_of(slot) in record.names
+        was_whole = slot.name in record.names or slot.weight_name in record.names
         if slot.is_fused and was_whole and slot.module not in apart:
             whole.add(slot.owner)
             yield slot
     for slot in inventory.parts.values():
         if slot.owner not in whole:
             yield slot
-
-
-def _weight_of(slot: Slot) -> str:
-    return slot.name.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else slot.name
 
 
 def _key(slot: Slot, record: Record) -> str:
@@ -123,12 +119,12 @@ def _key(slot: Slot, record: Record) -> str:
 
 
 def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Any]:
-    has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     config = dict(record.config)
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
         config = own.to_dict()
         config.pop("quantization_config", None)  # a plug-in's; what is written here is plain fp8
+    has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     if has_fp8 and not config.get("quantization_config"):
         config["quantization_config"] = FP8_QUANTIZATION
     return config
@@ -143,6 +139,6 @@ def _write_all(
         name = shard_name(number, len(shards))
         whole = {key: tensors[key].contiguous() for key in shard}
         save_file(whole, directory / name, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
+        weight_map |= dict.fromkeys(shard, name)
     write_index(directory, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     write_json(directory / "config.json", config)

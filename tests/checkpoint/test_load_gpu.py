@@ -6,7 +6,7 @@ from torch import nn
 
 import moefp8
 from moefp8.checkpoint import CheckpointError, load_checkpoint
-from moefp8.checkpoint.load import read
+from moefp8.checkpoint.load import load
 from moefp8.checkpoint.load.staging import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
 from tests.checkpoint.cases import (
@@ -145,7 +145,7 @@ def test_an_error_in_the_middle_leaves_no_copy_pending(big, monkeypatch):
                 raise OSError(5, "Input/output error")
             super().run(task, file)
 
-    monkeypatch.setattr(read, "Staging", lambda: Failing(Watched))
+    monkeypatch.setattr(load, "Staging", lambda: Failing(Watched))
     model = Big("meta")
     with pytest.raises(CheckpointError, match=r"Input/output error.*partly written"):
         load_checkpoint(model, big[1], device="cuda")

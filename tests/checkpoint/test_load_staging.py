@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.files.header import TORCH_DTYPES, Entry
-from moefp8.checkpoint.load import read, staging, tasks
+from moefp8.checkpoint.load import load, staging, tasks
 from moefp8.checkpoint.load.assign import Copy
 from moefp8.checkpoint.load.staging import Staging
 from moefp8.checkpoint.load.tasks import Task, tasks_of
@@ -218,7 +218,7 @@ def test_a_whole_model_arrives_late(tmp_path, monkeypatch):
         queues.append(LateQueue())
         return queues[-1]
 
-    monkeypatch.setattr(read, "Staging", lambda: Staging(new_queue))
+    monkeypatch.setattr(load, "Staging", lambda: Staging(new_queue))
     model = Tiny(1)
     load_checkpoint(model, path)
     assert_holds(model, tensors)
@@ -231,7 +231,7 @@ def test_a_device_that_fails_at_the_end_is_told(tmp_path, monkeypatch):
         def finish(self) -> None:
             raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(read, "Staging", lambda: Staging(lambda device: Broken()))
+    monkeypatch.setattr(load, "Staging", lambda: Staging(lambda device: Broken()))
     path = write(tmp_path / "c", deepseek_tensors(1))
     with pytest.raises(CheckpointError, match=r"illegal memory access.*partly written"):
         load_checkpoint(Tiny(1), path)

@@ -34,18 +34,18 @@ def open_regular(path: Path) -> int:
     return file
 
 
-def read_small(path: Path) -> bytes:
-    """Read all of a file that describes others and lies beside them, such as config.json.
+def read_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file that lies beside those it describes, such as config.json.
 
-    Raises CheckpointError if it is no regular file, larger than 100 MB, a link out of its directory
-    or cannot be read.
+    Raises CheckpointError if it is no regular file, larger than 100 MB, a link out of its
+    directory, cannot be read, or for what `parse_object` refuses.
     """
     check_inside(path, path.parent)
     with failing_as(path, "cannot be read"), open(open_regular(path), "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise CheckpointError(f"{path}: must be of at most {_MAX_BYTES:,} bytes")
-    return data
+    return parse_object(data, str(path))
 
 
 def check_inside(path: Path, directory: Path) -> None:
@@ -82,18 +82,11 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in the file at path by `read_small`."""
-    return parse_object(read_small(path), str(path))
-
-
 def check_key(key: str, where: str) -> None:
     """Raise CheckpointError unless the key of a tensor is short and a terminal can show it."""
     if not key or len(key) > _MAX_KEY or not key.isprintable():
-        raise CheckpointError(
-            f"{where}: the key of a tensor must be 1 to {_MAX_KEY} printable characters, got "
-            f"{quoted(key)}"
-        )
+        rule = f"the key of a tensor must be 1 to {_MAX_KEY} printable characters"
+        raise CheckpointError(f"{where}: {rule}, got {quoted(key)}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

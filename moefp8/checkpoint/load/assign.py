@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels import num_blocks
+from ...kernels import E4M3, num_blocks
 from ..errors import raise_if_any
 from ..files.config import block_problem, is_leftover
 from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
@@ -75,18 +75,15 @@ class _Matcher:
         self.assignment = Assignment()
         self.problems = [] if only_fp8 else list(inventory.problems)
         self.taken: dict[str, Entry] = {}
-        self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
+        self.fp8: set[str] = set()  # canonical names of what is stored as FP8
 
     def match(self, entries: dict[str, Entry], outcome: str) -> Assignment:
         """Raise CheckpointError unless all fits; the headline ends with outcome."""
         names = {key: renamed(key, self.rename) for key in entries}
-        scaled = set()  # canonical names of weights whose scale is stored
-        for key, name in names.items():
-            if weight := weight_of_scale(name):
-                scaled.add(canonical(weight))
-            elif entries[key].dtype == FP8:
-                self.fp8[canonical(name)] = entries[key]
-        if (problem := block_problem(self.source.config)) and scaled & self.fp8.keys():
+        self.fp8 = {canonical(name) for key, name in names.items() if entries[key].dtype == FP8}
+        weights = filter(None, map(weight_of_scale, names.values()))
+        is_scaled = not self.fp8.isdisjoint(map(canonical, weights))
+        if is_scaled and (problem := block_problem(self.source.config)):
             self.problems.append(problem)
         for key, name in names.items():
             self._place(entries[key], name)
@@ -187,10 +184,8 @@ class _Matcher:
     def _told_at_weight(self, name: str) -> bool:
         """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
         weight = weight_of_scale(name)
-        if weight is None or canonical(weight) not in self.fp8:
-            return False
-        entry, slot = self.fp8[canonical(weight)], self.inventory.find(weight)
-        return slot is not None and slot.role is Role.PLAIN and bool(_dtype_problem(entry, slot))
+        slot = self.inventory.find(weight) if weight and canonical(weight) in self.fp8 else None
+        return slot is not None and slot.role is Role.PLAIN and slot.owner.tensor.dtype != E4M3
 
     def _extra(self, entry: Entry, name: str) -> str:
         expert = split_expert(canonical(name))

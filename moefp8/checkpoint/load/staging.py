@@ -7,6 +7,7 @@ read into plain memory first, and packed or cast by the CPU.
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -47,31 +48,26 @@ def _cuda_queue(device: torch.device) -> CudaQueue | None:
     return CudaQueue(device) if device.type == "cuda" else None
 
 
-class Staging:
+class Staging(ExitStack):
     """A context manager: when it ends, also by an error, all copies are over.
 
     new_queue: it makes the queue of a device, or None where the CPU writes there itself.
     """
 
     def __init__(self, new_queue: Callable[[torch.device], CudaQueue | None] = _cuda_queue) -> None:
+        super().__init__()
         self._new_queue = new_queue
         self._queues: dict[torch.device, CudaQueue | None] = {}
         self._plain = torch.empty(0, dtype=torch.uint8)
         self._lent: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()  # (buffer, its wait)
 
-    def __enter__(self) -> "Staging":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for queue in self._queues.values():
-            if queue is not None:
-                queue.finish()
-
     def run(self, task: Task, file: int) -> None:
         """Read a task; its target is filled when the context ends. Raises OSError, EOFError."""
         device = task.target.device
         if device not in self._queues:
-            self._queues[device] = self._new_queue(device)
+            self._queues[device] = new = self._new_queue(device)
+            if new is not None:
+                self.callback(new.finish)
         queue = self._queues[device]
         if queue is not None:
             self._send(task, file, queue)

@@ -46,16 +46,17 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
     """Yield pairs that have elements in common, in the order of addresses, device by device."""
-    open_spans: list[tuple[int, Named]] = []  # (end, pair): those that end behind the next begin
-    device: torch.device | None = None
-    for pair in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
-        tensor = pair[1]
-        begin = tensor.data_ptr()
-        same = tensor.device == device
-        open_spans = [span for span in open_spans if same and span[0] > begin]
-        device = tensor.device
-        yield from ((other, pair) for _, other in open_spans if _meet(other[1], tensor))
-        open_spans.append((begin + num_spanned_bytes(tensor), pair))
+    open_spans: list[Named] = []  # those that end behind the next begin
+    for name, tensor in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+        open_spans = [pair for pair in open_spans if _reaches(pair[1], tensor)]
+        yield from ((pair, (name, tensor)) for pair in open_spans if _meet(pair[1], tensor))
+        open_spans.append((name, tensor))
+
+
+def _reaches(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether first, which does not begin later, ends behind the begin of second."""
+    distance = second.data_ptr() - first.data_ptr()
+    return first.device == second.device and num_spanned_bytes(first) > distance
 
 
 def num_spanned_bytes(tensor: torch.Tensor) -> int:
