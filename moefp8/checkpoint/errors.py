@@ -4,6 +4,8 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from safetensors import SafetensorError
+
 _NUM_SHOWN = 10
 _MAX_LINE = 800
 _MAX_QUOTE = 200
@@ -35,7 +37,7 @@ def failing_as(what: object, failed: str, outcome: str = "") -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
+    except (OSError, EOFError, RuntimeError, MemoryError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         end = f"; {outcome}" if outcome else ""
         raise CheckpointError(f"{what}: {failed} ({reason}){end}") from error

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
-from .errors import CheckpointError, raise_if_any
+from .errors import CheckpointError, failing_as, raise_if_any
 from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .files.header import DTYPE_NAMES
 from .files.names import SCALE_SUFFIX, scale_of_weight
@@ -49,17 +48,13 @@ def save_checkpoint(
     config = _config(model, inventory, record)
     if not any(is_leftover(config, key) for key in tensors):
         config = without_mtp(config)
-    try:
-        with workplace(target, {"written_by": "save_checkpoint"}) as work:
-            try:
-                _write_all(work.content, tensors, config, max_shard_bytes)
-                work.publish()
-            finally:
-                shutil.rmtree(work.path, ignore_errors=True)
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: memory is shared
-        raise CheckpointError(f"{target}: cannot be written ({error})") from error
+    job = {"written_by": "save_checkpoint"}
+    with failing_as(target, "cannot be written"), workplace(target, job) as work:
+        try:
+            _write_all(work.content, tensors, config, max_shard_bytes)
+            work.publish()
+        finally:
+            shutil.rmtree(work.path, ignore_errors=True)
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -87,7 +82,7 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
         elif tensor.dtype not in DTYPE_NAMES:
             problems.append(f"{slot.name}: safetensors has no dtype {tensor.dtype}")
         else:
-            tensors[key] = slot.view()
+            tensors[key] = tensor.detach()[slot.index]
     raise_if_any(problems, "the model cannot be saved")
     return tensors
 

@@ -1,8 +1,6 @@
 """One tensor, many spellings: fold the names that model families use into one.
 
-Families write: expert w1/w3/w2 for gate/up/down_proj; weight_scale, scale for
-weight_scale_inv; block_sparse_moe, ffn for mlp; shared_expert for shared_experts; three homes
-for e_score_correction_bias. Two names are the same tensor if `canonical` makes them equal.
+Two names are the same tensor if `canonical` makes them equal.
 """
 
 import re
@@ -28,11 +26,9 @@ _FOLDS = (
     ),
 )
 _ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
-_SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
-_FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
-_EXPERT = re.compile(
-    r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:gate_proj|up_proj|down_proj|w[123])\."
-)
+_SCALE = re.compile(r"(.*\.|)(?:weight_scale_inv|weight_scale|scale)")
+_FUSED_SCALE = re.compile(r"((?:.*\.|)(?:gate_up_proj|down_proj))_scale(?:_inv)?")
+_EXPERT = re.compile(r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:(?:gate|up|down)_proj|w[123])\.")
 _ODD_NUMBER = re.compile(r"\b(?:experts|layers)\.(?!(?:0|[1-9][0-9]*)(?:\.|$))\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
 
@@ -50,9 +46,8 @@ def weight_of_scale(name: str) -> str | None:
     """Return `X.weight` for `X.weight_scale_inv` and its like, and None for no name of a scale."""
     if match := _SCALE.fullmatch(name):
         return f"{match[1]}weight"
-    if match := _FUSED_SCALE.fullmatch(name):
-        return match[1]
-    return None
+    match = _FUSED_SCALE.fullmatch(name)
+    return match[1] if match else None
 
 
 def scale_of_weight(name: str) -> str:

@@ -1,7 +1,4 @@
-"""Open the files of a checkpoint and read bytes at a position, without mmap.
-
-The pages of an mmap would count as resident memory.
-"""
+"""Open the files of a checkpoint and read at a position; pages of an mmap would be resident."""
 
 import ctypes
 import os

@@ -1,9 +1,8 @@
 """Open files and parse JSON that others wrote, without trusting either.
 
-A pipe would be waited for without end, a device may never end, and a link may lead to what its
-owner cannot read, but we can: a file is looked at before a byte of it is read. JSON that would cost
-more than a file of its size should is refused: a list of nothing takes 2 bytes of the file and 64
-of memory, and deep nesting cannot be printed, copied or written again.
+Pipes and devices may never end, and a link may lead to what we can read, but its owner cannot: a
+file is looked at before a byte of it is read. JSON that costs much is refused: an empty list takes
+2 bytes of the file and 64 of memory, and deep nesting cannot be printed, copied or written again.
 """
 
 import json
@@ -22,12 +21,9 @@ _MAX_KEY = 1000
 
 
 def open_regular(path: Path) -> int:
-    """Open path and return a descriptor to read from.
-
-    Raises OSError; CheckpointError if path is no regular file.
-    """
-    waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
-    file = os.open(path, os.O_RDONLY | waiting | getattr(os, "O_CLOEXEC", 0))
+    """Return a descriptor to read. Raises OSError; CheckpointError if path is no regular file."""
+    no_waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
+    file = os.open(path, os.O_RDONLY | no_waiting)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CheckpointError(f"{path}: must be a regular file")
@@ -49,10 +45,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_inside(path: Path, directory: Path) -> None:
-    """Raise CheckpointError if path is a link that leads out of directory.
+    """Raise CheckpointError if path is a link out of directory and the hub cache that it is in.
 
-    What is read may be written to where others read it. A link may lead elsewhere in the
-    directory, or to the blobs of the hub cache that it is in.
+    What is read may be written to where others read it.
     """
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
     snapshots = [folder for folder in root.parents if folder.name == "snapshots"]
@@ -64,9 +59,9 @@ def check_inside(path: Path, directory: Path) -> None:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parse text, UTF-8 JSON that errors call `where`. Raises CheckpointError if it is no object.
+    """Parse UTF-8 JSON that errors call `where`. Raises CheckpointError unless it is an object.
 
-    What is returned has no key twice, nests at most 64 deep, and its strings can be encoded.
+    No key is there twice, it nests at most 64 deep, and its strings can be encoded.
     """
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise CheckpointError(f"{where}: must hold at most {_MAX_VALUES:,} values")

@@ -48,18 +48,15 @@ class Scan:
 
 
 def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
-    """Open a directory or a .safetensors file. Raises CheckpointError listing what is broken.
+    """Open a directory or a .safetensors file.
 
-    outcome: how the error ends; it says what became of the caller's work.
+    Raises CheckpointError listing what is broken; it ends with outcome, what became of the work.
     """
     return _whole(scan_source(path), outcome)
 
 
 def open_shards(files: Sequence[Path]) -> Source:
-    """Open the checkpoint of these files, whatever an index says.
-
-    config.json lies beside the first. The caller has judged by `check_inside` where links lead.
-    """
+    """Open the checkpoint of these files; the caller has judged where their links lead."""
     path = files[0] if len(files) == 1 else files[0].parent
     return _whole(_scan(path, {}, files, None, defaultdict(list)), "no model was made")
 
@@ -72,10 +69,7 @@ def _whole(scan: Scan, outcome: str) -> Source:
 
 
 def scan_source(path: str | os.PathLike[str]) -> Scan:
-    """Open a checkpoint as `open_source` does, but go on with what is whole.
-
-    Raises CheckpointError if there is nothing at path that could be a checkpoint.
-    """
+    """Go on with what is whole. Raises CheckpointError if nothing at path can be a checkpoint."""
     path = Path(path)
     problems: _Problems = defaultdict(list)
     with failing_as(path, "cannot be read"):
@@ -202,6 +196,7 @@ def _merge(shards: Iterable[Shard], problems: _Problems) -> dict[str, Entry]:
 
 
 def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:
+    """Return the entries whose keys match no pattern of ignore. Raises TypeError."""
     if isinstance(ignore, str):  # its characters would be patterns, and '*' matches everything
         raise TypeError(f"ignore must be an iterable of patterns, got the str {ignore!r}")
     patterns = tuple(ignore)

@@ -28,7 +28,7 @@ def run_all(
     """Call work(its tasks) in each thread; together they are given all tasks, in their order.
 
     Raises what work raised, once no thread works any more. name: what the threads are called.
-    serial: their PyTorch operations use one thread each; those of other threads stay as they are.
+    serial: their PyTorch operations use one thread each.
     """
     waiting = deque(tasks)  # threads may take from it at once
 
@@ -56,9 +56,9 @@ def run_all(
 def _settle(serial: bool) -> None:
     """Let a new thread ask PyTorch for its number of threads, one thread after the other.
 
-    The first question makes PyTorch's threads anew if a fork has lost them, and if two threads ask
-    at once, one may find none ("Invalid thread pool"). The number that a thread sets is its own,
-    and that of threads which have not asked yet: another thread sets it back for those.
+    The first question makes PyTorch's threads anew if a fork has lost them, and of two who ask at
+    once, one may find none ("Invalid thread pool"). The number that a thread sets is its own, and
+    that of threads which have not asked yet: another thread sets it back for those.
     """
     with _setting:
         before = torch.get_num_threads()

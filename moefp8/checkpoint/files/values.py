@@ -66,9 +66,8 @@ def count_values(
 ) -> Counts:
     """Count the elements of each entry that pass each test; entries without any are left out.
 
-    entries: tensors of known dtypes, in open files. tests: name -> function of a flat tensor of
-    the stored dtype that gives as many bools. bar: it is advanced by bytes.
-    Raises CheckpointError if reading fails, naming key and file.
+    entries: tensors of known dtypes. tests: name -> function of a flat tensor of the stored dtype
+    that gives as many bools. Raises CheckpointError if reading fails, naming key and file.
     """
     found: Counts = {name: Counter() for name in tests}
     with ThreadPoolExecutor(_NUM_THREADS, "moefp8-values") as pool:

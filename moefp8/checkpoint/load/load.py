@@ -1,7 +1,6 @@
 """Fill a model from a checkpoint: check everything, then read every byte once.
 
-Positioned reads in a few threads put bytes into the module's own storage where they can; others
-pass through `staging`.
+Positioned reads in a few threads put bytes into the module's own storage where they can.
 """
 
 import math
@@ -26,8 +25,7 @@ from ..files.values import count_values, not_finite
 from ..model.record import remember
 from ..model.slots import Inventory, ModelTensor, Role
 from .assign import Assignment, Copy, assign
-from .staging import Staging
-from .tasks import DIRECT_BYTES, Task, tasks_of
+from .tasks import DIRECT_BYTES, Staging, Task, tasks_of
 
 _NUM_THREADS = 4
 _UNCHANGED = "the model is unchanged"
@@ -155,7 +153,7 @@ def _prepare(copies: list[Copy]) -> None:
     for owner in owners:
         owner.clear_padding()
     for device in {owner.tensor.device for owner in owners}:
-        if device.type == "cuda":  # the streams of `staging` wait for no other
+        if device.type == "cuda":  # the streams of tasks wait for no other
             torch.cuda.synchronize(device)
 
 

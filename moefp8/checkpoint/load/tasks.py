@@ -1,22 +1,30 @@
-"""Cut copies into tasks; a task is what one thread reads at once, and where it goes.
+"""Cut copies into tasks, and read them; a task is what one thread reads at once, and where it goes.
 
 A sharded model takes boxes of stored tensors. Rows are one run of bytes; columns are short runs
 with gaps, which are read too where they are small: a file is kept in pages anyway, and a call for
 each run takes longer (docs/design/checkpoint.md has the times).
+
+Bytes reach a GPU through a pinned buffer, by copies on a stream of the thread's own. Two buffers
+take turns, so that the next is read while the last is copied. What has gaps or another dtype is
+read into plain memory first, and packed or cast by the CPU.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
 from ..files.header import TORCH_DTYPES, Entry
+from ..files.reading import read_into
 from ..model.memory import num_spanned_bytes
 from .assign import Copy
 
 DIRECT_BYTES = 4 << 20  # the most of a task that needs nothing but its target
 STAGED_BYTES = 512 << 10  # the most of others, which stay in a cache until they are copied
 _GAP_BYTES = 4096
+_NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +44,6 @@ class Task:
     def is_plain(self) -> bool:
         """Whether the target takes the bytes as they come."""
         return _is_plain(self.source, self.target)
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the values of this task, whose bytes `memory`, uint8, begins with."""
-        values = memory[: self.num_bytes].view(self.source.dtype)
-        return values.as_strided(self.source.shape, self.source.stride())
 
 
 def tasks_of(copy: Copy) -> Iterator[Task]:
@@ -76,3 +79,82 @@ def _split(
         return
     for pair in zip(source.split(step, axis), target.split(step, axis), strict=True):
         yield from _split(*pair, limit)
+
+
+class CudaQueue:
+    """It copies to a GPU, whose device has an index, while the caller goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned uint8 [num_bytes] that copies may read from."""
+        with torch.cuda.stream(self._stream):  # else device 0 would be given a context
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Begin a copy and return a function that waits until it is over."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        return event.synchronize
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        self._stream.synchronize()
+
+
+def _cuda_queue(device: torch.device) -> CudaQueue | None:
+    return CudaQueue(device) if device.type == "cuda" else None
+
+
+class Staging(ExitStack):
+    """What one thread reads tasks with. When it ends, also by an error, all copies are over.
+
+    new_queue: it makes the queue of a device, or None where the CPU writes there itself.
+    """
+
+    def __init__(self, new_queue: Callable[[torch.device], CudaQueue | None] = _cuda_queue) -> None:
+        super().__init__()
+        self._new_queue = new_queue
+        self._queues: dict[torch.device, CudaQueue | None] = {}
+        self._plain = torch.empty(0, dtype=torch.uint8)
+        self._lent: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()  # (buffer, its wait)
+
+    def run(self, task: Task, file: int) -> None:
+        """Read a task; its target is filled when the context ends. Raises OSError, EOFError."""
+        device = task.target.device
+        if device not in self._queues:
+            self._queues[device] = new = self._new_queue(device)
+            if new is not None:
+                self.callback(new.finish)
+        queue = self._queues[device]
+        if queue is not None:
+            self._send(task, file, queue)
+        elif task.is_plain and device.type == "cpu":
+            read_into(file, task.begin, task.target)
+        else:
+            task.target.copy_(self._read(task, file))
+
+    def _read(self, task: Task, file: int) -> torch.Tensor:
+        """Return the values of a task, in plain memory that the next one takes over."""
+        if self._plain.numel() < task.num_bytes:  # a plain task has more than STAGED_BYTES
+            self._plain = torch.empty(max(STAGED_BYTES, task.num_bytes), dtype=torch.uint8)
+        values = self._plain[: task.num_bytes].view(task.source.dtype)
+        read_into(file, task.begin, values)
+        return values.as_strided(task.source.shape, task.source.stride())
+
+    def _send(self, task: Task, file: int, queue: CudaQueue) -> None:
+        """Copy through the buffer that was lent longest ago, once the copy from it is over."""
+        if len(self._lent) < _NUM_BUFFERS:
+            buffer = queue.buffer(DIRECT_BYTES)
+        else:
+            buffer, wait = self._lent.popleft()
+            wait()
+        values = buffer[: task.target.nbytes].view(task.target.dtype).view(task.target.shape)
+        if task.is_plain:
+            read_into(file, task.begin, values)
+        else:
+            values.copy_(self._read(task, file))
+        self._lent.append((buffer, queue.copy(task.target, values)))

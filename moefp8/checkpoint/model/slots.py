@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...kernels import BLOCK, num_blocks
+from ...kernels import BLOCK, E4M3, num_blocks
 from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
 from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
 from .memory import memory_problems
@@ -41,13 +40,12 @@ class ModelTensor:
 
     def replace(self, data: torch.Tensor) -> None:
         """Put data in every place of the tensor, as a parameter or buffer like it."""
-        new: torch.Tensor = data
+        new = data
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
             new.__dict__.update(self.tensor.__dict__)
         for module, name in self.places:
-            home: dict[str, Any] = module._parameters
-            (home if name in home else module._buffers)[name] = new
+            setattr(module, name, new)
         self.tensor = new
 
     def clear_padding(self) -> None:
@@ -87,10 +85,6 @@ class Slot:
         if not self.owner.shard:
             return (((), self.index),)
         return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
-
-    def view(self) -> torch.Tensor:
-        """Return the slot's values, in a model that is not sharded."""
-        return self.owner.tensor.detach()[self.index]
 
 
 class Inventory:
@@ -193,14 +187,11 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _role(module: nn.Module, name: str) -> Role:
-    def is_pair(weight: str) -> bool:
-        tensors = module._parameters
-        data, scale = tensors.get(weight), tensors.get(scale_of_weight(weight))
-        return data is not None and scale is not None and data.dtype == torch.float8_e4m3fn
-
-    if is_pair(name):
-        return Role.WEIGHT
-    return Role.SCALE if is_pair(name.removesuffix(SCALE_SUFFIX)) else Role.PLAIN
+    weight = name.removesuffix(SCALE_SUFFIX)
+    data, scale = (module._parameters.get(x) for x in (weight, scale_of_weight(weight)))
+    if data is None or scale is None or data.dtype != E4M3:
+        return Role.PLAIN
+    return Role.WEIGHT if name == weight else Role.SCALE
 
 
 def _expert_pieces(
