@@ -8,10 +8,7 @@ _MAX_REASON = 200
 
 
 def usable_device(device: torch.device | str | int | None, caller: str) -> torch.device:
-    """Return the device that a user names, or the CPU for None.
-
-    Raises ValueError, which begins with caller, unless a tensor can be made there; TypeError.
-    """
+    """Return the device, or the CPU for None. Raises ValueError if no tensor can be made there."""
     try:
         place = torch.device("cpu" if device is None else device)
         torch.empty(1, device=place)

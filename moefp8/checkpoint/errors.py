@@ -19,8 +19,7 @@ _REPR.maxstring = _REPR.maxother = _MAX_QUOTE
 class CheckpointError(RuntimeError):
     """A checkpoint is broken, does not fit the model, or could not be read or written.
 
-    The message names keys and files, and says whether the model was touched. Each of its lines is
-    `printable`.
+    The message names keys and files, and says whether the model was touched.
     """
 
     def __init__(self, *lines: str) -> None:

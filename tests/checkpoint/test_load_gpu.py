@@ -7,7 +7,7 @@ from torch import nn
 import moefp8
 from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.load import load
-from moefp8.checkpoint.load.staging import CudaQueue, Staging
+from moefp8.checkpoint.load.tasks import CudaQueue, Staging
 from moefp8.layers import GroupedExperts
 from tests.checkpoint.cases import (
     Tiny,

@@ -1,6 +1,7 @@
 """Tasks and staging: any box of a tensor arrives, in any dtype, whenever copies are done."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 
 from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.files.header import TORCH_DTYPES, Entry
-from moefp8.checkpoint.load import load, staging, tasks
+from moefp8.checkpoint.load import load, tasks
 from moefp8.checkpoint.load.assign import Copy
-from moefp8.checkpoint.load.staging import Staging
-from moefp8.checkpoint.load.tasks import Task, tasks_of
+from moefp8.checkpoint.load.tasks import Staging, Task, tasks_of
 from moefp8.checkpoint.model.slots import ModelTensor, Role, Slot
 from moefp8.layers.parts import Part, boxes, local_shape
 from tests.checkpoint.cases import Tiny, assert_holds, bytes_of, deepseek_tensors, write
@@ -63,9 +63,8 @@ def _is_in(x: torch.Tensor, buffer: torch.Tensor) -> bool:
 def _small():
     """Limits at which a few hundred bytes are many tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (staging, tasks):
-            patch.setattr(module, "DIRECT_BYTES", DIRECT)
-            patch.setattr(module, "STAGED_BYTES", STAGED)
+        patch.setattr(tasks, "DIRECT_BYTES", DIRECT)
+        patch.setattr(tasks, "STAGED_BYTES", STAGED)
         patch.setattr(tasks, "_GAP_BYTES", GAP)
         yield
 
@@ -185,7 +184,7 @@ def test_a_device_without_a_queue(tmp_path):
     target = Elsewhere(DIRECT)
     file = os.open(entry.file, os.O_RDONLY)
     with Staging() as stage:
-        stage.run(Task(entry, task.begin, task.num_bytes, task.source, target), file)
+        stage.run(Task(entry, task.source, target), file)
     os.close(file)
     assert torch.equal(target.memory, stored)
 
@@ -194,7 +193,7 @@ def test_an_error_leaves_no_copy_pending(tmp_path):
     entry, _ = write_entry(tmp_path / "f", "U8", (40,))
     here, queue = torch.zeros(40, dtype=torch.uint8), LateQueue()
     (task,) = tasks_for(entry, here, {})
-    beyond = Task(entry, 64 + 1, 40, task.source, torch.zeros_like(here))
+    beyond = Task(replace(entry, begin=65), task.source, torch.zeros_like(here))
     file = os.open(entry.file, os.O_RDONLY)
 
     def run_both() -> None:

@@ -35,10 +35,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def block_problem(config: dict[str, Any]) -> str | None:
-    """Say what is wrong if config tells of scales for anything but 128x128 blocks, else None.
-
-    Without a quantization_config the shapes of the scales decide; they are checked anyway.
-    """
+    """Say what is wrong with the blocks that config states; if it states none, shapes decide."""
     if config.get("quantization_config") is None:
         return None
     found = block_sizes(config)
@@ -52,10 +49,7 @@ def block_problem(config: dict[str, Any]) -> str | None:
 
 
 def block_sizes(config: Mapping[str, Any]) -> list[Any]:
-    """Return the sizes that config states, whatever they are.
-
-    fp8 states weight_block_size, compressed-tensors one block_structure for every group.
-    """
+    """Return the sizes that config states, as fp8 or compressed-tensors, whatever they are."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return []

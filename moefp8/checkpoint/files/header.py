@@ -1,6 +1,5 @@
 """Read what a safetensors file says of itself, and believe none of it before checking.
 
-An entry is one tensor: key, dtype name, shape, and the bytes [begin, end) of its file.
 Layout: 8 bytes little-endian header length, a JSON object, then the tensors without holes.
 """
 

@@ -1,7 +1,4 @@
-"""One tensor, many spellings: fold the names that model families use into one.
-
-Two names are the same tensor if `canonical` makes them equal.
-"""
+"""One tensor, many spellings: names are of the same tensor if `canonical` makes them equal."""
 
 import re
 from collections.abc import Callable
@@ -20,10 +17,7 @@ _FOLDS = (
     (re.compile(r"experts\.([0-9]+\.)?w1\."), r"experts.\1gate_proj."),
     (re.compile(r"experts\.([0-9]+\.)?w3\."), r"experts.\1up_proj."),
     (re.compile(r"experts\.([0-9]+\.)?w2\."), r"experts.\1down_proj."),
-    (
-        re.compile(r"\.mlp\.(?:experts\.)?e_score_correction_bias$"),
-        ".mlp.gate.e_score_correction_bias",
-    ),
+    (re.compile(r"\.mlp\.(?:experts\.)?(?=e_score_correction_bias$)"), ".mlp.gate."),
 )
 _ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
 _SCALE = re.compile(r"(.*\.|)(?:weight_scale_inv|weight_scale|scale)")

@@ -20,10 +20,7 @@ def open_files(
     shards: dict[Path, Shard],
     outcome: str = "the model is unchanged",
 ) -> Files:
-    """Return path -> descriptor of the entries' files; stack closes them.
-
-    Raises CheckpointError if a file has changed; it ends with outcome, what became of the work.
-    """
+    """Return path -> descriptor; stack closes them. Raises CheckpointError if one has changed."""
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
         with failing_as(path, "cannot be read", outcome):

@@ -37,10 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read of a checkpoint. named: all keys that a header or the index contains.
-
-    problems: file -> what is broken there, one sentence each.
-    """
+    """What can be read. named: all keys of headers and index; problems: file -> sentences."""
 
     source: Source
     named: frozenset[str]
@@ -48,10 +45,7 @@ class Scan:
 
 
 def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
-    """Open a directory or a .safetensors file.
-
-    Raises CheckpointError listing what is broken; it ends with outcome, what became of the work.
-    """
+    """Open a directory or a .safetensors file. Raises CheckpointError, which tells outcome."""
     return _whole(scan_source(path), outcome)
 
 

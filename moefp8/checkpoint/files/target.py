@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """Make path absolute.
-
-    Raises CheckpointError if a directory cannot be renamed to it: a link, a mount point, no name.
-    """
+    """Make path absolute. Raises CheckpointError if a directory cannot be renamed to it."""
     try:
         target = Path(os.path.abspath(path))
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -39,10 +39,7 @@ class Workplace:
         self.content = self.path / "checkpoint"
 
     def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
-        """Return the report of the shard of this name, or None if it must be written (again).
-
-        All of the shard is read, and must be what was written. advance: it is given the bytes.
-        """
+        """Return the report of a shard that is as it was written, else None; advance gets bytes."""
         try:
             record = read_object(self._report_path(name))
             is_same = record.get("shard") == _seal(self.content / name, advance)
@@ -85,10 +82,7 @@ class Workplace:
 
 @contextmanager
 def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
-    """Enter the directory beside target, an absolute path. job: what a later run must agree with.
-
-    Raises CheckpointError if another process or thread works there, or one began another job.
-    """
+    """Enter the directory beside target. Raises CheckpointError if another works or began there."""
     place = Workplace(target)
     _make_private(place.path)
     with _locked(place):
@@ -120,20 +114,17 @@ def _locked(place: Workplace) -> Iterator[None]:
 
 def _begin(place: Workplace, job: dict[str, Any]) -> None:
     path = place.path / "job.json"
+    has_begun = path.exists()
     try:
         check_free(place.target)  # whoever had the lock before may have finished it
-    except CheckpointError:
+        if not has_begun:
+            _publish_json(path, job)
+    except (CheckpointError, OSError):
         if not place.content.exists():  # then nothing of value is here
             shutil.rmtree(place.path, ignore_errors=True)
         raise
-    if path.exists():
+    if has_begun:
         _check_same(path, job)
-    else:
-        try:
-            _publish_json(path, job)
-        except OSError:
-            shutil.rmtree(place.path, ignore_errors=True)
-            raise
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
         _require_folder(folder)

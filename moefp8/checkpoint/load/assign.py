@@ -1,8 +1,4 @@
-"""Assign the tensors of a checkpoint to places of a model, from headers alone.
-
-Nothing here reads or writes a tensor. A copy is one entry of the checkpoint and the slot of the
-model that it fills.
-"""
+"""Assign the tensors of a checkpoint to places of a model, from headers alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +19,8 @@ _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 @dataclass(frozen=True)
 class Copy:
+    """An entry of the checkpoint, and the slot of the model that it fills."""
+
     entry: Entry
     slot: Slot
 
@@ -45,10 +43,7 @@ class Assignment:
 def assign(
     source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
 ) -> Assignment:
-    """Assign all of source, except what ignore names, to all of a model.
-
-    Raises CheckpointError listing every key that is missing, extra or does not fit.
-    """
+    """Assign all but ignore to all of a model. Raises CheckpointError listing what does not fit."""
     kept = kept_entries(source, ignore)
     assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
     assignment.ignored[:0] = [key for key in source.entries if key not in kept]
@@ -56,10 +51,9 @@ def assign(
 
 
 def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
-    """Assign the model's FP8 weights and their scales alone.
+    """Assign the model's FP8 weights and scales alone. Raises CheckpointError if one has no key.
 
-    Raises CheckpointError unless each has a key that fits. Other tensors are not looked at, nor are
-    keys for which the model has no place.
+    Keys for which the model has no place are not looked at.
     """
     return _Matcher(source, inventory, rename, only_fp8=True).match(source.entries, "")
 
@@ -156,11 +150,17 @@ class _Matcher:
     def _misfit(self, entry: Entry, slot: Slot) -> str | None:
         if problem := _dtype_problem(entry, slot):
             return problem
+        rule = f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
+        is_cut = slot.role is Role.SCALE and slot.weight_name.endswith("gate_up_proj")
+        num_rows = self.inventory.slots[slot.weight_name].shape[1] if is_cut else 0
+        if entry.shape != slot.shape and is_cut and entry.shape[1:2] == (num_blocks(num_rows),):
+            return (
+                f"{rule}; these cut all {num_rows} rows into blocks, one of which holds rows of "
+                "gate and of up, but each must be cut by itself: requantize them"
+            )
         if entry.shape != slot.shape:
-            why = self._why(entry, slot)
-            return f"shape must be {list(slot.shape)}, got {list(entry.shape)}{why}"
-        if slot.role is Role.SCALE and self.inventory.is_ambiguous(slot):
-            num_rows = self.inventory.slots[slot.weight_name].shape[1]
+            return rule
+        if is_cut and self.inventory.is_ambiguous(slot):
             return (
                 f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
                 f"blocks one after the other or as {num_rows} rows, since there are as many; store "
@@ -168,18 +168,6 @@ class _Matcher:
                 "(experts.0.gate_proj.weight and such), or keep them in 16 bits"
             )
         return None
-
-    def _why(self, entry: Entry, slot: Slot) -> str:
-        """Explain scales of gate and up as one tensor of 2I rows; "" for other scales."""
-        if slot.role is not Role.SCALE or not slot.weight_name.endswith("gate_up_proj"):
-            return ""
-        num_rows = self.inventory.slots[slot.weight_name].shape[1]
-        if entry.shape[1:2] != (num_blocks(num_rows),):
-            return ""
-        return (
-            f"; these cut all {num_rows} rows into blocks, one of which holds rows of gate and of "
-            "up, but each must be cut by itself: requantize them"
-        )
 
     def _told_at_weight(self, name: str) -> bool:
         """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
@@ -216,9 +204,6 @@ def _dtype_problem(entry: Entry, slot: Slot) -> str | None:
 
 
 def widens(entry: Entry, slot: Slot) -> bool:
-    """Whether slot is a 16-bit correction bias that the checkpoint holds in FP32.
-
-    It must not be rounded: its values lie so close that many would become equal.
-    """
+    """Whether slot is a 16-bit correction bias stored in FP32: rounding would make values equal."""
     is_bias = slot.name.rpartition(".")[2] == "e_score_correction_bias"
     return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2

@@ -1,7 +1,4 @@
-"""Fill a model from a checkpoint: check everything, then read every byte once.
-
-Positioned reads in a few threads put bytes into the module's own storage where they can.
-"""
+"""Fill a model from a checkpoint: check everything, then read every byte once, in threads."""
 
 import math
 import os

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,21 +30,30 @@ _NUM_BUFFERS = 2
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Fill `target` from bytes [begin, begin + num_bytes) of entry's file.
+    """Fill `target` with values of an entry.
 
-    source: a meta tensor of the shape of `target` that tells how the values lie there.
+    source: a meta tensor of the shape of `target`, a part of one like all of entry; it tells where
+    the values lie.
     """
 
     entry: Entry
-    begin: int
-    num_bytes: int
     source: torch.Tensor
     target: torch.Tensor
 
     @property
+    def begin(self) -> int:
+        """The first byte to read; from there on, `num_bytes` are read."""
+        return self.entry.begin + int(self.source.storage_offset()) * self.source.itemsize
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return num_spanned_bytes(self.source)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the target takes the bytes as they come."""
-        return _is_plain(self.source, self.target)
+        are_contiguous = self.source.is_contiguous() and self.target.is_contiguous()
+        return are_contiguous and self.source.dtype == self.target.dtype
 
 
 def tasks_of(copy: Copy) -> Iterator[Task]:
@@ -51,34 +61,26 @@ def tasks_of(copy: Copy) -> Iterator[Task]:
     entry, tensor = copy.entry, copy.slot.owner.tensor.detach()
     stored = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
     for there, here in copy.slot.pieces:
-        source, target = stored[there], tensor[here]
-        limit = DIRECT_BYTES if _is_plain(source, target) else STAGED_BYTES
-        if target.numel():
-            for values, place in _split(source, target, limit):
-                begin = entry.begin + int(values.storage_offset()) * values.itemsize
-                yield Task(entry, begin, num_spanned_bytes(values), values, place)
+        task = Task(entry, stored[there], tensor[here])
+        if task.target.numel():
+            yield from _split(task, DIRECT_BYTES if task.is_plain else STAGED_BYTES)
 
 
-def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
-    return source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-
-
-def _split(
-    source: torch.Tensor, target: torch.Tensor, limit: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut both along their first axes until what lies between is small: bytes, and gaps."""
+def _split(task: Task, limit: int) -> Iterator[Task]:
+    """Cut a task along its first axes until what it reads is small: bytes, and gaps."""
+    source = task.source
     axis = next((axis for axis, size in enumerate(source.shape) if size > 1), None)
     if axis is None or (source.nbytes <= limit and source.is_contiguous()):
-        yield source, target
+        yield task
         return
     pitch = source.stride(axis) * source.itemsize
     gap = pitch - num_spanned_bytes(source.select(axis, 0))
     step = 1 if gap >= _GAP_BYTES else max(limit // pitch, 1)
     if step >= source.shape[axis]:  # gaps along the axes behind are smaller
-        yield source, target
+        yield task
         return
-    for pair in zip(source.split(step, axis), target.split(step, axis), strict=True):
-        yield from _split(*pair, limit)
+    for pair in zip(source.split(step, axis), task.target.split(step, axis), strict=True):
+        yield from _split(Task(task.entry, *pair), limit)
 
 
 class CudaQueue:

@@ -66,15 +66,13 @@ def num_spanned_bytes(tensor: torch.Tensor) -> int:
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether tensors with overlapping spans share an element; columns of one matrix do not.
-
-    first: the one that begins first.
-    """
+    """Whether first, which begins first, and second, whose span meets its own, share an element."""
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
     is_simple = first.is_contiguous() and second.is_contiguous()
     if is_simple or rest or first.itemsize != second.itemsize:
         return True
     ends = num_spanned_bytes(first), distance * first.itemsize + num_spanned_bytes(second)
+    # Columns of one matrix do not, for instance.
     is_used = torch.zeros(max(ends) // first.itemsize, dtype=torch.bool, device="cpu")
     is_used.as_strided(first.shape, first.stride()).fill_(True)
     return bool(is_used.as_strided(second.shape, second.stride(), distance).any())

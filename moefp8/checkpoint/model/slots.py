@@ -28,10 +28,7 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class ModelTensor:
-    """One parameter or persistent buffer; it has several places if it is tied.
-
-    shard: which part of which axes it holds, if it is not the whole.
-    """
+    """A parameter or persistent buffer, in several places if it is tied. shard: its part here."""
 
     tensor: torch.Tensor
     shard: Parts = field(default_factory=dict)
