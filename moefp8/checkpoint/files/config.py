@@ -36,10 +36,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def block_problem(config: dict[str, Any]) -> str | None:
     """Say what is wrong with the blocks that config states; if it states none, shapes decide."""
-    if config.get("quantization_config") is None:
-        return None
     found = block_sizes(config)
-    if found and all(block == BLOCK for block in found):
+    is_right = bool(found) and all(block == BLOCK for block in found)
+    if is_right or config.get("quantization_config") is None:
         return None
     told = printable(", ".join(map(str, found)), 200) or "none"
     return (

@@ -102,9 +102,8 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
     check_key(key, f"{path}: corrupt header")
     where = f"{key} in {path}: corrupt header"
     if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"{where}: an entry holds dtype, shape and data_offsets, got {quoted(value)}"
-        )
+        rule = "an entry holds dtype, shape and data_offsets"
+        raise CheckpointError(f"{where}: {rule}, got {quoted(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     is_name = isinstance(dtype, str) and dtype.isidentifier() and len(dtype) <= _MAX_DTYPE
     if not is_name or not _are_sizes(shape) or not _is_possible(shape):

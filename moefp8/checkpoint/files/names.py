@@ -20,8 +20,9 @@ _FOLDS = (
     (re.compile(r"\.mlp\.(?:experts\.)?(?=e_score_correction_bias$)"), ".mlp.gate."),
 )
 _ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
-_SCALE = re.compile(r"(.*\.|)(?:weight_scale_inv|weight_scale|scale)")
-_FUSED_SCALE = re.compile(r"((?:.*\.|)(?:gate_up_proj|down_proj))_scale(?:_inv)?")
+_SCALE = re.compile(
+    r"(.*\.|)(?:weight_scale_inv|weight_scale|scale|(gate_up_proj|down_proj)_scale(?:_inv)?)"
+)
 _EXPERT = re.compile(r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:(?:gate|up|down)_proj|w[123])\.")
 _ODD_NUMBER = re.compile(r"\b(?:experts|layers)\.(?!(?:0|[1-9][0-9]*)(?:\.|$))\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
@@ -38,10 +39,8 @@ def canonical(name: str) -> str:
 
 def weight_of_scale(name: str) -> str | None:
     """Return `X.weight` for `X.weight_scale_inv` and its like, and None for no name of a scale."""
-    if match := _SCALE.fullmatch(name):
-        return f"{match[1]}weight"
-    match = _FUSED_SCALE.fullmatch(name)
-    return match[1] if match else None
+    match = _SCALE.fullmatch(name)
+    return f"{match[1]}{match[2] or 'weight'}" if match else None
 
 
 def scale_of_weight(name: str) -> str:

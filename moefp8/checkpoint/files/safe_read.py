@@ -31,10 +31,9 @@ def open_regular(path: Path) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file that lies beside those it describes, such as config.json.
+    """Read the JSON object in a file beside those that it describes, such as config.json.
 
-    Raises CheckpointError if it is no regular file, larger than 100 MB, a link out of its
-    directory, cannot be read, or for what `parse_object` refuses.
+    Raises CheckpointError if it is no regular file or a link out of its directory, or is too large.
     """
     check_inside(path, path.parent)
     with failing_as(path, "cannot be read"), open(open_regular(path), "rb") as file:

@@ -30,6 +30,7 @@ def run_all(
     Raises what work raised, once no thread works any more. name: what the threads are called.
     serial: their PyTorch operations use one thread each.
     """
+    _settle(serial=False)  # whoever calls is a thread, too
     waiting = deque(tasks)  # threads may take from it at once
 
     def mine() -> Iterator[T]:

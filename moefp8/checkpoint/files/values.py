@@ -1,8 +1,7 @@
 """Count what tensors hold, such as scales that are no numbers: few reads, bounded memory.
 
 A batch is up to 4 MiB of one dtype, from anywhere: to test a thousand small tensors costs as much
-as to test one. A run is what one read fetches of it: bytes of one file, without holes, since files
-store the scales of many weights side by side.
+as to test one. A run is what one read fetches of it, since files store many scales side by side.
 """
 
 from collections import Counter
@@ -56,10 +55,6 @@ class _Piece(NamedTuple):
     begin: int
     end: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.begin
-
 
 def count_values(
     entries: Iterable[Entry], files: Files, tests: Mapping[str, Test], bar: Progress | None = None
@@ -91,7 +86,7 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[_Piece]]:
             for entry in alike
             for begin in range(entry.begin, entry.end, _BATCH_BYTES)
         )
-        batches = in_shards(pieces, lambda piece: piece.num_bytes, _BATCH_BYTES)
+        batches = in_shards(pieces, lambda piece: piece.end - piece.begin, _BATCH_BYTES)
         yield from filter(None, batches)  # empty tensors have no pieces
 
 
@@ -109,7 +104,7 @@ def _runs(batch: list[_Piece]) -> list[_Piece]:
 
 def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
     """Read all runs, one behind the other, by several threads: a disk may be far away."""
-    sizes = [run.num_bytes for run in runs]
+    sizes = [run.end - run.begin for run in runs]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default
     jobs = list(zip(runs, data.split(sizes), strict=True))
 
@@ -123,8 +118,8 @@ def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.T
 
 
 def _count(passed: torch.Tensor, batch: list[_Piece], itemsize: int, found: Counter[Entry]) -> None:
-    ends = [end // itemsize for end in accumulate(piece.num_bytes for piece in batch)]
-    upto = passed.cumsum(0)[torch.tensor(ends, device="cpu") - 1].tolist()
+    ends = accumulate((piece.end - piece.begin) // itemsize for piece in batch)
+    upto = passed.cumsum(0)[torch.tensor(list(ends), device="cpu") - 1].tolist()
     for piece, before, now in zip(batch, [0, *upto], upto, strict=False):
         if now > before:
             found[piece.entry] += now - before

@@ -66,6 +66,7 @@ class _Matcher:
     ) -> None:
         self.source, self.inventory, self.rename = source, inventory, rename
         self.only_fp8 = only_fp8
+        self.roles = (Role.WEIGHT, Role.SCALE) if only_fp8 else tuple(Role)
         self.assignment = Assignment()
         self.problems = [] if only_fp8 else list(inventory.problems)
         self.taken: dict[str, Entry] = {}
@@ -82,14 +83,13 @@ class _Matcher:
         for key, name in names.items():
             self._place(entries[key], name)
         self._check_missing()
-        raise_if_any(
-            self.problems, f"checkpoint {self.source.path} does not fit the model{outcome}"
-        )
+        headline = f"checkpoint {self.source.path} does not fit the model{outcome}"
+        raise_if_any(self.problems, headline)
         return self.assignment
 
     def _place(self, entry: Entry, name: str) -> None:
         slot = self.inventory.find(name)
-        if slot is not None and self._is_wanted(slot):
+        if slot is not None and slot.role in self.roles:
             self._fill(entry, slot)
         elif self.only_fp8:
             if slot is not None and entry.dtype == FP8:
@@ -101,13 +101,10 @@ class _Matcher:
         elif not self._told_at_weight(name):
             self.problems.append(self._extra(entry, name))
 
-    def _is_wanted(self, slot: Slot) -> bool:
-        return not self.only_fp8 or slot.role is not Role.PLAIN
-
     def _check_missing(self) -> None:
         unscaled: dict[Entry, str] = {}
         for part, slot in self.inventory.parts.items():
-            if part in self.taken or not self._is_wanted(slot):
+            if part in self.taken or slot.role not in self.roles:
                 continue
             weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
             if weight in self.taken:

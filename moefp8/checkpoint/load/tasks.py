@@ -1,12 +1,11 @@
 """Cut copies into tasks, and read them; a task is what one thread reads at once, and where it goes.
 
 A sharded model takes boxes of stored tensors. Rows are one run of bytes; columns are short runs
-with gaps, which are read too where they are small: a file is kept in pages anyway, and a call for
-each run takes longer (docs/design/checkpoint.md has the times).
+with gaps, which are read too where they are small (docs/design/checkpoint.md has the times).
 
-Bytes reach a GPU through a pinned buffer, by copies on a stream of the thread's own. Two buffers
-take turns, so that the next is read while the last is copied. What has gaps or another dtype is
-read into plain memory first, and packed or cast by the CPU.
+Bytes reach a GPU by copies on a stream of the thread's own, from two pinned buffers in turns: the
+next is read while the last is copied. What has gaps or another dtype is read into plain memory
+first, and packed or cast by the CPU.
 """
 
 from collections import deque
@@ -32,8 +31,7 @@ _NUM_BUFFERS = 2
 class Task:
     """Fill `target` with values of an entry.
 
-    source: a meta tensor of the shape of `target`, a part of one like all of entry; it tells where
-    the values lie.
+    source: a meta tensor, part of one like the whole entry, that tells where the values lie.
     """
 
     entry: Entry

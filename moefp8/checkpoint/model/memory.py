@@ -9,10 +9,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def memory_problems(named: Iterable[Named]) -> Iterator[str]:
-    """Yield a sentence for each tensor that is expanded, or shares elements with another.
-
-    named: each tensor once, under one of its names; tied tensors are one.
-    """
+    """Yield a sentence for each tensor that is expanded or shares elements; tied ones come once."""
     found = [pair for pair in named if _has_memory(pair[1])]
     for name, tensor in found:
         if _is_expanded(tensor):

@@ -87,9 +87,8 @@ class Slot:
 class Inventory:
     """All slots of a model.
 
-    slots: all by name, fused and per-expert; parts: the slots to fill; experts: canonical name of a
-    module -> E; foreign: canonical names of what other ranks hold; problems: a sentence for each
-    tensor that no checkpoint can fill.
+    slots: all by name, fused and per-expert; parts: those to fill; experts: canonical name of a
+    module -> E; foreign: canonical names of what other ranks hold; problems: what none can fill.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,7 +102,7 @@ class Inventory:
         for prefix, module in modules:
             self._collect(prefix, module)
         for prefix, module in modules:
-            for name, tensor in _persistent(module):
+            for name, tensor in _persistent(module).items():
                 self._add_slots(prefix, module, name, self.tensors[id(tensor)])
         self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
 
@@ -131,7 +130,7 @@ class Inventory:
         return aliases
 
     def _collect(self, prefix: str, module: nn.Module) -> None:
-        persistent, parts = dict(_persistent(module)), parts_of(module)
+        persistent, parts = _persistent(module), parts_of(module)
         self.foreign |= {canonical(join(prefix, name)) for name in parts.keys() - persistent}
         for name, tensor in persistent.items():
             new = ModelTensor(tensor, parts.get(name, {}))
@@ -174,13 +173,10 @@ def not_dense(tensor: torch.Tensor) -> str:
     return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
 
 
-def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
+    own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
+    skipped = module._non_persistent_buffers_set
+    return {name: x for name, x in own.items() if x is not None and name not in skipped}
 
 
 def _role(module: nn.Module, name: str) -> Role:
