@@ -193,12 +193,17 @@ def refusal(call, *arguments, **options) -> str:
 def refuse(path, *needles, model: nn.Module | None = None, **options) -> str:
     """Loading must fail, say every needle, and leave the model alone."""
     model = model or Tiny()
-    before = model_bytes(model)
+    before = _state_of(model)
     message = refusal(load_checkpoint, model, path, **options)
     for needle in needles:
         assert str(needle) in message, message
-    assert model_bytes(model) == before
+    assert _state_of(model) == before
     return message
+
+
+def _state_of(model: nn.Module) -> tuple:
+    tensors = model.state_dict().items()
+    return model_bytes(model), [(name, x.device, x.data_ptr(), x.dtype) for name, x in tensors]
 
 
 def assert_loads(path, tensors: dict, model: nn.Module | None = None, **options) -> None:
@@ -233,11 +238,7 @@ def assert_holds(model: Tiny, tensors: dict) -> None:
                 got = got[:rows] if name == "gate" else got[rows:]
         else:
             got = state[key]
-        if suffix_is_scale(key):
+        if key.endswith("_scale_inv"):
             wanted = wanted.float()
         assert got.shape == wanted.shape, key
         assert bytes_of(got) == bytes_of(wanted), key
-
-
-def suffix_is_scale(key: str) -> bool:
-    return key.endswith("_scale_inv")
