@@ -24,12 +24,6 @@ SCALE = "model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"
 LINEAR = "model.layers.1.kv_a_proj_with_mqa.weight_scale_inv"
 
 
-def edit(path: Path, change) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
 def fill(path: Path, key: str, value: float, at: int = 0) -> str:
     """Give element `at` of tensor key a value; returns the name of its file."""
     for file in path.glob("*.safetensors"):
@@ -45,14 +39,18 @@ def cut(path: Path) -> None:
     os.truncate(path / SECOND, (path / SECOND).stat().st_size - 1)
 
 
-def spoil(path: Path) -> None:
-    with (path / FIRST).open("r+b") as file:
-        file.seek(8)
-        file.write(b"\xff")
+def header_of(text: bytes):
+    whole = struct.pack("<Q", len(text)) + text
+    return lambda path: (path / FIRST).write_bytes(whole)
 
 
 def place(name: object, key: str = "ghost"):
-    return lambda path: edit(path / INDEX, lambda x: x["weight_map"].update({key: name}))
+    def change(path: Path) -> None:
+        index = json.loads((path / INDEX).read_text())
+        index["weight_map"][key] = name
+        (path / INDEX).write_text(json.dumps(index))
+
+    return change
 
 
 def beside(path: Path) -> None:
@@ -70,12 +68,6 @@ def double(path: Path) -> None:
     tensors = load_file(path / FIRST)
     tensors["lm_head.weight"] = torch.zeros(16, 256, dtype=torch.bfloat16)
     save_file(tensors, path / FIRST)
-
-
-def double_in_header(path: Path) -> None:
-    entry = json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [0, 1]})
-    header = f'{{"twice": {entry}, "twice": {entry}}}'.encode()
-    (path / FIRST).write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
 
 
 def quantized_as(quantization: dict):
@@ -106,7 +98,7 @@ CHANNEL = {"g": {"weights": {"strategy": "channel"}}}
 DOUBLED = '{"a": 1, "a": 2}'
 FAULTS = {
     "truncated": (cut, [SECOND, "truncated", "in "]),
-    "corrupt": (spoil, [FIRST, "header: not valid JSON"]),
+    "corrupt": (header_of(b"\xff"), [FIRST, "header: not valid JSON"]),
     "missing file": (place("model-3.safetensors"), ["model-3.safetensors", "cannot be read"]),
     "file that is gone": (lambda path: (path / SECOND).unlink(), [SECOND, "broken"]),
     "shard lacks a key": (place(FIRST), ["ghost", INDEX, FIRST]),
@@ -114,7 +106,7 @@ FAULTS = {
     "single file beside": (beside, [INDEX, "model.safetensors", "remove one"]),
     "key twice": (double, ["lm_head.weight in", FIRST, SECOND, "the same key"]),
     "key twice, unnamed": (double_elsewhere, ["lm_head.weight in", "extra.safetensors", SECOND]),
-    "key twice in a header": (double_in_header, [FIRST, "'twice' appears twice"]),
+    "key twice in a header": (header_of(DOUBLED.encode()), [FIRST, "'a' appears twice"]),
     **{
         f"path {name!r}": (place(name), ["ghost", INDEX, "must lie in the directory"])
         for name in ("../x.safetensors", "../x", "/etc/passwd", "a/../../x", "..\\x", "", 3, None)
@@ -124,18 +116,14 @@ FAULTS = {
         for text in ("", "{", "[]", "{}", '{"weight_map": []}', "\xff", DOUBLED, "[" * 99999)
     },
     "grids of 64": (grids_of_64, [LINEAR, "shape must be [5, 2], got [9, 4]"]),
-    "says 64": (blocks([64, 64]), ["config.json", BLOCKS, "[64, 64]"]),
-    "says 64x128": (blocks([64, 128]), ["config.json", BLOCKS, "[64, 128]"]),
+    **{
+        f"says {block}": (blocks(block), ["config.json", BLOCKS, f"got {block}"])
+        for block in ([64, 64], [64, 128], [128, 64], [], 128, "128x128", [[128, 128]], {"n": 128})
+    },
+    "says null": (blocks(None), ["config.json", BLOCKS, "got none"]),
+    "says strings": (blocks(["128", "128"]), ["config.json", BLOCKS, "['128', '128']"]),
     "says nothing": (quantized_as({"quant_method": "fp8"}), ["config.json", BLOCKS]),
     "says channel": (quantized_as({"config_groups": CHANNEL}), ["config.json", BLOCKS]),
-    "says 128x64": (blocks([128, 64]), ["config.json", BLOCKS, "[128, 64]"]),
-    "per tensor": (blocks([]), ["config.json", BLOCKS, "got []"]),
-    "null": (blocks(None), ["config.json", BLOCKS, "got none"]),
-    "a number": (blocks(128), ["config.json", BLOCKS, "got 128"]),
-    "strings": (blocks(["128", "128"]), ["config.json", BLOCKS, "['128', '128']"]),
-    "a string": (blocks("128x128"), ["config.json", BLOCKS, "got 128x128"]),
-    "nested": (blocks([[128, 128]]), ["config.json", BLOCKS, "[[128, 128]]"]),
-    "an object": (blocks({"n": 128}), ["config.json", BLOCKS]),
     "config is a list": (text_of("[]"), ["config.json", "must be a JSON object, got list"]),
     "config is not JSON": (text_of("{"), ["config.json", "not valid JSON"]),
     "NaN": (lambda path: fill(path, SCALE, float("nan"), 3), [SCALE, "1 of 6 scales are NaN"]),
@@ -200,6 +188,28 @@ def test_scales_that_are_left_out_may_be_anything(tmp_path):
     load_checkpoint(Tiny(), write(tmp_path / "d", zero))  # a block of zeros may be scaled by zero
 
 
+DENIED = partial(PermissionError, errno.EACCES, "Permission denied")
+READING = {  # None: the file ends
+    "short": None,
+    "error": partial(OSError, errno.EIO, "Input/output error"),
+    "device": partial(RuntimeError, "driver"),
+}
+
+
+def break_reading(monkeypatch, fault, home=os, call: str = "preadv", after: int = 0) -> None:
+    """Let a function of home raise a fault, but for its first calls."""
+    real, first = getattr(home, call), iter(range(after))
+
+    def broken(*arguments, **options):
+        if next(first, None) is not None:
+            return real(*arguments, **options)
+        if fault is None:
+            return 0
+        raise fault()
+
+    monkeypatch.setattr(home, call, broken)
+
+
 @pytest.mark.parametrize("name", ["config.json", FIRST, INDEX])
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
     """Injected: tests may run as root, who may read everything."""
@@ -208,7 +218,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
 
     def denied(path_, *arguments, **options):
         if Path(path_).name == name:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path_))
+            raise DENIED()
         return real(path_, *arguments, **options)
 
     monkeypatch.setattr(os, "open", denied)
@@ -217,39 +227,14 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
 
 def test_a_directory_that_may_not_be_entered(tmp_path, monkeypatch):
     path = write(tmp_path / "c", deepseek_tensors())
-
-    def denied(self, **_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-
-    monkeypatch.setattr(Path, "stat", denied)
+    break_reading(monkeypatch, DENIED, Path, "stat")
     refuse(path, f"{path}: cannot be read (Permission denied)")
-
-
-READING = {  # None: the file ends
-    "short": None,
-    "error": partial(OSError, errno.EIO, "Input/output error"),
-    "device": partial(RuntimeError, "driver"),
-}
-
-
-def break_reading(monkeypatch, call: str, fault, after: int = 0) -> None:
-    """Let that function of `os` raise a fault, but for its first calls."""
-    real, first = getattr(os, call), iter(range(after))
-
-    def broken(*arguments):
-        if next(first, None) is not None:
-            return real(*arguments)
-        if fault is None:
-            return 0
-        raise fault()
-
-    monkeypatch.setattr(os, call, broken)
 
 
 @pytest.mark.parametrize("fault", READING.values(), ids=READING)
 def test_a_fault_while_scales_are_read(tmp_path, monkeypatch, fault):
     path = write(tmp_path / "c", deepseek_tensors())
-    break_reading(monkeypatch, "preadv", fault)
+    break_reading(monkeypatch, fault)
     told = f"weight_scale_inv in {path / 'model.safetensors'}: reading failed"
     refuse_whole(path, told, device="meta")
 
@@ -257,7 +242,7 @@ def test_a_fault_while_scales_are_read(tmp_path, monkeypatch, fault):
 @pytest.mark.parametrize("fault", READING.values(), ids=READING)
 def test_a_fault_while_tensors_are_read(tmp_path, monkeypatch, fault):
     path = write(tmp_path / "c", deepseek_tensors())
-    break_reading(monkeypatch, "preadv", fault, after=4)
+    break_reading(monkeypatch, fault, after=4)
     message = refusal(load_checkpoint, Tiny(), path)
     assert f" in {path / 'model.safetensors'}: reading failed" in message
     assert "partly written" in message
@@ -268,6 +253,6 @@ def test_twins_that_cannot_be_read(tmp_path, monkeypatch):
     tensors = deepseek_tensors()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     path = write(tmp_path / "c", tensors)
-    break_reading(monkeypatch, "pread", READING["error"])
+    break_reading(monkeypatch, READING["error"], call="pread")
     told = f"in {path / 'model.safetensors'}: reading failed"
     refuse(path, told, "the model is unchanged", model=Tiny(tied=True))

@@ -25,19 +25,18 @@ from tests.checkpoint.cases import (
 )
 
 NAMES = ["lm_head.weight", "model.embed_tokens.weight"]  # of one tensor, where it is tied
-NAMINGS = {"deepseek": str, "qwen": qwen_name, "minimax": minimax_name}
 
 
-@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("naming", [str, qwen_name, minimax_name])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_every_naming_fills_every_slot(tmp_path, naming, num_shards):
     tensors = deepseek_tensors()
-    named = {NAMINGS[naming](key): tensor for key, tensor in tensors.items()}
+    named = {naming(key): tensor for key, tensor in tensors.items()}
     path = write(tmp_path / "c", named, num_shards=num_shards)
     report = load_checkpoint(model := Tiny(), path)
     assert_holds(model, tensors)
     assert report.num_tensors == len(tensors)
-    assert report.num_bytes == sum(t.numel() * t.itemsize for t in tensors.values())
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert report.ignored == ()
 
 

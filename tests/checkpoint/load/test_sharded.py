@@ -93,7 +93,7 @@ def test_experts_along_both_axes(tmp_path):
     assert model_bytes(model) == model_bytes(wanted)
 
 
-@pytest.mark.parametrize("kind", ["experts", "intermediate"])
+@pytest.mark.parametrize("kind", ["experts", "intermediate", "whole"])
 @pytest.mark.parametrize("stored", ["fused", "each"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_in_bf16(tmp_path, kind, stored, dtype):
@@ -105,11 +105,14 @@ def test_experts_in_bf16(tmp_path, kind, stored, dtype):
         for e in range(E)
     }
     path = write(tmp_path / "c", fused if stored == "fused" else each, {})
-    for rank in range(2):
+    num_ranks = 1 if kind == "whole" else 2
+    for rank in range(num_ranks):
         model = nn.ModuleDict({"experts": StackedExperts()})
-        load_checkpoint(moefp8.shard(model, {"experts": kind}, rank, 2), path)
+        if kind != "whole":
+            moefp8.shard(model, {"experts": kind}, rank, num_ranks)
+        load_checkpoint(model, path)
         size = E if kind == "experts" else I
-        own = slice(rank * size // 2, (rank + 1) * size // 2)
+        own = slice(rank * size // num_ranks, (rank + 1) * size // num_ranks)
         rows = (own,) if kind == "experts" else (slice(None), own)
         columns = (own,) if kind == "experts" else (..., own)
         gate_up = torch.cat((gate[rows], up[rows]), 1).bfloat16()
