@@ -4,8 +4,6 @@ import torch
 
 from .errors import printable
 
-_MAX_REASON = 200
-
 
 def usable_device(device: torch.device | str | int | None, caller: str) -> torch.device:
     """Return the device, or the CPU for None. Raises ValueError if no tensor can be made there."""
@@ -14,7 +12,7 @@ def usable_device(device: torch.device | str | int | None, caller: str) -> torch
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError, ImportError) as error:  # each backend has its own
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        why = printable(str(error).partition("\n")[0], _MAX_REASON)
+        why = printable(str(error).partition("\n")[0], 200)
         raise ValueError(
             f"{caller}: device must be one that there is ({there}), got {str(device)!r}: {why}"
         ) from error

@@ -34,7 +34,6 @@ LINEAR = "model.layers.0.kv_a_proj_with_mqa"
 NORM = "model.layers.0.norm.weight"
 UP, SCALE = f"{EXPERT}.up_proj.weight", f"{EXPERT}.up_proj.weight_scale_inv"
 FUSED = "model.layers.0.mlp.experts.down_proj"
-INDEX = "model.safetensors.index.json"
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -177,7 +176,7 @@ def test_a_device_that_is_not_there(tmp_path, device, told):
 
 def test_paths_that_are_no_checkpoint(tmp_path):
     refuse(tmp_path / "nowhere", "nowhere")
-    refuse(tmp_path, INDEX)
+    refuse(tmp_path, "model.safetensors.index.json")
     (tmp_path / "x.bin").write_bytes(b"")
     refuse(tmp_path / "x.bin", "x.bin", ".safetensors")
     os.mkfifo(tmp_path / "model.safetensors")
@@ -293,9 +292,8 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
 
 def test_a_file_that_changes_between_check_and_read(tmp_path, monkeypatch):
     path = write(tmp_path / "c", deepseek_tensors())
-    assign = load.assign
 
-    def slow(*arguments):
+    def slow(*arguments, assign=load.assign):
         os.truncate(path / "model.safetensors", 1000)
         return assign(*arguments)
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import moefp8
 from moefp8.checkpoint import fp8_modules, load_checkpoint, read_config
 from moefp8.layers import FP8Linear
 from moefp8.layers.conversion import convert
@@ -196,6 +197,8 @@ def test_fp8_modules_speak_the_models_names(tmp_path):
     tensors = {minimax_name(key): tensor for key, tensor in deepseek_tensors(1).items()}
     path = write(tmp_path / "c", tensors)
     stored, own = fp8_modules(path), fp8_modules(path, model=Tiny(1))
+    sharded = moefp8.shard(Tiny(1), {"*.experts": "experts"}, 1, 3)
+    assert fp8_modules(path, model=sharded) == own
     assert "model.layers.0.block_sparse_moe.experts" in stored
     assert len(stored) == len(own) == 4
     assert "model.layers.0.mlp.experts" in own
