@@ -1,4 +1,4 @@
-"""Open the files of a checkpoint and read at a position; pages of an mmap would be resident."""
+"""Open the files of a checkpoint and read at a position: an mmap would be resident memory."""
 
 import ctypes
 import os

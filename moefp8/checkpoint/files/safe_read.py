@@ -60,7 +60,7 @@ def check_inside(path: Path, directory: Path) -> None:
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse UTF-8 JSON that errors call `where`. Raises CheckpointError unless it is an object.
 
-    No key is there twice, it nests at most 64 deep, and its strings can be encoded.
+    Its keys are unique, it nests at most 64 deep, and its strings can be encoded.
     """
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise CheckpointError(f"{where}: must hold at most {_MAX_VALUES:,} values")

@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read. named: all keys of headers and index; problems: file -> sentences."""
+    """What can be read of a checkpoint. named: keys of headers and index; problems: of each file."""
 
     source: Source
     named: frozenset[str]

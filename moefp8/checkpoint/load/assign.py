@@ -46,7 +46,8 @@ def assign(
     """Assign all but ignore to all of a model. Raises CheckpointError listing what does not fit."""
     kept = kept_entries(source, ignore)
     assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
-    assignment.ignored[:0] = [key for key in source.entries if key not in kept]
+    left_out = [key for key in source.entries if key not in kept]
+    assignment.ignored = left_out + assignment.ignored
     return assignment
 
 
