@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read of a checkpoint. named: keys of headers and index; problems: of each file."""
+    """What can be read of a checkpoint. named: keys of headers and index; problems: by file."""
 
     source: Source
     named: frozenset[str]
