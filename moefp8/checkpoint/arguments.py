@@ -1,23 +1,18 @@
-"""Check arguments that several functions take."""
+"""Check the argument that loading and quantizing share."""
 
 import torch
 
 from .errors import printable
 
-_MAX_REASON = 200
-
 
 def usable_device(device: torch.device | str | int | None, caller: str) -> torch.device:
-    """Return the device that a user names, or the CPU for None; a tensor can be made there.
-
-    caller: what the error begins with. Raises ValueError unless there is such a device, TypeError.
-    """
+    """Return the device, or the CPU for None. Raises ValueError if no tensor can be made there."""
     try:
         place = torch.device("cpu" if device is None else device)
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError, ImportError) as error:  # each backend has its own
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        why = printable(str(error).partition("\n")[0], _MAX_REASON)
+        why = printable(str(error).partition("\n")[0], 200)
         raise ValueError(
             f"{caller}: device must be one that there is ({there}), got {str(device)!r}: {why}"
         ) from error

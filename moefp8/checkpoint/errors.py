@@ -4,6 +4,8 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from safetensors import SafetensorError
+
 _NUM_SHOWN = 10
 _MAX_LINE = 800
 _MAX_QUOTE = 200
@@ -17,8 +19,7 @@ _REPR.maxstring = _REPR.maxother = _MAX_QUOTE
 class CheckpointError(RuntimeError):
     """A checkpoint is broken, does not fit the model, or could not be read or written.
 
-    The message names keys and files, and says whether the model was touched. It is made of lines,
-    each cut in its middle if it is long, and without what a terminal would obey.
+    The message names keys and files, and says whether the model was touched.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -30,19 +31,19 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def failing_as(what: object, failed: str, outcome: str = "") -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError: `what: failed (reason); outcome`."""
+    """Turn what reading, writing or memory raises into `what: failed (reason); outcome`."""
     try:
         yield
-    except OSError as error:
+    except CheckpointError:
+        raise
+    except (OSError, EOFError, RuntimeError, MemoryError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         end = f"; {outcome}" if outcome else ""
-        raise CheckpointError(f"{what}: {failed} ({error.strerror}){end}") from error
+        raise CheckpointError(f"{what}: {failed} ({reason}){end}") from error
 
 
 def printable(text: str, limit: int = _MAX_LINE) -> str:
-    """Shorten text to limit characters, from its two ends, and escape what cannot be printed.
-
-    Control characters, line ends and lone surrogates cannot.
-    """
+    """Cut the middle out of a long text; escape control characters and lone surrogates."""
     text = _cut(text, limit)
     if text.isprintable():
         return text

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
-from .errors import CheckpointError, raise_if_any
+from .errors import CheckpointError, failing_as, raise_if_any
 from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
 from .files.header import DTYPE_NAMES
 from .files.names import SCALE_SUFFIX, scale_of_weight
@@ -36,8 +35,8 @@ def save_checkpoint(
     `.NAME.partial` beside it. What a killed process left there goes with the next save to path.
 
     Raises:
-        CheckpointError: naming tensors: one is on the meta device, or one rank's part; a path that
-            cannot be written, is there, or that another process or thread is writing.
+        CheckpointError: a tensor is on the meta device or one rank's part; the path cannot be
+            written, is there, or another process or thread is writing it.
         ValueError: a size that cannot be meant.
     """
     if not max_shard_bytes > 0:  # NaN is neither
@@ -49,17 +48,13 @@ def save_checkpoint(
     config = _config(model, inventory, record)
     if not any(is_leftover(config, key) for key in tensors):
         config = without_mtp(config)
-    try:
-        with workplace(target, {"written_by": "save_checkpoint"}) as work:
-            try:
-                _write_all(work.content, tensors, config, max_shard_bytes)
-                work.publish()
-            finally:
-                shutil.rmtree(work.path, ignore_errors=True)
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: memory is shared
-        raise CheckpointError(f"{target}: cannot be written ({error})") from error
+    job = {"written_by": "save_checkpoint"}
+    with failing_as(target, "cannot be written"), workplace(target, job) as work:
+        try:
+            _write_all(work.content, tensors, config, max_shard_bytes)
+            work.publish()
+        finally:
+            shutil.rmtree(work.path, ignore_errors=True)
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -77,17 +72,17 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
     tensors: dict[str, torch.Tensor] = {}
     problems = []
     for slot in _slots_to_save(inventory, record):
-        key = _key(slot, record)
-        if slot.owner.tensor.is_meta:
+        key, tensor = _key(slot, record), slot.owner.tensor
+        if tensor.is_meta:
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
         elif key in tensors:
             problems.append(f"{slot.name}: its key {key} is that of another tensor already")
-        elif slot.owner.tensor.layout is not torch.strided:
-            problems.append(f"{slot.name}: {not_dense(slot.owner.tensor)}")
-        elif slot.owner.tensor.dtype not in DTYPE_NAMES:
-            problems.append(f"{slot.name}: safetensors has no dtype {slot.owner.tensor.dtype}")
+        elif tensor.layout is not torch.strided:
+            problems.append(f"{slot.name}: {not_dense(tensor)}")
+        elif tensor.dtype not in DTYPE_NAMES:
+            problems.append(f"{slot.name}: safetensors has no dtype {tensor.dtype}")
         else:
-            tensors[key] = slot.view()
+            tensors[key] = tensor.detach()[slot.index]
     raise_if_any(problems, "the model cannot be saved")
     return tensors
 
@@ -100,17 +95,13 @@ def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
     whole: set[ModelTensor] = set()
     apart = {slot.module for slot in inventory.slots.values() if inventory.is_ambiguous(slot)}
     for slot in inventory.slots.values():
-        was_whole = slot.name in record.names or _weight_of(slot) in record.names
+        was_whole = slot.name in record.names or slot.weight_name in record.names
         if slot.is_fused and was_whole and slot.module not in apart:
             whole.add(slot.owner)
             yield slot
     for slot in inventory.parts.values():
         if slot.owner not in whole:
             yield slot
-
-
-def _weight_of(slot: Slot) -> str:
-    return slot.name.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else slot.name
 
 
 def _key(slot: Slot, record: Record) -> str:
@@ -123,12 +114,12 @@ def _key(slot: Slot, record: Record) -> str:
 
 
 def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Any]:
-    has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     config = dict(record.config)
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
         config = own.to_dict()
         config.pop("quantization_config", None)  # a plug-in's; what is written here is plain fp8
+    has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     if has_fp8 and not config.get("quantization_config"):
         config["quantization_config"] = FP8_QUANTIZATION
     return config
@@ -143,6 +134,6 @@ def _write_all(
         name = shard_name(number, len(shards))
         whole = {key: tensors[key].contiguous() for key in shard}
         save_file(whole, directory / name, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
+        weight_map |= dict.fromkeys(shard, name)
     write_index(directory, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     write_json(directory / "config.json", config)

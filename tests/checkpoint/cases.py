@@ -36,34 +36,17 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(E))
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = FP8Linear(H, I, bias=False)
-        self.down_proj = FP8Linear(I, H, bias=False)
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Router()
-        self.experts = GroupedExperts(E, H, I)
-        self.shared_experts = Shared()
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kv_a_proj_with_mqa = FP8Linear(H, 576, bias=False)  # 4.5 blocks
         self.norm = nn.LayerNorm(H, dtype=torch.bfloat16)
-        self.mlp = MLP()
-
-
-class Body(nn.Module):
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(16, H, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        shared = {
+            "gate_proj": FP8Linear(H, I, bias=False),
+            "down_proj": FP8Linear(I, H, bias=False),
+        }
+        mlp = {"gate": Router(), "experts": GroupedExperts(E, H, I)}
+        self.mlp = nn.ModuleDict({**mlp, "shared_experts": nn.ModuleDict(shared)})
 
 
 class Tiny(nn.Module):
@@ -71,10 +54,12 @@ class Tiny(nn.Module):
 
     def __init__(self, num_layers: int = 2, tied: bool = False) -> None:
         super().__init__()
-        self.model = Body(num_layers)
+        layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        embedding = nn.Embedding(16, H, dtype=torch.bfloat16)
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers})
         self.lm_head = nn.Linear(H, 16, bias=False, dtype=torch.bfloat16)
         if tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embedding.weight
 
 
 class StackedExperts(nn.Module):
@@ -193,12 +178,17 @@ def refusal(call, *arguments, **options) -> str:
 def refuse(path, *needles, model: nn.Module | None = None, **options) -> str:
     """Loading must fail, say every needle, and leave the model alone."""
     model = model or Tiny()
-    before = model_bytes(model)
+    before = _state_of(model)
     message = refusal(load_checkpoint, model, path, **options)
     for needle in needles:
         assert str(needle) in message, message
-    assert model_bytes(model) == before
+    assert _state_of(model) == before
     return message
+
+
+def _state_of(model: nn.Module) -> tuple:
+    tensors = model.state_dict().items()
+    return model_bytes(model), [(name, x.device, x.data_ptr(), x.dtype) for name, x in tensors]
 
 
 def assert_loads(path, tensors: dict, model: nn.Module | None = None, **options) -> None:
@@ -233,11 +223,7 @@ def assert_holds(model: Tiny, tensors: dict) -> None:
                 got = got[:rows] if name == "gate" else got[rows:]
         else:
             got = state[key]
-        if suffix_is_scale(key):
+        if key.endswith("_scale_inv"):
             wanted = wanted.float()
         assert got.shape == wanted.shape, key
         assert bytes_of(got) == bytes_of(wanted), key
-
-
-def suffix_is_scale(key: str) -> bool:
-    return key.endswith("_scale_inv")

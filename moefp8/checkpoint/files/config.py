@@ -35,14 +35,10 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def block_problem(config: dict[str, Any]) -> str | None:
-    """Say what is wrong if config tells of scales for anything but 128x128 blocks, else None.
-
-    Without a quantization_config the shapes of the scales decide; they are checked anyway.
-    """
-    if config.get("quantization_config") is None:
-        return None
+    """Say what is wrong with the blocks that config states; if it states none, shapes decide."""
     found = block_sizes(config)
-    if found and all(block == BLOCK for block in found):
+    is_right = bool(found) and all(block == BLOCK for block in found)
+    if is_right or config.get("quantization_config") is None:
         return None
     told = printable(", ".join(map(str, found)), 200) or "none"
     return (
@@ -52,10 +48,7 @@ def block_problem(config: dict[str, Any]) -> str | None:
 
 
 def block_sizes(config: Mapping[str, Any]) -> list[Any]:
-    """Return the sizes that config states, whatever they are.
-
-    fp8 states weight_block_size, compressed-tensors one block_structure for every group.
-    """
+    """Return the sizes that config states, as fp8 or compressed-tensors, whatever they are."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return []

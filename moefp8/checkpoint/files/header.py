@@ -1,6 +1,5 @@
 """Read what a safetensors file says of itself, and believe none of it before checking.
 
-An entry is one tensor: key, dtype name, shape, and the bytes [begin, end) of its file.
 Layout: 8 bytes little-endian header length, a JSON object, then the tensors without holes.
 """
 
@@ -67,7 +66,7 @@ class Shard:
     """One safetensors file. stamp: the size and time by which a later change is noticed.
 
     entries: the tensors that are whole; named: all keys of the header; problems: a sentence for
-    each entry that is cut short, or lies elsewhere than right behind the one before it.
+    each tensor that is not whole.
     """
 
     path: Path
@@ -103,9 +102,8 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
     check_key(key, f"{path}: corrupt header")
     where = f"{key} in {path}: corrupt header"
     if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"{where}: an entry holds dtype, shape and data_offsets, got {quoted(value)}"
-        )
+        rule = "an entry holds dtype, shape and data_offsets"
+        raise CheckpointError(f"{where}: {rule}, got {quoted(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     is_name = isinstance(dtype, str) and dtype.isidentifier() and len(dtype) <= _MAX_DTYPE
     if not is_name or not _are_sizes(shape) or not _is_possible(shape):
@@ -116,28 +114,19 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
     if dtype in TORCH_DTYPES:  # others have no known size; they fail later if anything needs them
         num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
         if num_bytes != entry.num_bytes:
-            raise CheckpointError(
-                f"{where}: {dtype} {shape} takes {num_bytes} bytes, its offsets give "
-                f"{entry.num_bytes}"
-            )
+            told = f"{dtype} {shape} takes {num_bytes} bytes, its offsets give {entry.num_bytes}"
+            raise CheckpointError(f"{where}: {told}")
     return entry
 
 
 def _is_possible(shape: list[int]) -> bool:
     """Whether PyTorch could have a tensor of this shape; strides count a size of 0 as 1."""
-    num_elements = 1
-    for size in shape:
-        num_elements *= max(size, 1)
-        if num_elements >= 1 << 63:
-            return False
-    return len(shape) <= _MAX_DIMENSIONS
+    return len(shape) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in shape) < 1 << 63
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < 1 << 63  # as PyTorch counts
-        for size in value
-    )
+    """Whether value lists numbers as PyTorch counts; a bool is none."""
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 
 def _whole(

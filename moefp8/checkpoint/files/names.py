@@ -1,9 +1,4 @@
-"""One tensor, many spellings: fold the names that model families use into one.
-
-Families write: expert w1/w3/w2 for gate/up/down_proj; weight_scale, scale for
-weight_scale_inv; block_sparse_moe, ffn for mlp; shared_expert for shared_experts; three homes
-for e_score_correction_bias. Two names are the same tensor if `canonical` makes them equal.
-"""
+"""One tensor, many spellings: names are of the same tensor if `canonical` makes them equal."""
 
 import re
 from collections.abc import Callable
@@ -22,17 +17,13 @@ _FOLDS = (
     (re.compile(r"experts\.([0-9]+\.)?w1\."), r"experts.\1gate_proj."),
     (re.compile(r"experts\.([0-9]+\.)?w3\."), r"experts.\1up_proj."),
     (re.compile(r"experts\.([0-9]+\.)?w2\."), r"experts.\1down_proj."),
-    (
-        re.compile(r"\.mlp\.(?:experts\.)?e_score_correction_bias$"),
-        ".mlp.gate.e_score_correction_bias",
-    ),
+    (re.compile(r"\.mlp\.(?:experts\.)?(?=e_score_correction_bias$)"), ".mlp.gate."),
 )
 _ANY_FOLD = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in _FOLDS))
-_SCALE = re.compile(r"(?:(.*\.|^)(?:weight_scale_inv|weight_scale|scale))$")
-_FUSED_SCALE = re.compile(r"((?:.*\.|^)(?:gate_up_proj|down_proj))_scale(?:_inv)?$")
-_EXPERT = re.compile(
-    r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:gate_proj|up_proj|down_proj|w[123])\."
+_SCALE = re.compile(
+    r"(.*\.|)(?:weight_scale_inv|weight_scale|scale|(gate_up_proj|down_proj)_scale(?:_inv)?)"
 )
+_EXPERT = re.compile(r"(.*\bexperts)\.(0|[1-9][0-9]{0,8})\.(?:(?:gate|up|down)_proj|w[123])\.")
 _ODD_NUMBER = re.compile(r"\b(?:experts|layers)\.(?!(?:0|[1-9][0-9]*)(?:\.|$))\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
 
@@ -48,11 +39,8 @@ def canonical(name: str) -> str:
 
 def weight_of_scale(name: str) -> str | None:
     """Return `X.weight` for `X.weight_scale_inv` and its like, and None for no name of a scale."""
-    if match := _SCALE.fullmatch(name):
-        return f"{match[1]}weight"
-    if match := _FUSED_SCALE.fullmatch(name):
-        return match[1]
-    return None
+    match = _SCALE.fullmatch(name)
+    return f"{match[1]}{match[2] or 'weight'}" if match else None
 
 
 def scale_of_weight(name: str) -> str:

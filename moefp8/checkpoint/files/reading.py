@@ -1,12 +1,8 @@
-"""Open the files of a checkpoint and read bytes at a position, without mmap.
-
-The pages of an mmap would count as resident memory.
-"""
+"""Open the files of a checkpoint and read at a position: an mmap would be resident memory."""
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -24,10 +20,7 @@ def open_files(
     shards: dict[Path, Shard],
     outcome: str = "the model is unchanged",
 ) -> Files:
-    """Return path -> descriptor; stack closes them. Raises CheckpointError if a file has changed.
-
-    outcome: how the error ends; it says what became of the caller's work.
-    """
+    """Return path -> descriptor; stack closes them. Raises CheckpointError if one has changed."""
     files: Files = {}
     for path in dict.fromkeys(entry.file for entry in entries):
         with failing_as(path, "cannot be read", outcome):
@@ -39,21 +32,9 @@ def open_files(
     return files
 
 
-@contextmanager
-def telling(entry: Entry, what: str, outcome: str) -> Iterator[None]:
-    """Turn an error of the block into a CheckpointError that names key and file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, EOFError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{entry}: {what} failed ({error}); {outcome}") from error
-
-
 def read_into(file: int, begin: int, tensor: torch.Tensor) -> None:
     """Fill the memory of tensor, contiguous and on the CPU, from byte begin of file."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
+    buffer = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
     while buffer:
         num_read = os.preadv(file, [buffer], begin)
         if num_read == 0:

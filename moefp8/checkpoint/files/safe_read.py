@@ -1,9 +1,8 @@
 """Open files and parse JSON that others wrote, without trusting either.
 
-A pipe would be waited for without end, a device may never end, and a link may lead to what its
-owner cannot read, but we can: a file is looked at before a byte of it is read. JSON that would cost
-more than a file of its size should is refused: a list of nothing takes 2 bytes of the file and 64
-of memory, and deep nesting cannot be printed, copied or written again.
+Pipes and devices may never end, and a link may lead to what we can read, but its owner cannot: a
+file is looked at before a byte of it is read. JSON that costs much is refused: an empty list takes
+2 bytes of the file and 64 of memory, and deep nesting cannot be printed, copied or written again.
 """
 
 import json
@@ -22,37 +21,32 @@ _MAX_KEY = 1000
 
 
 def open_regular(path: Path) -> int:
-    """Open path and return a descriptor to read from.
-
-    Raises OSError; CheckpointError if path is no regular file.
-    """
-    waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
-    file = os.open(path, os.O_RDONLY | waiting | getattr(os, "O_CLOEXEC", 0))
+    """Return a descriptor to read. Raises OSError; CheckpointError if path is no regular file."""
+    no_waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
+    file = os.open(path, os.O_RDONLY | no_waiting)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CheckpointError(f"{path}: must be a regular file")
     return file
 
 
-def read_small(path: Path) -> bytes:
-    """Read all of a file that describes others and lies beside them, such as config.json.
+def read_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file beside those that it describes, such as config.json.
 
-    Raises CheckpointError if it is no regular file, larger than 100 MB, a link out of its directory
-    or cannot be read.
+    Raises CheckpointError if it is no regular file or a link out of its directory, or is too large.
     """
     check_inside(path, path.parent)
     with failing_as(path, "cannot be read"), open(open_regular(path), "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise CheckpointError(f"{path}: must be of at most {_MAX_BYTES:,} bytes")
-    return data
+    return parse_object(data, str(path))
 
 
 def check_inside(path: Path, directory: Path) -> None:
-    """Raise CheckpointError if path is a link that leads out of directory.
+    """Raise CheckpointError if path is a link out of directory and the hub cache that it is in.
 
-    What is read may be written to where others read it. A link may lead elsewhere in the
-    directory, or to the blobs of the hub cache that it is in.
+    What is read may be written to where others read it.
     """
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
     snapshots = [folder for folder in root.parents if folder.name == "snapshots"]
@@ -64,9 +58,9 @@ def check_inside(path: Path, directory: Path) -> None:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parse text, UTF-8 JSON that errors call `where`. Raises CheckpointError if it is no object.
+    """Parse UTF-8 JSON that errors call `where`. Raises CheckpointError unless it is an object.
 
-    What is returned has no key twice, nests at most 64 deep, and its strings can be encoded.
+    Its keys are unique, it nests at most 64 deep, and its strings can be encoded.
     """
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise CheckpointError(f"{where}: must hold at most {_MAX_VALUES:,} values")
@@ -82,18 +76,11 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in the file at path by `read_small`."""
-    return parse_object(read_small(path), str(path))
-
-
 def check_key(key: str, where: str) -> None:
     """Raise CheckpointError unless the key of a tensor is short and a terminal can show it."""
     if not key or len(key) > _MAX_KEY or not key.isprintable():
-        raise CheckpointError(
-            f"{where}: the key of a tensor must be 1 to {_MAX_KEY} printable characters, got "
-            f"{quoted(key)}"
-        )
+        rule = f"the key of a tensor must be 1 to {_MAX_KEY} printable characters"
+        raise CheckpointError(f"{where}: {rule}, got {quoted(key)}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

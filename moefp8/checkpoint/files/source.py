@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +21,8 @@ _MAX_NAME = 1000
 _MAX_DOUBLES = 100  # keys of one file that are told one by one
 
 _T = TypeVar("_T")
+_Problems = defaultdict[Path, list[str]]
+_Placed = dict[str, Path | None]  # key -> its file as the index says; None for one that must not be
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read of a checkpoint. named: all keys that a header or the index contains.
-
-    problems: file -> what is broken there, one sentence each.
-    """
+    """What can be read of a checkpoint. named: keys of headers and index; problems: by file."""
 
     source: Source
     named: frozenset[str]
@@ -46,20 +45,14 @@ class Scan:
 
 
 def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
-    """Open a directory or a .safetensors file. Raises CheckpointError listing what is broken.
-
-    outcome: how the error ends; it says what became of the caller's work.
-    """
+    """Open a directory or a .safetensors file. Raises CheckpointError, which tells outcome."""
     return _whole(scan_source(path), outcome)
 
 
 def open_shards(files: Sequence[Path]) -> Source:
-    """Open the checkpoint of these files, whatever an index says.
-
-    config.json lies beside the first. The caller has judged by `check_inside` where links lead.
-    """
+    """Open the checkpoint of these files; the caller has judged where their links lead."""
     path = files[0] if len(files) == 1 else files[0].parent
-    return _whole(_scan(path, {}, list(files), None, defaultdict(list)), "no model was made")
+    return _whole(_scan(path, {}, files, None, defaultdict(list)), "no model was made")
 
 
 def _whole(scan: Scan, outcome: str) -> Source:
@@ -70,43 +63,36 @@ def _whole(scan: Scan, outcome: str) -> Source:
 
 
 def scan_source(path: str | os.PathLike[str]) -> Scan:
-    """Open a checkpoint as `open_source` does, but go on with what is whole.
-
-    Raises CheckpointError if there is nothing at path that could be a checkpoint.
-    """
+    """Go on with what is whole. Raises CheckpointError if nothing at path can be a checkpoint."""
     path = Path(path)
-    problems: dict[Path, list[str]] = defaultdict(list)
+    problems: _Problems = defaultdict(list)
     with failing_as(path, "cannot be read"):
         home = path if path.is_dir() else None
         return _scan(path, *_locate(path, problems), home, problems)
 
 
 def _scan(
-    path: Path,
-    weight_map: dict[str, Any],
-    files: list[Path],
-    home: Path | None,
-    problems: dict[Path, list[str]],
+    path: Path, placed: _Placed, files: Iterable[Path], home: Path | None, problems: _Problems
 ) -> Scan:
     """Read what there is. home: where files must lie that the user did not name, links followed."""
     has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
-    shards = _read_shards(files, home, problems)
-    for shard in shards:
-        if shard.problems:
-            problems[shard.path] += shard.problems
-    entries = _merge(shards, problems)
-    named = frozenset(weight_map).union(*(shard.named for shard in shards))
-    if index_problems := _index_problems(path, weight_map, shards):
-        problems[path / INDEX_NAME] += index_problems
-    source = Source(path, config or {}, entries, {shard.path: shard for shard in shards})
-    return Scan(source, named, dict(problems))
+    shards = {x.path: x for x in _read_shards(files, home, problems)}
+    for shard in shards.values():
+        problems[shard.path] += shard.problems
+    entries = _merge(shards.values(), problems)
+    named = frozenset(placed).union(*(shard.named for shard in shards.values()))
+    problems[path / INDEX_NAME] += [  # a key that only a shard knows is fine
+        f"{key}: {INDEX_NAME} places it in {file}, which does not hold it"
+        for key, file in placed.items()
+        if file in shards and key not in shards[file].named
+    ]
+    source = Source(path, config or {}, entries, shards)
+    return Scan(source, named, {file: told for file, told in problems.items() if told})
 
 
-def _read_shards(
-    files: Iterable[Path], home: Path | None, problems: dict[Path, list[str]]
-) -> list[Shard]:
-    """Read the files that can be read, each once, and that lie in home if that is given."""
+def _read_shards(files: Iterable[Path], home: Path | None, problems: _Problems) -> Iterator[Shard]:
+    """Yield the files that can be read, each once, and that lie in home if that is given."""
     names: dict[tuple[int, int], Path] = {}
 
     def read(file: Path) -> Shard:
@@ -119,10 +105,12 @@ def _read_shards(
                 raise CheckpointError(f"{file}: is the same file as {first}; remove one of the two")
         return read_shard(file)
 
-    return [shard for file in files if (shard := _try(read, file, problems)) is not None]
+    for file in files:
+        if shard := _try(read, file, problems):
+            yield shard
 
 
-def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]) -> _T | None:
+def _try(read: Callable[[Path], _T], file: Path, problems: _Problems) -> _T | None:
     try:
         return read(file)
     except CheckpointError as error:
@@ -130,8 +118,8 @@ def _try(read: Callable[[Path], _T], file: Path, problems: dict[Path, list[str]]
         return None
 
 
-def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any], list[Path]]:
-    """Return (weight_map of the index, or {} if it cannot be read, the shard files)."""
+def _locate(path: Path, problems: _Problems) -> tuple[_Placed, Iterable[Path]]:
+    """Return (what the index places where, or {} if it cannot be read; the shard files)."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
@@ -153,12 +141,15 @@ def _locate(path: Path, problems: dict[Path, list[str]]) -> tuple[dict[str, Any]
         return {}, sorted(path.glob("*.safetensors"))
     names = dict.fromkeys(name for name in weight_map.values() if isinstance(name, str))
     files = {name: path / name for name in names if _is_inside(name)}
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or name not in files:
-            problems[index].append(
-                f"{key} in {index}: its file must lie in the directory, got {quoted(name)}"
-            )
-    return weight_map, list(dict.fromkeys(files.values()))
+    placed = {
+        key: files.get(name) if isinstance(name, str) else None for key, name in weight_map.items()
+    }
+    problems[index] += [
+        f"{key} in {index}: its file must lie in the directory, got {quoted(weight_map[key])}"
+        for key, file in placed.items()
+        if file is None
+    ]
+    return placed, dict.fromkeys(files.values())
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
@@ -179,19 +170,18 @@ def _is_inside(name: str) -> bool:
     """Judge the name by its spelling; where links lead is looked at when their files are read."""
     if not name or len(name) > _MAX_NAME or not name.isprintable():
         return False
-    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
-    return ".." not in parts and not PurePosixPath(name).root and not PureWindowsPath(name).anchor
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    return not any(path.anchor or ".." in path.parts for path in paths)
 
 
-def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str, Entry]:
+def _merge(shards: Iterable[Shard], problems: _Problems) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for shard in shards:
         doubles = [entry for entry in shard.entries if entry.key in entries]
-        for entry in doubles[:_MAX_DOUBLES]:
-            first = entries[entry.key].file
-            problems[shard.path].append(
-                f"{entry}: the same key is in {first}; delete one of the two"
-            )
+        problems[shard.path] += [
+            f"{entry}: the same key is in {entries[entry.key].file}; delete one of the two"
+            for entry in doubles[:_MAX_DOUBLES]
+        ]
         if num_more := len(doubles[_MAX_DOUBLES:]):
             problems[shard.path].append(f"{shard.path}: has {num_more:,} more such keys")
         for entry in shard.entries:
@@ -199,22 +189,8 @@ def _merge(shards: Iterable[Shard], problems: dict[Path, list[str]]) -> dict[str
     return entries
 
 
-def _index_problems(path: Path, weight_map: dict[str, Any], shards: Iterable[Shard]) -> list[str]:
-    """List what the index promises and its shards lack; a key that only a shard knows is fine.
-
-    A shard that could not be read has been told already, and is left out here.
-    """
-    named = {shard.path: shard.named for shard in shards}
-    names = {name for name in weight_map.values() if isinstance(name, str)}
-    held = {name: named[path / name] for name in names if path / name in named}
-    return [
-        f"{key}: {INDEX_NAME} places it in {path / name}, which does not hold it"
-        for key, name in weight_map.items()
-        if isinstance(name, str) and key not in held.get(name, {key})
-    ]
-
-
 def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:
+    """Return the entries whose keys match no pattern of ignore. Raises TypeError."""
     if isinstance(ignore, str):  # its characters would be patterns, and '*' matches everything
         raise TypeError(f"ignore must be an iterable of patterns, got the str {ignore!r}")
     patterns = tuple(ignore)

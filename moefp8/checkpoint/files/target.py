@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """Make path absolute.
-
-    Raises CheckpointError if it can be no name, or is a link or a mount point: a directory cannot
-    be renamed to these.
-    """
+    """Make path absolute. Raises CheckpointError if a directory cannot be renamed to it."""
     try:
         target = Path(os.path.abspath(path))
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -63,10 +59,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> None:
-    """Write the index of weight_map, key -> shard, and num_bytes of all tensors.
-
-    One shard needs no index.
-    """
+    """Write the index of weight_map, key -> shard, unless there is one shard alone."""
     if set(weight_map.values()) - {SINGLE_NAME}:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         write_json(directory / INDEX_NAME, index)

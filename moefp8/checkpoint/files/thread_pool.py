@@ -1,9 +1,10 @@
 """Work through a list in a few threads; the first failure stops them all."""
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -27,27 +28,22 @@ def run_all(
     """Call work(its tasks) in each thread; together they are given all tasks, in their order.
 
     Raises what work raised, once no thread works any more. name: what the threads are called.
-    serial: their PyTorch operations use one thread each; those of other threads stay as they are.
+    serial: their PyTorch operations use one thread each.
     """
-    waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
-    stop = threading.Event()
+    _settle(serial=False)  # whoever calls is a thread, too
+    waiting = deque(tasks)  # threads may take from it at once
 
     def mine() -> Iterator[T]:
-        while not stop.is_set():
-            try:
-                yield waiting.get_nowait()
-            except queue.Empty:
-                return
+        with suppress(IndexError):  # there are no more
+            while True:
+                yield waiting.popleft()
 
     @torch.inference_mode()  # else a thread could not write to tensors made in inference mode
     def run() -> None:
         try:
             work(mine())
-        except BaseException:
-            stop.set()
-            raise
+        finally:
+            waiting.clear()  # whoever ends without a failure has found it empty
 
     with ThreadPoolExecutor(num_threads, name, partial(_settle, serial)) as pool:
         workers = [pool.submit(run) for _ in range(num_threads)]
@@ -55,15 +51,15 @@ def run_all(
             for worker in workers:
                 worker.result()
         finally:
-            stop.set()  # also on Ctrl-C: the pool waits for its threads
+            waiting.clear()  # also on Ctrl-C: the pool waits for its threads
 
 
 def _settle(serial: bool) -> None:
     """Let a new thread ask PyTorch for its number of threads, one thread after the other.
 
-    The first question makes PyTorch's threads anew if a fork has lost them, and if two threads ask
-    at once, one may find none ("Invalid thread pool"). The number that a thread sets is its own,
-    and that of threads which have not asked yet: another thread sets it back for those.
+    The first question makes PyTorch's threads anew if a fork has lost them, and of two who ask at
+    once, one may find none ("Invalid thread pool"). The number that a thread sets is its own, and
+    that of threads which have not asked yet: another thread sets it back for those.
     """
     with _setting:
         before = torch.get_num_threads()

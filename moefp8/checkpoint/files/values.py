@@ -1,21 +1,22 @@
 """Count what tensors hold, such as scales that are no numbers: few reads, bounded memory.
 
 A batch is up to 4 MiB of one dtype, from anywhere: to test a thousand small tensors costs as much
-as to test one. A run is what one read fetches of it: bytes of one file, without holes, since files
-store the scales of many weights side by side.
+as to test one. A run is what one read fetches of it, since files store many scales side by side.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 
 from ...progress import Progress
+from ..errors import failing_as
 from .header import TORCH_DTYPES, Entry
-from .reading import Files, read_into, telling
+from .reading import Files, read_into
+from .target import in_shards
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
@@ -47,32 +48,12 @@ WEIGHT_TESTS: Mapping[str, Test] = {  # 0x7F and 0xFF are the only NaNs of E4M3
 }
 
 
-@dataclass
-class _Run:
-    """Bytes [begin, end) of a file, which come to byte `at` of the batch. entry: its first one."""
+class _Piece(NamedTuple):
+    """Bytes [begin, end) of the file of entry."""
 
     entry: Entry
     begin: int
     end: int
-    at: int
-
-
-@dataclass
-class _Batch:
-    """pieces: entries, or parts of them, in the order of the runs, and their numbers of bytes."""
-
-    pieces: list[tuple[Entry, int]] = field(default_factory=list)
-    runs: list[_Run] = field(default_factory=list)
-    num_bytes: int = 0
-
-    def add(self, entry: Entry, begin: int, end: int) -> None:
-        last = self.runs[-1] if self.runs else None
-        if last is not None and last.entry.file == entry.file and last.end == begin:
-            last.end = end
-        else:
-            self.runs.append(_Run(entry, begin, end, self.num_bytes))
-        self.pieces.append((entry, end - begin))
-        self.num_bytes += end - begin
 
 
 def count_values(
@@ -80,56 +61,65 @@ def count_values(
 ) -> Counts:
     """Count the elements of each entry that pass each test; entries without any are left out.
 
-    entries: tensors of known dtypes, in open files. tests: name -> function of a flat tensor of
-    the stored dtype that gives as many bools. bar: it is advanced by bytes.
-    Raises CheckpointError if reading fails, naming key and file.
+    entries: tensors of known dtypes. tests: name -> function of a flat tensor of the stored dtype
+    that gives as many bools. Raises CheckpointError if reading fails, naming key and file.
     """
     found: Counts = {name: Counter() for name in tests}
     with ThreadPoolExecutor(_NUM_THREADS, "moefp8-values") as pool:
         for batch in _batches(entries):
-            values = _read(batch, files, pool)
+            values = _read(_runs(batch), files, pool).view(TORCH_DTYPES[batch[0].entry.dtype])
             for name, test in tests.items():
                 passed = [test(part) for part in values.split(_SERIAL)]
                 if any(part.any() for part in passed):
                     _count(torch.cat(passed), batch, values.itemsize, found[name])
             if bar is not None:
-                bar.advance(batch.num_bytes)
+                bar.advance(values.nbytes)
     return found
 
 
-def _batches(entries: Iterable[Entry]) -> Iterator[_Batch]:
-    batch = _Batch()
-    for entry in sorted(entries, key=lambda entry: (entry.dtype, str(entry.file), entry.begin)):
-        for begin in range(entry.begin, entry.end, _BATCH_BYTES):
-            end = min(begin + _BATCH_BYTES, entry.end)
-            is_full = batch.num_bytes + end - begin > _BATCH_BYTES
-            if batch.pieces and (is_full or batch.pieces[0][0].dtype != entry.dtype):
-                yield batch
-                batch = _Batch()
-            batch.add(entry, begin, end)
-    if batch.pieces:
-        yield batch
+def _batches(entries: Iterable[Entry]) -> Iterator[list[_Piece]]:
+    """Yield batches of entries, or parts of them, in the order of their files."""
+    ordered = sorted(entries, key=lambda entry: (entry.dtype, str(entry.file), entry.begin))
+    for _, alike in groupby(ordered, lambda entry: entry.dtype):
+        pieces = (
+            _Piece(entry, begin, min(begin + _BATCH_BYTES, entry.end))
+            for entry in alike
+            for begin in range(entry.begin, entry.end, _BATCH_BYTES)
+        )
+        batches = in_shards(pieces, lambda piece: piece.end - piece.begin, _BATCH_BYTES)
+        yield from filter(None, batches)  # empty tensors have no pieces
 
 
-def _read(batch: _Batch, files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
-    """Read all of batch, flat, by several threads: a disk may be far away."""
-    data = torch.empty(batch.num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default
+def _runs(batch: list[_Piece]) -> list[_Piece]:
+    """Join pieces that lie side by side; the entry of each run is its first."""
+    runs = batch[:1]
+    for piece in batch[1:]:
+        last = runs[-1]
+        if last.entry.file == piece.entry.file and last.end == piece.begin:
+            runs[-1] = last._replace(end=piece.end)
+        else:
+            runs.append(piece)
+    return runs
 
-    def read(runs: list[_Run]) -> None:
-        for run in runs:
-            with telling(run.entry, "reading", "the model is unchanged"):
-                target = data[run.at : run.at + run.end - run.begin]
+
+def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
+    """Read all runs, one behind the other, by several threads: a disk may be far away."""
+    sizes = [run.end - run.begin for run in runs]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default
+    jobs = list(zip(runs, data.split(sizes), strict=True))
+
+    def read(jobs: list[tuple[_Piece, torch.Tensor]]) -> None:
+        for run, target in jobs:
+            with failing_as(run.entry, "reading failed", "the model is unchanged"):
                 read_into(files[run.entry.file], run.begin, target)
 
-    for _ in pool.map(read, (batch.runs[i::_NUM_THREADS] for i in range(_NUM_THREADS))):
-        pass
-    return data.view(TORCH_DTYPES[batch.pieces[0][0].dtype])
+    list(pool.map(read, (jobs[i::_NUM_THREADS] for i in range(_NUM_THREADS))))
+    return data
 
 
-def _count(passed: torch.Tensor, batch: _Batch, itemsize: int, found: Counter[Entry]) -> None:
-    each = accumulate(num_bytes // itemsize for _, num_bytes in batch.pieces)
-    ends = torch.tensor(list(each), device="cpu")
-    upto = passed.cumsum(0)[ends - 1].tolist()
-    for (entry, _), before, now in zip(batch.pieces, [0, *upto], upto, strict=False):
+def _count(passed: torch.Tensor, batch: list[_Piece], itemsize: int, found: Counter[Entry]) -> None:
+    ends = accumulate((piece.end - piece.begin) // itemsize for piece in batch)
+    upto = passed.cumsum(0)[torch.tensor(list(ends), device="cpu") - 1].tolist()
+    for piece, before, now in zip(batch, [0, *upto], upto, strict=False):
         if now > before:
-            found[entry] += now - before
+            found[piece.entry] += now - before

@@ -31,10 +31,7 @@ _held: set[tuple[int, Path]] = set()  # with the process: a forked child holds n
 
 
 class Workplace:
-    """The directory beside target. Files with their final names are whole, others are of dead runs.
-
-    It is ours alone: whoever else could write there could have us publish what we did not make.
-    """
+    """The directory beside target. Files with final names are whole, others are of dead runs."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -42,17 +39,14 @@ class Workplace:
         self.content = self.path / "checkpoint"
 
     def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
-        """Return the report of the shard of this name, or None if it must be written (again).
-
-        All of the shard is read, and must be what was written. advance: it is given the bytes.
-        """
+        """Return the report of a shard that is as it was written, else None; advance gets bytes."""
         try:
             record = read_object(self._report_path(name))
-            found = _seal(self.content / name, advance)
+            is_same = record.get("shard") == _seal(self.content / name, advance)
         except (OSError, CheckpointError):
             return None
         report = record.get("report")
-        return report if record.get("shard") == found and isinstance(report, dict) else None
+        return report if is_same and isinstance(report, dict) else None
 
     def is_finished(self, name: str) -> bool:
         """Whether the shard has a report, right or not."""
@@ -60,12 +54,12 @@ class Workplace:
 
     def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Let write make the shard and report on it; if it raises, no part of the shard remains."""
-        temporary = self.content / f"{name}{_TEMPORARY}"
+        temporary, told = self.content / f"{name}{_TEMPORARY}", self._report_path(name)
         try:
             report = write(temporary)
             record = {"shard": _seal(temporary, lambda _: None), "report": report}
-            _publish_json(self._report_path(name), record)
-            sync(self._report_path(name).parent)
+            _publish_json(told, record)
+            sync(told.parent)
             temporary.rename(self.content / name)
             sync(self.content)
         finally:
@@ -88,10 +82,7 @@ class Workplace:
 
 @contextmanager
 def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
-    """Enter the directory beside target, an absolute path. job: what a later run must agree with.
-
-    Raises CheckpointError if another process works there, or one began another job.
-    """
+    """Enter the directory beside target. Raises CheckpointError if another works or began there."""
     place = Workplace(target)
     _make_private(place.path)
     with _locked(place):
@@ -123,20 +114,17 @@ def _locked(place: Workplace) -> Iterator[None]:
 
 def _begin(place: Workplace, job: dict[str, Any]) -> None:
     path = place.path / "job.json"
+    has_begun = path.exists()
     try:
         check_free(place.target)  # whoever had the lock before may have finished it
-    except CheckpointError:
+        if not has_begun:
+            _publish_json(path, job)
+    except (CheckpointError, OSError):
         if not place.content.exists():  # then nothing of value is here
             shutil.rmtree(place.path, ignore_errors=True)
         raise
-    if path.exists():
+    if has_begun:
         _check_same(path, job)
-    else:
-        try:
-            _publish_json(path, job)
-        except OSError:
-            shutil.rmtree(place.path, ignore_errors=True)
-            raise
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
         _require_folder(folder)
@@ -148,7 +136,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Make path, or check that it is ours and nobody else may write there."""
+    """Make path, or check that it is ours alone: we would publish what others write there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

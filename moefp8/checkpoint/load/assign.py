@@ -1,15 +1,11 @@
-"""Assign the tensors of a checkpoint to places of a model, from headers alone.
+"""Assign the tensors of a checkpoint to places of a model, from headers alone."""
 
-Nothing here reads or writes a tensor. A copy is one entry of the checkpoint and the slot of the
-model that it fills.
-"""
-
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels import num_blocks
+from ...kernels import E4M3, num_blocks
 from ..errors import raise_if_any
 from ..files.config import block_problem, is_leftover
 from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
@@ -18,12 +14,13 @@ from ..files.source import Source, kept_entries
 from ..model.slots import Inventory, ModelTensor, Role, Slot
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-FP8_ROLES = (Role.WEIGHT, Role.SCALE)
 _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 
 @dataclass(frozen=True)
 class Copy:
+    """An entry of the checkpoint, and the slot of the model that it fills."""
+
     entry: Entry
     slot: Slot
 
@@ -46,74 +43,69 @@ class Assignment:
 def assign(
     source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
 ) -> Assignment:
-    """Assign all of source, except what ignore names, to all of a model.
-
-    Raises CheckpointError listing every key that is missing, extra or does not fit.
-    """
-    matcher = _Matcher(source, inventory, rename)
+    """Assign all but ignore to all of a model. Raises CheckpointError listing what does not fit."""
     kept = kept_entries(source, ignore)
-    matcher.assignment.ignored += [key for key in source.entries if key not in kept]
-    matcher.match(kept)
-    matcher.check_missing()
-    headline = f"checkpoint {source.path} does not fit the model; the model is unchanged"
-    raise_if_any(matcher.problems, headline)
-    return matcher.assignment
+    assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
+    left_out = [key for key in source.entries if key not in kept]
+    assignment.ignored = left_out + assignment.ignored
+    return assignment
 
 
 def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
-    """Assign the model's FP8 weights and their scales alone.
+    """Assign the model's FP8 weights and scales alone. Raises CheckpointError if one has no key.
 
-    Raises CheckpointError unless each has a key that fits. Other tensors are not looked at, nor are
-    keys for which the model has no place.
+    Keys for which the model has no place are not looked at.
     """
-    matcher = _Matcher(source, inventory, rename)
-    matcher.problems.clear()  # what only a loader of whole models minds
-    matcher.match(source.entries, roles=FP8_ROLES)
-    matcher.check_missing(roles=FP8_ROLES)
-    raise_if_any(matcher.problems, f"checkpoint {source.path} does not fit the model")
-    return matcher.assignment
+    return _Matcher(source, inventory, rename, only_fp8=True).match(source.entries, "")
 
 
 class _Matcher:
     """It fills an assignment and collects problems. taken: part -> the entry that fills it."""
 
-    def __init__(self, source: Source, inventory: Inventory, rename: Rename | None) -> None:
+    def __init__(
+        self, source: Source, inventory: Inventory, rename: Rename | None, only_fp8: bool = False
+    ) -> None:
         self.source, self.inventory, self.rename = source, inventory, rename
+        self.only_fp8 = only_fp8
+        self.roles = (Role.WEIGHT, Role.SCALE) if only_fp8 else tuple(Role)
         self.assignment = Assignment()
-        self.problems = list(inventory.problems)
+        self.problems = [] if only_fp8 else list(inventory.problems)
         self.taken: dict[str, Entry] = {}
-        self.fp8: dict[str, Entry] = {}  # canonical weight name -> entry, if stored as FP8
-        self.scaled: set[str] = set()  # canonical names of weights whose scale is stored
+        self.fp8: set[str] = set()  # canonical names of what is stored as FP8
 
-    def match(self, entries: dict[str, Entry], roles: Container[Role] = tuple(Role)) -> None:
+    def match(self, entries: dict[str, Entry], outcome: str) -> Assignment:
+        """Raise CheckpointError unless all fits; the headline ends with outcome."""
         names = {key: renamed(key, self.rename) for key in entries}
-        for key, name in names.items():
-            if weight := weight_of_scale(name):
-                self.scaled.add(canonical(weight))
-            elif entries[key].dtype == FP8:
-                self.fp8[canonical(name)] = entries[key]
-        if (problem := block_problem(self.source.config)) and self.scaled & self.fp8.keys():
+        self.fp8 = {canonical(name) for key, name in names.items() if entries[key].dtype == FP8}
+        weights = filter(None, map(weight_of_scale, names.values()))
+        is_scaled = not self.fp8.isdisjoint(map(canonical, weights))
+        if is_scaled and (problem := block_problem(self.source.config)):
             self.problems.append(problem)
         for key, name in names.items():
-            slot = self.inventory.find(name)
-            if slot is not None and slot.role in roles:
-                self._fill(entries[key], slot)
-            elif roles is FP8_ROLES:
-                if slot is not None and entries[key].dtype == FP8:
-                    self.problems.append(f"{entries[key]}: an FP8 weight without its scale")
-            elif slot is not None:
-                self._fill(entries[key], slot)
-            elif canonical(name) in self.inventory.foreign:
-                continue
-            elif is_leftover(self.source.config, key):
-                self.assignment.ignored.append(key)
-            elif not self._told_at_weight(name):
-                self.problems.append(self._extra(entries[key], name))
+            self._place(entries[key], name)
+        self._check_missing()
+        headline = f"checkpoint {self.source.path} does not fit the model{outcome}"
+        raise_if_any(self.problems, headline)
+        return self.assignment
 
-    def check_missing(self, roles: Container[Role] = tuple(Role)) -> None:
+    def _place(self, entry: Entry, name: str) -> None:
+        slot = self.inventory.find(name)
+        if slot is not None and slot.role in self.roles:
+            self._fill(entry, slot)
+        elif self.only_fp8:
+            if slot is not None and entry.dtype == FP8:
+                self.problems.append(f"{entry}: an FP8 weight without its scale")
+        elif canonical(name) in self.inventory.foreign:
+            return
+        elif is_leftover(self.source.config, entry.key):
+            self.assignment.ignored.append(entry.key)
+        elif not self._told_at_weight(name):
+            self.problems.append(self._extra(entry, name))
+
+    def _check_missing(self) -> None:
         unscaled: dict[Entry, str] = {}
         for part, slot in self.inventory.parts.items():
-            if part in self.taken or slot.role not in roles:
+            if part in self.taken or slot.role not in self.roles:
                 continue
             weight = part.removesuffix(SCALE_SUFFIX) if slot.role is Role.SCALE else None
             if weight in self.taken:
@@ -154,15 +146,19 @@ class _Matcher:
         return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
 
     def _misfit(self, entry: Entry, slot: Slot) -> str | None:
-        problem = _DTYPE_RULES[slot.role](entry, slot)
-        if problem:
+        if problem := _dtype_problem(entry, slot):
             return problem
-        if entry.shape != slot.shape:
+        rule = f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
+        is_cut = slot.role is Role.SCALE and slot.weight_name.endswith("gate_up_proj")
+        num_rows = self.inventory.slots[slot.weight_name].shape[1] if is_cut else 0
+        if entry.shape != slot.shape and is_cut and entry.shape[1:2] == (num_blocks(num_rows),):
             return (
-                f"shape must be {list(slot.shape)}, got {list(entry.shape)}{self._why(entry, slot)}"
+                f"{rule}; these cut all {num_rows} rows into blocks, one of which holds rows of "
+                "gate and of up, but each must be cut by itself: requantize them"
             )
-        if slot.role is Role.SCALE and self.inventory.is_ambiguous(slot):
-            num_rows = self.inventory.slots[slot.name.removesuffix(SCALE_SUFFIX)].shape[1]
+        if entry.shape != slot.shape:
+            return rule
+        if is_cut and self.inventory.is_ambiguous(slot):
             return (
                 f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
                 f"blocks one after the other or as {num_rows} rows, since there are as many; store "
@@ -171,26 +167,11 @@ class _Matcher:
             )
         return None
 
-    def _why(self, entry: Entry, slot: Slot) -> str:
-        """Explain scales of gate and up as one tensor of 2I rows; "" for other scales."""
-        weight_name = slot.name.removesuffix(SCALE_SUFFIX)
-        if not (slot.role is Role.SCALE and weight_name.endswith("gate_up_proj")):
-            return ""
-        num_rows = self.inventory.slots[weight_name].shape[1]
-        if entry.shape[1:2] != (num_blocks(num_rows),):
-            return ""
-        return (
-            f"; these cut all {num_rows} rows into blocks, one of which holds rows of gate and of "
-            "up, but each must be cut by itself: requantize them"
-        )
-
     def _told_at_weight(self, name: str) -> bool:
         """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
         weight = weight_of_scale(name)
-        if weight is None or canonical(weight) not in self.fp8:
-            return False
-        entry, slot = self.fp8[canonical(weight)], self.inventory.find(weight)
-        return slot is not None and slot.role is Role.PLAIN and bool(_plain_rule(entry, slot))
+        slot = self.inventory.find(weight) if weight and canonical(weight) in self.fp8 else None
+        return slot is not None and slot.role is Role.PLAIN and slot.owner.tensor.dtype != E4M3
 
     def _extra(self, entry: Entry, name: str) -> str:
         expert = split_expert(canonical(name))
@@ -200,39 +181,27 @@ class _Matcher:
         return f"{entry}: extra, the model has no place for it; ignore= it if that is intended"
 
 
-def _weight_rule(entry: Entry, slot: Slot) -> str | None:
-    if entry.dtype == FP8:
-        return None
-    return (
-        f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
-        "or load the unconverted model, then convert it"
-    )
-
-
-def _scale_rule(entry: Entry, slot: Slot) -> str | None:
-    if slot.owner.tensor.dtype != torch.float32:
-        return f"the model's scale must be float32, got {slot.owner.tensor.dtype}"
-    if entry.dtype in SCALE_DTYPES:
-        return None
-    return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
-
-
-def _plain_rule(entry: Entry, slot: Slot) -> str | None:
-    wanted = DTYPE_NAMES.get(slot.owner.tensor.dtype, str(slot.owner.tensor.dtype))
-    if entry.dtype == wanted or (entry.dtype in _FLOATS and wanted in _FLOATS):
+def _dtype_problem(entry: Entry, slot: Slot) -> str | None:
+    dtype = slot.owner.tensor.dtype
+    wanted = DTYPE_NAMES.get(dtype, str(dtype))
+    if slot.role is Role.WEIGHT and entry.dtype != FP8:
+        return (
+            f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
+            "or load the unconverted model, then convert it"
+        )
+    if slot.role is Role.SCALE and dtype != torch.float32:
+        return f"the model's scale must be float32, got {dtype}"
+    if slot.role is Role.SCALE and entry.dtype not in SCALE_DTYPES:
+        return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
+    are_floats = entry.dtype in _FLOATS and wanted in _FLOATS
+    if slot.role is not Role.PLAIN or entry.dtype == wanted or are_floats:
         return None
     if entry.dtype == FP8:
         return f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; {_WAY_OUT}"
     return f"dtype must be {wanted}, got {entry.dtype}"
 
 
-_DTYPE_RULES = {Role.WEIGHT: _weight_rule, Role.SCALE: _scale_rule, Role.PLAIN: _plain_rule}
-
-
 def widens(entry: Entry, slot: Slot) -> bool:
-    """Whether slot is a 16-bit correction bias that the checkpoint holds in FP32.
-
-    It must not be rounded: its values lie so close that many would become equal.
-    """
+    """Whether slot is a 16-bit correction bias stored in FP32: rounding would make values equal."""
     is_bias = slot.name.rpartition(".")[2] == "e_score_correction_bias"
     return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2

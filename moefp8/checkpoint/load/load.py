@@ -1,24 +1,31 @@
-"""Fill a model from a checkpoint: check everything, then read every byte once."""
+"""Fill a model from a checkpoint: check everything, then read every byte once, in threads."""
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from ...progress import Progress
 from ..arguments import usable_device
-from ..errors import CheckpointError, raise_if_any
+from ..errors import CheckpointError, failing_as, raise_if_any
+from ..files.header import Entry
 from ..files.reading import Files, open_files
 from ..files.source import Source, open_source
+from ..files.thread_pool import run_all
 from ..files.values import count_values, not_finite
 from ..model.record import remember
 from ..model.slots import Inventory, ModelTensor, Role
-from .assign import Assignment, assign
-from .read import check_twins, read_copies
+from .assign import Assignment, Copy, assign
+from .tasks import DIRECT_BYTES, Staging, Task, tasks_of
+
+_NUM_THREADS = 4
+_UNCHANGED = "the model is unchanged"
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,29 @@ def load_checkpoint(
     entries += [entry for twin in assignment.twins for entry in twin]
     with ExitStack() as stack:
         files = open_files(stack, entries, source.shards)
-        check_twins(assignment.twins, files)
+        _check_twins(assignment.twins, files)
         check_scales(assignment, files, source)
         _materialise(assignment, place)
-        num_bytes = read_copies(assignment.copies, files, progress)
+        num_bytes = _read(assignment.copies, files, progress)
     remember(model, source.config, assignment.names)
     seconds = time.perf_counter() - started
     return LoadReport(len(assignment.copies), num_bytes, seconds, tuple(assignment.ignored))
+
+
+def _check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
+    """Raise CheckpointError unless two entries for one tied tensor hold the same bytes."""
+    for first, second in twins:
+        for offset in range(0, first.num_bytes, DIRECT_BYTES):
+            num_bytes = min(DIRECT_BYTES, first.num_bytes - offset)
+            chunks = []
+            for entry in (first, second):
+                with failing_as(entry, "reading failed", _UNCHANGED):
+                    chunks.append(os.pread(files[entry.file], num_bytes, entry.begin + offset))
+            if chunks[0] != chunks[1] or len(chunks[0]) != num_bytes:
+                raise CheckpointError(
+                    f"{second}: differs from {first}, but the model ties the two; ignore one of "
+                    f"them, or untie the model; {_UNCHANGED}"
+                )
 
 
 def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
@@ -89,7 +112,7 @@ def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
             for entry in scales
             if entry in found
         ],
-        f"checkpoint {source.path} has scales that are not finite; the model is unchanged",
+        f"checkpoint {source.path} has scales that are not finite; {_UNCHANGED}",
     )
 
 
@@ -98,16 +121,45 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
     """Give memory to meta tensors, and FP32 to widened ones; to all of them or to none."""
     made: dict[ModelTensor, torch.Tensor] = {}
     for owner in [copy.slot.owner for copy in assignment.copies]:
-        old = owner.tensor
-        if owner in made or not (old.is_meta or owner in assignment.widened):
+        old, is_widened = owner.tensor, owner in assignment.widened
+        if owner in made or not (old.is_meta or is_widened):
             continue
-        dtype = torch.float32 if owner in assignment.widened else old.dtype
+        dtype = torch.float32 if is_widened else old.dtype
         place = device if old.is_meta else old.device
-        try:
+        with failing_as(owner.names[0], f"no memory on {place}", _UNCHANGED):
             made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
-        except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(
-                f"{owner.names[0]}: no memory on {place} ({error}); the model is unchanged"
-            ) from error
     for owner, data in made.items():
         owner.replace(data)
+
+
+def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
+    """Fill every slot and return the bytes. Raises CheckpointError naming key and file at fault."""
+    copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
+    tasks = [task for copy in copies for task in tasks_of(copy)]
+    total = sum(task.num_bytes for task in tasks)
+    _prepare(copies)
+    with Progress("loading", total, "GiB", 2**30, progress) as bar:
+        run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
+    return total
+
+
+@torch.inference_mode()  # else tensors made in inference mode could not be written to
+def _prepare(copies: list[Copy]) -> None:
+    """Zero the places of other ranks' entries, and wait until nothing else writes to the model."""
+    owners = dict.fromkeys(copy.slot.owner for copy in copies)
+    for owner in owners:
+        owner.clear_padding()
+    for device in {owner.tensor.device for owner in owners}:
+        if device.type == "cuda":  # the streams of tasks wait for no other
+            torch.cuda.synchronize(device)
+
+
+def _work(files: Files, bar: Progress, tasks: Iterator[Task]) -> None:
+    """Run tasks in one thread."""
+    outcome = "the model is now partly written: load again before using it"
+    failing = partial(failing_as, failed="reading failed", outcome=outcome)
+    with failing("the last copies"), Staging() as staging:
+        for task in tasks:
+            with failing(task.entry):
+                staging.run(task, files[task.entry.file])
+            bar.advance(task.num_bytes)

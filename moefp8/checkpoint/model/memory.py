@@ -9,10 +9,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def memory_problems(named: Iterable[Named]) -> Iterator[str]:
-    """Yield a sentence for each tensor that is expanded, or shares elements with another.
-
-    named: each tensor once, under one of its names; tied tensors are one.
-    """
+    """Yield a sentence for each tensor that is expanded or shares elements; tied ones come once."""
     found = [pair for pair in named if _has_memory(pair[1])]
     for name, tensor in found:
         if _is_expanded(tensor):
@@ -45,34 +42,34 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
-    """Pairs that have elements in common; in the order of addresses, device by device."""
-    open_spans: list[tuple[int, Named]] = []  # (end, pair): those that end behind the next begin
-    device: torch.device | None = None
-    for pair in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
-        tensor = pair[1]
-        begin = tensor.data_ptr()
-        same = tensor.device == device
-        open_spans = [span for span in open_spans if same and span[0] > begin]
-        device = tensor.device
-        yield from ((other, pair) for _, other in open_spans if _meet(other[1], tensor))
-        open_spans.append((begin + _num_elements_spanned(tensor) * tensor.itemsize, pair))
+    """Yield pairs that have elements in common, in the order of addresses, device by device."""
+    open_spans: list[Named] = []  # those that end behind the next begin
+    for name, tensor in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+        open_spans = [pair for pair in open_spans if _reaches(pair[1], tensor)]
+        yield from ((pair, (name, tensor)) for pair in open_spans if _meet(pair[1], tensor))
+        open_spans.append((name, tensor))
 
 
-def _num_elements_spanned(tensor: torch.Tensor) -> int:
+def _reaches(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether first, which does not begin later, ends behind the begin of second."""
+    distance = second.data_ptr() - first.data_ptr()
+    return first.device == second.device and num_spanned_bytes(first) > distance
+
+
+def num_spanned_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes from the first to the last element of a tensor that is not empty."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return 1 + sum(stride * (size - 1) for stride, size in steps)
+    return (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.itemsize
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether tensors with overlapping spans share an element; columns of one matrix do not.
-
-    first: the one that begins first.
-    """
+    """Whether first, which begins first, and second, whose span meets its own, share an element."""
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
     is_simple = first.is_contiguous() and second.is_contiguous()
     if is_simple or rest or first.itemsize != second.itemsize:
         return True
-    spanned = max(_num_elements_spanned(first), distance + _num_elements_spanned(second))
-    is_used = torch.zeros(spanned, dtype=torch.bool, device="cpu")
+    ends = num_spanned_bytes(first), distance * first.itemsize + num_spanned_bytes(second)
+    # Columns of one matrix do not, for instance.
+    is_used = torch.zeros(max(ends) // first.itemsize, dtype=torch.bool, device="cpu")
     is_used.as_strided(first.shape, first.stride()).fill_(True)
     return bool(is_used.as_strided(second.shape, second.stride(), distance).any())

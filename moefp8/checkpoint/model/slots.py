@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...kernels import BLOCK, num_blocks
+from ...kernels import BLOCK, E4M3, num_blocks
 from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
 from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
 from .memory import memory_problems
@@ -29,10 +28,7 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class ModelTensor:
-    """One parameter or persistent buffer; it has several places if it is tied.
-
-    shard: which part of which axes it holds, if it is not the whole.
-    """
+    """A parameter or persistent buffer, in several places if it is tied. shard: its part here."""
 
     tensor: torch.Tensor
     shard: Parts = field(default_factory=dict)
@@ -41,13 +37,12 @@ class ModelTensor:
 
     def replace(self, data: torch.Tensor) -> None:
         """Put data in every place of the tensor, as a parameter or buffer like it."""
-        new: torch.Tensor = data
+        new = data
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
             new.__dict__.update(self.tensor.__dict__)
         for module, name in self.places:
-            home: dict[str, Any] = module._parameters
-            (home if name in home else module._buffers)[name] = new
+            setattr(module, name, new)
         self.tensor = new
 
     def clear_padding(self) -> None:
@@ -72,6 +67,11 @@ class Slot:
     index: Index = ()
 
     @property
+    def weight_name(self) -> str:
+        """The name of the weight that a scale scales; else its own."""
+        return self.name.removesuffix(SCALE_SUFFIX) if self.role is Role.SCALE else self.name
+
+    @property
     def is_fused(self) -> bool:
         """Whether this is all experts of a stacked tensor at once."""
         return not self.index and self.parts != (self.owner.names[0],)
@@ -83,17 +83,12 @@ class Slot:
             return (((), self.index),)
         return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
 
-    def view(self) -> torch.Tensor:
-        """Return the slot's values, in a model that is not sharded."""
-        return self.owner.tensor.detach()[self.index]
-
 
 class Inventory:
     """All slots of a model.
 
-    slots: all by name, fused and per-expert; parts: the slots to fill; experts: canonical name of a
-    module -> E; foreign: canonical names of what other ranks hold; problems: a sentence for each
-    tensor that no checkpoint can fill.
+    slots: all by name, fused and per-expert; parts: those to fill; experts: canonical name of a
+    module -> E; foreign: canonical names of what other ranks hold; problems: what none can fill.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +102,7 @@ class Inventory:
         for prefix, module in modules:
             self._collect(prefix, module)
         for prefix, module in modules:
-            for name, tensor in _persistent(module):
+            for name, tensor in _persistent(module).items():
                 self._add_slots(prefix, module, name, self.tensors[id(tensor)])
         self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
 
@@ -120,12 +115,11 @@ class Inventory:
 
         Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
         """
-        weight = self.slots.get(slot.name.removesuffix(SCALE_SUFFIX))
-        if weight is None or slot.role is Role.PLAIN or not slot.is_fused:
+        is_fp8 = slot.role is not Role.PLAIN and slot.is_fused
+        if not (is_fp8 and slot.weight_name.endswith("gate_up_proj")):
             return False
-        rows = weight.shape[1]
-        is_cut_alike = 2 * num_blocks(rows // 2) == num_blocks(rows)
-        return weight.name.endswith("gate_up_proj") and is_cut_alike and rows % (2 * BLOCK) != 0
+        rows = self.slots[slot.weight_name].shape[1]
+        return 2 * num_blocks(rows // 2) == num_blocks(rows) and rows % (2 * BLOCK) != 0
 
     @cached_property
     def _aliases(self) -> dict[str, Slot | None]:
@@ -136,7 +130,7 @@ class Inventory:
         return aliases
 
     def _collect(self, prefix: str, module: nn.Module) -> None:
-        persistent, parts = dict(_persistent(module)), parts_of(module)
+        persistent, parts = _persistent(module), parts_of(module)
         self.foreign |= {canonical(join(prefix, name)) for name in parts.keys() - persistent}
         for name, tensor in persistent.items():
             new = ModelTensor(tensor, parts.get(name, {}))
@@ -160,16 +154,13 @@ class Inventory:
     def _add_slots(self, prefix: str, module: nn.Module, name: str, owner: ModelTensor) -> None:
         role, whole = _role(module, name), join(prefix, name)
         shape = whole_shape(owner.tensor.shape, owner.shard)
-        first = owner.names[0]
         pieces = list(_expert_pieces(name, shape)) if is_stacked(module) else []
+        home = owner.names[0].removesuffix(name).removesuffix(".")
+        parts = tuple(join(home, piece) for piece, _, _ in pieces) or (owner.names[0],)
+        self.slots[whole] = slot = Slot(whole, prefix, owner, parts, role, shape)
         if not pieces:
-            slot = Slot(whole, prefix, owner, (first,), role, shape)
-            self.slots[whole] = slot
-            self.parts.setdefault(first, slot)
+            self.parts.setdefault(parts[0], slot)
             return
-        home = first.removesuffix(name).removesuffix(".")
-        parts = tuple(join(home, piece) for piece, _, _ in pieces)
-        self.slots[whole] = Slot(whole, prefix, owner, parts, role, shape)
         self.experts[canonical(f"{prefix}.").removesuffix(".")] = shape[0]
         for part, (piece, index, piece_shape) in zip(parts, pieces, strict=True):
             slot = Slot(join(prefix, piece), prefix, owner, (part,), role, piece_shape, index)
@@ -182,24 +173,18 @@ def not_dense(tensor: torch.Tensor) -> str:
     return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
 
 
-def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
+    own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
+    skipped = module._non_persistent_buffers_set
+    return {name: x for name, x in own.items() if x is not None and name not in skipped}
 
 
 def _role(module: nn.Module, name: str) -> Role:
-    def is_pair(weight: str) -> bool:
-        tensors = module._parameters
-        data, scale = tensors.get(weight), tensors.get(scale_of_weight(weight))
-        return data is not None and scale is not None and data.dtype == torch.float8_e4m3fn
-
-    if is_pair(name):
-        return Role.WEIGHT
-    return Role.SCALE if is_pair(name.removesuffix(SCALE_SUFFIX)) else Role.PLAIN
+    weight = name.removesuffix(SCALE_SUFFIX)
+    data, scale = (module._parameters.get(x) for x in (weight, scale_of_weight(weight)))
+    if data is None or scale is None or data.dtype != E4M3:
+        return Role.PLAIN
+    return Role.WEIGHT if name == weight else Role.SCALE
 
 
 def _expert_pieces(
@@ -209,12 +194,13 @@ def _expert_pieces(
     stem = name.removesuffix(SCALE_SUFFIX)
     if stem not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         return
-    leaf = scale_of_weight("weight") if stem != name else "weight"
+    leaf = f"weight{name.removeprefix(stem)}"
     num_experts, num_rows, num_columns = shape
-    half = num_rows // 2
+    pieces: list[tuple[str, Index, int]] = [("down_proj", (), num_rows)]
+    if stem == "gate_up_proj":
+        half = num_rows // 2
+        gate, up = slice(half), slice(half, num_rows)
+        pieces = [("gate_proj", (gate,), half), ("up_proj", (up,), half)]
     for expert in range(num_experts):
-        if stem == "down_proj":
-            yield f"{expert}.down_proj.{leaf}", (expert,), (num_rows, num_columns)
-            continue
-        for piece, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, num_rows))):
-            yield f"{expert}.{piece}.{leaf}", (expert, rows), (half, num_columns)
+        for piece, rows, size in pieces:
+            yield f"{expert}.{piece}.{leaf}", (expert, *rows), (size, num_columns)

@@ -16,7 +16,7 @@ from ...kernels.jit.kernel import num_processors
 from ...quant import quantize_128x128
 from ..errors import CheckpointError, failing_as
 from ..files.header import Entry, stamp_of
-from ..files.reading import Files, open_files, read_into, telling
+from ..files.reading import Files, open_files, read_into
 from ..files.source import Source
 from ..files.thread_pool import run_all
 from .moves import Move, Piece
@@ -86,7 +86,7 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
     first = 0
     for piece, band in _bands(job, move, k):
         block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
-        with telling(piece.entry, "quantizing", OUTCOME):
+        with failing_as(piece.entry, "quantizing failed", OUTCOME):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
             if (
                 not block_rows.isfinite().all()
@@ -146,5 +146,5 @@ def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
 
 
 def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
-    with telling(piece.entry, "reading", OUTCOME):
+    with failing_as(piece.entry, "reading failed", OUTCOME):
         read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)

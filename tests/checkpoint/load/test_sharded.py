@@ -9,10 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import moefp8
-from moefp8.checkpoint import CheckpointError, fp8_modules, load_checkpoint, save_checkpoint
+from moefp8.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from moefp8.layers import FP8Linear, GroupedExperts
 from tests.checkpoint.cases import (
-    CONFIG,
     E,
     H,
     I,
@@ -46,6 +45,12 @@ def on_meta(plan: dict, rank: int, num_ranks: int, num_layers: int = 1) -> nn.Mo
     return moefp8.shard(model, plan, rank, num_ranks)
 
 
+def kept_of_whole(path, plan: dict, rank: int, num_ranks: int) -> nn.Module:
+    """A rank's part of a model that is loaded whole."""
+    load_checkpoint(model := Tiny(1), path)
+    return moefp8.shard(model, plan, rank, num_ranks)
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", ["meta", "memory"])
@@ -54,81 +59,65 @@ def test_a_rank_loads_what_it_would_keep(tmp_path, plan, num_ranks, place, scale
     tensors = {minimax_name(k): t for k, t in deepseek_tensors(1, scales).items()}
     path = write(tmp_path / "c", tensors, num_shards=3)
     for rank in range(num_ranks):
-        wanted, model = Tiny(1), on_meta(plan, rank, num_ranks)
-        load_checkpoint(wanted, path)
-        moefp8.shard(wanted, plan, rank, num_ranks)
+        model = on_meta(plan, rank, num_ranks)
         load_checkpoint(model if place == "meta" else spoiled(model), path)
-        assert model_bytes(model) == model_bytes(wanted)
+        assert model_bytes(model) == model_bytes(kept_of_whole(path, plan, rank, num_ranks))
         assert all(bytes_of(x) for x in model.parameters())
 
 
 def test_a_model_made_in_inference_mode(tmp_path):
     path = write(tmp_path / "c", deepseek_tensors(1))
-    wanted = on_meta(PLANS["intermediate"], 1, 3)
-    load_checkpoint(wanted, path)
     with torch.inference_mode():
         model = spoiled(on_meta(PLANS["intermediate"], 1, 3))
         load_checkpoint(model, path)
-    assert model_bytes(model) == model_bytes(wanted)
+    assert model_bytes(model) == model_bytes(kept_of_whole(path, PLANS["intermediate"], 1, 3))
 
 
 @pytest.mark.parametrize("kind", ["experts", "intermediate"])
 def test_fused_keys_of_a_state_dict(tmp_path, kind):
-    wanted = Tiny(1)
-    save_file(wanted.state_dict(), tmp_path / "own.safetensors")
-    model = on_meta({"*.experts": kind}, 1, 3)
-    report = load_checkpoint(model, tmp_path / "own.safetensors")
-    moefp8.shard(wanted, {"*.experts": kind}, 1, 3)
-    assert model_bytes(model) == model_bytes(wanted)
-    held = sum(x.numel() * x.itemsize for x in wanted.state_dict().values())
+    path, plan = tmp_path / "own.safetensors", {"*.experts": kind}
+    save_file(Tiny(1).state_dict(), path)
+    model = on_meta(plan, 1, 3)
+    report = load_checkpoint(model, path)
+    assert model_bytes(model) == model_bytes(kept_of_whole(path, plan, 1, 3))
     if kind == "experts":
-        assert report.num_bytes == held
+        assert report.num_bytes == num_bytes_of(model)
 
 
 def test_experts_along_both_axes(tmp_path):
-    path = write(tmp_path / "c", deepseek_tensors(1))
-    wanted, model = Tiny(1), on_meta({"*.experts": "experts"}, 1, 3)
-    load_checkpoint(wanted, path)
-    for each in (model, moefp8.shard(wanted, {"*.experts": "experts"}, 1, 3)):
+    path, plan = write(tmp_path / "c", deepseek_tensors(1)), {"*.experts": "experts"}
+    wanted, model = kept_of_whole(path, plan, 1, 3), on_meta(plan, 1, 3)
+    for each in (wanted, model):
         moefp8.shard(each, {"*.experts": "intermediate"}, 1, 2)
     load_checkpoint(model, path)
     assert model_bytes(model) == model_bytes(wanted)
 
 
-@pytest.mark.parametrize("kind", ["experts", "intermediate"])
+@pytest.mark.parametrize("kind", ["experts", "intermediate", "whole"])
 @pytest.mark.parametrize("stored", ["fused", "each"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_in_bf16(tmp_path, kind, stored, dtype):
-    gate, up = torch.randn(2, E, I, H, dtype=dtype)
-    fused = {
-        "mlp.experts.gate_up_proj": torch.cat((gate, up), 1),
-        "mlp.experts.down_proj": torch.randn(E, H, I, dtype=dtype),
-    }
+    (gate, up), down = torch.randn(2, E, I, H, dtype=dtype), torch.randn(E, H, I, dtype=dtype)
+    fused = {"experts.gate_up_proj": torch.cat((gate, up), 1), "experts.down_proj": down}
     each = {
-        f"mlp.experts.{e}.{name}.weight": tensor[e].clone()
+        f"experts.{e}.{name}_proj.weight": tensor[e].clone()
+        for name, tensor in {"gate": gate, "up": up, "down": down}.items()
         for e in range(E)
-        for name, tensor in zip(
-            ("gate_proj", "up_proj", "down_proj"),
-            (gate, up, fused["mlp.experts.down_proj"]),
-            strict=True,
-        )
     }
     path = write(tmp_path / "c", fused if stored == "fused" else each, {})
-    for rank in range(2):
-        model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": StackedExperts()})})
-        moefp8.shard(model, {"mlp.experts": kind}, rank, 2)
+    num_ranks = 1 if kind == "whole" else 2
+    for rank in range(num_ranks):
+        model = nn.ModuleDict({"experts": StackedExperts()})
+        if kind != "whole":
+            moefp8.shard(model, {"experts": kind}, rank, num_ranks)
         load_checkpoint(model, path)
-        got = model["mlp"]["experts"]
-        if kind == "experts":
-            own = slice(rank * E // 2, (rank + 1) * E // 2)
-            assert torch.equal(got.gate_up_proj, fused["mlp.experts.gate_up_proj"][own].bfloat16())
-            assert torch.equal(got.down_proj, fused["mlp.experts.down_proj"][own].bfloat16())
-        else:
-            own = slice(rank * I // 2, (rank + 1) * I // 2)
-            wanted = torch.cat((gate[:, own], up[:, own]), 1).bfloat16()
-            assert torch.equal(got.gate_up_proj, wanted)
-            down = fused["mlp.experts.down_proj"][:, :, own]
-            assert torch.equal(got.down_proj, down.bfloat16())
+        size = E if kind == "experts" else I
+        own = slice(rank * size // num_ranks, (rank + 1) * size // num_ranks)
+        rows = (own,) if kind == "experts" else (slice(None), own)
+        columns = (own,) if kind == "experts" else (..., own)
+        gate_up = torch.cat((gate[rows], up[rows]), 1).bfloat16()
+        assert torch.equal(model["experts"].gate_up_proj, gate_up)
+        assert torch.equal(model["experts"].down_proj, down[columns].bfloat16())
 
 
 @pytest.fixture
@@ -156,13 +145,16 @@ class Big(nn.Module):
         self.columns = FP8Linear(8192, 256, bias=True)
 
 
+def num_bytes_of(model: nn.Module) -> int:
+    return sum(x.nbytes for x in model.state_dict().values())
+
+
 def big_tensors() -> dict[str, torch.Tensor]:
     tensors = {**fp8_pair("rows", 1152, 1024), **fp8_pair("columns", 256, 8192)}
     tensors["columns.bias"] = torch.randn(256).bfloat16()
     for expert in range(8):
-        tensors |= fp8_pair(f"experts.{expert}.gate_proj", 1280, 512)
-        tensors |= fp8_pair(f"experts.{expert}.up_proj", 1280, 512)
-        tensors |= fp8_pair(f"experts.{expert}.down_proj", 512, 1280)
+        for name, *shape in (("gate", 1280, 512), ("up", 1280, 512), ("down", 512, 1280)):
+            tensors |= fp8_pair(f"experts.{expert}.{name}_proj", *shape)
     return tensors
 
 
@@ -179,7 +171,7 @@ def test_a_rank_reads_its_own_bytes(tmp_path, calls, num_ranks):
         report = load_checkpoint(model, path)
         num_read = sum(num_bytes for _, num_bytes in calls)  # scales twice: checked before
         assert report.num_bytes < num_read <= report.num_bytes * 1.001
-        held = sum(x.numel() * x.itemsize for x in model.state_dict().values())
+        held = num_bytes_of(model)
         zeros = model.rows.rows_before * 1024 + model.columns.columns_before * 256
         scales_of_columns = 2 * 64 * 4  # read through its gaps
         assert held - zeros <= report.num_bytes <= held - zeros + scales_of_columns
@@ -194,7 +186,7 @@ def test_short_gaps_are_read_through(tmp_path, calls):
         model = Big()
     moefp8.shard(model, {"experts": "intermediate"}, 1, 4)
     report = load_checkpoint(model, path)
-    rest = sum(x.numel() * x.itemsize for n, x in model.state_dict().items() if n[:4] != "expe")
+    rest = num_bytes_of(model) - num_bytes_of(model.experts)
     part = 1280 // 4
     gate_up = 2 * part * 512
     down = 511 * 1280 + part  # from the first byte of ours to the last,
@@ -208,7 +200,7 @@ def test_files_of_others_stay_closed(tmp_path, monkeypatch):
     tensors = deepseek_tensors(1)
     own = [key for key in tensors if ".experts.1." in key or ".experts." not in key]
     order = [*own, *(key for key in tensors if key not in own)]
-    path = write(tmp_path / "c", {key: tensors[key] for key in order[::-1]})
+    path = write(tmp_path / "c", {"x": torch.zeros(1)})
     (path / "model.safetensors").unlink()
     files = {"own": own, "others": order[len(own) :]}
     weight_map = {}
@@ -259,21 +251,16 @@ def test_a_part_is_not_saved(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_fp8_modules_are_those_of_the_whole(tmp_path):
-    path = write(tmp_path / "c", {minimax_name(k): t for k, t in deepseek_tensors(1).items()})
-    sharded = on_meta(PLANS["experts"], 1, 3)
-    assert fp8_modules(path, model=sharded) == fp8_modules(path, model=Tiny(1))
-
-
 @pytest.mark.parametrize("size", [320, 192])
 def test_fused_scales_of_gate_and_up_as_one_are_refused(tmp_path, size):
-    own = GroupedExperts(2, H, size)
-    tensors = {f"mlp.experts.{name}": tensor for name, tensor in own.state_dict().items()}
-    key = "mlp.experts.gate_up_proj_scale_inv"
+    model, key = (
+        nn.ModuleDict({"experts": GroupedExperts(2, H, size)}),
+        "experts.gate_up_proj_scale_inv",
+    )
+    tensors = model.state_dict()
     num_blocks = -(-2 * size // 128)
     assert num_blocks != tensors[key].shape[1]
     tensors[key] = tensors[key][:, :num_blocks].contiguous()
-    path = write(tmp_path / "c", tensors, CONFIG)
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": GroupedExperts(2, H, size)})})
+    path = write(tmp_path / "c", tensors)
     told = f"these cut all {2 * size} rows into blocks, one of which holds rows of gate and of up"
     refuse(path, told, key, model=model)

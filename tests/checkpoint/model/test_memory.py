@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from moefp8 import convert
@@ -14,14 +14,12 @@ from moefp8.checkpoint import (
     save_checkpoint,
 )
 from moefp8.layers import GroupedExperts
-from tests.checkpoint.cases import CONFIG, E, H, model_bytes, refuse, write
+from tests.checkpoint.cases import CONFIG, E, H, assert_same_tensors, read, refuse, write
 from tests.layers.plain_experts import PlainExperts
 
 
 def pair_of(a: torch.Tensor, b: torch.Tensor) -> nn.Module:
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(a), nn.Parameter(b)
-    return model
+    return nn.ParameterDict({"a": a, "b": b})
 
 
 def refuse_random(tmp_path, model: nn.Module, *needles: str) -> None:
@@ -42,13 +40,12 @@ def test_two_keys_of_one_memory_are_refused(tmp_path):
 
 def test_parts_of_one_memory_that_do_not_meet_load(tmp_path):
     x = torch.randn(8, 6)
-    for number, (a, b) in enumerate([(x[:4], x[4:]), (x[:, :3], x[:, 3:]), (x[::2], x[1::2].T)]):
-        model = pair_of(a, b)
-        tensors = {"a": torch.randn(a.shape), "b": torch.randn(b.shape)}
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-        load_checkpoint(model, tmp_path / f"{number}.safetensors")
-        assert torch.equal(model.a, tensors["a"])
-        assert torch.equal(model.b, tensors["b"])
+    for pair in ((x[:4], x[4:]), (x[:, :3], x[:, 3:]), (x[::2], x[1::2].T)):
+        model = pair_of(*pair)
+        tensors = {key: torch.randn(x.shape) for key, x in model.items()}
+        save_file(tensors, tmp_path / "x.safetensors")
+        load_checkpoint(model, tmp_path / "x.safetensors")
+        assert_same_tensors(model.state_dict(), tensors)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,7 @@ def test_parts_of_one_memory_that_do_not_meet_load(tmp_path):
     ],
 )
 def test_expanded_tensors_are_refused(tmp_path, tensor):
-    model = nn.Module()
-    model.first = nn.Parameter(torch.zeros(3))
-    model.x = nn.Parameter(tensor)
+    model = nn.ParameterDict({"first": torch.zeros(3), "x": tensor})
     told = "x: several of its elements are one place in memory"
     refuse_random(tmp_path, model, told, ".clone()")
 
@@ -75,35 +70,29 @@ def test_what_shares_memory_is_saved_or_refused(tmp_path):
         except CheckpointError:
             assert not (tmp_path / str(number)).exists()
         else:
-            saved = load_file(tmp_path / str(number) / "model.safetensors")
-            assert torch.equal(saved["a"], model.a)
-            assert torch.equal(saved["b"], model.b)
+            assert_same_tensors(read(tmp_path / str(number)), model.state_dict())
 
 
-class Layers(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.mlp = nn.Module()
-        self.mlp.experts = experts
+def layers(experts: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
 
 
 @pytest.mark.parametrize("i", [65, 100, 127, 200])
 def test_fused_scales_that_fit_two_cuts_are_refused(tmp_path, i):
     """64 < I mod 128: ceil(2I / 128) blocks are as many as twice ceil(I / 128)."""
-    model = Layers(GroupedExperts(E, H, i))
+    model = layers(GroupedExperts(E, H, i))
     path = write(tmp_path / "c", model.state_dict())
     refuse(path, f"gate and up, {i} rows each, were cut", "store experts one by one", model=model)
-    errors = [x for x in inspect_checkpoint(path).anomalies if x.severity == "error"]
-    (error,) = errors
-    assert error.rule == "scales that do not tell how gate and up were cut into blocks"
+    errors = [x.rule for x in inspect_checkpoint(path).anomalies if x.severity == "error"]
+    assert errors == ["scales that do not tell how gate and up were cut into blocks"]
 
 
 @pytest.mark.parametrize("i", [64, 128, 192, 320])
 def test_fused_scales_that_fit_one_cut_load(tmp_path, i):
-    model, other = Layers(GroupedExperts(E, H, i)), Layers(GroupedExperts(E, H, i))
+    model, other = layers(GroupedExperts(E, H, i)), layers(GroupedExperts(E, H, i))
     path = write(tmp_path / "c", model.state_dict())
     load_checkpoint(other, path)
-    assert model_bytes(other) == model_bytes(model)
+    assert_same_tensors(other.state_dict(), model.state_dict())
     assert inspect_checkpoint(path).is_loadable
 
 
@@ -111,21 +100,21 @@ def test_fused_scales_that_fit_one_cut_load(tmp_path, i):
 @pytest.mark.parametrize("was_fused", [True, False])
 def test_experts_are_saved_such_that_they_load_again(tmp_path, i, was_fused):
     """Fused as they were, codes and scales; one by one where that would not tell the cut."""
-    model = Layers(PlainExperts(E, H, i).bfloat16())
+    model = layers(PlainExperts(E, H, i).bfloat16())
     if was_fused:
         load_checkpoint(model, write(tmp_path / "c", model.state_dict(), {"model_type": "m"}))
     convert(model)
     save_checkpoint(model, tmp_path / "saved")
-    keys = set(load_file(tmp_path / "saved" / "model.safetensors"))
+    keys = read(tmp_path / "saved").keys()
     if was_fused and i == 128:
         names = ("gate_up_proj", "down_proj")
         assert keys == {f"mlp.experts.{x}{y}" for x in names for y in ("", "_scale_inv")}
     else:
         assert "mlp.experts.0.gate_proj.weight_scale_inv" in keys
         assert not any(key.endswith("experts.down_proj") for key in keys)
-    other = Layers(GroupedExperts(E, H, i))
+    other = layers(GroupedExperts(E, H, i))
     load_checkpoint(other, tmp_path / "saved")
-    assert model_bytes(other) == model_bytes(model)
+    assert_same_tensors(other.state_dict(), model.state_dict())
     assert inspect_checkpoint(tmp_path / "saved").is_loadable
     quantization = read_config(tmp_path / "saved")["quantization_config"]
     assert quantization == CONFIG["quantization_config"]

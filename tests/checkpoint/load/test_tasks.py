@@ -1,6 +1,6 @@
 """Tasks and staging: any box of a tensor arrives, in any dtype, whenever copies are done."""
 
-import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from moefp8.checkpoint import CheckpointError, load_checkpoint
 from moefp8.checkpoint.files.header import TORCH_DTYPES, Entry
-from moefp8.checkpoint.load import read, staging, tasks
+from moefp8.checkpoint.load import load, tasks
 from moefp8.checkpoint.load.assign import Copy
-from moefp8.checkpoint.load.staging import Staging
-from moefp8.checkpoint.load.tasks import Task, tasks_of
+from moefp8.checkpoint.load.tasks import Staging, Task, tasks_of
 from moefp8.checkpoint.model.slots import ModelTensor, Role, Slot
 from moefp8.layers.parts import Part, boxes, local_shape
-from tests.checkpoint.cases import Tiny, assert_holds, bytes_of, deepseek_tensors, write
+from tests.checkpoint.cases import Tiny, assert_loads, bytes_of, deepseek_tensors, write
 
 DIRECT, STAGED, GAP = 256, 32, 8
 LIMITS = tasks.DIRECT_BYTES, tasks.STAGED_BYTES
@@ -38,7 +37,8 @@ class LateQueue:
     def copy(self, target, source):
         assert source.dtype == target.dtype
         assert source.is_contiguous()
-        (own,) = [i for i, buffer in enumerate(self.buffers) if _is_in(source, buffer)]
+        offsets = [source.data_ptr() - buffer.data_ptr() for buffer in self.buffers]
+        (own,) = [i for i, x in enumerate(offsets) if 0 <= x < self.buffers[i].numel()]
         self.used.append(own)
         self.pending.append((target, source))
         self.most_pending = max(self.most_pending, len(self.pending))
@@ -55,17 +55,12 @@ class LateQueue:
             self._until(self.pending[-1])
 
 
-def _is_in(x: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return 0 <= x.data_ptr() - buffer.data_ptr() < buffer.numel()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _small():
     """Limits at which a few hundred bytes are many tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (staging, tasks):
-            patch.setattr(module, "DIRECT_BYTES", DIRECT)
-            patch.setattr(module, "STAGED_BYTES", STAGED)
+        patch.setattr(tasks, "DIRECT_BYTES", DIRECT)
+        patch.setattr(tasks, "STAGED_BYTES", STAGED)
         patch.setattr(tasks, "_GAP_BYTES", GAP)
         yield
 
@@ -77,6 +72,12 @@ def write_entry(path: Path, dtype: str, shape: tuple[int, ...]) -> tuple[Entry, 
     path.write_bytes(bytes(content.tolist()))
     entry = Entry("x", dtype, shape, path, 64, 64 + num_bytes)
     return entry, content[64:].view(TORCH_DTYPES[dtype]).view(shape)
+
+
+def run(tasks: list[Task], *new_queue) -> None:
+    with tasks[0].entry.file.open("rb") as file, Staging(*new_queue) as stage:
+        for task in tasks:
+            stage.run(task, file.fileno())
 
 
 def tasks_for(entry: Entry, here: torch.Tensor, held: dict[int, Part]) -> list[Task]:
@@ -116,9 +117,8 @@ def test_every_box_arrives(tmp_path_factory, shape_and_parts, dtypes, is_late, i
     shape, held = shape_and_parts
     entry, stored = write_entry(tmp_path_factory.mktemp("x") / "f", dtypes[0], shape)
     size = local_shape(shape, held)
-    here = torch.full(size, 1.0, dtype=torch.float32).to(dtypes[1])
+    here = torch.ones(size[::-1] if is_strided else size).to(dtypes[1])
     if is_strided:
-        here = here.permute(*reversed(range(len(size)))).contiguous()
         here = here.permute(*reversed(range(len(size))))
     wanted = here.clone()
     for box in boxes(shape, held):
@@ -126,11 +126,7 @@ def test_every_box_arrives(tmp_path_factory, shape_and_parts, dtypes, is_late, i
         wanted[place] = stored[there].to(dtypes[1])
     made = tasks_for(entry, here, held)
     queue = LateQueue() if is_late else None
-    file = os.open(entry.file, os.O_RDONLY)
-    with Staging(lambda device: queue) as stage:
-        for task in made:
-            stage.run(task, file)
-    os.close(file)
+    run(made, lambda device: queue)
     assert bytes_of(here) == bytes_of(wanted)
     check_sizes(made, wanted.itemsize)
     if is_late:
@@ -183,10 +179,7 @@ def test_a_device_without_a_queue(tmp_path):
     entry, stored = write_entry(tmp_path / "f", "U8", (DIRECT,))
     (task,) = tasks_for(entry, torch.zeros(DIRECT, dtype=torch.uint8), {})
     target = Elsewhere(DIRECT)
-    file = os.open(entry.file, os.O_RDONLY)
-    with Staging() as stage:
-        stage.run(Task(entry, task.begin, task.num_bytes, task.source, target), file)
-    os.close(file)
+    run([replace(task, target=target)])
     assert torch.equal(target.memory, stored)
 
 
@@ -194,34 +187,23 @@ def test_an_error_leaves_no_copy_pending(tmp_path):
     entry, _ = write_entry(tmp_path / "f", "U8", (40,))
     here, queue = torch.zeros(40, dtype=torch.uint8), LateQueue()
     (task,) = tasks_for(entry, here, {})
-    beyond = Task(entry, 64 + 1, 40, task.source, torch.zeros_like(here))
-    file = os.open(entry.file, os.O_RDONLY)
-
-    def run_both() -> None:
-        with Staging(lambda device: queue) as stage:
-            stage.run(task, file)
-            assert queue.pending
-            stage.run(beyond, file)
-
+    beyond = Task(replace(entry, begin=65), task.source, torch.zeros_like(here))
     with pytest.raises(EOFError):
-        run_both()
-    os.close(file)
+        run([task, beyond], lambda device: queue)
+    assert queue.used == [0]
     assert not queue.pending
     assert here.any()
 
 
 def test_a_whole_model_arrives_late(tmp_path, monkeypatch):
-    tensors = deepseek_tensors(1, torch.bfloat16)
-    path, queues = write(tmp_path / "c", tensors), []
+    tensors, queues = deepseek_tensors(1, torch.bfloat16), []
 
     def new_queue(device):
         queues.append(LateQueue())
         return queues[-1]
 
-    monkeypatch.setattr(read, "Staging", lambda: Staging(new_queue))
-    model = Tiny(1)
-    load_checkpoint(model, path)
-    assert_holds(model, tensors)
+    monkeypatch.setattr(load, "Staging", lambda: Staging(new_queue))
+    assert_loads(write(tmp_path / "c", tensors), tensors)
     assert 1 <= len(queues) <= 4
     assert all(len(queue.buffers) <= 2 and not queue.pending for queue in queues)
 
@@ -231,7 +213,7 @@ def test_a_device_that_fails_at_the_end_is_told(tmp_path, monkeypatch):
         def finish(self) -> None:
             raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(read, "Staging", lambda: Staging(lambda device: Broken()))
+    monkeypatch.setattr(load, "Staging", lambda: Staging(lambda device: Broken()))
     path = write(tmp_path / "c", deepseek_tensors(1))
     with pytest.raises(CheckpointError, match=r"illegal memory access.*partly written"):
         load_checkpoint(Tiny(1), path)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import moefp8
 from moefp8.checkpoint import fp8_modules, load_checkpoint, read_config
 from moefp8.layers import FP8Linear, convert
 from tests.checkpoint.cases import (
@@ -15,7 +16,7 @@ from tests.checkpoint.cases import (
     Tiny,
     assert_holds,
     assert_loads,
-    bytes_of,
+    assert_same_tensors,
     deepseek_tensors,
     fp8_pair,
     minimax_name,
@@ -23,27 +24,20 @@ from tests.checkpoint.cases import (
     write,
 )
 
-NAMINGS = {"deepseek": str, "qwen": qwen_name, "minimax": minimax_name}
+NAMES = ["lm_head.weight", "model.embed_tokens.weight"]  # of one tensor, where it is tied
 
 
-@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("naming", [str, qwen_name, minimax_name])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_every_naming_fills_every_slot(tmp_path, naming, num_shards):
     tensors = deepseek_tensors()
-    named = {NAMINGS[naming](key): tensor for key, tensor in tensors.items()}
+    named = {naming(key): tensor for key, tensor in tensors.items()}
     path = write(tmp_path / "c", named, num_shards=num_shards)
     report = load_checkpoint(model := Tiny(), path)
     assert_holds(model, tensors)
     assert report.num_tensors == len(tensors)
-    assert report.num_bytes == sum(t.numel() * t.itemsize for t in tensors.values())
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert report.ignored == ()
-
-
-@pytest.mark.parametrize("suffix", ["weight_scale", "scale"])
-def test_other_scale_suffixes(tmp_path, suffix):
-    tensors = deepseek_tensors()
-    named = {key.replace("weight_scale_inv", suffix): value for key, value in tensors.items()}
-    assert_loads(write(tmp_path / "c", named), tensors)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8_e8m0fnu"])
@@ -59,55 +53,36 @@ def test_scales_upcast_exactly(tmp_path, name):
         assert torch.equal(got, 2.0 ** (torch.arange(10).double() - 127))
 
 
-def test_fused_keys_of_our_own_state_dict(tmp_path):
-    torch.manual_seed(3)
-    source, model = Tiny(), Tiny()
-    save_file(source.state_dict(), tmp_path / "own.safetensors")
-    load_checkpoint(model, tmp_path / "own.safetensors")
-    for name, tensor in source.state_dict().items():
-        assert bytes_of(tensor) == bytes_of(model.state_dict()[name]), name
-
-
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])  # ours, compressed-tensors'
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-def test_fused_keys_of_compressed_tensors(tmp_path, dtype):
+def test_fused_keys_in_one_file(tmp_path, suffix, dtype):
     source, model = Tiny(1), Tiny(1)
-    tensors = source.state_dict()
-    scales = {key for key in tensors if key.endswith("_scale_inv")}
-    stored = {
-        key.removesuffix("_inv"): tensor.to(dtype) if key in scales else tensor
-        for key, tensor in tensors.items()
-    }
-    load_checkpoint(model, write(tmp_path / "c", stored))
-    for key, tensor in tensors.items():
-        wanted = tensor.to(dtype).float() if key in scales else tensor
-        assert bytes_of(model.state_dict()[key]) == bytes_of(wanted), key
+    wanted = source.state_dict()
+    stored = dict(wanted)
+    for key in [key for key in wanted if key.endswith("_scale_inv")]:
+        stored[key.replace("_scale_inv", suffix)] = scales = stored.pop(key).to(dtype)
+        wanted[key] = scales.float()
+    save_file(stored, tmp_path / "own.safetensors")
+    load_checkpoint(model, tmp_path / "own.safetensors")
+    assert_same_tensors(model.state_dict(), wanted)
 
 
 def test_large_tensors_are_read_in_pieces(tmp_path):
-    class Big(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.direct = nn.Parameter(torch.zeros(5000, 4001))
-            self.cast = nn.Parameter(torch.zeros(5000, 4001, dtype=torch.float64))
-            self.strided = nn.Parameter(torch.zeros(64, 128).T)
-
-    tensors = {
-        "direct": torch.randn(5000, 4001),
-        "cast": torch.randn(5000, 4001),
-        "strided": torch.randn(128, 64),
+    targets = {
+        "direct": torch.zeros(5000, 4001),
+        "cast": torch.zeros(5000, 4001, dtype=torch.float64),
+        "strided": torch.zeros(64, 128).T,
     }
-    model = Big()
-    load_checkpoint(model, write(tmp_path / "c", tensors))
-    assert torch.equal(model.direct, tensors["direct"])
-    assert torch.equal(model.cast, tensors["cast"].double())
-    assert torch.equal(model.strided, tensors["strided"])
+    tensors = {key: torch.randn(x.shape) for key, x in targets.items()}
+    load_checkpoint(nn.ParameterDict(targets), write(tmp_path / "c", tensors))
+    assert all(torch.equal(x, tensors[key].to(x.dtype)) for key, x in targets.items())
 
 
 def test_own_storage_is_kept(tmp_path):
     model = Tiny()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    before = [tensor.data_ptr() for tensor in model.state_dict().values()]
     load_checkpoint(model, write(tmp_path / "c", deepseek_tensors(scale_dtype=torch.bfloat16)))
-    assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert before == [tensor.data_ptr() for tensor in model.state_dict().values()]
 
 
 def test_mtp_rotary_and_ignored_keys_are_left_out(tmp_path):
@@ -154,15 +129,12 @@ def test_meta_model_is_materialised(tmp_path):
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, nn.Parameter)
 
 
-@pytest.mark.parametrize("stored", ["lm_head.weight", "model.embed_tokens.weight", "both"])
+@pytest.mark.parametrize("stored", [NAMES[:1], NAMES[1:], NAMES], ids=["head", "embed", "both"])
 def test_one_name_of_a_tied_tensor_is_enough(tmp_path, stored):
     tensors = deepseek_tensors()
-    wanted = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = wanted.clone()
-    names = ["lm_head.weight", "model.embed_tokens.weight"]
-    for name in names if stored != "both" else []:
-        if name != stored:
-            del tensors[name]
+    wanted = tensors.pop("model.embed_tokens.weight")
+    del tensors["lm_head.weight"]
+    tensors |= {name: wanted.clone() for name in stored}
     model = Tiny(tied=True)
     load_checkpoint(model, write(tmp_path / "c", tensors))
     assert torch.equal(model.lm_head.weight, wanted)
@@ -183,15 +155,6 @@ def test_correction_bias_stays_fp32(tmp_path, device):
     assert isinstance(gate._buffers["e_score_correction_bias"], torch.Tensor)
 
 
-def test_ordinary_tensors_take_the_models_dtype(tmp_path):
-    tensors = deepseek_tensors()
-    key = "model.layers.0.norm.weight"
-    tensors[key] = torch.randn(H)
-    model = Tiny()
-    load_checkpoint(model, write(tmp_path / "c", tensors))
-    assert torch.equal(model.model.layers[0].norm.weight, tensors[key].bfloat16())
-
-
 def test_load_after_load_replaces_all(tmp_path):
     first, second = deepseek_tensors(), deepseek_tensors()
     second = {key: tensor.flip(0).contiguous() for key, tensor in second.items()}
@@ -199,26 +162,19 @@ def test_load_after_load_replaces_all(tmp_path):
     assert_loads(write(tmp_path / "b", second, num_shards=2), second, model)
 
 
-def test_compressed_tensors_block_scheme(tmp_path):
+def test_scales_of_other_names(tmp_path):
     tensors = deepseek_tensors()
+    named = {key.replace("weight_scale_inv", "scale"): value for key, value in tensors.items()}
+    assert_loads(write(tmp_path / "a", named), tensors)
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
     quantization = {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": weights}},
     }
     named = {key.replace("_scale_inv", "_scale"): value for key, value in tensors.items()}
-    path = write(tmp_path / "c", named, {**CONFIG, "quantization_config": quantization})
+    path = write(tmp_path / "b", named, {**CONFIG, "quantization_config": quantization})
     assert_loads(path, tensors)
     assert read_config(path)["quantization_config"] == quantization
-
-
-class Plain(nn.Module):
-    """`Tiny`'s kv_a_proj_with_mqa before it was converted, and a linear that stays BF16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(H, 576, bias=False, dtype=torch.bfloat16)
-        self.b = nn.Linear(H, 8, bias=False, dtype=torch.bfloat16)
 
 
 def test_fp8_modules_tell_convert_what_to_swap(tmp_path):
@@ -228,19 +184,20 @@ def test_fp8_modules_tell_convert_what_to_swap(tmp_path):
     path = write(tmp_path / "c", tensors, config)
     assert fp8_modules(path) == ["a"]
     with torch.device("meta"):
-        model = Plain()
+        linears = {"a": nn.Linear(H, 576, bias=False), "b": nn.Linear(H, 8, bias=False)}
+        model = nn.ModuleDict(linears).bfloat16()
     convert(model, only=fp8_modules(path))
     load_checkpoint(model, path)
-    assert isinstance(model.a, FP8Linear)
-    assert not isinstance(model.b, FP8Linear)
-    for key, tensor in tensors.items():
-        assert bytes_of(model.state_dict()[key]) == bytes_of(tensor)
+    assert [type(linear) for linear in model.values()] == [FP8Linear, nn.Linear]
+    assert_same_tensors(model.state_dict(), tensors)
 
 
 def test_fp8_modules_speak_the_models_names(tmp_path):
     tensors = {minimax_name(key): tensor for key, tensor in deepseek_tensors(1).items()}
     path = write(tmp_path / "c", tensors)
     stored, own = fp8_modules(path), fp8_modules(path, model=Tiny(1))
+    sharded = moefp8.shard(Tiny(1), {"*.experts": "experts"}, 1, 3)
+    assert fp8_modules(path, model=sharded) == own
     assert "model.layers.0.block_sparse_moe.experts" in stored
     assert len(stored) == len(own) == 4
     assert "model.layers.0.mlp.experts" in own

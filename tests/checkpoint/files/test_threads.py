@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +10,12 @@ from safetensors.torch import save_file
 
 from moefp8.checkpoint import quantize_checkpoint
 from tests.checkpoint.quantize_cases import bf16, write_source
+
+
+def run_script(script: str, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
 
 FORKS = """
 import os, sys, torch
@@ -40,8 +46,7 @@ def test_a_forked_child_loads(tmp_path):
     """
     source = torch.nn.Linear(2048, 512)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
-    command = [sys.executable, "-c", FORKS, tmp_path / "model.safetensors", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(FORKS, tmp_path / "model.safetensors", "60")
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout[:500] + done.stderr
 
 
@@ -74,19 +79,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_child_that_is_forked_amid_a_save_saves(tmp_path):
-    command = [sys.executable, "-c", FORKS_AMID_SAVES, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(FORKS_AMID_SAVES, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "parent"]
-
-
-def threads_of_a_new_thread() -> int:
-    """What a thread that has not asked yet is given, as all of torch's own are."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 @pytest.fixture
@@ -101,17 +96,13 @@ def three_threads():
 def test_quantize_in_two_threads_leaves_the_number_of_threads(tmp_path):
     tensors = {f"model.layers.{n}.q_proj.weight": bf16(256, 256) for n in range(8)}
     source = write_source(tmp_path / "s", tensors)
-    after: list[int] = []
 
-    def run(name: str) -> None:
+    def run(name: str) -> int:
         for turn in range(8):
             quantize_checkpoint(source, tmp_path / f"{name}{turn}", max_shard_bytes=100_000)
-        after.append(torch.get_num_threads())
+        return torch.get_num_threads()
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert after == [3, 3]
-    assert threads_of_a_new_thread() == torch.get_num_threads() == 3
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, "ab")) == [3, 3]
+    with ThreadPoolExecutor(1) as pool:  # a thread that has not asked yet, as torch's own have not
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
