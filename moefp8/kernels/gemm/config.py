@@ -30,23 +30,9 @@ class told(cached_property[Any]):
 class GemmConfig:
     """One variant of `gemm.cu`. M, N, "rows" and "columns" are WGMMA's, as config.cuh says.
 
-    The kernel's template argument has the same fields, and after them what is `told`, in the same
-    order: what follows from the fields and is needed on both sides is derived here alone.
-
-    wgmma_m, wgmma_n: the tile of one CTA; 64 rows for each math warpgroup but that of a tail.
-    stages: of the pipeline.
-    parts: WGMMAs that cover the tile of a warpgroup, beside each other, or if stacked below.
-    k_blocks_per_stage: blocks of 128 along K that a stage holds.
-    multicast: 2: the two CTAs of a cluster load half of the tokens each, for both; else 1.
-    split_k: CTAs of a cluster that divide K among them.
-    ctas_per_sm: how many must fit on one SM.
-    swap_ab: whether the weights are the rows and the tokens the columns, or the reverse.
-    num_product_buffers: sets of WGMMA accumulators; with two, a warpgroup promotes one while the
-        tensor cores compute into the other.
-    grouped: whether each group of tokens has weights of its own.
-    gate_up: whether half of a tile's weights are gate's and half up's, for the same outputs, and
-        SwiGLU and quantization follow.
-    tail: tokens behind the rows of a tile, which are columns of a math warpgroup of their own.
+    The kernel's template argument, `GemmConfig` in config.cuh, has the same fields and says what
+    each means; after them comes what is `told`, in the same order. What follows from the fields and
+    is needed on both sides is derived here alone.
     """
 
     wgmma_m: int

@@ -17,59 +17,47 @@ from .config import GemmConfig, is_possible, usable_ctas, with_most_stages
 
 def candidates(m: int) -> Iterator[GemmConfig]:
     """What has been the best for some shape, or near it. `stages` is left open."""
+    config = partial(GemmConfig, stages=0)
+    deep, buffered = partial(config, k_blocks_per_stage=2), partial(config, num_product_buffers=2)
     splits = (1, 2) if m <= 512 else (1,)
     if m <= 32:  # tokens are few: they are the columns, which come in eights
-        few = partial(GemmConfig, wgmma_n=round_up(m, 8), stages=0, swap_ab=True)
+        few = partial(config, wgmma_n=round_up(m, 8), swap_ab=True)
         for split in (1, 2, 3, 4):
             yield few(64, k_blocks_per_stage=2, split_k=split, ctas_per_sm=2)
             yield few(128, k_blocks_per_stage=2, split_k=split)
         for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
             yield few(64, k_blocks_per_stage=depth, ctas_per_sm=ctas)
         yield few(128, ctas_per_sm=3)
-        return
-    if m <= 64:
+    elif m <= 64:
         for split in splits:
-            for cols in (32, 48, 64, 96):
-                yield GemmConfig(64, cols, 0, k_blocks_per_stage=2, split_k=split, ctas_per_sm=2)
-            yield GemmConfig(64, 96, 0, k_blocks_per_stage=2, split_k=split)
-            for cols in (32, 48, 64, 80):
-                yield GemmConfig(
-                    64, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=2
-                )
-        for cols in (48, 64, 96):
-            yield GemmConfig(64, cols, 0, ctas_per_sm=2)
-        yield GemmConfig(64, 96, 0, num_product_buffers=2)
-        return
-    if m <= 128:
-        for split in splits:
-            yield GemmConfig(
-                64, round_up(m, 8), 0, k_blocks_per_stage=2, split_k=split, swap_ab=True
-            )
-            yield GemmConfig(64, 32, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=2)
-        for cols in (64, 80):
-            yield GemmConfig(64, cols, 0, k_blocks_per_stage=2, num_product_buffers=2)
+            yield from (deep(64, n, split_k=split, ctas_per_sm=2) for n in (32, 48, 64, 96))
+            yield deep(64, 96, split_k=split)
+            for n in (32, 48, 64, 80):
+                yield deep(64, n, split_k=split, num_product_buffers=2)
+        yield from (config(64, n, ctas_per_sm=2) for n in (48, 64, 96))
+        yield buffered(64, 96)
     else:
-        yield GemmConfig(64, 64, 0, ctas_per_sm=2, num_product_buffers=2)
-        yield GemmConfig(64, 144, 0)
-        yield GemmConfig(192, 64, 0, num_product_buffers=2)
-        for cols in (96, 112, 128):
-            yield GemmConfig(192, cols, 0)
-        yield GemmConfig(128, 192, 0, parts=2, num_product_buffers=2)
-    yield GemmConfig(64, 128, 0, num_product_buffers=2)
-    for split in splits:
-        for cols in (32, 48):
-            for buffers in (1, 2):
-                yield GemmConfig(
-                    128, cols, 0, k_blocks_per_stage=2, split_k=split, num_product_buffers=buffers
-                )
-        yield GemmConfig(128, 64, 0, k_blocks_per_stage=2, split_k=split)
-        yield GemmConfig(128, 96, 0, split_k=split)
-    for cols in (80, 96, 112, 128):
-        yield GemmConfig(128, cols, 0, num_product_buffers=2)
-    for cols in (144, 160, 176, 192):
-        yield GemmConfig(128, cols, 0)
-    for cols in (224, 256):
-        yield GemmConfig(128, cols, 0, parts=2)
+        if m <= 128:
+            for split in splits:
+                yield deep(64, round_up(m, 8), split_k=split, swap_ab=True)
+                yield deep(64, 32, split_k=split, num_product_buffers=2)
+            yield from (deep(64, n, num_product_buffers=2) for n in (64, 80))
+        else:
+            yield buffered(64, 64, ctas_per_sm=2)
+            yield config(64, 144)
+            yield buffered(192, 64)
+            yield from (config(192, n) for n in (96, 112, 128))
+            yield buffered(128, 192, parts=2)
+        yield buffered(64, 128)
+        for split in splits:
+            for n in (32, 48):
+                for buffers in (1, 2):
+                    yield deep(128, n, split_k=split, num_product_buffers=buffers)
+            yield deep(128, 64, split_k=split)
+            yield config(128, 96, split_k=split)
+        yield from (buffered(128, n) for n in (80, 96, 112, 128))
+        yield from (config(128, n) for n in (144, 160, 176, 192))
+        yield from (config(128, n, parts=2) for n in (224, 256))
 
 
 def estimate_us(
