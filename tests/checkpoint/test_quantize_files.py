@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
-from moefp8.checkpoint.quantize.shard_file import create, lay_out
+from moefp8.checkpoint.quantize.shard_file import create
 from moefp8.checkpoint.quantize.shard_file import write as write_tensor
 from tests.checkpoint.quantize_cases import (
     PLAIN,
@@ -135,11 +135,11 @@ def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, data):
         for key in keys
     }
     names = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
-    header, entries = lay_out(
+    file, entries = create(
         folder / "ours",
         [(k, names.get(t.dtype, "F8_E4M3"), tuple(t.shape)) for k, t in tensors.items()],
     )
-    with open(create(folder / "ours", header), "rb") as file:
+    with open(file, "rb") as file:
         for key, tensor in tensors.items():
             write_tensor(file.fileno(), entries[key], 0, tensor)
     save_file(tensors, folder / "theirs", {"format": "pt"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import printable
 
-_NUM_EXAMPLES = 3
+NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def fold(anomalies: Iterable[Anomaly]) -> tuple[Anomaly, ...]:
 def _sum(a: Anomaly, b: Anomaly) -> Anomaly:
     return replace(
         a,
-        examples=(*a.examples, *b.examples)[:_NUM_EXAMPLES],
+        examples=(*a.examples, *b.examples)[:NUM_EXAMPLES],
         count=a.count + b.count,
         num_values=a.num_values + b.num_values,
         of_values=a.of_values + b.of_values,

@@ -27,22 +27,20 @@ def fp8_modules(
     checkpoint's `block_sparse_moe.experts` may be a model's `mlp.experts`); without, the
     checkpoint's. path, ignore, rename: as in load_checkpoint. Raises CheckpointError.
     """
-    source = open_source(path)
-    if model is not None:
-        return fp8_modules_of(source, model, ignore, rename)
-    weights = scaled_weights(source, ignore, rename)
-    experts = ((name, split_expert(name)) for name in weights.values())
-    return list(dict.fromkeys(x[0] if x else name.rpartition(".")[0] for name, x in experts))
+    return fp8_modules_of(open_source(path), model, ignore, rename)
 
 
 def fp8_modules_of(
     source: Source,
-    model: nn.Module,
+    model: nn.Module | None,
     ignore: Iterable[str] = (),
     rename: Rename | None = None,
 ) -> list[str]:
     """List the modules as `fp8_modules` does, of a checkpoint that is open."""
     weights = scaled_weights(source, ignore, rename)
+    if model is None:
+        experts = ((name, split_expert(name)) for name in weights.values())
+        return list(dict.fromkeys(x[0] if x else name.rpartition(".")[0] for name, x in experts))
     inventory = Inventory(model)
     modules: dict[str, None] = {}
     for key, name in weights.items():

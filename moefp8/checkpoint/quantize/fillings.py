@@ -4,7 +4,7 @@ A conversion that moves whole rows is asked where to: it gets numbers of rows in
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..files.header import TORCH_DTYPES, Entry
-from ..files.source import Source
 from ..model.slots import Slot
 from .moves import Piece
 from .skeleton import Skeleton
@@ -44,41 +43,48 @@ class Filling:
 
 
 def converted_fillings(
-    source: Source, keys: Collection[str], skeleton: Skeleton, modules: Collection[str]
+    entries: Iterable[Entry], skeleton: Skeleton, modules: Collection[str]
 ) -> Iterator[Filling]:
-    """Yield the fillings of weights of modules that are made of rows of these keys.
+    """Yield the fillings of weights of modules that are made of rows of these entries.
 
     A weight that shares an entry with others, as a query cut out of a fused projection does, is
     left out, and so is a transposed weight.
     """
-    groups = _groups(source, keys, skeleton)
     found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
     slots = {x.name: x for x in found if len(x.shape) >= 2}
     all_columns = {slot.shape[-1] for slot in slots.values()}
-    for name, group in groups.items():
-        entries = [entry for entry, _, _ in group]
-        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in entries)
+    for name, group in _groups(entries, skeleton).items():
+        members = [entry for entry, _, _ in group]
+        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in members)
         made = _converted(name, group, skeleton) if is_known else {}
         together = frozenset(target.rpartition(".")[0] for target in made)
         for target, rows in made.items():
-            if target in slots:
-                yield from _filling(slots[target], rows, entries, together)
+            pieces = _pieces(slots[target], rows, members) if target in slots else None
+            if pieces is not None:
+                yield Filling(slots[target], pieces, is_converted=True, together=together)
 
 
 def _groups(
-    source: Source, keys: Collection[str], skeleton: Skeleton
+    entries: Iterable[Entry], skeleton: Skeleton
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
-    """Return the first name that entries become -> these in order, with their steps and patterns.
+    """Return the first name that entries become -> these, with their steps and patterns.
 
-    Entries are left out if transformers has no order for their keys.
+    They are in transformers' order, which is by value for numbers in keys. Where it has none, since
+    it takes a "²" for a number and fails to read it, the entries are left out.
     """
-    groups: dict[str, dict[str, tuple[Entry, Any, str]]] = defaultdict(dict)
-    for key in keys:
-        if found := skeleton.conversion_of(key):
+    from transformers.core_model_loading import dot_natural_key
+
+    groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
+    for entry in entries:
+        if found := skeleton.conversion_of(entry.key):
             name, step, pattern = found
-            groups[name][key] = source.entries[key], step, pattern
-    ordered = {name: skeleton.in_order(group) for name, group in groups.items()}
-    return {name: [groups[name][key] for key in keys] for name, keys in ordered.items() if keys}
+            groups[name].append((entry, step, pattern))
+    for name, group in list(groups.items()):
+        try:
+            group.sort(key=lambda member: dot_natural_key(member[0].key))
+        except ValueError:
+            del groups[name]
+    return groups
 
 
 def _converted(
@@ -99,23 +105,20 @@ def _converted(
     return made if all(isinstance(x, torch.Tensor) for x in made.values()) else {}
 
 
-def _filling(
-    slot: Slot, rows: torch.Tensor, group: list[Entry], together: frozenset[str]
-) -> Iterator[Filling]:
-    """Yield nothing if rows are not all rows of their entries, each once."""
+def _pieces(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> tuple[Piece, ...] | None:
+    """Return what fills slot, or None if rows are not all rows of their entries, each once."""
     *leading, num_columns = slot.shape
     flat = rows.flatten()
     if list(rows.shape) != [*leading, 1] or len(flat.unique()) != len(flat):
-        return  # a transposed weight, or a part that is there twice
+        return None  # a transposed weight, or a part that is there twice
     begins = [0, *((flat.diff() != 1).nonzero().flatten() + 1).tolist()]
     pieces = []
     for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
         number, row = divmod(int(flat[begin]), _ENTRY)
         entry = group[number]
         if entry.shape[-1] != num_columns:
-            return
+            return None
         row_bytes = num_columns * TORCH_DTYPES[entry.dtype].itemsize
         pieces.append(Piece(entry, entry.begin + row * row_bytes, (end - begin) * row_bytes))
-    filling = Filling(slot, tuple(pieces), is_converted=True, together=together)
-    if sum(x.num_bytes for x in pieces) == sum(x.num_bytes for x in filling.entries()):
-        yield filling
+    whole = {piece.entry: piece.entry.num_bytes for piece in pieces}
+    return tuple(pieces) if sum(x.num_bytes for x in pieces) == sum(whole.values()) else None
