@@ -15,6 +15,8 @@ from ..errors import CheckpointError
 from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.names import scale_of_weight
 
+ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -94,7 +96,7 @@ def apart(entry: Entry) -> Iterator[Move]:
         raise CheckpointError(f"{entry}: an empty stack cannot be quantized; skip it")
     module, _, name = entry.key.rpartition(".")
     num_experts, num_rows, num_columns = entry.shape
-    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+    names = ONE_BY_ONE[name]
     shape = (num_rows // len(names), num_columns)
     for number, piece in enumerate(cut(entry, num_experts * len(names))):
         expert, i = divmod(number, len(names))

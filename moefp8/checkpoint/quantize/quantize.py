@@ -52,18 +52,16 @@ def quantize_checkpoint(
 
     1. Select what `convert` would swap in the model that transformers builds of config.json, as far
     as loaders find it again; if transformers is missing or does not know the family, every 2-D
-    weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
-    with an FP32 `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the
-    whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone; what
-    is stored in another form, as a `Conv1D` and experts of DBRX are, becomes what `convert` makes
-    of it. What becomes FP8 and what stays, and why, is logged ("moefp8", INFO) before the first
-    byte is written; that experts stay is a warning. 2. Write one shard after the other, in bands of
-    rows: memory does not grow with either, but for a matrix that is stored transposed. 3. Copy
-    tokenizer, code and such, write the index, then config.json, whose `modules_to_not_convert`
-    lists the linears that stay; give the directory its name.
-
-    Until then all lies in `.TARGET.partial` beside target. If a run ends early, the same call
-    takes it up again, with the shards that were finished.
+    weight of a decoder layer, but for routers, gates, norms and embeddings. What becomes FP8 and
+    what stays, and why, is logged ("moefp8", INFO); that experts stay is a warning. 2. Write one
+    shard after the other, in bands of rows: memory does not grow with either, but for a matrix that
+    is stored transposed. A weight becomes E4M3 with an FP32 `weight_scale_inv` for each 128x128
+    block, bit-equal to `quantize_128x128` of all of it. Stacks of experts are taken apart into
+    DeepSeek's names, unless loaders know them as stacks alone; what is stored in another form, as a
+    `Conv1D` and experts of DBRX are, becomes what `convert` makes of it. 3. Copy tokenizer, code
+    and such, write the index, then config.json, whose `modules_to_not_convert` lists the linears
+    that stay; give the directory its name. Until then all lies in `.TARGET.partial` beside target:
+    if a run ends early, the same call goes on with the shards that were finished.
 
     Args:
         source: a directory, or a .safetensors file beside its config.json; weights in bf16, fp16 or
@@ -202,28 +200,25 @@ def _config(source: Source, selection: Selection) -> dict[str, Any]:
     return {**source.config, "quantization_config": quantization}
 
 
-def _raise(error: OSError) -> None:
-    """Raise what `os.walk` would leave out because it cannot read it."""
-    raise error
-
-
 def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
     """Yield (name below the directory, file) for all that is neither weights, config nor hidden.
 
     If the source is one file, only files beside it count whose suffix belongs to models. Raises
-    CheckpointError for what cannot be copied: it would be missing in the target.
+    CheckpointError for what cannot be copied, which would be missing in the target, and OSError.
     """
-    config = config_path(source.path)
-    is_whole = source.path.is_dir()
-    for folder, folders, names in os.walk(config.parent, onerror=_raise):
-        kept = (x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
-        folders[:] = sorted(kept) if is_whole else []
-        for path in (Path(folder, name) for name in folders):
-            if path.is_symlink():
-                raise _left_out(path, "a link to a directory")
-        for path in (Path(folder, name) for name in sorted(names)):
-            is_other = path.name[0] != "." and not path.name.endswith((*_WEIGHTS, ".index.json"))
-            if is_other and path != config and (is_whole or path.suffix in _BESIDE):
+    config, is_whole = config_path(source.path), source.path.is_dir()
+    folders = [config.parent]
+    for folder in folders:  # more are found on the way
+        with os.scandir(folder) as found:
+            paths = sorted(Path(folder, entry.name) for entry in found if entry.name[0] != ".")
+        for path in paths:
+            is_weight = path.name.endswith((*_WEIGHTS, ".index.json"))
+            if path.is_dir():
+                if is_whole and path.name not in _OTHER_FOLDERS:
+                    if path.is_symlink():
+                        raise _left_out(path, "a link to a directory")
+                    folders.append(path)
+            elif path != config and not is_weight and (is_whole or path.suffix in _BESIDE):
                 check_inside(path, config.parent)
                 if not path.is_file():
                     raise _left_out(path, "no file, or a link to none")

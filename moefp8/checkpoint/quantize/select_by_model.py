@@ -18,11 +18,10 @@ from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
 from .fillings import Filling, converted_fillings
-from .moves import Move, Selected, apart, cut, whole
+from .moves import ONE_BY_ONE, Move, Selected, apart, cut, whole
 from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
 from .skeleton import Skeleton
 
-_ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
 _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
@@ -218,7 +217,7 @@ def _is_even(filling: Filling) -> bool:
 def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     """Whether transformers would stack `X.0.gate_proj.weight` and such to `X.gate_up_proj`."""
     home, _, leaf = filling.entries()[0].key.rpartition(".")
-    pieces = () if filling.is_converted else _ONE_BY_ONE.get(leaf, ())
+    pieces = () if filling.is_converted else ONE_BY_ONE.get(leaf, ())
     return bool(pieces) and all(
         skeleton.stacks(f"{home}.0.{piece}.weight", filling.slot.name) for piece in pieces
     )

@@ -28,18 +28,11 @@ class Selection:
 
 
 def select(source: Source, skip: Sequence[str] = ()) -> Selection:
-    """Select what `convert` would swap in the model that transformers builds, if loaders find it.
+    """Select as `quantize_checkpoint` tells, by the model or by names.
 
-    If transformers is missing or does not know the family, every 2-D weight of a decoder layer is
-    selected, but for routers, gates, and what skip names. Experts stacked as `gate_up_proj`
-    [E, 2I, H] and `down_proj` [E, H, I] are taken apart into DeepSeek's names, since gate and up
-    have scale blocks of their own; where a loader knows these as stacks alone, they stay stacks, or
-    become such.
-
-    Raises:
-        CheckpointError: a source that is quantized already, holds experts of another make or
-            weights of another dtype, or nothing to quantize.
-        ValueError: a name in skip that matches nothing.
+    Stacks of experts are taken apart since gate and up have scale blocks of their own. Raises
+    CheckpointError for a source that is quantized already, holds experts of another make or weights
+    of another dtype, or nothing to quantize; ValueError for a name in skip that matches nothing.
     """
     headline = f"{source.path} cannot be quantized"
     raise_if_any(_quantized_already(source), headline)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,13 +28,15 @@ def create(
     tensors: (key, dtype, shape) each. Wide dtypes come first, as in the library, so that every
     tensor is aligned to its own. Raises CheckpointError.
     """
-    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    places, position = [], 0
+    entries: dict[str, Entry] = {}
+    position = 0
     for key, dtype, shape in sorted(tensors, key=lambda x: (-TORCH_DTYPES[x[1]].itemsize, x[0])):
         end = position + math.prod(shape) * TORCH_DTYPES[dtype].itemsize
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        places.append((key, dtype, shape, position, end))
+        entries[key] = Entry(key, dtype, shape, path, position, end)
         position = end
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for key, x in entries.items():
+        header[key] = {"dtype": x.dtype, "shape": x.shape, "data_offsets": [x.begin, x.end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -45,8 +48,7 @@ def create(
             os.close(file)
             raise
     return file, {
-        key: Entry(key, dtype, shape, path, start + begin, start + end)
-        for key, dtype, shape, begin, end in places
+        key: replace(x, begin=start + x.begin, end=start + x.end) for key, x in entries.items()
     }
 
 
