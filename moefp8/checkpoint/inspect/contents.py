@@ -155,9 +155,8 @@ def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> b
 
     They are then as many as for one tensor of all rows, of which one block holds rows of both.
     """
-    if not name.endswith(_FUSED_GATE_UP) or len(shape) != 3 or shape[1] % (2 * block[0]) == 0:
-        return False
-    return grid_of(name, shape, block) == grid_of("", shape, block)
+    is_cut = name.endswith(_FUSED_GATE_UP) and len(shape) == 3 and shape[1] % (2 * block[0]) != 0
+    return is_cut and grid_of(name, shape, block) == grid_of("", shape, block)
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:

@@ -79,10 +79,8 @@ def _grids(contents: Contents) -> Faults:
         weight = contents.weights.get(name)
         if weight is None or weight.dtype != FP8:
             continue
-        wanted, shapes = (
-            grid_of(name, weight.shape, block),
-            f"{[*scale.shape]} for {[*weight.shape]}",
-        )
+        wanted = grid_of(name, weight.shape, block)
+        shapes = f"{list(scale.shape)} for {list(weight.shape)}"
         if wanted != scale.shape:
             fits = next(readings_of(name, weight.shape, scale.shape), "no blocks at all")
             must = f"must be {list(wanted)}" if wanted else "a weight must have 2 or 3 dimensions"
@@ -104,14 +102,12 @@ def _lists(contents: Contents) -> Iterator[Anomaly]:
     """Compare config.json's lists of what is not quantized, which drift; loaders go by scales."""
     lists = [contents.quantization.get(name) for name in ("modules_to_not_convert", "ignore")]
     names = [x for some in lists if isinstance(some, list) for x in some if isinstance(x, str)]
-    if not names:
-        return
     listed = Modules(names)
     for pattern, problem in listed.bad.items():
         rule = "a pattern of config.json's lists that is not looked for"
         yield note(rule, "config.json", f"{quoted(pattern)}: {problem}")
     try:
-        yield from _drift(contents, listed)
+        yield from _drift(contents, listed) if names else ()
     except TimeoutError as error:
         rule = "config.json's lists of what is not quantized were given up"
         yield note(rule, "config.json", quoted(str(error)))

@@ -14,7 +14,7 @@ import torch
 from ..files.header import TORCH_DTYPES, Entry
 from ..model.slots import Slot
 from .moves import Piece
-from .skeleton import Skeleton
+from .skeleton import Skeleton, names_of
 
 _ENTRY = 1 << 40  # more than an entry has rows
 _MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide
@@ -92,7 +92,7 @@ def _converted(
 ) -> dict[str, torch.Tensor]:
     """Return what transformers would make of group: name -> numbers of rows. name: the first."""
     step = deepcopy(group[0][1])
-    if not {type(operation).__name__ for operation in step.operations} <= _MOVE_ROWS:
+    if not names_of(step) <= _MOVE_ROWS:
         return {}
     for number, (entry, _, pattern) in enumerate(group):
         shape = torch.Size((*entry.shape[:-1], 1))

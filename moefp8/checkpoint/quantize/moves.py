@@ -82,9 +82,14 @@ def cut(entry: Entry, num_pieces: int = 1, *, is_transposed: bool = False) -> tu
     return tuple(Piece(entry, begin, size, is_transposed) for begin in begins)
 
 
-def whole(entry: Entry, *, is_fp8: bool = True) -> Move:
+def whole(entry: Entry, is_fp8: bool = True) -> Move:
     """Move all of entry as it is."""
     return Move(cut(entry), entry.key, entry.shape, is_fp8)
+
+
+def turned(entry: Entry) -> Move:
+    """Move all of a matrix that is stored as [K, N]."""
+    return Move(cut(entry, is_transposed=True), entry.key, entry.shape[::-1])
 
 
 def apart(entry: Entry) -> Iterator[Move]:

@@ -18,9 +18,9 @@ from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
 from .fillings import Filling, converted_fillings
-from .moves import ONE_BY_ONE, Move, Selected, apart, cut, whole
+from .moves import ONE_BY_ONE, Move, Selected, apart, cut, turned, whole
 from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
-from .skeleton import Skeleton
+from .skeleton import Skeleton, names_of
 
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
@@ -145,12 +145,8 @@ def _moves_of(
     if len(direct) == len(fillings) and all(len(entry.shape) == 2 for entry, _ in direct):
         if not all(skeleton.is_found(key, skeleton.rename(key)) for key in entries):
             return _LOST
-        if kind == "Conv1D":
-            return {
-                key: [Move(cut(entry, is_transposed=True), key, entry.shape[::-1])]
-                for key, entry in entries.items()
-            }
-        return {key: [whole(entry)] for key, entry in entries.items()}
+        move = turned if kind == "Conv1D" else whole
+        return {key: [move(entry)] for key, entry in entries.items()}
     spelled = skeleton.spelled([x.slot.name for x in fillings], entries)
     if spelled is None:
         return _LOST
@@ -160,8 +156,8 @@ def _moves_of(
         return _UNEVEN
     moves: Moves = {key: [] for key in entries}
     for x in fillings:
-        move = Move(x.pieces, spelled[x.slot.name], x.slot.shape)
-        moves[move.entry.key].append(move)
+        fused = Move(x.pieces, spelled[x.slot.name], x.slot.shape)
+        moves[fused.entry.key].append(fused)
     return moves
 
 
@@ -217,7 +213,9 @@ def _is_even(filling: Filling) -> bool:
 def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     """Whether transformers would stack `X.0.gate_proj.weight` and such to `X.gate_up_proj`."""
     home, _, leaf = filling.entries()[0].key.rpartition(".")
-    pieces = () if filling.is_converted else ONE_BY_ONE.get(leaf, ())
-    return bool(pieces) and all(
-        skeleton.stacks(f"{home}.0.{piece}.weight", filling.slot.name) for piece in pieces
+    if filling.is_converted or leaf not in ONE_BY_ONE:
+        return False
+    made = [skeleton.conversion_of(f"{home}.0.{piece}.weight") for piece in ONE_BY_ONE[leaf]]
+    return all(
+        x and x[0] == filling.slot.name and "MergeModulelist" in names_of(x[1]) for x in made
     )

@@ -55,12 +55,6 @@ class Skeleton:
                     return self.rename(target), step, pattern
         return None
 
-    def stacks(self, key: str, name: str) -> bool:
-        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
-        target, step, _ = self.conversion_of(key) or ("", None, "")
-        operations = [type(x).__name__ for x in getattr(step, "operations", ())]
-        return target == name and "MergeModulelist" in operations
-
     def is_found(self, key: str, name: str) -> bool:
         """Whether a loader takes a weight of this key, and its scales, for those of name."""
         scale = scale_of_weight(key)
@@ -118,6 +112,11 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
+
+
+def names_of(step: Any) -> set[str]:
+    """Return what transformers calls the operations of a step."""
+    return {type(operation).__name__ for operation in step.operations}
 
 
 def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:
