@@ -33,7 +33,7 @@ from tests.checkpoint.cases import (
     write,
 )
 from tests.checkpoint.deadline import within
-from tests.checkpoint.quantize_cases import PLAIN, bf16, write_source
+from tests.checkpoint.quantize.cases import PLAIN, bf16, write_source
 
 INDEX = "model.safetensors.index.json"
 LINEAR = "model.layers.0.q_proj.weight"

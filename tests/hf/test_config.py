@@ -21,7 +21,7 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.hf.model_cases import RELEASE, prompt, states_differ, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

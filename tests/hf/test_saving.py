@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.hf import FP8Config
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.hf.model_cases import states_differ, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

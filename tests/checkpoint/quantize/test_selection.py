@@ -21,7 +21,7 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 from moefp8.layers import plan_conversion
 from tests.checkpoint.cases import read
-from tests.checkpoint.quantize_cases import bf16, quantization_of, write_source
+from tests.checkpoint.quantize.cases import bf16, quantization_of, write_source
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of, loaded_alike, saved
 from tests.hf.model_cases import RELEASE
 

@@ -6,19 +6,25 @@ What is expected here is not computed by moefp8.checkpoint.
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
+from moefp8.checkpoint import QuantizeReport, quantize_checkpoint
+from moefp8.checkpoint.quantize import stream
 from tests.checkpoint.cases import minimax_name, write
 
 H, I, E = 256, 192, 2  # I / 128 is not whole
+LAYER = "model.layers.0"
+LINEAR, EXPERTS = f"{LAYER}.q_proj.weight", f"{LAYER}.mlp.experts"
 PLAIN = {"model_type": "tiny", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+OTHERS = ("tokenizer.json", "chat_template.jinja", "modeling_own.py", "templates/tool.jinja")
 
 
 def bf16(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def expert_tensors(module: str) -> dict:
+def expert_tensors(module: str = EXPERTS) -> dict:
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     return {
         f"{module}.{expert}.{name}_proj.weight": bf16(*shape)
@@ -27,7 +33,7 @@ def expert_tensors(module: str) -> dict:
     }
 
 
-def stacked_tensors(module: str) -> dict:
+def stacked_tensors(module: str = EXPERTS) -> dict:
     """Stack experts as transformers holds them in memory."""
     return {
         f"{module}.gate_up_proj": bf16(E, 2 * I, H),
@@ -63,19 +69,18 @@ def deepseek_v3() -> dict:
 
 
 def qwen3_next() -> dict:
-    layer = "model.layers.0"
     return {
         "model.embed_tokens.weight": bf16(16, H),
-        f"{layer}.linear_attn.in_proj_qkvz.weight": bf16(300, H),
-        f"{layer}.linear_attn.in_proj_ba.weight": bf16(8, H),
-        f"{layer}.linear_attn.conv1d.weight": bf16(300, 1, 4),
-        f"{layer}.linear_attn.A_log": torch.randn(4),
-        f"{layer}.self_attn.q_proj.weight": bf16(H, H),
-        f"{layer}.self_attn.q_proj.bias": bf16(H),
-        f"{layer}.mlp.gate.weight": bf16(E, H),
-        f"{layer}.mlp.shared_expert_gate.weight": bf16(1, H),
-        f"{layer}.mlp.shared_expert.up_proj.weight": bf16(I, H),
-        **expert_tensors(f"{layer}.mlp.experts"),
+        f"{LAYER}.linear_attn.in_proj_qkvz.weight": bf16(300, H),
+        f"{LAYER}.linear_attn.in_proj_ba.weight": bf16(8, H),
+        f"{LAYER}.linear_attn.conv1d.weight": bf16(300, 1, 4),
+        f"{LAYER}.linear_attn.A_log": torch.randn(4),
+        f"{LAYER}.self_attn.q_proj.weight": bf16(H, H),
+        f"{LAYER}.self_attn.q_proj.bias": bf16(H),
+        f"{LAYER}.mlp.gate.weight": bf16(E, H),
+        f"{LAYER}.mlp.shared_expert_gate.weight": bf16(1, H),
+        f"{LAYER}.mlp.shared_expert.up_proj.weight": bf16(I, H),
+        **expert_tensors(),
         "mtp.fc.weight": bf16(H, 2 * H),
         "mtp.layers.0.self_attn.q_proj.weight": bf16(H, H),
     }
@@ -83,11 +88,10 @@ def qwen3_next() -> dict:
 
 def minimax_m2() -> dict:
     """Mixtral has the same names, but no bias."""
-    layer = "model.layers.0.mlp"
     tensors = {
-        f"{layer}.gate.weight": bf16(E, H),
-        f"{layer}.gate.e_score_correction_bias": torch.randn(E),
-        **expert_tensors(f"{layer}.experts"),
+        f"{LAYER}.mlp.gate.weight": bf16(E, H),
+        f"{LAYER}.mlp.gate.e_score_correction_bias": torch.randn(E),
+        **expert_tensors(),
         "lm_head.weight": bf16(16, H),
     }
     return {minimax_name(key): tensor for key, tensor in tensors.items()}
@@ -172,19 +176,17 @@ FAMILIES = {
 def write_source(directory: Path, tensors: dict, config: dict | None = None, num_shards: int = 1):
     """Write a checkpoint, files that a model needs, and files that must not come along."""
     write(directory, tensors, PLAIN if config is None else config, num_shards)
-    for name in (
-        "tokenizer.json",
-        "chat_template.jinja",
-        "modeling_own.py",
-        "templates/tool.jinja",
-    ):
+    second = ("pytorch_model.bin", "pytorch_model.bin.index.json", "x.gguf", "original/params.json")
+    for name in (*OTHERS, *second, ".git/config"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(f"this is {name}")
-    for name in ("pytorch_model.bin", "x.gguf", "original/params.json", ".git/config"):
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text("a second model")
-    (directory / "pytorch_model.bin.index.json").write_text("{}")
     return directory
+
+
+def quantized(folder: Path, tensors: dict, num_shards: int = 1, **options) -> QuantizeReport:
+    """Write tensors to `folder/s`, and quantize them to `folder/t`."""
+    source = write_source(folder / "s", tensors, num_shards=num_shards)
+    return quantize_checkpoint(source, folder / "t", **options)
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -198,3 +200,33 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def quantization_of(directory: Path) -> dict:
     return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+def partial_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def finished(target: Path) -> dict[str, tuple[int, int]]:
+    """Shard -> inode and time, of those that bear their names."""
+    found = {path.name: path.stat() for path in partial_of(target).rglob("*.safetensors")}
+    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
+
+
+def interrupt(source: Path, target: Path, after: int = 3, **options) -> dict:
+    """Run until so many shards are done; what was finished then."""
+    real, left = stream.run_all, [after]
+
+    def stop(*arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "run_all", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(source, target, **options)
+    found = finished(target)
+    assert len(found) == after
+    assert not list(partial_of(target).rglob("*.tmp"))
+    return found

@@ -18,28 +18,27 @@ import torch
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 from moefp8.checkpoint.quantize import select_by_name, stream
 from moefp8.cli.main import main
-from tests.checkpoint import killed_quantize
 from tests.checkpoint.cases import read, refusal
-from tests.checkpoint.killed_quantize import finished
-from tests.checkpoint.quantize_cases import (
+from tests.checkpoint.quantize import killed
+from tests.checkpoint.quantize.cases import (
+    LAYER,
     bf16,
     deepseek_v3,
     files_of,
+    finished,
+    interrupt,
+    partial_of,
     quantization_of,
     write_source,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = {"max_shard_bytes": 200_000}
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
     return write_source(tmp_path / "s", deepseek_v3(), num_shards=2)
-
-
-def partial_of(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
 
 
 def refused(source: Path, target: Path, **options) -> str:
@@ -55,11 +54,10 @@ def num_open() -> int:
 
 @pytest.mark.parametrize("when", ["calls", "moments", "race"])
 def test_killed_and_resumed(tmp_path, when):
-    layer = "model.layers.0"
-    tensors = {key: x for key, x in deepseek_v3().items() if key.startswith(layer)}
+    tensors = {key: x for key, x in deepseek_v3().items() if key.startswith(LAYER)}
     source = write_source(tmp_path / "s", tensors, num_shards=2)
     (tmp_path / "w").mkdir()
-    command = [sys.executable, "-m", killed_quantize.__name__, when, source, tmp_path / "w"]
+    command = [sys.executable, "-m", killed.__name__, when, source, tmp_path / "w"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if when == "race":
@@ -94,26 +92,6 @@ def test_the_command_goes_on_where_it_was_killed(tmp_path):
 # Runs that are not the same
 
 
-def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
-    """Run until so many shards are done; what was finished then."""
-    real, left = stream.run_all, [after]
-
-    def stop(*arguments, **options):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        real(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "run_all", stop)
-        with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(source, target, **{**SMALL, **options})
-    found = finished(target)
-    assert len(found) == after
-    assert not list(partial_of(target).rglob("*.tmp"))
-    return found
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -124,9 +102,9 @@ def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
         ("tokenizer.json", "another source than now"),
     ],
 )
-def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
+def test_another_job_is_refused(source, tmp_path, change, told):
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     options = change if isinstance(change, dict) else {}
     if not options:
         path = source / change if change != "shard" else next(source.glob("*.safetensors"))
@@ -139,11 +117,11 @@ def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
     quantize_checkpoint(source, target, **{**SMALL, **options})
 
 
-def test_names_that_are_not_utf_8(source, tmp_path, monkeypatch):
+def test_names_that_are_not_utf_8(source, tmp_path):
     path, target = tmp_path / os.fsdecode(b"s\xff"), tmp_path / os.fsdecode(b"t\xfe")
     source.rename(path)
     (path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
-    interrupt(path, target, monkeypatch)
+    interrupt(path, target, **SMALL)
     assert quantize_checkpoint(path, target, **SMALL).num_resumed == 3
     assert (target / os.fsdecode(b"caf\xe9.txt")).read_text() == "x"
 
@@ -151,34 +129,11 @@ def test_names_that_are_not_utf_8(source, tmp_path, monkeypatch):
 def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypatch):
     """Its shards have the same names, and other tensors in them."""
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     kept = re.compile(rf"{select_by_name._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
     monkeypatch.setattr(select_by_name, "_KEPT", kept)
     assert "another plan than now" in refusal(quantize_checkpoint, source, target, **SMALL)
     assert finished(target) == before
-
-
-def test_what_is_not_whole_is_written_again(source, tmp_path, monkeypatch):
-    target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
-    partial, lost = partial_of(target), next(iter(before))
-    (partial / "reports" / f"{lost}.json").unlink()
-    (partial / "checkpoint" / "config.json").write_text("{")
-    (partial / "checkpoint" / "templates").mkdir()
-    (partial / "checkpoint" / "model-00009-of-00009.safetensors.tmp").write_text("x")
-    done = quantize_checkpoint(source, target, **SMALL)
-    assert done.num_resumed == 2
-    whole = quantize_checkpoint(source, tmp_path / "whole", **SMALL)
-    assert files_of(target) == files_of(tmp_path / "whole")
-    assert (done.weights, done.kept) == (whole.weights, whole.kept)
-
-
-def test_a_broken_record_is_named(source, tmp_path, monkeypatch):
-    interrupt(source, tmp_path / "t", monkeypatch)
-    record = partial_of(tmp_path / "t") / "job.json"
-    record.write_text("{")
-    with pytest.raises(CheckpointError, match=str(record)):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
 
 
 LOCK = """
@@ -190,9 +145,9 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def test_one_process_at_a_time(source, tmp_path, monkeypatch):
+def test_one_process_at_a_time(source, tmp_path):
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     lock = partial_of(target) / "lock"
     holder = subprocess.Popen(
         [sys.executable, "-c", LOCK, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -12,7 +12,7 @@ from moefp8.checkpoint.quantize.skeleton import Skeleton, skeleton_of
 from moefp8.checkpoint.quantize.untrusted import offline
 from moefp8.cli.main import main
 from tests.checkpoint.deadline import within
-from tests.checkpoint.quantize_cases import bf16, write_source
+from tests.checkpoint.quantize.cases import bf16, write_source
 
 QWEN3 = {
     "model_type": "qwen3_moe",

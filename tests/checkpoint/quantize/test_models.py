@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from moefp8 import FP8Linear, GroupedExperts, convert, load_checkpoint
 from moefp8.checkpoint import fp8_modules
 from tests.checkpoint.cases import assert_same_tensors
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next", "minimax_m2")
 ATTENTION = {"num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 2}
