@@ -132,7 +132,7 @@ def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypat
     before = interrupt(source, target, **SMALL)
     kept = re.compile(rf"{select_by_name._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
     monkeypatch.setattr(select_by_name, "_KEPT", kept)
-    assert "another plan than now" in refusal(quantize_checkpoint, source, target, **SMALL)
+    assert "another plan than now" in refused(source, target)
     assert finished(target) == before
 
 
@@ -154,30 +154,40 @@ def test_one_process_at_a_time(source, tmp_path):
     )
     holder.stdout.readline()
     num_before = num_open()
-    with pytest.raises(CheckpointError, match=f"another process writes it, and holds {lock}"):
-        quantize_checkpoint(source, target, **SMALL)
+    assert f"another process writes it, and holds {lock}" in refused(source, target)
     assert num_open() == num_before
     holder.communicate(b"\n")
     assert quantize_checkpoint(source, target, **SMALL).num_resumed == len(before)
 
 
+def around(monkeypatch, before=lambda: None, after=lambda: None) -> None:
+    """Let something happen before or after the tensors of a shard are written."""
+    real = stream.run_all
+
+    def run_all(*arguments, **options):
+        before()
+        real(*arguments, **options)
+        after()
+
+    monkeypatch.setattr(stream, "run_all", run_all)
+
+
 def test_one_thread_at_a_time(source, tmp_path, monkeypatch):
     """Locks of files are those of a process, and closing one of its descriptors unlocks."""
-    target, told, real = tmp_path / "t", [], stream.run_all
+    target, told = tmp_path / "t", []
 
-    def second(*arguments, **options):
-        monkeypatch.setattr(stream, "run_all", real)
+    def second():
         thread = threading.Thread(target=lambda: told.append(refused(source, target)))
         thread.start()
         thread.join()
-        real(*arguments, **options)
 
-    monkeypatch.setattr(stream, "run_all", second)
+    around(monkeypatch, before=second)
     quantize_checkpoint(source, target, **SMALL)
-    assert f"{target}: another thread writes it" in told[0]
+    monkeypatch.undo()
+    assert all(f"{target}: another thread writes it" in x for x in told)
     quantize_checkpoint(source, tmp_path / "whole", **SMALL)
     assert files_of(target) == files_of(tmp_path / "whole")
-    assert "exists" in refusal(quantize_checkpoint, source, target, **SMALL)
+    assert "exists" in refused(source, target)
 
 
 def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
@@ -190,18 +200,16 @@ def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(CheckpointError, match=f"Permission denied: '{source / 'templates'}'"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    assert f"Permission denied: '{source / 'templates'}'" in refused(source, tmp_path / "t")
 
 
 def test_targets_that_are_there(source, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
+    (tmp_path / "full" / "x").mkdir(parents=True)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
     for name in ("full", "file"):
-        with pytest.raises(CheckpointError, match=f"{name}: exists and is not an empty directory"):
-            quantize_checkpoint(source, tmp_path / name)
+        told = refused(source, tmp_path / name)
+        assert f"{name}: exists and is not an empty directory" in told
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -210,36 +218,22 @@ def test_what_a_kill_after_the_rename_leaves_is_removed(source, tmp_path):
     quantize_checkpoint(source, target)
     partial_of(target).mkdir()
     (partial_of(target) / "job.json").write_text("{}")
-    assert "exists" in refusal(quantize_checkpoint, source, target)
+    assert "exists" in refused(source, target)
     assert not partial_of(target).exists()
 
 
 def test_a_source_that_changes_meanwhile(source, tmp_path, monkeypatch):
     shards = sorted(source.glob("*.safetensors"))
-    real = stream.run_all
-
-    def touching(*arguments, **options):
-        real(*arguments, **options)
-        for shard in shards:
-            os.utime(shard, ns=(0, 0))
-
-    monkeypatch.setattr(stream, "run_all", touching)
-    with pytest.raises(CheckpointError, match=f"{shards[0]}: changed while it was read"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    around(monkeypatch, after=lambda: [os.utime(shard, ns=(0, 0)) for shard in shards])
+    assert f"{shards[0]}: changed while it was read" in refused(source, tmp_path / "t")
     assert not finished(tmp_path / "t")
 
 
 def test_a_source_cut_short_meanwhile(source, tmp_path, monkeypatch):
-    real = stream.run_all
-
-    def cutting(*arguments, **options):
-        for shard in source.glob("*.safetensors"):
-            os.truncate(shard, 5000)
-        real(*arguments, **options)
-
-    monkeypatch.setattr(stream, "run_all", cutting)
-    with pytest.raises(CheckpointError, match=r"in .*: reading failed .*file ends.*; finished"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    shards = sorted(source.glob("*.safetensors"))
+    around(monkeypatch, before=lambda: [os.truncate(shard, 5000) for shard in shards])
+    told = refused(source, tmp_path / "t")
+    assert re.search(r"in .*: reading failed .*file ends.*; finished", told)
 
 
 # Disks
@@ -298,9 +292,8 @@ def test_a_full_disk_names_key_and_file(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     key = r"model\.layers\.[01]\.self_attn\.kv_a_proj_with_mqa\.weight"
-    told = rf"^{key} in .*\.t\.partial/checkpoint/model.safetensors.*: .*No space left on device"
-    with pytest.raises(CheckpointError, match=told):
-        quantize_checkpoint(source, tmp_path / "t")
+    told = rf"{key} in .*\.t\.partial/checkpoint/model.*: .*No space left on device"
+    assert re.match(told, refused(source, tmp_path / "t"))
 
 
 def test_a_disk_that_is_really_full(source, tmp_path):
@@ -363,12 +356,6 @@ def test_a_json_file_that_cannot_be_written_is_told_before_the_work(source, tmp_
     told = capsys.readouterr()
     assert f"--json must name a file in a directory that is there, got {report}" in told.err
     assert (told.out, target.exists()) == ("", False)
-
-
-def test_the_json_file_may_lie_in_the_target(source, tmp_path):
-    target = tmp_path / "t"
-    assert main(["quantize", str(source), str(target), "--json", str(target / "x.json")]) == 0
-    assert json.loads((target / "x.json").read_text())["weights"]
 
 
 def test_nobody_reads_what_it_prints(source, tmp_path, capsys, monkeypatch):
