@@ -41,135 +41,105 @@ def stacked_tensors(module: str = EXPERTS) -> dict:
     }
 
 
-def deepseek_v3() -> dict:
+Family = tuple[dict, list[str]]  # its tensors, modules that stay; the other matrices become FP8
+
+
+def family(others: dict, stay: dict[str, torch.Tensor]) -> Family:
+    """others: key -> tensor; stay: module -> its weight."""
+    return others | {f"{module}.weight": weight for module, weight in stay.items()}, list(stay)
+
+
+def deepseek_v3() -> Family:
     """A layer of DeepSeek-V3.2 and its MTP layer."""
-    tensors = {
+    last = "model.layers.1"
+    stay = {"lm_head": bf16(16, H), f"{last}.eh_proj": bf16(H, 2 * H)}
+    stay |= {f"{last}.shared_head.head": bf16(16, H)}
+    others = {
         "model.embed_tokens.weight": bf16(16, H),
         "model.norm.weight": bf16(H),
-        "lm_head.weight": bf16(16, H),
+        f"{last}.embed_tokens.weight": bf16(16, H),
+        f"{last}.shared_head.norm.weight": bf16(H),
     }
-    for layer in ("model.layers.0", "model.layers.1"):
-        tensors |= {
+    for layer in (LAYER, last):
+        stay |= {f"{layer}.self_attn.indexer.weights_proj": bf16(8, H)}
+        stay |= {f"{layer}.mlp.gate": bf16(E, H)}
+        others |= {
             f"{layer}.self_attn.kv_a_proj_with_mqa.weight": bf16(200, H),
             f"{layer}.self_attn.kv_a_layernorm.weight": bf16(72),
             f"{layer}.self_attn.indexer.wk.weight": bf16(128, H),
-            f"{layer}.self_attn.indexer.weights_proj.weight": bf16(8, H),
-            f"{layer}.mlp.gate.weight": bf16(E, H),
             f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(E),
             f"{layer}.mlp.shared_experts.gate_proj.weight": bf16(I, H),
             **expert_tensors(f"{layer}.mlp.experts"),
         }
-    tensors |= {
-        "model.layers.1.eh_proj.weight": bf16(H, 2 * H),
-        "model.layers.1.embed_tokens.weight": bf16(16, H),
-        "model.layers.1.shared_head.head.weight": bf16(16, H),
-        "model.layers.1.shared_head.norm.weight": bf16(H),
+    return family(others, stay)
+
+
+def qwen3_next() -> Family:
+    stay = {
+        f"{LAYER}.linear_attn.in_proj_ba": bf16(8, H),
+        f"{LAYER}.mlp.gate": bf16(E, H),
+        f"{LAYER}.mlp.shared_expert_gate": bf16(1, H),
+        "mtp.fc": bf16(H, 2 * H),
     }
-    return tensors
-
-
-def qwen3_next() -> dict:
-    return {
+    others = {
         "model.embed_tokens.weight": bf16(16, H),
         f"{LAYER}.linear_attn.in_proj_qkvz.weight": bf16(300, H),
-        f"{LAYER}.linear_attn.in_proj_ba.weight": bf16(8, H),
         f"{LAYER}.linear_attn.conv1d.weight": bf16(300, 1, 4),
         f"{LAYER}.linear_attn.A_log": torch.randn(4),
         f"{LAYER}.self_attn.q_proj.weight": bf16(H, H),
         f"{LAYER}.self_attn.q_proj.bias": bf16(H),
-        f"{LAYER}.mlp.gate.weight": bf16(E, H),
-        f"{LAYER}.mlp.shared_expert_gate.weight": bf16(1, H),
         f"{LAYER}.mlp.shared_expert.up_proj.weight": bf16(I, H),
         **expert_tensors(),
-        "mtp.fc.weight": bf16(H, 2 * H),
         "mtp.layers.0.self_attn.q_proj.weight": bf16(H, H),
     }
+    tensors, kept = family(others, stay)
+    return tensors, [*kept, "lm_head"]  # which is tied
 
 
-def minimax_m2() -> dict:
+def minimax_m2() -> Family:
     """Mixtral has the same names, but no bias."""
-    tensors = {
-        f"{LAYER}.mlp.gate.weight": bf16(E, H),
-        f"{LAYER}.mlp.gate.e_score_correction_bias": torch.randn(E),
-        **expert_tensors(),
-        "lm_head.weight": bf16(16, H),
-    }
-    return {minimax_name(key): tensor for key, tensor in tensors.items()}
+    bias = {f"{LAYER}.mlp.gate.e_score_correction_bias": torch.randn(E)}
+    stay = {f"{LAYER}.mlp.gate": bf16(E, H), "lm_head": bf16(16, H)}
+    tensors, kept = family(bias | expert_tensors(), stay)
+    named = {minimax_name(key): tensor for key, tensor in tensors.items()}
+    return named, [*map(minimax_name, kept)]
 
 
-def qwen3_5() -> dict:
+def qwen3_5() -> Family:
     """Nested in a model that sees, with stacked experts."""
-    layer = "model.language_model.layers.0"
-    return {
-        "model.visual.blocks.0.attn.qkv.weight": bf16(H, H),
-        "model.visual.blocks.0.mlp.experts.gate_up_proj": bf16(2, 3, 4),
+    layer, seen = "model.language_model.layers.0", "model.visual.blocks.0"
+    stay = {
+        f"{seen}.attn.qkv": bf16(H, H),
+        f"{layer}.linear_attn.in_proj_a": bf16(4, H),
+        f"{layer}.mlp.gate": bf16(E, H),
+        "lm_head": bf16(16, H),
+    }
+    others = {
+        f"{seen}.mlp.experts.gate_up_proj": bf16(2, 3, 4),
         "model.visual.pos_embed.weight": bf16(16, H),
         "model.visual.patch_embed.proj.weight": bf16(8, 3, 2, 4, 4),
         "model.language_model.embed_tokens.weight": bf16(16, H),
-        f"{layer}.linear_attn.in_proj_a.weight": bf16(4, H),
         f"{layer}.linear_attn.in_proj_qkv.weight": bf16(H, H),
-        f"{layer}.mlp.gate.weight": bf16(E, H),
         **stacked_tensors(f"{layer}.mlp.experts"),
-        "lm_head.weight": bf16(16, H),
     }
+    tensors, kept = family(others, stay)
+    return tensors, [*kept, f"{seen}.mlp.experts"]
 
 
-def kimi_k25() -> dict:
+def kimi_k25() -> Family:
     layer = "language_model.model.layers.0"
-    return {
-        "vision_tower.encoder.layers.0.q_proj.weight": bf16(H, H),
-        "mm_projector.linear_1.weight": bf16(H, H),
-        f"{layer}.self_attn.o_proj.weight": bf16(H, 130),
-        f"{layer}.mlp.gate.weight": bf16(E, H),
-        **expert_tensors(f"{layer}.mlp.experts"),
-        "language_model.lm_head.weight": bf16(16, H),
+    stay = {
+        "vision_tower.encoder.layers.0.q_proj": bf16(H, H),
+        "mm_projector.linear_1": bf16(H, H),
+        f"{layer}.mlp.gate": bf16(E, H),
+        "language_model.lm_head": bf16(16, H),
     }
+    linear = {f"{layer}.self_attn.o_proj.weight": bf16(H, 130)}
+    return family(linear | expert_tensors(f"{layer}.mlp.experts"), stay)
 
 
-# family -> (its tensors, modules that stay; all other 2-D weights and stacks become FP8)
 FAMILIES = {
-    "deepseek_v3": (
-        deepseek_v3,
-        [
-            "lm_head",
-            "model.layers.0.self_attn.indexer.weights_proj",
-            "model.layers.0.mlp.gate",
-            "model.layers.1.self_attn.indexer.weights_proj",
-            "model.layers.1.mlp.gate",
-            "model.layers.1.eh_proj",
-            "model.layers.1.shared_head.head",
-        ],
-    ),
-    "qwen3_next": (
-        qwen3_next,
-        [
-            "model.layers.0.linear_attn.in_proj_ba",
-            "model.layers.0.mlp.gate",
-            "model.layers.0.mlp.shared_expert_gate",
-            "mtp.fc",
-            "lm_head",  # tied
-        ],
-    ),
-    "minimax_m2": (minimax_m2, ["model.layers.0.block_sparse_moe.gate", "lm_head"]),
-    "qwen3_5": (
-        qwen3_5,
-        [
-            "model.visual.blocks.0.attn.qkv",
-            "model.visual.blocks.0.mlp.experts",
-            "model.language_model.layers.0.linear_attn.in_proj_a",
-            "model.language_model.layers.0.mlp.gate",
-            "lm_head",
-        ],
-    ),
-    "kimi_k25": (
-        kimi_k25,
-        [
-            "vision_tower.encoder.layers.0.q_proj",
-            "mm_projector.linear_1",
-            "language_model.model.layers.0.mlp.gate",
-            "language_model.lm_head",
-        ],
-    ),
+    make.__name__: make for make in (deepseek_v3, qwen3_next, minimax_m2, qwen3_5, kimi_k25)
 }
 
 

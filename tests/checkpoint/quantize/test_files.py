@@ -91,7 +91,7 @@ def test_a_target_that_no_rename_can_replace(source, tmp_path, monkeypatch):
 
 
 def test_shards_and_their_index(tmp_path):
-    done = quantized(tmp_path, deepseek_v3(), 3, max_shard_bytes=100_000)
+    done = quantized(tmp_path, deepseek_v3()[0], 3, max_shard_bytes=100_000)
     files = sorted((tmp_path / "t").glob("*.safetensors"))
     assert done.num_shards == len(files) > 4
     assert [x.name for x in files] == [

@@ -38,7 +38,7 @@ SMALL = {"max_shard_bytes": 200_000}
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    return write_source(tmp_path / "s", deepseek_v3(), num_shards=2)
+    return write_source(tmp_path / "s", deepseek_v3()[0], num_shards=2)
 
 
 def refused(source: Path, target: Path, **options) -> str:
@@ -54,7 +54,7 @@ def num_open() -> int:
 
 @pytest.mark.parametrize("when", ["calls", "moments", "race"])
 def test_killed_and_resumed(tmp_path, when):
-    tensors = {key: x for key, x in deepseek_v3().items() if key.startswith(LAYER)}
+    tensors = {key: x for key, x in deepseek_v3()[0].items() if key.startswith(LAYER)}
     source = write_source(tmp_path / "s", tensors, num_shards=2)
     (tmp_path / "w").mkdir()
     command = [sys.executable, "-m", killed.__name__, when, source, tmp_path / "w"]
