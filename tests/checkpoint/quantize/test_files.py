@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
+from moefp8.checkpoint.files.header import DTYPE_NAMES
 from moefp8.checkpoint.quantize.shard_file import create
 from moefp8.checkpoint.quantize.shard_file import write as write_tensor
 from tests.checkpoint.quantize.cases import (
@@ -118,26 +119,21 @@ def test_an_empty_directory_is_filled_and_a_file_alone_is_enough(tmp_path):
     assert set(files_of(tmp_path / "t")) == {"config.json", "model.safetensors"}
 
 
-@given(st.data())
-def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, data):
+KEYS = st.text(min_size=1).filter(lambda key: key.isprintable() and key != "__metadata__")
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+
+
+@given(
+    st.dictionaries(KEYS, st.tuples(st.lists(st.integers(0, 5), max_size=3), DTYPES), max_size=5)
+)
+def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, kinds):
     """Byte by byte, where dtypes differ in size: the library also orders those that do not."""
     folder = tmp_path_factory.mktemp("shards")
-    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
-    keys = data.draw(st.lists(st.text(min_size=1).filter(str.isprintable), unique=True, max_size=5))
-    keys = [key for key in keys if key != "__metadata__"]
-    tensors = {
-        key: torch.randn(data.draw(st.lists(st.integers(0, 5), max_size=3))).to(
-            data.draw(st.sampled_from(dtypes))
-        )
-        for key in keys
-    }
-    names = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
-    file, entries = create(
-        folder / "ours",
-        [(k, names.get(t.dtype, "F8_E4M3"), tuple(t.shape)) for k, t in tensors.items()],
-    )
-    with open(file, "rb") as file:
+    tensors = {key: torch.randn(shape).to(dtype) for key, (shape, dtype) in kinds.items()}
+    told = [(key, DTYPE_NAMES[x.dtype], tuple(x.shape)) for key, x in tensors.items()]
+    descriptor, entries = create(folder / "ours", told)
+    with open(descriptor, "rb"):
         for key, tensor in tensors.items():
-            write_tensor(file.fileno(), entries[key], 0, tensor)
+            write_tensor(descriptor, entries[key], 0, tensor)
     save_file(tensors, folder / "theirs", {"format": "pt"})
     assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
