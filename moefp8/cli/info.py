@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ..kernels.jit import (
 )
 
 _MAX_FACT = 1000
+_CUDA_SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
@@ -31,9 +31,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found: dict[str, list[str]] = defaultdict(list)
-    for topic, fact in _facts():
-        found[topic].append(fact)
+    found = _facts()
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
@@ -43,25 +41,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts() -> Iterator[tuple[str, str]]:
-    """Yield (topic, a sentence or a fact)."""
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    yield "moefp8", f"{__version__}, {versions}"
-    yield "driver", _driver()
-    yield from (("GPU", fact) for fact in _gpus())
-    yield "CPU", "PyTorch's operations with the numerics of the kernels: for development and tests"
+def _facts() -> dict[str, list[str]]:
+    """Return topic -> sentences and facts, at least one."""
     try:
         compiler, has_compiler = compiler_description(), True
     except JitError as error:
         compiler, has_compiler = str(error), False
-    yield "compiler", compiler
-    yield from (("cache", fact) for fact in _cache())
     hopper = [i for i in range(torch.cuda.device_count()) if runs_our_kernels(i)]
-    yield from (("tuned", _tuned(i)) for i in hopper)
-    for name in sorted(os.environ):
-        if name.startswith("MOEFP8_") or name in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME"):
-            yield "setting", f"{name}={os.environ[name]}"
-    yield "so", _verdict(hopper, has_compiler)
+    names = sorted(x for x in os.environ if x.startswith("MOEFP8_") or x in _CUDA_SETTINGS)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    found = {
+        "moefp8": [f"{__version__}, {versions}"],
+        "driver": [_driver()],
+        "GPU": [*_gpus()],
+        "CPU": ["PyTorch's operations with the numerics of the kernels: for development and tests"],
+        "compiler": [compiler],
+        "cache": [*_cache()],
+        "tuned": [*map(_tuned, hopper)],
+        "setting": [f"{name}={os.environ[name]}" for name in names],
+        "so": [_verdict(hopper, has_compiler)],
+    }
+    return {topic: facts for topic, facts in found.items() if facts}
 
 
 def _driver() -> str:

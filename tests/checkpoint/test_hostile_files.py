@@ -80,7 +80,7 @@ def test_a_pipe_in_the_place_of_a_temporary_file_is_removed(tmp_path):
 
 
 def test_what_a_config_links_to_is_not_copied(tmp_path):
-    """A secret that whoever runs quantize can read, and whoever made the source cannot."""
+    """Whoever runs quantize may read a secret that whoever made the source may not."""
     source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)})
     (source / "config.json").rename(tmp_path / "secret.json")
     (source / "config.json").symlink_to(tmp_path / "secret.json")
@@ -103,8 +103,8 @@ def test_a_hub_cache_links_to_its_blobs(tmp_path, subfolder):
 
 def test_a_shard_that_is_a_link_out_is_not_read(tmp_path):
     path = write(tmp_path / "c", deepseek_tensors())
-    shard, other = path / "model.safetensors", tmp_path / "other.safetensors"
-    shard.rename(other)
+    shard = path / "model.safetensors"
+    other = shard.rename(tmp_path / "other.safetensors")
     shard.symlink_to(other)
     all_refuse(path, f"{shard}: a link out of the checkpoint, to {other}")
     load_checkpoint(Tiny(), shard)  # which link to follow is then the user's own choice
@@ -117,8 +117,7 @@ def test_an_index_does_not_lead_through_a_link_out(tmp_path):
     for name in set(weight_map.values()):
         (path / name).rename(tmp_path / "other" / name)
     (path / "sub").symlink_to(tmp_path / "other")
-    changed = {key: f"sub/{name}" for key, name in weight_map.items()}
-    (path / INDEX).write_text(json.dumps({"weight_map": changed}))
+    write_index(path, {key: f"sub/{name}" for key, name in weight_map.items()})
     all_refuse(path, f"{path}/sub/model-00001-of-00002.safetensors: a link out of the checkpoint")
 
 
@@ -128,8 +127,7 @@ def test_one_file_of_many_names_is_read_once(tmp_path, link):
     (path / "model.safetensors").rename(path / "0.safetensors")
     for i in range(1, 100):
         link(path / "0.safetensors", path / f"{i}.safetensors")
-    index = {"weight_map": {f"k{i}": f"{i}.safetensors" for i in range(100)}}
-    (path / INDEX).write_text(json.dumps(index))
+    write_index(path, {f"k{i}": f"{i}.safetensors" for i in range(100)})
     all_refuse(path, f"{path}/1.safetensors: is the same file as {path}/0.safetensors")
 
 
@@ -137,8 +135,7 @@ def test_keys_that_two_files_have_are_counted(tmp_path):
     path = write_many(tmp_path / "c", 3_000)
     (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     (path / "model.safetensors").rename(path / "first.safetensors")
-    index = {"weight_map": {"k0": "first.safetensors", "k1": "copy.safetensors"}}
-    (path / INDEX).write_text(json.dumps(index))
+    write_index(path, {"k0": "first.safetensors", "k1": "copy.safetensors"})
     all_refuse(path, "k0 in", "the same key is in", "(101 problems)")
 
 
@@ -158,6 +155,10 @@ def checkpoint_of(path, header, data=b""):
     return path
 
 
+def write_index(path, weight_map):
+    (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
 def write_many(path, num_tensors):
     header = {f"k{i}": {**entry([]), "data_offsets": [i, i + 1]} for i in range(num_tensors)}
     return checkpoint_of(path, header, bytes(num_tensors))
@@ -170,7 +171,7 @@ def check_message(message: str) -> None:
 
 
 def all_refuse(path, *needles) -> None:
-    """Every reader, in short time, with a message that a terminal can show."""
+    """Every reader refuses path in short time, with a message that a terminal can show."""
     model = Tiny()
     before = model_bytes(model)
     for call, *arguments in (
@@ -232,7 +233,7 @@ INDICES = {
 def test_indices_that_cost(tmp_path, what):
     weight_map, *needles = INDICES[what]
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    write_index(tmp_path / "c", weight_map)
     all_refuse(tmp_path / "c", INDEX, *needles)
 
 
@@ -270,7 +271,7 @@ def test_blocks_of_any_size(tmp_path, block):
 
 
 def test_an_empty_stack_of_many_experts(tmp_path):
-    """Each would be taken apart."""
+    """It is refused, since each would be taken apart."""
     stack, names = entry([2**40, 0, 0], dtype="BF16"), ("gate_up_proj", "down_proj")
     path = checkpoint_of(tmp_path / "c", {f"{EXPERTS}.{name}": stack for name in names})
     with within(5):
@@ -294,7 +295,7 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
 
 
 def mutated(random, data: bytes) -> bytes:
-    """A few bytes changed, cut out, put in or repeated; or a token in the place of another."""
+    """Change, cut out, put in or repeat a few bytes, or put a token in their place."""
     tokens = [*b'null [] {} -1 1e999 "\\ud800" "\\u001b"'.split(), b"9" * 30, b"[" * 200]
     for _ in range(random.randint(1, 4)):
         begin = random.randrange(len(data) + 1)
@@ -307,7 +308,7 @@ def mutated(random, data: bytes) -> bytes:
 
 
 def with_value(random, data: bytes) -> bytes:
-    """JSON in which one value is another."""
+    """Put another value in the place of one of the JSON."""
     values = [None, True, 0, -1, 2**63, 10**400, 1.5, "", "\x1b", "re:(a+)+x", [], {}]
     values.append([2**62] * 300)
     tree = json.loads(data)
@@ -326,7 +327,7 @@ def with_value(random, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutations_are_refused_or_load(tmp_path, seed):
-    """80 for each seed: in under a second, only our error, no byte of the model changed by it."""
+    """Each takes under a second, raises no error but ours, and leaves the model as it was."""
     random = Random(seed)
     path = write(tmp_path / "c", deepseek_tensors(1), num_shards=2)
     names = ["config.json", INDEX, *(x.name for x in path.glob("*.safetensors"))]

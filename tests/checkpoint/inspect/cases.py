@@ -13,7 +13,7 @@ LINEAR = {"a.weight": (E4M3, [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
 
 
 def config_with(**quantization) -> dict:
-    """A config.json whose quantization_config tells this besides."""
+    """Return a config.json whose quantization_config tells this besides."""
     told = {**CONFIG["quantization_config"], **quantization}
     return {**CONFIG, "quantization_config": told}
 

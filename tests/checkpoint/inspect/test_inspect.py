@@ -31,7 +31,7 @@ FOLDED = "model.layers.*.mlp.experts.*"
 
 
 def told(path, rule: str, **options):
-    """The one anomaly of this rule."""
+    """Return the one anomaly of this rule."""
     anomalies = inspect_checkpoint(path, **options).anomalies
     found = [anomaly for anomaly in anomalies if rule in anomaly.rule]
     assert len(found) == 1, anomalies

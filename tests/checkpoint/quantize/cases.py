@@ -45,12 +45,12 @@ Family = tuple[dict, list[str]]  # its tensors, modules that stay; the other mat
 
 
 def family(others: dict, stay: dict[str, torch.Tensor]) -> Family:
-    """others: key -> tensor; stay: module -> its weight."""
+    """Join others, key -> tensor, with the weights that stay, module -> weight."""
     return others | {f"{module}.weight": weight for module, weight in stay.items()}, list(stay)
 
 
 def deepseek_v3() -> Family:
-    """A layer of DeepSeek-V3.2 and its MTP layer."""
+    """Make a layer of DeepSeek-V3.2 and its MTP layer."""
     last = "model.layers.1"
     stay = {"lm_head": bf16(16, H), f"{last}.eh_proj": bf16(H, 2 * H)}
     stay |= {f"{last}.shared_head.head": bf16(16, H)}
@@ -106,7 +106,7 @@ def minimax_m2() -> Family:
 
 
 def qwen3_5() -> Family:
-    """Nested in a model that sees, with stacked experts."""
+    """Make a layer with stacked experts, nested in a model that sees."""
     layer, seen = "model.language_model.layers.0", "model.visual.blocks.0"
     stay = {
         f"{seen}.attn.qkv": bf16(H, H),
@@ -160,7 +160,7 @@ def quantized(folder: Path, tensors: dict, num_shards: int = 1, **options) -> Qu
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Name -> content of all that is below."""
+    """Return name -> content of all that is below."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -177,13 +177,13 @@ def partial_of(target: Path) -> Path:
 
 
 def finished(target: Path) -> dict[str, tuple[int, int]]:
-    """Shard -> inode and time, of those that bear their names."""
+    """Return shard -> inode and time, of those that bear their names."""
     found = {path.name: path.stat() for path in partial_of(target).rglob("*.safetensors")}
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
 
 def interrupt(source: Path, target: Path, after: int = 3, **options) -> dict:
-    """Run until so many shards are done; what was finished then."""
+    """Run until so many shards are done, and return what is finished then."""
     real, left = stream.run_all, [after]
 
     def stop(*arguments, **options):

@@ -42,12 +42,12 @@ def start(run: Callable[[], None]) -> int:
 
 
 def wait(child: int) -> int:
-    """Its exit status; minus the signal that killed it."""
+    """Return its exit status, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def die_before(number: int) -> None:
-    """Kill this process at that call, of all that change files."""
+    """Kill this process before that call, of all that change files."""
     left = [number]
 
     def counted(real):
@@ -70,7 +70,7 @@ def check_kept(target: Path, before: dict[str, tuple[int, int]]) -> None:
 
 
 def quantize(source: Path, target: Path, last_call: int = 0) -> None:
-    """last_call: it is killed before that; 0: it is not."""
+    """Quantize, and be killed before last_call if that is not 0."""
     die_before(last_call)
     quantize_checkpoint(source, target, **OPTIONS)
 

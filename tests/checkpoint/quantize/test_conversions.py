@@ -28,7 +28,7 @@ def change(path, edit) -> None:
 
 
 def test_a_conv1d_that_is_converted_stays(tmp_path, monkeypatch):
-    """Square, so that no shape tells that a matrix is transposed."""
+    """It is square, so that no shape tells that it is transposed."""
     parts = [rf"attn\.c_proj{part}\.weight" for part in "AB"]
     step = WeightConverter(parts, "attn.c_proj.weight", [Concatenate(dim=0)])
     known = conversion_mapping.get_checkpoint_conversion_mapping
@@ -70,7 +70,7 @@ def test_experts_that_transformers_cannot_order_stay(tmp_path):
 
 
 def ernie(path, monkeypatch, **text) -> type:
-    """A tiny one, whose experts for texts and for images are stored as if they were of one kind."""
+    """Save a tiny one, whose experts for texts and for images are stored as if of one kind."""
     changed = OVERRIDES["ernie4_5_vl_moe"]["text_config"] | text
     monkeypatch.setitem(OVERRIDES, "ernie4_5_vl_moe", {"text_config": changed})
     model = tiny_model("ernie4_5_vl_moe")

@@ -75,7 +75,7 @@ def test_what_cannot_be_copied_is_not_left_out_silently(source, tmp_path, kind):
 
 
 def test_of_one_file_only_what_belongs_to_it_is_copied(source, tmp_path):
-    """Whatever else lies in that directory, or below."""
+    """What else lies in that directory, or below, is left out."""
     (source / "photo.png").write_bytes(b"x")
     quantize_checkpoint(source / "model.safetensors", tmp_path / "t")
     assert set(files_of(tmp_path / "t")) == {"config.json", "model.safetensors", *OTHERS[:3]}
@@ -127,7 +127,7 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.fl
     st.dictionaries(KEYS, st.tuples(st.lists(st.integers(0, 5), max_size=3), DTYPES), max_size=5)
 )
 def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, kinds):
-    """Byte by byte, where dtypes differ in size: the library also orders those that do not."""
+    """They are equal byte by byte, where dtypes differ in size; the library orders others too."""
     folder = tmp_path_factory.mktemp("shards")
     tensors = {key: torch.randn(shape).to(dtype) for key, (shape, dtype) in kinds.items()}
     told = [(key, DTYPE_NAMES[x.dtype], tuple(x.shape)) for key, x in tensors.items()]

@@ -19,7 +19,7 @@ from tests.hf.model_cases import load
     "family", ["deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next", "minimax_m2"]
 )
 def test_it_loads_as_the_converted_model(tmp_path, family):
-    """And transformers' loader, told modules_to_not_convert, makes FP8 modules of the same ones."""
+    """transformers' loader, told modules_to_not_convert, makes FP8 modules of the same ones."""
     original = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16)
     for name, buffer in original.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -1,4 +1,4 @@
-"""`.TARGET.partial` of somebody else, or changed since: refused, or its shards written again."""
+"""A `.TARGET.partial` of somebody else is refused; shards that have changed are written again."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def source(tmp_path) -> Path:
 
 
 def interrupted(source: Path, folder: Path) -> Path:
-    """The partial directory of a run that finished three of four shards."""
+    """Return the partial directory of a run that finished three of four shards."""
     interrupt(source, folder / "t", **SMALL)
     return partial_of(folder / "t")
 

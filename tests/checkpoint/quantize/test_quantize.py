@@ -32,14 +32,14 @@ from tests.checkpoint.quantize.cases import (
 
 @pytest.fixture
 def small_bands(monkeypatch):
-    """Bands of one block, so that each weight is of several."""
+    """Make bands of one block, so that each weight is of several."""
     monkeypatch.setattr(stream, "_BAND_ELEMENTS", 1)
     monkeypatch.setattr(stream, "_COLUMNS", 128)
     monkeypatch.setattr(stream, "_CHUNK_BYTES", 100)
 
 
 def expected(tensors: dict, kept: list[str]) -> dict:
-    """Every matrix in FP8, but for embeddings and those of the modules in kept."""
+    """Return every matrix in FP8, but for embeddings and those of the modules in kept."""
     made = {}
     for key, tensor in tensors.items():
         stays = any(f"{key}.".startswith(f"{module}.") for module in kept) or "embed" in key
@@ -156,7 +156,7 @@ print((peak_kib() - before) >> 10)
 
 
 def test_memory_does_not_grow_with_tensors(tmp_path):
-    """640 MB in four weights, of which eight threads work on all at once."""
+    """Eight threads work on four weights of 640 MB at once."""
     save_file(
         {f"model.layers.{n}.q_proj.weight": torch.zeros(5120, 16384).bfloat16() for n in range(4)},
         tmp_path / "model.safetensors",

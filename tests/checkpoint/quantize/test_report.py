@@ -13,7 +13,7 @@ from tests.checkpoint.quantize.cases import LINEAR, bf16, quantized
 
 
 def test_errors_by_hand(tmp_path):
-    """One block: 448, so that its scale is 1. 17 lies between the E4M3 numbers 16 and 18."""
+    """A block holds 448, so that its scale is 1; 17 lies between the E4M3 numbers 16 and 18."""
     w = torch.zeros(2, 130)
     w[0, 0], w[0, 1], w[1, 0] = 448, 17, -30  # exact, 1 off, exact
     w[1, 129] = 4  # alone in its block: exact

@@ -30,7 +30,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_t
 
 
 def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
-    """A family whose checkpoints hold stacks, and no other form of experts."""
+    """Return a family whose checkpoints hold stacks, and no other form of experts."""
     sizes = {**SIZES, "intermediate_size": intermediate_size}
     return GraniteMoeSWAConfig(**sizes, num_local_experts=4)
 
@@ -69,7 +69,7 @@ def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog
 
 
 def test_dbrx_gets_the_stacks_that_convert_makes(tmp_path):
-    """Gate, up and the transposed down, in files of their own here."""
+    """Gate, up and the transposed down lie in files of their own here."""
     saved(dbrx(), tmp_path / "s", max_shard_size="300KB")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert set(done.conversion.swapped.values()) == {"linear", "experts"}
@@ -118,7 +118,7 @@ def test_dbrx_is_skipped_whole_or_not_at_all(tmp_path):
 @pytest.mark.skipif(RELEASE < (5, 20), reason="older transformers build no tiny model of these")
 @pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "step3p7"])
 def test_what_transformers_fuses_when_it_loads_is_stored_fused(family, tmp_path):
-    """One by one, for texts and for images; a stack of gate and one of up. In many files here."""
+    """ERNIE stores experts one by one, Step a stack of gate and one of up; both in many files."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "s", max_shard_size="400KB")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", max_shard_bytes=500_000)

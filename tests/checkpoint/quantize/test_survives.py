@@ -240,7 +240,7 @@ def test_a_source_cut_short_meanwhile(source, tmp_path, monkeypatch):
 
 
 def failing_after(number: int, call: str, code: int):
-    """os.call, which from then on fails wherever it would write."""
+    """Return os.call, which after that number fails wherever it would write."""
     real, left = getattr(os, call), [number]
 
     def fail(*arguments, **options):
@@ -255,7 +255,7 @@ def failing_after(number: int, call: str, code: int):
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "replace", "mkdir", "open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_every_call_may_fail(source, tmp_path, monkeypatch, call, code):
-    """The n-th of them, for many n: an error, nothing half-written or open; then it goes on."""
+    """If the n-th fails, there is an error, and nothing half-written or open; then it goes on."""
     whole, target = tmp_path / "whole", tmp_path / "t"
     quantize_checkpoint(source, whole, **SMALL)
     kept, told = 0, []
@@ -297,7 +297,7 @@ def test_a_full_disk_names_key_and_file(source, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_really_full(source, tmp_path):
-    """It is larger the next time."""
+    """The disk is larger the next time."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = [sys.executable, "-m", "moefp8", "quantize", source, disk / "t"]

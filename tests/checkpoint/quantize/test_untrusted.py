@@ -66,7 +66,7 @@ FETCHED = {
 
 
 def no_network(monkeypatch) -> list[str]:
-    """Whom the network would have been asked for."""
+    """Return the hosts that the network is asked for, in vain."""
     asked: list[str] = []
 
     def ask(host, *_, **__):
