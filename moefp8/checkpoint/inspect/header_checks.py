@@ -7,7 +7,7 @@ from ..errors import quoted
 from ..files.config import block_problem
 from ..files.header import FP8, SCALE_DTYPES, TORCH_DTYPES, Entry
 from ..files.names import folded, has_odd_number, scale_of_weight
-from .anomalies import Anomaly, error, note
+from .anomalies import Anomaly
 from .contents import Contents, grid_of, is_ambiguous, readings_of
 from .missing import missing_experts, missing_layers
 from .patterns import Modules
@@ -22,11 +22,11 @@ def check_headers(contents: Contents) -> Iterator[Anomaly]:
     """Check everything that needs no tensor's bytes."""
     for file, problems in contents.scan.problems.items():
         for problem in problems:
-            yield error("the file is broken", str(file), problem)
+            yield Anomaly("error", "the file is broken", str(file), (problem,))
     for check in (_doubles, _numbers, _dtypes, _pairs, _grids):
         for entry, rule, text in check(contents):
-            make = note if entry.key in contents.left_out else error
-            yield make(rule, folded(entry.key), f"{entry}: {text}")
+            severity = "note" if entry.key in contents.left_out else "error"
+            yield Anomaly(severity, rule, folded(entry.key), (f"{entry}: {text}",))
     for further in (_config, missing_experts, missing_layers, _lists):
         yield from further(contents)
 
@@ -95,7 +95,7 @@ def _config(contents: Contents) -> Iterator[Anomaly]:
     weights = (contents.weights.get(name) for name in contents.scales)
     has_fp8 = any(weight is not None and weight.dtype == FP8 for weight in weights)
     if has_fp8 and (problem := block_problem(contents.config)):
-        yield error("blocks of another size", "config.json", problem)
+        yield Anomaly("error", "blocks of another size", "config.json", (problem,))
 
 
 def _lists(contents: Contents) -> Iterator[Anomaly]:
@@ -105,12 +105,12 @@ def _lists(contents: Contents) -> Iterator[Anomaly]:
     listed = Modules(names)
     for pattern, problem in listed.bad.items():
         rule = "a pattern of config.json's lists that is not looked for"
-        yield note(rule, "config.json", f"{quoted(pattern)}: {problem}")
+        yield Anomaly("note", rule, "config.json", (f"{quoted(pattern)}: {problem}",))
     try:
         yield from _drift(contents, listed) if names else ()
     except TimeoutError as error:
         rule = "config.json's lists of what is not quantized were given up"
-        yield note(rule, "config.json", quoted(str(error)))
+        yield Anomaly("note", rule, "config.json", (quoted(str(error)),))
 
 
 def _drift(contents: Contents, listed: Modules) -> Iterator[Anomaly]:
@@ -126,4 +126,4 @@ def _drift(contents: Contents, listed: Modules) -> Iterator[Anomaly]:
             rule = "it has no scales, but config.json does not list it as not quantized"
         else:
             continue
-        yield note(rule, folded(entry.key), f"{entry}: {entry.dtype}")
+        yield Anomaly("note", rule, folded(entry.key), (f"{entry}: {entry.dtype}",))

@@ -15,7 +15,7 @@ from ..files.names import folded
 from ..files.reading import open_files
 from ..files.source import scan_source
 from ..files.values import SCALE_TESTS, WEIGHT_TESTS, Counts, Test, count_values
-from .anomalies import Anomaly, error, fold
+from .anomalies import Anomaly, fold
 from .contents import Contents, Kind, contents_of, kinds_of
 from .family import Family, family_of
 from .header_checks import check_headers
@@ -132,7 +132,7 @@ def _check(
                 files = open_files(stack, some, contents.scan.source.shards)
                 counts = count_values(some, files, tests, bar)
         except CheckpointError as problem:
-            yield error("the file is broken", str(file), str(problem))
+            yield Anomaly("error", "the file is broken", str(file), (str(problem),))
             continue
         for name in tests:
             found[name].update(counts[name])

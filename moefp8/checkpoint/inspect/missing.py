@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..files.config import is_leftover, layer_of, text_config, told
 from ..files.names import folded
-from .anomalies import NUM_EXAMPLES, Anomaly, error
+from .anomalies import NUM_EXAMPLES, Anomaly
 from .contents import Contents
 
 EXPERTS_NAMES = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
@@ -43,11 +43,12 @@ def missing_experts(contents: Contents) -> Iterator[Anomaly]:
         if _is_fused(name, entry.shape) and entry.shape[0] not in allowed:
             sizes = " or ".join(map(str, sorted(allowed)))
             text = f"{entry}: {entry.shape[0]} experts, config.json tells of {sizes}"
-            yield error("experts are missing, or too many", folded(name), text)
+            yield Anomaly("error", "experts are missing, or too many", folded(name), (text,))
         block = name.removesuffix(".gate.weight")
         is_router = name.endswith(".mlp.gate.weight") and not is_leftover(contents.config, name)
         if is_router and block not in with_experts:
-            yield error("a router without experts", folded(name), f"{entry}: no {block}.experts.*")
+            text = f"{entry}: no {block}.experts.*"
+            yield Anomaly("error", "a router without experts", folded(name), (text,))
 
 
 def missing_layers(contents: Contents) -> Iterator[Anomaly]:
@@ -77,7 +78,7 @@ def _compare(
         yield Anomaly("error", f"{what} are missing", kind, examples, num_missing)
     for n in sorted(n for n in present if n >= most):
         text = f"{before}{n}{behind} in {path}: config.json tells of {wanted}"
-        yield error(f"more {what} than config.json tells of", kind, text)
+        yield Anomaly("error", f"more {what} than config.json tells of", kind, (text,))
 
 
 def _num_sorts(contents: Contents) -> int:

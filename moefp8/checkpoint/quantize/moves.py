@@ -108,14 +108,5 @@ def apart(entry: Entry) -> Iterator[Move]:
         yield Move((piece,), f"{module}.{expert}.{names[i]}.weight", shape)
 
 
-@dataclass(frozen=True)
-class Selected:
-    """What becomes FP8. basis: what told.
-
-    moves: key -> what becomes of it; none for a key that goes into another's. conversion: which
-    modules become FP8, which stay, and why.
-    """
-
-    basis: str
-    moves: dict[str, list[Move]]
-    conversion: Conversion
+Moves = dict[str, list[Move]]  # key -> what becomes of it; nothing if it goes into another's tensor
+Selected = tuple[str, Moves, Conversion]  # what told, tensors, and modules

@@ -18,15 +18,13 @@ from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
 from .fillings import Filling, converted_fillings
-from .moves import ONE_BY_ONE, Move, Selected, apart, cut, turned, whole
+from .moves import ONE_BY_ONE, Move, Moves, Selected, apart, cut, turned, whole
 from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
 from .skeleton import Skeleton, names_of
 
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
 _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
-
-Moves = dict[str, list[Move]]
 
 
 def select_by_model(
@@ -76,7 +74,7 @@ def select_by_model(
     raise_if_any(problems, headline)
     experts = {*planned.experts, *(x for x in kept if planned.swapped.get(x) == "experts")}
     basis = f"transformers' {type(skeleton.model).__name__}"
-    return Selected(basis, moves, Conversion(swapped, kept, sorted(experts)))
+    return basis, moves, Conversion(swapped, kept, sorted(experts))
 
 
 def _fillings(

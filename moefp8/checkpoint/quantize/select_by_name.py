@@ -43,7 +43,7 @@ def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str)
     kept = dict.fromkeys(kept_modules(source, linears | stacks), "by name, or skipped")
     moves = {key: [whole(source.entries[key])] for key in linears}
     moves |= {key: list(apart(source.entries[key])) for key in stacks}
-    return Selected(f"names ({why})", moves, Conversion(kinds, kept))
+    return f"names ({why})", moves, Conversion(kinds, kept)
 
 
 def is_named(key: str, pattern: str) -> bool:

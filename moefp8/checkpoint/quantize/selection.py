@@ -39,10 +39,9 @@ def select(source: Source, skip: Sequence[str] = ()) -> Selection:
     skeleton = skeleton_of(source.config, len(source.entries))
     _check_skip(source, skip, skeleton)
     if isinstance(skeleton, str):
-        selected = select_by_name(source, skip, headline, skeleton)
+        basis, fp8, conversion = select_by_name(source, skip, headline, skeleton)
     else:
-        selected = select_by_model(source, skip, headline, skeleton)
-    fp8, conversion = selected.moves, selected.conversion
+        basis, fp8, conversion = select_by_model(source, skip, headline, skeleton)
     moves = [
         move
         for key, entry in source.entries.items()
@@ -51,7 +50,7 @@ def select(source: Source, skip: Sequence[str] = ()) -> Selection:
     raise_if_any(_twice(moves), headline)
     # The model's own names are those that its loaders look for.
     kept = dict.fromkeys([*kept_modules(source, fp8.keys()), *conversion.kept])
-    return Selection(moves, list(kept), conversion, selected.basis)
+    return Selection(moves, list(kept), conversion, basis)
 
 
 def _check_skip(source: Source, skip: Sequence[str], skeleton: Skeleton | str) -> None:
