@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_checkpoint import small_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     DbrxConfig,
-    DeepseekV3Config,
     GPT2Config,
     GraniteMoeSWAConfig,
     PretrainedConfig,
@@ -25,14 +25,13 @@ from tests.checkpoint.quantize.cases import bf16, quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of, loaded_alike, saved
 from tests.hf.model_cases import RELEASE
 
-SIZES = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-
 
 def stacks_only(intermediate_size: int = 384) -> PretrainedConfig:
     """Return a family whose checkpoints hold stacks, and no other form of experts."""
-    sizes = {**SIZES, "intermediate_size": intermediate_size}
-    return GraniteMoeSWAConfig(**sizes, num_local_experts=4)
+    sizes = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GraniteMoeSWAConfig(**sizes, intermediate_size=intermediate_size)
 
 
 def dbrx(d_model: int = 256, ffn_hidden_size: int = 384) -> PretrainedConfig:
@@ -161,12 +160,9 @@ def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
 
 def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
     """Models hold none, but servers do."""
-    sizes = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 4}
-    sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 64}
-    sizes |= {"q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32}
-    saved(DeepseekV3Config(**sizes, num_nextn_predict_layers=1), tmp_path / "s")
+    saved(small_config("deepseek_v3"), tmp_path / "s")
     tensors = read(tmp_path / "s")
-    extra = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.eh_proj.weight"
+    extra = "model.layers.3.self_attn.o_proj.weight", "model.layers.3.eh_proj.weight"
     tensors |= {key: bf16(256, 256) for key in extra}
     save_file(tensors, tmp_path / "s" / "model.safetensors", metadata={"format": "pt"})
     quantize_checkpoint(tmp_path / "s", tmp_path / "t")
