@@ -14,7 +14,7 @@ import torch
 from ..files.header import TORCH_DTYPES, Entry
 from ..model.slots import Slot
 from .moves import Piece
-from .skeleton import Skeleton, names_of
+from .skeleton import Skeleton, names_of, order_of
 
 _ENTRY = 1 << 40  # more than an entry has rows
 _MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide
@@ -69,11 +69,8 @@ def _groups(
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
     """Return the first name that entries become -> these, with their steps and patterns.
 
-    They are in transformers' order, which is by value for numbers in keys. Where it has none, since
-    it takes a "²" for a number and fails to read it, the entries are left out.
+    They are in transformers' order; where it has none, they are left out.
     """
-    from transformers.core_model_loading import dot_natural_key
-
     groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
     for entry in entries:
         if found := skeleton.conversion_of(entry.key):
@@ -81,7 +78,7 @@ def _groups(
             groups[name].append((entry, step, pattern))
     for name, group in list(groups.items()):
         try:
-            group.sort(key=lambda member: dot_natural_key(member[0].key))
+            group.sort(key=lambda member: order_of(member[0].key))
         except ValueError:
             del groups[name]
     return groups

@@ -114,6 +114,16 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
     return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
 
 
+def order_of(key: str) -> Any:
+    """Return what transformers sorts the keys of a conversion by; numbers count by value.
+
+    Raises ValueError for a "²", which it takes for a number, and fails to read.
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key(key)
+
+
 def names_of(step: Any) -> set[str]:
     """Return what transformers calls the operations of a step."""
     return {type(operation).__name__ for operation in step.operations}
