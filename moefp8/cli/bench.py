@@ -6,6 +6,7 @@ file to be without it. Times are of random data, with nothing in the L2 cache.
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,23 +20,26 @@ from .precompile import add_sizes_to, layers_of
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", help="whose layers; a directory or a file")
-    parser.add_argument("--linear", nargs=2, type=int, action="append", metavar=("N", "K"))
+    several: dict[str, Any] = {"type": int, "action": "append", "default": []}
+    parser.add_argument("--linear", nargs=2, metavar=("N", "K"), **several)
     parser.add_argument(
         "--experts",
         nargs=4,
-        type=int,
-        action="append",
         metavar=("E", "TOP_K", "HIDDEN", "INTERMEDIATE"),
         help="routed experts, instead of a checkpoint or besides it; may be repeated",
+        **several,
     )
     parser.add_argument("--tune", action="store_true", help="compare configurations, keep the best")
     add_sizes_to(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    layers = _layers(arguments)
+    layers = list(dict.fromkeys(_layers(arguments)))
     if not layers:
         raise ValueError("nothing to time: give a CHECKPOINT, --linear N K or --experts E k H I")
+    for layer in layers:
+        if min(layer) < 1:
+            raise ValueError(f"all sizes must be at least 1, got {layer}")
     if not torch.cuda.is_available() or not runs_our_kernels(torch.cuda.current_device()):
         found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         raise ValueError(f"needs a Hopper GPU (H100, H200) and a torch built for CUDA, got {found}")
@@ -46,27 +50,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _layers(arguments: argparse.Namespace) -> list[Layer]:
-    """Each once."""
-    found: dict[Layer, None] = {}
+def _layers(arguments: argparse.Namespace) -> Iterator[Layer]:
     if arguments.checkpoint:
-        found.update(dict.fromkeys(_layers_of(arguments.checkpoint, arguments.top_k)))
-    found.update({Dense(*sizes): None for sizes in arguments.linear or ()})
-    found.update({Experts(*sizes): None for sizes in arguments.experts or ()})
-    for layer in found:
-        if min(layer) < 1:
-            raise ValueError(f"all sizes must be at least 1, got {layer}")
-    return list(found)
-
-
-def _layers_of(checkpoint: str, top_k: int | None) -> Iterator[Layer]:
-    layers = layers_of(checkpoint, top_k)
-    for module in layers.modules():
-        if isinstance(module, FP8Linear):
-            yield Dense(module.out_features, module.in_features)
-        elif isinstance(module, GroupedExperts) and layers.top_k is not None:  # see layers_of
-            h, i = module.hidden_size, module.intermediate_size
-            yield Experts(module.num_experts, layers.top_k, h, i)
+        layers = layers_of(arguments.checkpoint, arguments.top_k)
+        for module in layers.modules():
+            if isinstance(module, FP8Linear):
+                yield Dense(module.out_features, module.in_features)
+            elif isinstance(module, GroupedExperts) and layers.top_k is not None:  # see layers_of
+                h, i = module.hidden_size, module.intermediate_size
+                yield Experts(module.num_experts, layers.top_k, h, i)
+    yield from (Dense(*sizes) for sizes in arguments.linear)
+    yield from (Experts(*sizes) for sizes in arguments.experts)
 
 
 def _time(layer: Layer, max_tokens: int) -> None:
@@ -98,7 +92,7 @@ def _title(layer: Layer) -> str:
 
 
 def _short(config: Config | None) -> str:
-    """Tiles of tokens x weights."""
+    """Show its tiles of tokens x weights."""
     if config is None:
         return ""
     pair = config if isinstance(config, tuple) else (config,)

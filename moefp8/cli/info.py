@@ -22,12 +22,8 @@ from ..kernels.jit import (
 )
 
 _MAX_FACT = 1000
+_CUDA_SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-_SETTINGS = (
-    *("MOEFP8_CACHE_DIR", "MOEFP8_CACHE_MAX_BYTES", "MOEFP8_COMPILER"),
-    *("MOEFP8_NVRTC", "MOEFP8_INTERLEAVE", "MOEFP8_STRICT"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
-)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -35,31 +31,37 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    facts = list(gather())
+    found = _facts()
     if arguments.json:
-        found: dict[str, list[str]] = {}
-        for name, fact in facts:
-            found.setdefault(name, []).append(fact)
         print(json.dumps(found, indent=1))
-        return 0
-    for name, fact in facts:
-        print(f"{name:<9}{printable(fact, _MAX_FACT)}")
+    else:
+        for topic, facts in found.items():
+            for fact in facts:
+                print(f"{topic:<9}{printable(fact, _MAX_FACT)}")
     return 0
 
 
-def gather() -> Iterator[tuple[str, str]]:
-    """(topic, a sentence or a fact)"""
+def _facts() -> dict[str, list[str]]:
+    """Return topic -> sentences and facts, at least one."""
+    try:
+        compiler, has_compiler = compiler_description(), True
+    except JitError as error:
+        compiler, has_compiler = str(error), False
+    hopper = [i for i in range(torch.cuda.device_count()) if runs_our_kernels(i)]
+    names = sorted(x for x in os.environ if x.startswith("MOEFP8_") or x in _CUDA_SETTINGS)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    yield "moefp8", f"{__version__}, {versions}"
-    yield "driver", _driver()
-    yield from (("GPU", fact) for fact in _gpus())
-    yield "CPU", "PyTorch's operations with the numerics of the kernels: for development and tests"
-    compiler, has_compiler = _compiler()
-    yield "compiler", compiler
-    yield from (("cache", fact) for fact in _cache())
-    yield from (("tuned", fact) for fact in _tuned())
-    yield from (("setting", f"{x}={os.environ[x]}") for x in _SETTINGS if x in os.environ)
-    yield "so", _verdict(has_compiler)
+    found = {
+        "moefp8": [f"{__version__}, {versions}"],
+        "driver": [_driver()],
+        "GPU": [*_gpus()],
+        "CPU": ["PyTorch's operations with the numerics of the kernels: for development and tests"],
+        "compiler": [compiler],
+        "cache": [*_cache()],
+        "tuned": [*map(_tuned, hopper)],
+        "setting": [f"{name}={os.environ[name]}" for name in names],
+        "so": [_verdict(hopper, has_compiler)],
+    }
+    return {topic: facts for topic, facts in found.items() if facts}
 
 
 def _driver() -> str:
@@ -83,20 +85,9 @@ def _gpus() -> Iterator[str]:
         of = torch.cuda.get_device_properties(i)
         what = f"cuda:{i} {of.name}, compute capability {of.major}.{of.minor}"
         size = f"{of.multi_processor_count} SMs, {of.total_memory / 2**30:.0f} GiB"
-        if runs_our_kernels(i):
-            where = "moefp8's kernels"
-        else:
-            where = (
-                "PyTorch's operations, slow: the kernels are for compute capability 9.0 (Hopper)"
-            )
+        slow = "PyTorch's operations, slow: the kernels are for compute capability 9.0 (Hopper)"
+        where = "moefp8's kernels" if runs_our_kernels(i) else slow
         yield f"{what}, {size}: runs {where}"
-
-
-def _compiler() -> tuple[str, bool]:
-    try:
-        return compiler_description(), True
-    except JitError as error:
-        return str(error), False
 
 
 def _cache() -> Iterator[str]:
@@ -111,20 +102,16 @@ def _cache() -> Iterator[str]:
         yield f"cannot be used, so every process compiles anew: {state.problem}"
 
 
-def _tuned() -> Iterator[str]:
-    for i in range(torch.cuda.device_count()):
-        if not runs_our_kernels(i):
-            continue
-        found = measured(i).found
-        faster = sum(config is not None for sizes in found.values() for config in sizes.values())
-        if found:
-            yield f"cuda:{i}: {len(found)} layers, {faster} sizes not by default, {file_name(i)}"
-        else:
-            yield f"cuda:{i}: nothing; the default serves (python -m moefp8 bench --tune measures)"
+def _tuned(index: int) -> str:
+    found = measured(index).found
+    if not found:
+        return f"cuda:{index}: nothing; the default serves (python -m moefp8 bench --tune measures)"
+    faster = sum(config is not None for sizes in found.values() for config in sizes.values())
+    path = file_name(index)
+    return f"cuda:{index}: {len(found)} layers, {faster} sizes not by default, {path}"
 
 
-def _verdict(has_compiler: bool) -> str:
-    hopper = [i for i in range(torch.cuda.device_count()) if runs_our_kernels(i)]
+def _verdict(hopper: list[int], has_compiler: bool) -> str:
     if not hopper:
         return "everything runs on PyTorch's operations: there is no Hopper GPU that torch can use"
     names = ", ".join(f"cuda:{i}" for i in hopper)

@@ -7,17 +7,17 @@ status is 1 if there is an error, which is what load_checkpoint refuses; a note 
 import argparse
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from textwrap import wrap
+from typing import Any
 
 from ..checkpoint import Inspection, inspect_checkpoint
 from ..checkpoint.errors import printable
-from ..checkpoint.inspect.anomalies import Anomaly
 from ..checkpoint.inspect.contents import Kind
 from ..checkpoint.inspect.inspect import Amount
 
-_UNITS = "B", "KiB", "MiB", "GiB", "TiB"
+_UNITS = "KiB", "MiB", "GiB", "TiB"
 _HEAD = ["", "count", "shape", "dtype", "scales", "grid", "bytes"]
 _MAX_LINE = 4000
 _MIN_NAME = 24  # narrower than that, a terminal wraps lines
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines_of(found: Inspection, width: int) -> Iterator[str]:
-    """The whole report, for people; lines are at most width long where names allow it."""
+    """Yield the whole report, for people, in lines of at most width where names allow it."""
     yield from (f"{topic:<10}{text}".rstrip() for topic, text in _facts(found))
     yield ""
     yield from _table(found.kinds, width)
@@ -70,89 +70,74 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "FP8", "none, this is not an FP8 checkpoint; `moefp8 quantize` makes one of it"
     for amount in found.dtypes:
         yield "dtype", f"{amount.name}: {_amount(amount)}"
-    total = Amount(
-        f"{len(found.files)} file{'s' * (len(found.files) != 1)}",
-        sum(file.count for file in found.files),
-        sum(file.num_bytes for file in found.files),
-    )
-    yield "total", f"{total.name}: {_amount(total)}"
+    num_files = len(found.files)
+    yield "total", f"{num_files} file{'s' * (num_files != 1)}: {_amount(*found.files)}"
 
 
-def _amount(amount: Amount) -> str:
-    return f"{amount.count:,} tensors, {_bytes(amount.num_bytes)}"
+def _amount(*amounts: Amount) -> str:
+    count, num_bytes = sum(x.count for x in amounts), sum(x.num_bytes for x in amounts)
+    return f"{count:,} tensors, {_bytes(num_bytes)}"
 
 
-def _bytes(num_bytes: float) -> str:
-    for unit in _UNITS:
-        if num_bytes < 1024 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+def _bytes(num_bytes: int) -> str:
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, len(_UNITS))
+    return f"{num_bytes / 1024**power:.1f} {_UNITS[power - 1]}" if power else f"{num_bytes} B"
 
 
 def _table(kinds: Iterable[Kind], width: int) -> Iterator[str]:
-    """Kinds of one prefix (`model.layers.*.`) under it; a long name has a line of its own."""
-    rows = sorted((_row(kind) for kind in kinds), key=lambda row: row[0])
-    rows = [("", _HEAD), *rows]
-    sizes = [max(len(cells[i]) for _, cells in rows) for i in range(len(_HEAD))]
+    """Put kinds of one prefix (`model.layers.*.`) under it; a long name has a line of its own."""
+    rows = [("", _HEAD), *sorted(map(_row, kinds), key=lambda row: row[0])]
+    sizes = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
     room = max(_MIN_NAME, width - sum(sizes[1:]) - 2 * len(sizes))
-    sizes[0] = min(sizes[0], room)
-    last = ""
-    for prefix, cells in rows:
+    name_size, last = min(sizes[0], room), ""
+    for prefix, (name, *cells) in rows:
         if prefix != last:
             yield f"{prefix}*."
         last = prefix
-        if len(cells[0]) > room:
-            yield f"  {cells[0]}"
-            cells = ["", *cells[1:]]
-        name, *others = (f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
-        yield "  ".join(["", f"{cells[0]:<{len(name)}}", *others]).rstrip()
+        if len(name) > room:
+            yield f"  {name}"
+            name = ""
+        others = (f"{cell:>{size}}" for cell, size in zip(cells, sizes[1:], strict=True))
+        yield "  ".join(["", f"{name:<{name_size}}", *others]).rstrip()
 
 
 def _row(kind: Kind) -> tuple[str, list[str]]:
-    """(all up to the first number, cells)"""
+    """Return (all up to the first number, cells)."""
     head, star, tail = kind.name.partition("*.")
     prefix, name = (head, tail) if star else ("", kind.name)
-    shapes, grids = (
-        _few("x".join(map(str, x)) for x in y) for y in (kind.shapes, kind.scale_grids)
-    )
-    dtypes, scales = _few(kind.dtypes), _few(kind.scale_dtypes)
-    return prefix, [name, f"{kind.count:,}", shapes, dtypes, scales, grids, _bytes(kind.num_bytes)]
+    several = map(_few, (kind.shapes, kind.dtypes, kind.scale_dtypes, kind.scale_grids))
+    return prefix, [name, f"{kind.count:,}", *several, _bytes(kind.num_bytes)]
 
 
-def _few(values: Iterable[str]) -> str:
-    first, *others = [*values] or [""]
-    return f"{first} +{len(others)}" if others else first
+def _few(values: Sequence[Any]) -> str:
+    """Show the first dtype or shape, and how many others there are."""
+    first, *others = values or ("",)
+    text = first if isinstance(first, str) else "x".join(map(str, first))
+    return f"{text} +{len(others)}" if others else text
 
 
 def _anomalies(found: Inspection, width: int) -> Iterator[str]:
-    """Paths are told from the checkpoint's own on, for its own is told above."""
-    for anomaly in found.anomalies:
-        yield from _wrapped(f"{anomaly.severity}: ", _headline(anomaly), width)
-        for example in anomaly.examples:
-            text = example.replace(f"{found.path.rstrip('/')}/", "")
-            yield from _wrapped("    ", text, width)
-        if anomaly.count > len(anomaly.examples):
-            yield f"    ... and {anomaly.count - len(anomaly.examples):,} more"
-    num_errors = sum(anomaly.severity == "error" for anomaly in found.anomalies)
+    """Tell paths from the checkpoint's own on, which is told above."""
+    for x in found.anomalies:
+        text = f"{x.rule}: {x.kind}"
+        if x.of_values:
+            share = f"{100 * x.num_values / x.of_values:.1f} %"
+            text += (
+                f": {x.num_values:,} of {x.of_values:,} values ({share}), in {x.count:,} tensors"
+            )
+        yield from _wrapped(f"{x.severity}: ", text, width)
+        for example in x.examples:
+            yield from _wrapped("    ", example.replace(f"{found.path.rstrip('/')}/", ""), width)
+        if x.count > len(x.examples):
+            yield f"    ... and {x.count - len(x.examples):,} more"
+    num_errors = sum(x.severity == "error" for x in found.anomalies)
     num_notes = len(found.anomalies) - num_errors
     verdict = "load_checkpoint refuses it" if num_errors else "nothing that load_checkpoint refuses"
     yield f"{num_errors} errors, {num_notes} notes: {verdict}"
 
 
-def _headline(anomaly: Anomaly) -> str:
-    text = f"{anomaly.rule}: {anomaly.kind}"
-    if not anomaly.of_values:
-        return text
-    share = 100 * anomaly.num_values / anomaly.of_values
-    return (
-        f"{text}: {anomaly.num_values:,} of {anomaly.of_values:,} values ({share:.1f} %), in "
-        f"{anomaly.count:,} tensors"
-    )
-
-
 def _wrapped(start: str, text: str, width: int) -> list[str]:
-    """Names are not cut, however long they are."""
+    """Break text into lines, but no name, however long it is."""
     return wrap(
         text,
         width,

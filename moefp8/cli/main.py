@@ -14,17 +14,9 @@ from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
 from . import bench, info, inspect, precompile, quantize
 
-_COMMANDS = {
-    "info": info,
-    "inspect": inspect,
-    "precompile": precompile,
-    "quantize": quantize,
-    "bench": bench,
-}
-
 
 def script() -> int:
-    """The console script `moefp8`."""
+    """Run as the console script `moefp8`."""
     return main(prog="moefp8")
 
 
@@ -37,15 +29,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
     )
     parser.add_argument("--version", action="version", version=f"moefp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, module in _COMMANDS.items():
+    for module in (info, inspect, precompile, quantize, bench):
+        name = module.__name__.rpartition(".")[2]
         summary = (module.__doc__ or "").partition("\n")[0]
-        module.add_to(commands.add_parser(name, help=summary, description=module.__doc__))
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.set_defaults(run=module.run)
+        module.add_to(command)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
-        status = _COMMANDS[arguments.command].run(arguments)
+        status = arguments.run(arguments)
         if sys.stdout is not None:  # as it is where it was closed before (`>&-`)
             sys.stdout.flush()
         return status

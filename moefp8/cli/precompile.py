@@ -4,12 +4,10 @@ import argparse
 
 from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
-from ..checkpoint.inspect.layers import Layers
+from ..checkpoint.inspect.fp8 import Layers
 from ..kernels.jit import cache_state
 from ..layers import GroupedExperts
 from ..precompile import layers as ahead
-
-_MAX_TOKENS = 8192
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +22,14 @@ def add_sizes_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        default=_MAX_TOKENS,
-        help=f"of one call: batch times sequence length (default: {_MAX_TOKENS})",
+        default=8192,
+        help="of one call: batch times sequence length (default: %(default)s)",
     )
     parser.add_argument("--top-k", type=int, help="experts of a token, if config.json says nothing")
 
 
 def layers_of(checkpoint: str, top_k: int | None) -> Layers:
-    """`fp8_layers`, and if there are experts, a top_k is known. Raises ValueError."""
+    """Return `fp8_layers`. Raises ValueError if there are experts and no top_k is known."""
     layers = fp8_layers(checkpoint, top_k)
     for name, module in zip(layers.names, layers, strict=True):
         if isinstance(module, GroupedExperts) and layers.top_k is None:

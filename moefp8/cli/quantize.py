@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ..checkpoint import quantize_checkpoint
 
-_MAX_SHARD_BYTES = 5_000_000_000
-
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a directory, or a .safetensors file beside its config.json")
@@ -34,8 +32,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-bytes",
         type=int,
-        default=_MAX_SHARD_BYTES,
-        help=f"of one file (default: {_MAX_SHARD_BYTES})",
+        default=5_000_000_000,
+        help="of one file (default: %(default)s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the errors of all weights there")
 
@@ -61,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path, target: Path) -> None:
-    """Before hours of work. A file in the target is for later, since that is made when all is done.
+    """Raise ValueError for what cannot be written, before hours of work.
 
-    Raises ValueError.
+    A file in the target is not looked at, since that directory is made when all is done.
     """
     folder = path.parent
     if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(target)):
@@ -75,20 +73,19 @@ def _check_writable(path: Path, target: Path) -> None:
 
 
 class _Stdout(logging.Handler):
-    """Whoever read may have seen enough (`| head`), or nobody does (`>&-`); the work goes on."""
+    """It prints records. If whoever read has seen enough (`| head`), the work goes on.
+
+    What else cannot be printed ends the command when it prints its report.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with suppress(OSError, ValueError):
             print(self.format(record), flush=True)
-        except BrokenPipeError:
-            pass
-        except Exception:
-            self.handleError(record)
 
 
 @contextmanager
 def _logged_to_stdout() -> Iterator[None]:
-    """What is chosen, when it is chosen."""
+    """Print what is selected before the work begins."""
     logger, handler = logging.getLogger("moefp8"), _Stdout()
     before = logger.level
     logger.addHandler(handler)

@@ -1,10 +1,8 @@
 """`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
 
 import json
-import math
 import os
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +13,16 @@ from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
 import moefp8
-from moefp8 import FP8Linear, GroupedExperts, TopKRouter
+from moefp8 import FP8Linear
 from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
 from moefp8.kernels.jit import cache
-from moefp8.layers.moe import SharedExperts
 from moefp8.precompile import layers as ahead
 from moefp8.progress import Progress
+from tests.checkpoint.inspect.cases import E4M3, EXPERT, LINEAR, headers_only
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import CUBIN
 
@@ -36,21 +34,6 @@ def checkpoint(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp(request.param) / "fp8"
     write_small_checkpoint(directory, request.param)
     return directory
-
-
-E4M3, LINEAR = "F8_E4M3", {"a.weight": ("F8_E4M3", [8, 8]), "a.weight_scale_inv": ("F32", [1, 1])}
-
-
-def headers_only(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
-    """A file of zeros, of dtypes that PyTorch has or not."""
-    bits = {"F32": 32, "BF16": 16, "F4": 4, "I64": 64}
-    header, end = {}, 0
-    for key, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * bits.get(dtype, 8) // 8
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
-    return path
 
 
 def test_it_runs_as_a_module(tmp_path):
@@ -83,12 +66,6 @@ def test_both_ways_to_call_it_name_themselves_and_the_version(monkeypatch, capsy
                 call()
             assert ended.value.code == 0
             assert capsys.readouterr().out.removeprefix("usage: ").startswith(wanted)
-
-
-def test_the_version_of_the_module():
-    command = [sys.executable, "-m", "moefp8", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"moefp8 {moefp8.__version__}\n"
 
 
 @pytest.mark.parametrize("argv", [["nothing"], ["precompile"], ["quantize", "x"]])
@@ -139,16 +116,6 @@ def test_info_as_json_tells_what_the_cache_holds(tmp_path, capsys):
         ]
 
 
-@pytest.mark.usefixtures("fresh_jit")
-def test_info_tells_why_a_cache_cannot_be_used(tmp_path, capsys):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    assert main(["info"]) == 0
-    assert "cannot be used, so every process compiles anew: others may write" in (
-        capsys.readouterr().out
-    )
-
-
 ODD_CACHES = [
     ("", "no MOEFP8_CACHE_DIR, and no ~/.cache: Could not determine home directory."),
     ("~nouser/x", "MOEFP8_CACHE_DIR=~nouser/x: Could not determine home directory."),
@@ -156,6 +123,7 @@ ODD_CACHES = [
     ("/etc/passwd/x", "Not a directory: '/etc/passwd/x'"),
     (f"/{'x' * 300}", "File name too long"),
     ("/private/x", "Permission denied"),
+    ("{}/open", "others may write to "),
 ]
 
 
@@ -177,7 +145,9 @@ def test_a_cache_that_cannot_be_is_told_and_done_without(
     monkeypatch.setattr(Path, "stat", refusing)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("MOEFP8_CACHE_DIR", chosen)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", chosen.format(tmp_path))
     checkpoint = headers_only(tmp_path / "x.safetensors", LINEAR)
     monkeypatch.setattr(ahead, "kernels_of", lambda *_, **__: [])
     assert main(["info"]) == 0
@@ -227,91 +197,6 @@ def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
     assert num_kernels == len(expected)
 
 
-def test_a_checkpoint_s_layers_are_those_of_its_model(checkpoint):
-    from generate import load
-
-    model = load(checkpoint, "cpu")
-    found = fp8_layers(checkpoint)
-    assert all(x.is_meta for x in found.parameters())
-
-    def sizes(module) -> set:
-        linears = {(x.out_features, x.in_features) for x in module if isinstance(x, FP8Linear)}
-        experts = {
-            (x.num_experts, x.hidden_size, x.intermediate_size)
-            for x in module
-            if isinstance(x, GroupedExperts)
-        }
-        return linears | experts
-
-    assert sizes(found.modules()) == sizes(model.modules())
-    assert found.top_k == model.config.num_experts_per_tok
-    needed = set(ahead.kernels_of(model, 50))
-    assert needed <= set(ahead.kernels_of(found, 50, dtype=torch.bfloat16))
-    (router,) = (x for x in found if isinstance(x, TopKRouter))
-    is_deepseek = model.config.model_type == "deepseek_v3"
-    assert router.scoring == ("sigmoid" if is_deepseek else "softmax")
-    assert any(isinstance(x, SharedExperts) for x in found) == is_deepseek
-
-
-def test_fused_experts_and_biases_are_found(tmp_path):
-    e4m3 = torch.float8_e4m3fn
-    save_file(
-        {
-            "layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 512, 128).to(e4m3),
-            "layers.0.mlp.experts.gate_up_proj_scale_inv": torch.ones(3, 4, 1),
-            "layers.0.mlp.experts.down_proj": torch.zeros(3, 128, 256).to(e4m3),
-            "layers.0.mlp.experts.down_proj_scale_inv": torch.ones(3, 1, 2),
-            "layers.0.q_proj.weight": torch.zeros(256, 128).to(e4m3),
-            "layers.0.q_proj.weight_scale_inv": torch.ones(2, 1),
-            "layers.0.q_proj.bias": torch.zeros(256, dtype=torch.float16),
-        },
-        tmp_path / "model.safetensors",
-    )
-    found = fp8_layers(tmp_path)
-    (experts,) = (x for x in found if isinstance(x, GroupedExperts))
-    assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (3, 128, 256)
-    (linear,) = (x for x in found if isinstance(x, FP8Linear))
-    assert linear.bias.dtype == torch.float16
-    assert found.top_k is None
-    with pytest.raises(ValueError, match="top_k="):
-        ahead.kernels_of(found, 8)
-    assert set(ahead.kernels_of(fp8_layers(tmp_path, 2), 8)) > set(
-        ahead.kernels_of(found, 8, top_k=2)
-    )
-
-
-SHARED, EXPERT = "m.mlp.shared_experts.down_proj.weight", "m.mlp.experts.0.down_proj.weight"
-MANY = "m.mlp.experts.999999999.down_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("tensors", "told"),
-    [
-        ({"a.bias": ("F4", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got F4"),
-        ({"a.bias": ("I64", [8])}, "a.bias in .*: dtype of a bias must be one of .*, got I64"),
-        ({SHARED: (E4M3, [8])}, rf"{SHARED} in .*: must have two dimensions, got \[8\]"),
-        ({EXPERT: (E4M3, [8])}, rf"{EXPERT} in .*: must have two dimensions, got \[8\]"),
-        ({EXPERT: (E4M3, [1, 2, 4])}, rf"{EXPERT} in .*: must have two dimensions"),
-        ({MANY: (E4M3, [2**40, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
-        ({MANY: (E4M3, [2**62, 0])}, rf"{MANY} in .*: shape .* is of no GroupedExperts"),
-    ],
-)
-def test_headers_that_no_layer_has(tmp_path, tensors, told):
-    scales = {f"{x}_scale_inv": ("F32", [1]) for x in tensors if x.endswith("weight")}
-    path = headers_only(tmp_path / "x.safetensors", LINEAR | tensors | scales)
-    with pytest.raises(CheckpointError, match=told):
-        fp8_layers(path)
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "I8", "F8_E5M2"])
-def test_what_a_load_refuses_is_no_fp8_layer(tmp_path, dtype):
-    tensors = {"b.weight": (dtype, [16, 8]), "b.weight_scale_inv": ("F32", [1, 1])}
-    with pytest.raises(CheckpointError, match="nothing in FP8"):
-        fp8_layers(headers_only(tmp_path / "x.safetensors", tensors))
-    (linear,) = fp8_layers(headers_only(tmp_path / "x.safetensors", LINEAR | tensors))
-    assert linear.out_features == 8
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -351,7 +236,8 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
 
 
 def test_the_report_of_a_model_that_transformers_knows_is_json(checkpoint, tmp_path):
-    original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "x.json"
+    """It may lie in the target, which appears when all is done."""
+    original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "q" / "x.json"
     assert main(["quantize", str(original), str(tmp_path / "q"), "--json", str(report)]) == 0
     told = json.loads(report.read_text())
     assert told["weights"]

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8 import GroupedExperts
 from moefp8.functional import experts as op_room
@@ -12,7 +13,6 @@ from moefp8.functional import experts_launch
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import jit, set_num_sms
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
     DOWN_FAMILIES,

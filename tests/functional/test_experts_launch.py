@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from moefp8.kernels.gemm.experts_sizes import Sizes, mean_load
 
 from moefp8 import kernels
 from moefp8.functional import experts_launch
@@ -13,7 +14,6 @@ from moefp8.functional.workspace import Workspace
 from moefp8.kernels import num_blocks, round_up
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.experts_sizes import Sizes, mean_load
 from moefp8.kernels.gemm.tuned import ConfigSource
 from moefp8.routing.dispatch_launch import most_count_bytes
 from moefp8.testing import sizes

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8 import kernels
 from moefp8.functional.experts import experts
@@ -14,7 +15,6 @@ from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize
 from moefp8.testing import assert_matches_reference, row_errors

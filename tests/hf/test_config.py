@@ -22,7 +22,7 @@ from moefp8 import GroupedExperts, convert
 from moefp8.checkpoint import CheckpointError, inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import FP8Config
 from tests.checkpoint.cases import assert_same_tensors
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of, saved
 from tests.hf.model_cases import RELEASE, SIZES, change_config, fp8_names, plain, prompt, tensors_of
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.hf.model_cases import fp8_names, plain, tensors_of
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.experts_sizes import Sizes
 from tests.functional.cases import run, tokens_of, weights_of
 from tests.gpu import NEEDS_GPU
 from tests.kernels.leaks import Mix, resident_bytes

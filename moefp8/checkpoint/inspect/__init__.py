@@ -1,7 +1,6 @@
 """What a checkpoint holds and what is wrong with it, told without a model."""
 
-from .fp8 import fp8_modules
+from .fp8 import fp8_layers, fp8_modules
 from .inspect import Inspection, inspect_checkpoint
-from .layers import fp8_layers
 
 __all__ = ["Inspection", "fp8_layers", "fp8_modules", "inspect_checkpoint"]

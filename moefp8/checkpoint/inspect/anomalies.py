@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import printable
 
-_NUM_EXAMPLES = 3
+NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,20 @@ class Anomaly:
     of_values: int = 0
 
 
-def error(rule: str, kind: str, example: str) -> Anomaly:
-    return Anomaly("error", rule, kind, (printable(example),))
-
-
-def note(rule: str, kind: str, example: str) -> Anomaly:
-    return Anomaly("note", rule, kind, (printable(example),))
-
-
 def fold(anomalies: Iterable[Anomaly]) -> tuple[Anomaly, ...]:
     """Return one anomaly for each severity, rule and kind, errors first; counts are sums."""
     found: dict[tuple[str, str, str], Anomaly] = {}
     for new in anomalies:
         place = new.severity, new.rule, new.kind
-        old = found.get(place)
-        found[place] = new if old is None else _sum(old, new)
-    return tuple(sorted(found.values(), key=lambda anomaly: anomaly.severity))
+        found[place] = _sum(found[place], new) if place in found else new
+    shown = (replace(x, examples=tuple(map(printable, x.examples))) for x in found.values())
+    return tuple(sorted(shown, key=lambda anomaly: anomaly.severity))
 
 
 def _sum(a: Anomaly, b: Anomaly) -> Anomaly:
     return replace(
         a,
-        examples=(*a.examples, *b.examples)[:_NUM_EXAMPLES],
+        examples=(*a.examples, *b.examples)[:NUM_EXAMPLES],
         count=a.count + b.count,
         num_values=a.num_values + b.num_values,
         of_values=a.of_values + b.of_values,

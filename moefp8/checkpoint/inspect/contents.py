@@ -1,17 +1,19 @@
 """What a checkpoint holds, by the names of its tensors: weights, their scales, what is left out."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ..files.config import BLOCK, block_sizes, is_leftover
 from ..files.header import Entry
-from ..files.names import canonical, folded, weight_of_scale
+from ..files.names import canonical, folded, split_expert, weight_of_scale
 from ..files.source import Scan
 
-FUSED_GATE_UP = "gate_up_proj"
+_FUSED_GATE_UP = "gate_up_proj"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Contents:
     weights: canonical name -> tensor that is no scale; scales: canonical name of a weight -> its
     scale; doubles: tensors whose canonical name another has already; named: canonical names of all
     keys that headers or the index contain, readable or not; kept: the names of weights among them
-    that a load takes, which leaves out MTP layers and rotary tables.
+    that a load takes; left_out: keys that it leaves out, which are of MTP layers and rotary tables.
     """
 
     scan: Scan
@@ -30,31 +32,35 @@ class Contents:
     doubles: tuple[tuple[Entry, Entry], ...]
     named: frozenset[str]
     kept: tuple[str, ...]
+    left_out: frozenset[str]
 
     @property
     def config(self) -> dict[str, Any]:
         return self.scan.source.config
 
-    def is_left_out(self, entry: Entry) -> bool:
-        return entry.key in self._left_out
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """Return what config.json tells of it, {} if that is nothing."""
+        found = self.config.get("quantization_config")
+        return found if isinstance(found, dict) else {}
 
     @cached_property
-    def _left_out(self) -> frozenset[str]:
-        return frozenset(key for key in self.scan.source.entries if is_leftover(self.config, key))
-
-    def has_power_of_two_scales(self) -> bool:
-        """Whether config.json promises them; DeepSeek-V3.1 does, and its o_proj has others."""
-        quantization = self.config.get("quantization_config")
-        return isinstance(quantization, dict) and quantization.get("scale_fmt") == "ue8m0"
+    def expert_numbers(self) -> dict[str, dict[str, set[int]]]:
+        """Return `X.experts` -> `gate_proj.weight` -> the numbers of experts that have it."""
+        numbers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for name in self.kept:
+            if expert := split_expert(name):
+                module, number = expert
+                numbers[module][name.removeprefix(f"{module}.{number}.")].add(number)
+        return numbers
 
     def block(self) -> tuple[int, int]:
         """Return the block of config.json if it says one that can be meant, else 128 x 128."""
-        found = block_sizes(self.config)
-        block = found[0] if found and all(each == found[0] for each in found) else BLOCK
-        is_block = isinstance(block, list) and len(block) == 2
-        if not is_block or not all(type(size) is int and size > 0 for size in block):
-            block = BLOCK
-        return block[0], block[1]
+        match found := block_sizes(self.config):
+            case [[int(rows), int(columns)], *_] if min(rows, columns) > 0:
+                if all(each == found[0] for each in found):
+                    return rows, columns
+        return BLOCK[0], BLOCK[1]
 
 
 def contents_of(scan: Scan) -> Contents:
@@ -62,22 +68,25 @@ def contents_of(scan: Scan) -> Contents:
     scales: dict[str, Entry] = {}
     doubles = []
     named = frozenset(canonical(key) for key in scan.named)
-    for key, entry in scan.source.entries.items():
+    config, entries = scan.source.config, scan.source.entries
+    for key, entry in entries.items():
         weight = weight_of_scale(key)
         if weight and key.endswith(".scale") and canonical(weight) not in named:
             weight = None  # a tensor of its own, such as Gemma 4's routers have
         names = weights if weight is None else scales
-        name = canonical(key if weight is None else weight)
-        if name in names:
-            doubles.append((entry, names[name]))
-        else:
-            names[name] = entry
-    kept = tuple(
-        name
-        for name in sorted(named)
-        if weight_of_scale(name) is None and not is_leftover(scan.source.config, name)
+        first = names.setdefault(canonical(weight or key), entry)
+        if first is not entry:
+            doubles.append((entry, first))
+    kept = (name for name in sorted(named) if weight_of_scale(name) is None)
+    return Contents(
+        scan,
+        weights,
+        scales,
+        tuple(doubles),
+        named,
+        kept=tuple(name for name in kept if not is_leftover(config, name)),
+        left_out=frozenset(key for key in entries if is_leftover(config, key)),
     )
-    return Contents(scan, weights, scales, tuple(doubles), named, kept)
 
 
 @dataclass(frozen=True)
@@ -99,19 +108,20 @@ class Kind:
 
 def kinds_of(contents: Contents) -> tuple[Kind, ...]:
     """Sort what a load takes into kinds; scales without a weight are a kind of their own."""
-    groups: dict[str, list[tuple[Entry, Entry | None]]] = {}
+    tensors: dict[str, list[Entry]] = defaultdict(list)
+    scales: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in contents.weights.items():
-        if not contents.is_left_out(entry):
-            groups.setdefault(folded(name), []).append((entry, contents.scales.get(name)))
+        if entry.key not in contents.left_out:
+            tensors[folded(name)].append(entry)
+            if name in contents.scales:
+                scales[folded(name)].append(contents.scales[name])
     for name, scale in contents.scales.items():
-        if name not in contents.weights and not contents.is_left_out(scale):
-            groups.setdefault(folded(scale.key), []).append((scale, None))
-    return tuple(_kind(name, pairs) for name, pairs in sorted(groups.items()))
+        if name not in contents.weights and scale.key not in contents.left_out:
+            tensors[folded(scale.key)].append(scale)
+    return tuple(_kind(name, tensors[name], scales[name]) for name in sorted(tensors))
 
 
-def _kind(name: str, pairs: list[tuple[Entry, Entry | None]]) -> Kind:
-    entries = [entry for entry, _ in pairs]
-    scales = [scale for _, scale in pairs if scale is not None]
+def _kind(name: str, entries: list[Entry], scales: list[Entry]) -> Kind:
     return Kind(
         name,
         len(entries),
@@ -135,7 +145,7 @@ def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[
     if len(shape) not in (2, 3):
         return None
     *experts, rows, columns = shape
-    halves = 2 if name.endswith(FUSED_GATE_UP) and rows % 2 == 0 else 1
+    halves = 2 if name.endswith(_FUSED_GATE_UP) and rows % 2 == 0 else 1
     num_rows = halves * -(-rows // (halves * block[0]))
     return (*experts, num_rows, -(-columns // block[1]))
 
@@ -145,9 +155,8 @@ def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> b
 
     They are then as many as for one tensor of all rows, of which one block holds rows of both.
     """
-    if not name.endswith(FUSED_GATE_UP) or len(shape) != 3 or shape[1] % (2 * block[0]) == 0:
-        return False
-    return grid_of(name, shape, block) == grid_of("", shape, block)
+    is_cut = name.endswith(_FUSED_GATE_UP) and len(shape) == 3 and shape[1] % (2 * block[0]) != 0
+    return is_cut and grid_of(name, shape, block) == grid_of("", shape, block)
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:
@@ -160,7 +169,6 @@ def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Ite
     if grid in (shape[:-1], (*shape[:-1], 1)):
         yield "one for each channel"
     sizes = (128, 64, 32, 256, 16, 512, 1)
-    blocks = sorted(((n, k) for n in sizes for k in sizes), key=lambda block: block[0] != block[1])
-    for block in blocks:
+    for block in sorted(product(sizes, sizes), key=lambda block: block[0] != block[1]):
         if grid_of(name, shape, block) == grid:
             yield f"blocks of {list(block)}"

@@ -7,6 +7,7 @@ repeats and none of a group, and so takes less than a second; endless lists meet
 import re
 import time
 from collections.abc import Iterable
+from itertools import combinations
 
 _MAX_LENGTH = 200
 _MAX_REPEATS = 3  # .* at the end, which changes nothing, is not counted
@@ -41,22 +42,20 @@ class Modules:
         """Whether module is listed. Raises TimeoutError after 5 s in all."""
         if len(module) > _MAX_MODULE:
             return False
-        return self._has_part(module) or any(self._matches(x, module) for x in self._patterns)
-
-    def _has_part(self, module: str) -> bool:
-        if time.monotonic() > self._end:
-            raise TimeoutError("the lists are too long")
+        self._check_time("the lists are too long")
         parts = module.split(".")
-        return any(
-            ".".join(parts[first:last]) in self._names
-            for first in range(len(parts))
-            for last in range(first + 1, len(parts) + 1)
-        )
+        spans = combinations(range(len(parts) + 1), 2)
+        if any(".".join(parts[first:end]) in self._names for first, end in spans):
+            return True
+        for pattern in self._patterns:
+            self._check_time(f"re:{pattern.pattern} and what came before took too long")
+            if pattern.match(module):
+                return True
+        return False
 
-    def _matches(self, pattern: re.Pattern[str], module: str) -> bool:
+    def _check_time(self, problem: str) -> None:
         if time.monotonic() > self._end:
-            raise TimeoutError(f"re:{pattern.pattern} and what came before took too long")
-        return pattern.match(module) is not None
+            raise TimeoutError(problem)
 
 
 def _problem(pattern: str) -> str | None:

@@ -4,7 +4,7 @@ A conversion that moves whole rows is asked where to: it gets numbers of rows in
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from ..files.header import TORCH_DTYPES, Entry
-from ..files.source import Source
 from ..model.slots import Slot
 from .moves import Piece
-from .skeleton import Skeleton
+from .skeleton import Skeleton, names_of, order_of
 
 _ENTRY = 1 << 40  # more than an entry has rows
 _MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide
@@ -44,41 +43,45 @@ class Filling:
 
 
 def converted_fillings(
-    source: Source, keys: Collection[str], skeleton: Skeleton, modules: Collection[str]
+    entries: Iterable[Entry], skeleton: Skeleton, modules: Collection[str]
 ) -> Iterator[Filling]:
-    """Yield the fillings of weights of modules that are made of rows of these keys.
+    """Yield the fillings of weights of modules that are made of rows of these entries.
 
     A weight that shares an entry with others, as a query cut out of a fused projection does, is
     left out, and so is a transposed weight.
     """
-    groups = _groups(source, keys, skeleton)
     found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
     slots = {x.name: x for x in found if len(x.shape) >= 2}
     all_columns = {slot.shape[-1] for slot in slots.values()}
-    for name, group in groups.items():
-        entries = [entry for entry, _, _ in group]
-        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in entries)
+    for name, group in _groups(entries, skeleton).items():
+        members = [entry for entry, _, _ in group]
+        is_known = all(x.num_bytes and x.shape and x.shape[-1] in all_columns for x in members)
         made = _converted(name, group, skeleton) if is_known else {}
         together = frozenset(target.rpartition(".")[0] for target in made)
         for target, rows in made.items():
-            if target in slots:
-                yield from _filling(slots[target], rows, entries, together)
+            pieces = _pieces(slots[target], rows, members) if target in slots else None
+            if pieces is not None:
+                yield Filling(slots[target], pieces, is_converted=True, together=together)
 
 
 def _groups(
-    source: Source, keys: Collection[str], skeleton: Skeleton
+    entries: Iterable[Entry], skeleton: Skeleton
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
-    """Return the first name that entries become -> these in order, with their steps and patterns.
+    """Return the first name that entries become -> these, with their steps and patterns.
 
-    Entries are left out if transformers has no order for their keys.
+    They are in transformers' order; where it has none, they are left out.
     """
-    groups: dict[str, dict[str, tuple[Entry, Any, str]]] = defaultdict(dict)
-    for key in keys:
-        if found := skeleton.conversion_of(key):
+    groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
+    for entry in entries:
+        if found := skeleton.conversion_of(entry.key):
             name, step, pattern = found
-            groups[name][key] = source.entries[key], step, pattern
-    ordered = {name: skeleton.in_order(group) for name, group in groups.items()}
-    return {name: [groups[name][key] for key in keys] for name, keys in ordered.items() if keys}
+            groups[name].append((entry, step, pattern))
+    for name, group in list(groups.items()):
+        try:
+            group.sort(key=lambda member: order_of(member[0].key))
+        except ValueError:
+            del groups[name]
+    return groups
 
 
 def _converted(
@@ -86,7 +89,7 @@ def _converted(
 ) -> dict[str, torch.Tensor]:
     """Return what transformers would make of group: name -> numbers of rows. name: the first."""
     step = deepcopy(group[0][1])
-    if not {type(operation).__name__ for operation in step.operations} <= _MOVE_ROWS:
+    if not names_of(step) <= _MOVE_ROWS:
         return {}
     for number, (entry, _, pattern) in enumerate(group):
         shape = torch.Size((*entry.shape[:-1], 1))
@@ -99,23 +102,20 @@ def _converted(
     return made if all(isinstance(x, torch.Tensor) for x in made.values()) else {}
 
 
-def _filling(
-    slot: Slot, rows: torch.Tensor, group: list[Entry], together: frozenset[str]
-) -> Iterator[Filling]:
-    """Yield nothing if rows are not all rows of their entries, each once."""
+def _pieces(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> tuple[Piece, ...] | None:
+    """Return what fills slot, or None if rows are not all rows of their entries, each once."""
     *leading, num_columns = slot.shape
     flat = rows.flatten()
     if list(rows.shape) != [*leading, 1] or len(flat.unique()) != len(flat):
-        return  # a transposed weight, or a part that is there twice
+        return None  # a transposed weight, or a part that is there twice
     begins = [0, *((flat.diff() != 1).nonzero().flatten() + 1).tolist()]
     pieces = []
     for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
         number, row = divmod(int(flat[begin]), _ENTRY)
         entry = group[number]
         if entry.shape[-1] != num_columns:
-            return
+            return None
         row_bytes = num_columns * TORCH_DTYPES[entry.dtype].itemsize
         pieces.append(Piece(entry, entry.begin + row * row_bytes, (end - begin) * row_bytes))
-    filling = Filling(slot, tuple(pieces), is_converted=True, together=together)
-    if sum(x.num_bytes for x in pieces) == sum(x.num_bytes for x in filling.entries()):
-        yield filling
+    whole = {piece.entry: piece.entry.num_bytes for piece in pieces}
+    return tuple(pieces) if sum(x.num_bytes for x in pieces) == sum(whole.values()) else None

@@ -5,14 +5,17 @@ E experts, H hidden, I intermediate.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ...kernels import num_blocks
+from ...layers import Conversion
 from ..errors import CheckpointError
 from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.names import scale_of_weight
+
+ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Move:
     pieces: tuple[Piece, ...]
     key: str
     shape: tuple[int, ...]
-    is_fp8: bool = False
+    is_fp8: bool = True
 
     @property
     def entry(self) -> Entry:
@@ -69,37 +72,24 @@ class Move:
         return math.prod(stack) * n, k
 
     def num_output_bytes(self) -> int:
-        sizes = ((TORCH_DTYPES[dtype].itemsize, shape) for _, dtype, shape in self.outputs())
-        return sum(itemsize * math.prod(shape) for itemsize, shape in sizes)
+        return sum(TORCH_DTYPES[x].itemsize * math.prod(shape) for _, x, shape in self.outputs())
 
 
-@dataclass
-class Selected:
-    """What becomes FP8, and what stays. basis: what told.
-
-    moves: key -> what becomes of it; none for a key that goes into another's. swapped: what
-    `convert` swaps; kept: module -> why it stays; experts: those of kept that are experts.
-    homes: key of moves -> its module; unknown: keys of no module.
-    """
-
-    basis: str
-    moves: dict[str, list[Move]] = field(default_factory=dict)
-    swapped: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
-    experts: set[str] = field(default_factory=set)
-    homes: dict[str, str] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
+def cut(entry: Entry, num_pieces: int = 1, *, is_transposed: bool = False) -> tuple[Piece, ...]:
+    """Cut entry into pieces of equal size."""
+    size = entry.num_bytes // num_pieces
+    begins = (entry.begin + number * size for number in range(num_pieces))
+    return tuple(Piece(entry, begin, size, is_transposed) for begin in begins)
 
 
-def whole(entry: Entry, key: str, *, is_fp8: bool) -> Move:
+def whole(entry: Entry, is_fp8: bool = True) -> Move:
     """Move all of entry as it is."""
-    return Move((Piece(entry, entry.begin, entry.num_bytes),), key, entry.shape, is_fp8)
+    return Move(cut(entry), entry.key, entry.shape, is_fp8)
 
 
-def transposed(entry: Entry) -> Move:
-    """Move a matrix that is stored as [K, N]."""
-    piece = Piece(entry, entry.begin, entry.num_bytes, is_transposed=True)
-    return Move((piece,), entry.key, entry.shape[::-1], is_fp8=True)
+def turned(entry: Entry) -> Move:
+    """Move all of a matrix that is stored as [K, N]."""
+    return Move(cut(entry, is_transposed=True), entry.key, entry.shape[::-1])
 
 
 def apart(entry: Entry) -> Iterator[Move]:
@@ -111,30 +101,12 @@ def apart(entry: Entry) -> Iterator[Move]:
         raise CheckpointError(f"{entry}: an empty stack cannot be quantized; skip it")
     module, _, name = entry.key.rpartition(".")
     num_experts, num_rows, num_columns = entry.shape
-    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+    names = ONE_BY_ONE[name]
     shape = (num_rows // len(names), num_columns)
-    cut = iter(_cut(entry, num_experts * len(names)))
-    for expert in range(num_experts):
-        for name in names:
-            yield Move((next(cut),), f"{module}.{expert}.{name}.weight", shape, is_fp8=True)
+    for number, piece in enumerate(cut(entry, num_experts * len(names))):
+        expert, i = divmod(number, len(names))
+        yield Move((piece,), f"{module}.{expert}.{names[i]}.weight", shape)
 
 
-def fused(gate: Entry, up: Entry, key: str, num_experts: int) -> Move:
-    """Make [E, 2I, H] of gate and up, each [E * I, H] or [E, I, H]."""
-    pairs = zip(_cut(gate, num_experts), _cut(up, num_experts), strict=True)
-    *rows, num_columns = gate.shape
-    shape = (num_experts, 2 * math.prod(rows) // num_experts, num_columns)
-    return Move(tuple(piece for pair in pairs for piece in pair), key, shape, is_fp8=True)
-
-
-def transposed_stack(down: Entry, key: str, num_experts: int) -> Move:
-    """Make [E, H, I] of the transposes of matrices that are stored as [E * I, H]."""
-    pieces = tuple(_cut(down, num_experts, is_transposed=True))
-    rows, num_columns = down.shape
-    return Move(pieces, key, (num_experts, num_columns, rows // num_experts), is_fp8=True)
-
-
-def _cut(entry: Entry, num_pieces: int, *, is_transposed: bool = False) -> Iterator[Piece]:
-    num_bytes = entry.num_bytes // num_pieces
-    for number in range(num_pieces):
-        yield Piece(entry, entry.begin + number * num_bytes, num_bytes, is_transposed)
+Moves = dict[str, list[Move]]  # key -> what becomes of it; nothing if it goes into another's tensor
+Selected = tuple[str, Moves, Conversion]  # what told, tensors, and modules

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -36,6 +36,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".ms
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".py")
 _OTHER_FOLDERS = {"original", "__pycache__"}
 
+Shards = dict[str, list[Move]]  # name of a file -> what it is made of
+
 
 def quantize_checkpoint(
     source: str | os.PathLike[str],
@@ -50,18 +52,16 @@ def quantize_checkpoint(
 
     1. Select what `convert` would swap in the model that transformers builds of config.json, as far
     as loaders find it again; if transformers is missing or does not know the family, every 2-D
-    weight of a decoder layer, but for routers, gates, norms and embeddings. Each becomes E4M3
-    with an FP32 `weight_scale_inv` for each 128x128 block, bit-equal to `quantize_128x128` of the
-    whole weight. Stacks of experts are taken apart, unless loaders know them as stacks alone; what
-    is stored in another form, as a `Conv1D` and experts of DBRX are, becomes what `convert` makes
-    of it. What becomes FP8 and what stays, and why, is logged ("moefp8", INFO) before the first
-    byte is written; that experts stay is a warning. 2. Write one shard after the other, in bands of
-    rows: memory does not grow with either, but for a matrix that is stored transposed. 3. Copy
-    tokenizer, code and such, write the index, then config.json, whose `modules_to_not_convert`
-    lists the linears that stay; give the directory its name.
-
-    Until then all lies in `.TARGET.partial` beside target. If a run ends early, the same call
-    takes it up again, with the shards that were finished.
+    weight of a decoder layer, but for routers, gates, norms and embeddings. What becomes FP8 and
+    what stays, and why, is logged ("moefp8", INFO); that experts stay is a warning. 2. Write one
+    shard after the other, in bands of rows: memory does not grow with either, but for a matrix that
+    is stored transposed. A weight becomes E4M3 with an FP32 `weight_scale_inv` for each 128x128
+    block, bit-equal to `quantize_128x128` of all of it. Stacks of experts are taken apart into
+    DeepSeek's names, unless loaders know them as stacks alone; what is stored in another form, as a
+    `Conv1D` and experts of DBRX are, becomes what `convert` makes of it. 3. Copy tokenizer, code
+    and such, write the index, then config.json, whose `modules_to_not_convert` lists the linears
+    that stay; give the directory its name. Until then all lies in `.TARGET.partial` beside target:
+    if a run ends early, the same call goes on with the shards that were finished.
 
     Args:
         source: a directory, or a .safetensors file beside its config.json; weights in bf16, fp16 or
@@ -92,13 +92,19 @@ def quantize_checkpoint(
     _LOGGER.info("quantize_checkpoint: told by %s\n%s", selection.basis, selection.conversion)
     if warning := selection.conversion.warning():
         warnings.warn(f"quantize_checkpoint: {warning}", stacklevel=2)
+    cut = list(in_shards(selection.moves, Move.num_output_bytes, max_shard_bytes))
+    shards = {shard_name(number, len(cut)): moves for number, moves in enumerate(cut, start=1)}
+    target_bytes = sum(move.num_output_bytes() for move in selection.moves)
     try:
         others = dict(_other_files(opened))
-        shards = list(in_shards(selection.moves, Move.num_output_bytes, max_shard_bytes))
         job = _job(opened, others, skip, max_shard_bytes, shards)
         with workplace(path, job) as work:
             reports, num_resumed = _write_shards(work, shards, opened, place, progress)
-            _write_others(work, opened, others, selection, shards)
+            for name, file in others.items():
+                (work.content / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, work.content / name)
+            write_index(work.content, _weight_map(shards), target_bytes)
+            write_json(work.content / "config.json", _config(opened, selection))
             work.publish()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made ({error}); {OUTCOME}") from error
@@ -108,7 +114,7 @@ def quantize_checkpoint(
         conversion=selection.conversion,
         basis=selection.basis,
         source_bytes=sum(move.num_bytes for move in selection.moves),
-        target_bytes=sum(move.num_output_bytes() for move in selection.moves),
+        target_bytes=target_bytes,
         num_shards=len(shards),
         num_resumed=num_resumed,
         seconds=time.perf_counter() - started,
@@ -120,70 +126,61 @@ def _job(
     others: dict[str, Path],
     skip: tuple[str, ...],
     max_shard_bytes: int,
-    shards: list[list[Move]],
+    shards: Shards,
 ) -> dict[str, Any]:
     """Return all that decides what is written; for contents of files, their sizes and times.
 
     plan: which tensor is in which shard; another version of this library may select others.
+    Names of files that are not UTF-8 have escapes in place of such bytes.
     """
-    layout = [[(move.outputs(), move.pieces) for move in moves] for moves in shards]
+    layout = [[(move.outputs(), move.pieces) for move in moves] for moves in shards.values()]
     files = sorted({*source.shards, *others.values(), config_path(source.path)})
     return {
-        "source": {_in_json(path): stamp_of(path.stat()) for path in files if path.exists()},
+        "source": {
+            os.fsencode(path).decode(errors="backslashreplace"): stamp_of(path.stat())
+            for path in files
+            if path.exists()
+        },
         "skip": skip,
         "max_shard_bytes": max_shard_bytes,
         "plan": hashlib.sha256(repr(layout).encode()).hexdigest(),
     }
 
 
-def _in_json(path: Path) -> str:
-    """Write bytes of a name that are not UTF-8 as escapes, which can be read back."""
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
 def _write_shards(
-    work: Workplace,
-    shards: list[list[Move]],
-    source: Source,
-    device: torch.device,
-    progress: bool | None,
+    work: Workplace, shards: Shards, source: Source, device: torch.device, progress: bool | None
 ) -> tuple[list[WeightReport], int]:
     """Return the reports of all weights, and how many shards were there already."""
-    names = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    found = _finished(work, names, shards, progress)
-    missing = [moves for name, moves in zip(names, shards, strict=True) if name not in found]
-    total = sum(move.num_bytes for moves in missing for move in moves)
-    reports = []
+    found = _finished(work, shards, progress)
+    missing = {name: moves for name, moves in shards.items() if name not in found}
+    total = sum(move.num_bytes for moves in missing.values() for move in moves)
     with Progress("quantizing", total, "GiB", 2**30, progress) as bar:
-        for name, moves in zip(names, shards, strict=True):
+        for name, moves in missing.items():
 
-            def write(path: Path, moves: list[Move] = moves) -> dict[str, Any]:
-                weights = write_shard(path, moves, source, device, bar.advance)
-                return {"weights": [asdict(weight) for weight in weights]}
+            def write(path: Path, name: str = name, moves: list[Move] = moves) -> dict[str, Any]:
+                found[name] = write_shard(path, moves, source, device, bar.advance)
+                return {"weights": [asdict(weight) for weight in found[name]]}
 
-            if name not in found:
-                found[name] = _reports_of(work.finish(name, write), moves) or []
-            reports += found[name]
-    return reports, len(shards) - len(missing)
+            work.finish(name, write)
+    return [x for name in shards for x in found[name]], len(shards) - len(missing)
 
 
 def _finished(
-    work: Workplace, names: list[str], shards: list[list[Move]], progress: bool | None
+    work: Workplace, shards: Shards, progress: bool | None
 ) -> dict[str, list[WeightReport]]:
     """Return the reports of shards that an earlier run wrote, and that are still as they were."""
-    there = [
-        (name, moves) for name, moves in zip(names, shards, strict=True) if work.is_finished(name)
-    ]
-    total = sum(move.num_output_bytes() for _, moves in there for move in moves)
+    there = {name: moves for name, moves in shards.items() if work.is_finished(name)}
+    total = sum(move.num_output_bytes() for moves in there.values() for move in moves)
     with Progress("verifying", total, "GiB", 2**30, progress if there else False) as bar:
-        found = {name: _reports_of(work.report(name, bar.advance), moves) for name, moves in there}
+        found = {
+            name: _reports_of(work.report(name, bar.advance), moves)
+            for name, moves in there.items()
+        }
     return {name: reports for name, reports in found.items() if reports is not None}
 
 
-def _reports_of(report: dict[str, Any] | None, moves: list[Move]) -> list[WeightReport] | None:
-    """Read the reports on these moves; return None if report holds others."""
-    if report is None:
-        return None
+def _reports_of(report: Any, moves: list[Move]) -> list[WeightReport] | None:
+    """Read the reports on these moves; return None if report, of JSON or None, holds others."""
     try:
         found = [WeightReport.from_dict(x) for x in report["weights"]]
     except (KeyError, TypeError):
@@ -192,60 +189,43 @@ def _reports_of(report: dict[str, Any] | None, moves: list[Move]) -> list[Weight
     return found if [(x.key, x.shape) for x in found] == of else None
 
 
-def _write_others(
-    work: Workplace,
-    source: Source,
-    others: dict[str, Path],
-    selection: Selection,
-    shards: list[list[Move]],
-) -> None:
-    for name, path in others.items():
-        (work.content / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, work.content / name)
-    weight_map = {
-        key: shard_name(number, len(shards))
-        for number, moves in enumerate(shards, start=1)
-        for move in moves
-        for key, _, _ in move.outputs()
-    }
-    write_index(work.content, weight_map, sum(move.num_output_bytes() for move in selection.moves))
+def _weight_map(shards: Shards) -> dict[str, str]:
+    """Return key -> name of the file that holds it."""
+    outputs = ((name, move.outputs()) for name, moves in shards.items() for move in moves)
+    return {key: name for name, some in outputs for key, _, _ in some}
+
+
+def _config(source: Source, selection: Selection) -> dict[str, Any]:
     quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": selection.kept_modules}
-    config = {**source.config, "quantization_config": quantization}
-    write_json(work.content / "config.json", config)
-
-
-def _raise(error: OSError) -> None:
-    """Raise what `os.walk` would leave out because it cannot read it."""
-    raise error
+    return {**source.config, "quantization_config": quantization}
 
 
 def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
     """Yield (name below the directory, file) for all that is neither weights, config nor hidden.
 
     If the source is one file, only files beside it count whose suffix belongs to models. Raises
-    CheckpointError for what cannot be copied: it would be missing in the target.
+    CheckpointError for what cannot be copied, which would be missing in the target, and OSError.
     """
-    directory = config_path(source.path).parent
-    is_whole = source.path.is_dir()
-    for folder, folders, names in os.walk(directory, onerror=_raise):
-        kept = (x for x in folders if x not in _OTHER_FOLDERS and x[0] != ".")
-        folders[:] = sorted(kept) if is_whole else []
-        for name in folders:
-            if os.path.islink(os.path.join(folder, name)):
-                _refuse_other(Path(folder, name), "a link to a directory")
-        for name in sorted(names):
-            path = Path(folder, name)
-            is_other = not name.startswith(".") and not name.endswith((*_WEIGHTS, ".index.json"))
-            if not is_whole and path.suffix not in _BESIDE:
-                continue
-            if is_other and path != config_path(source.path):
-                check_inside(path, directory)
+    config, is_whole = config_path(source.path), source.path.is_dir()
+    folders = [config.parent]
+    for folder in folders:  # more are found on the way
+        with os.scandir(folder) as found:
+            paths = sorted(Path(folder, entry.name) for entry in found if entry.name[0] != ".")
+        for path in paths:
+            is_weight = path.name.endswith((*_WEIGHTS, ".index.json"))
+            if path.is_dir():
+                if is_whole and path.name not in _OTHER_FOLDERS:
+                    if path.is_symlink():
+                        raise _left_out(path, "a link to a directory")
+                    folders.append(path)
+            elif path != config and not is_weight and (is_whole or path.suffix in _BESIDE):
+                check_inside(path, config.parent)
                 if not path.is_file():
-                    _refuse_other(path, "no file, or a link to none")
-                yield str(path.relative_to(directory)), path
+                    raise _left_out(path, "no file, or a link to none")
+                yield str(path.relative_to(config.parent)), path
 
 
-def _refuse_other(path: Path, what: str) -> NoReturn:
-    raise CheckpointError(
+def _left_out(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
         f"{path}: is {what}, and would be left out; put there what is meant, or remove it"
     )

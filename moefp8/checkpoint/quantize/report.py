@@ -1,7 +1,6 @@
 """Report what quantization cost: the error of each weight, and the size of the checkpoint."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -13,8 +12,6 @@ from ...kernels import BLOCK, e4m3_to_float, round_up
 from ...kernels.common.blocks import E4M3_MAX
 from ...layers import Conversion
 from ...quant import BlockScaled
-
-_NUM_WORST = 10
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class WeightReport:
 class QuantizeReport:
     """What one quantization did. weights: those that are FP8 now; kept: keys that stayed.
 
-    conversion: their modules, and why the others stay; basis: what told. Bytes are of tensors.
-    num_resumed: shards that an earlier run had finished.
+    conversion: modules that became FP8, and why others stay; basis: what told. Bytes are of
+    tensors. num_resumed: shards that an earlier run had finished.
     """
 
     weights: tuple[WeightReport, ...]
@@ -61,30 +58,26 @@ class QuantizeReport:
     def median_error(self) -> float:
         return median(weight.error for weight in self.weights)
 
-    def worst(self, num: int = _NUM_WORST) -> list[WeightReport]:
+    def worst(self, num: int = 10) -> list[WeightReport]:
         """Return the weights of the largest error, the worst first."""
         return sorted(self.weights, key=lambda weight: (-weight.error, weight.key))[:num]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON can hold it."""
-        found = asdict(self)
-        found["conversion"]["experts"] = sorted(self.conversion.experts)
-        return {**found, "median_error": self.median_error()}
+        return {**asdict(self), "median_error": self.median_error()}
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"{'error':>8}  {'max':>8}  {'shape':>15}  weight"
+        lines = [f"{'error':>8}  {'max':>8}  {'shape':>15}  weight"]
         for x in self.worst():
             shape = " x ".join(map(str, x.shape))
-            yield f"{x.error:8.5f}  {x.max_error:8.5f}  {shape:>15}  {x.key}"
-        yield f"{self.median_error():8.5f}  is the median of {len(self.weights)} weights in FP8"
+            lines.append(f"{x.error:8.5f}  {x.max_error:8.5f}  {shape:>15}  {x.key}")
         resumed = f" ({self.num_resumed} were there already)" if self.num_resumed else ""
-        yield (
+        lines += [
+            f"{self.median_error():8.5f}  is the median of {len(self.weights)} weights in FP8",
             f"{_size(self.source_bytes)} became {_size(self.target_bytes)} in {self.num_shards} "
-            f"shards{resumed}, {self.seconds:.1f} s; {len(self.kept)} tensors stay as they were"
-        )
+            f"shards{resumed}, {self.seconds:.1f} s; {len(self.kept)} tensors stay as they were",
+        ]
+        return "\n".join(lines)
 
 
 def _size(num_bytes: int) -> str:
@@ -93,7 +86,7 @@ def _size(num_bytes: int) -> str:
 
 
 class ErrorSums:
-    """It sums up the error of a weight, band of rows by band of rows."""
+    """The error of a weight, summed up part by part; each part has whole blocks."""
 
     def __init__(self) -> None:
         self._error_squared = self._norm_squared = self._max_error = 0.0

@@ -5,87 +5,106 @@ E experts, H hidden, I intermediate.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from ...kernels import BLOCK
 from ...layers import Conversion, plan_conversion
 from ...layers.conversion.conversion import SKIPPED, pattern_of
 from ...layers.conversion.selection import matches
 from ...layers.conversion.stacks import STACKS, stacks_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, raise_if_any
+from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
 from .fillings import Filling, converted_fillings
-from .moves import Move, Piece, Selected, apart, fused, transposed, transposed_stack, whole
-from .skeleton import Skeleton
+from .moves import ONE_BY_ONE, Move, Moves, Selected, apart, cut, turned, whole
+from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
+from .skeleton import Skeleton, names_of
 
-_ONE_BY_ONE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
 _UNEVEN = f"made of parts of sizes that {BLOCK} does not divide, which loaders cut otherwise"
 
 
 def select_by_model(
-    source: Source, skeleton: Skeleton, skip: Sequence[str], is_skipped: Callable[[str], bool]
+    source: Source, skip: Sequence[str], headline: str, skeleton: Skeleton
 ) -> Selected:
-    """Select by the model; is_skipped tells whether skip keeps a key. Raises CheckpointError."""
+    """Select by the model, and by name in layers for multi-token prediction: models hold none.
+
+    Raises CheckpointError with headline.
+    """
+
+    def is_skipped(key: str) -> bool:
+        return any(is_named(name, part) for part in skip for name in (key, skeleton.rename(key)))
+
     parts = [part for part in skip if any(matches(name, part) for name in skeleton.modules)]
     try:
-        conversion = plan_conversion(skeleton.model, skip=parts)
+        planned = plan_conversion(skeleton.model, skip=parts)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{source.path} cannot be quantized: {error}") from error
-    basis = f"transformers' {type(skeleton.model).__name__}"
-    selected = Selected(basis, kept=dict(conversion.kept), experts=set(conversion.experts))
-    fillings = _fillings(source, skeleton, conversion, selected)
-    made = {
-        module: _moves_of(module, kind, fillings[module], skeleton, is_skipped)
-        for module, kind in conversion.swapped.items()
-    }
+        raise CheckpointError(f"{headline}: {error}") from error
+    fillings, unknown = _fillings(source, skeleton, planned)
+    made: dict[str, Moves] = {}
+    kept = dict(planned.kept)
+    for module, kind in planned.swapped.items():
+        came = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        if isinstance(came, str):
+            kept[module] = came
+        else:
+            made[module] = came
     while parted := _parted(made, fillings):
-        made |= parted
-    for module, kind in conversion.swapped.items():
-        came = made[module]
-        if isinstance(came, dict):
-            selected.moves |= came
-            selected.homes |= dict.fromkeys(came, module)
-            selected.swapped[module] = kind
-            continue
-        selected.kept[module] = came
-        selected.experts |= {module} if kind == "experts" else set()
-    return selected
+        kept |= parted
+        made = {module: moves for module, moves in made.items() if module not in parted}
+
+    leftover = [entry for entry in unknown if is_leftover(source.config, entry.key)]
+    moves = {e.key: [whole(e)] for e in leftover if is_linear(e) and not stays(e.key, skip)}
+    swapped = {key.removesuffix(".weight"): "linear" for key in moves}
+    problems = split_modules(leftover, moves.keys())
+    for module in made:
+        moves |= made[module]
+        swapped[module] = planned.swapped[module]
+    homes = {key: module for module in made for key in made[module]}
+    problems += dtype_problems(source, moves, homes)
+    if not moves and not problems:
+        told = Conversion({}, kept).warning() or ""
+        problems.append(
+            f"{told}; convert the model instead, or load it by "
+            "from_pretrained(..., quantization_config=FP8Config()), which may swap more"
+        )
+    raise_if_any(problems, headline)
+    experts = {*planned.experts, *(x for x in kept if planned.swapped.get(x) == "experts")}
+    basis = f"transformers' {type(skeleton.model).__name__}"
+    return basis, moves, Conversion(swapped, kept, sorted(experts))
 
 
 def _fillings(
-    source: Source, skeleton: Skeleton, conversion: Conversion, selected: Selected
-) -> dict[str, list[Filling]]:
-    """Return module to swap -> what fills its weights."""
+    source: Source, skeleton: Skeleton, planned: Conversion
+) -> tuple[dict[str, list[Filling]], list[Entry]]:
+    """Return module to swap -> what fills its weights, and the entries that are of no module."""
     found: dict[str, list[Filling]] = defaultdict(list)
+    unknown = []
     for key, entry in source.entries.items():
         slot = skeleton.inventory.find(skeleton.rename(key))
         if slot is None:
-            selected.unknown.add(key)
+            unknown.append(entry)
         elif not slot.name.endswith("bias"):
             homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
-            for module in homes & conversion.swapped.keys():
-                found[module].append(Filling(slot, (Piece(entry, entry.begin, entry.num_bytes),)))
-    modules = {*conversion.swapped, *conversion.kept}
-    for filling in converted_fillings(source, selected.unknown, skeleton, modules):
+            for module in homes & planned.swapped.keys():
+                found[module].append(Filling(slot, cut(entry)))
+    for filling in converted_fillings(unknown, skeleton, {*planned.swapped, *planned.kept}):
         found[filling.slot.module].append(filling)
-    return found
+    return found, unknown
 
 
-def _parted(
-    made: dict[str, dict[str, list[Move]] | str], fillings: dict[str, list[Filling]]
-) -> dict[str, str]:
+def _parted(made: Mapping[str, Moves], fillings: Mapping[str, list[Filling]]) -> dict[str, str]:
     """Return module -> why it stays, for modules filled together with one that stays.
 
     Without the keys of these, the conversion would make something else of what is left.
     """
-    swapped = {module for module, came in made.items() if isinstance(came, dict)}
     found = {}
-    for module in swapped:
+    for module in made:
         together = {home for x in fillings[module] for home in x.together}
-        if others := sorted(together - swapped):
+        if others := sorted(together - made.keys()):
             found[module] = f"converted together with {pattern_of(others[0])}, which stays"
     return found
 
@@ -96,7 +115,7 @@ def _moves_of(
     fillings: list[Filling],
     skeleton: Skeleton,
     is_skipped: Callable[[str], bool],
-) -> dict[str, list[Move]] | str:
+) -> Moves | str:
     """Return key -> what becomes of it, for all weights of a module, or why the module stays."""
     entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
     if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
@@ -119,16 +138,13 @@ def _moves_of(
     stacks = stacks_of(skeleton.model.get_submodule(module))
     if stacks is not None and stacks.names != STACKS:
         named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in direct}
-        num_experts = len(stacks.down)
-        return _dbrx(module, [named[name] for name in stacks.names], num_experts, skeleton)
+        weights = [named[name] for name in stacks.names]
+        return _dbrx(module, weights, len(stacks.down), skeleton)
     if len(direct) == len(fillings) and all(len(entry.shape) == 2 for entry, _ in direct):
         if not all(skeleton.is_found(key, skeleton.rename(key)) for key in entries):
             return _LOST
-        is_turned = kind == "Conv1D"
-        return {
-            key: [transposed(entry) if is_turned else whole(entry, key, is_fp8=True)]
-            for key, entry in entries.items()
-        }
+        move = turned if kind == "Conv1D" else whole
+        return {key: [move(entry)] for key, entry in entries.items()}
     spelled = skeleton.spelled([x.slot.name for x in fillings], entries)
     if spelled is None:
         return _LOST
@@ -136,29 +152,32 @@ def _moves_of(
         return {key: list(apart(entry)) for key, entry in entries.items()}
     if not all(map(_is_even, fillings)):
         return _UNEVEN
-    moves: dict[str, list[Move]] = {key: [] for key in entries}
+    moves: Moves = {key: [] for key in entries}
     for x in fillings:
-        move = Move(x.pieces, spelled[x.slot.name], x.slot.shape, is_fp8=True)
-        moves[move.entry.key].append(move)
+        fused = Move(x.pieces, spelled[x.slot.name], x.slot.shape)
+        moves[fused.entry.key].append(fused)
     return moves
 
 
-def _dbrx(
-    module: str, weights: list[Entry], num_experts: int, skeleton: Skeleton
-) -> dict[str, list[Move]] | str:
-    """Make the stacks that `convert` makes of DBRX's weights, or say why they stay."""
+def _dbrx(module: str, weights: list[Entry], num_experts: int, skeleton: Skeleton) -> Moves | str:
+    """Make the stacks that `convert` makes of DBRX's weights, each [E * I, H], or say why not."""
     gate, up, down = weights
-    if gate.shape[0] // num_experts % BLOCK or down.shape[1] % BLOCK:
+    rows, h = gate.shape
+    i = rows // num_experts
+    if i % BLOCK or h % BLOCK:
         return _UNEVEN
     names = [f"{module}.{name}" for name in STACKS]
     spelled = skeleton.spelled(names, [entry.key for entry in weights])
     if spelled is None:
         return _LOST
     gate_up_name, down_name = (spelled[name] for name in names)
+    pairs = zip(cut(gate, num_experts), cut(up, num_experts), strict=True)
+    gate_up = tuple(chain.from_iterable(pairs))
+    down_t = cut(down, num_experts, is_transposed=True)
     return {
-        gate.key: [fused(gate, up, gate_up_name, num_experts)],
+        gate.key: [Move(gate_up, gate_up_name, (num_experts, 2 * i, h))],
         up.key: [],
-        down.key: [transposed_stack(down, down_name, num_experts)],
+        down.key: [Move(down_t, down_name, (num_experts, h, i))],
     }
 
 
@@ -192,7 +211,9 @@ def _is_even(filling: Filling) -> bool:
 def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     """Whether transformers would stack `X.0.gate_proj.weight` and such to `X.gate_up_proj`."""
     home, _, leaf = filling.entries()[0].key.rpartition(".")
-    pieces = () if filling.is_converted else _ONE_BY_ONE.get(leaf, ())
-    return bool(pieces) and all(
-        skeleton.stacks(f"{home}.0.{piece}.weight", filling.slot.name) for piece in pieces
+    if filling.is_converted or leaf not in ONE_BY_ONE:
+        return False
+    made = [skeleton.conversion_of(f"{home}.0.{piece}.weight") for piece in ONE_BY_ONE[leaf]]
+    return all(
+        x and x[0] == filling.slot.name and "MergeModulelist" in names_of(x[1]) for x in made
     )

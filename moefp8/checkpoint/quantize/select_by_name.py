@@ -4,10 +4,12 @@ E experts, H hidden, I intermediate.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ...layers import DEFAULT_SKIP
+from ...layers import DEFAULT_SKIP, Conversion
 from ...layers.conversion.selection import matches
+from ...layers.conversion.stacks import STACKS
 from ..errors import raise_if_any
 from ..files.config import layer_of
 from ..files.header import Entry
@@ -17,11 +19,10 @@ from .moves import Selected, apart, whole
 
 _DTYPES = ("BF16", "F16", "F32")
 
-KEPT = (*DEFAULT_SKIP, "embed_tokens")
-_KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, KEPT))})(?:\..*)?")
+_KEPT_NAMES = "|".join(map(re.escape, (*DEFAULT_SKIP, "embed_tokens")))
+_KEPT = re.compile(rf"(?:.*\.)?(?:{_KEPT_NAMES})(?:\..*)?")
 _NO_LINEAR = re.compile(r"(?:.*\.)?[^.]*(?:norm|embed|conv)[^.]*\.weight", re.IGNORECASE)
 _IN_EXPERTS = re.compile(r"(.*\bexperts)\.(?!\d)(?!e_score_correction_bias)(.+)")
-_STACKS = {"gate_up_proj", "down_proj"}
 
 
 def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str) -> Selected:
@@ -40,9 +41,9 @@ def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str)
     kinds |= {found[0]: "experts" for key in linears if (found := split_expert(key))}
     kinds |= {key.rpartition(".")[0]: "experts" for key in stacks}
     kept = dict.fromkeys(kept_modules(source, linears | stacks), "by name, or skipped")
-    moves = {key: [whole(source.entries[key], key, is_fp8=True)] for key in linears}
+    moves = {key: [whole(source.entries[key])] for key in linears}
     moves |= {key: list(apart(source.entries[key])) for key in stacks}
-    return Selected(f"names ({why})", moves, kinds, kept)
+    return f"names ({why})", moves, Conversion(kinds, kept)
 
 
 def is_named(key: str, pattern: str) -> bool:
@@ -70,16 +71,13 @@ def dtype_problems(source: Source, keys: Iterable[str], homes: Mapping[str, str]
 
 def split_modules(entries: Iterable[Entry], linears: Collection[str]) -> list[str]:
     """List modules of experts that would be partly in FP8, which layers do not compute."""
-    fates: dict[str, set[bool]] = {}
+    fates: dict[str, set[bool]] = defaultdict(set)
     for entry in entries:
         expert = split_expert(entry.key)
         if expert and is_linear(entry):
-            fates.setdefault(expert[0], set()).add(entry.key in linears)
-    return [
-        f"{module}: its experts must be skipped all, or none"
-        for module, fate in fates.items()
-        if len(fate) > 1
-    ]
+            fates[expert[0]].add(entry.key in linears)
+    both = (module for module, fate in fates.items() if len(fate) > 1)
+    return [f"{module}: its experts must be skipped all, or none" for module in both]
 
 
 def kept_modules(source: Source, quantized: Collection[str]) -> list[str]:
@@ -101,27 +99,22 @@ def kept_modules(source: Source, quantized: Collection[str]) -> list[str]:
 
 def _select_stacks(source: Source, skip: Sequence[str], problems: list[str]) -> set[str]:
     """Return the keys of the stacks to take apart, and add to problems."""
+    modules: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for key, entry in source.entries.items():
+        match = _IN_EXPERTS.fullmatch(key)
+        if match and len(entry.shape) >= 2 and not stays(key, ()):
+            modules[match[1]][match[2]] = entry
     selected: set[str] = set()
-    for module, tensors in _stacked(source).items():
-        kept = [name for name in tensors if stays(f"{module}.{name}", skip)]
+    for module, tensors in modules.items():
+        kept = [name for name, entry in tensors.items() if stays(entry.key, skip)]
         if len(kept) == len(tensors):
             continue
         if problem := _stack_problem(tensors, kept):
             where = next(iter(tensors.values())).file
             problems.append(f"{module} in {where}: {problem}; {_to_keep(module)}")
         else:
-            selected.update(f"{module}.{name}" for name in tensors)
+            selected.update(entry.key for entry in tensors.values())
     return selected
-
-
-def _stacked(source: Source) -> dict[str, dict[str, Entry]]:
-    """Return experts module -> name in it -> entry, for tensors that hold all experts at once."""
-    found: dict[str, dict[str, Entry]] = {}
-    for key, entry in source.entries.items():
-        match = _IN_EXPERTS.fullmatch(key)
-        if match and len(entry.shape) >= 2 and not stays(key, ()):
-            found.setdefault(match[1], {})[match[2]] = entry
-    return found
 
 
 def _stack_problem(tensors: dict[str, Entry], kept: list[str]) -> str | None:
@@ -130,9 +123,9 @@ def _stack_problem(tensors: dict[str, Entry], kept: list[str]) -> str | None:
     wanted = "must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], gate rows first"
     if kept:
         return f"must be skipped whole, or not at all; skipped is only {', '.join(kept)}"
-    if shapes.keys() != _STACKS or any(len(shape) != 3 for shape in shapes.values()):
+    if shapes.keys() != set(STACKS) or any(len(shape) != 3 for shape in shapes.values()):
         return f"{wanted}, and neither biases nor others, got {shapes}"
-    (e, rows, h), (e_down, h_down, i) = shapes["gate_up_proj"], shapes["down_proj"]
+    (e, rows, h), (e_down, h_down, i) = (shapes[name] for name in STACKS)
     if (e, rows, h) != (e_down, 2 * i, h_down):
         return f"{wanted}, got {shapes}; transposed stacks are not supported"
     return next(filter(None, map(_dtype_problem, tensors.values())), None)

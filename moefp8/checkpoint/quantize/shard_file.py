@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,41 +20,36 @@ from ..files.safe_read import NO_LINK
 OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how errors end
 
 
-def lay_out(
+def create(
     path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]]
-) -> tuple[bytes, dict[str, Entry]]:
-    """Return what the file begins with, and key -> entry. tensors: (key, dtype, shape) each.
+) -> tuple[int, dict[str, Entry]]:
+    """Make the file, write its header and return its descriptor, and key -> entry.
 
-    Wide dtypes come first, as in the library, so that every tensor is aligned to its own.
+    tensors: (key, dtype, shape) each. Wide dtypes come first, as in the library, so that every
+    tensor is aligned to its own. Raises CheckpointError.
     """
-    ordered = sorted(tensors, key=lambda x: (-TORCH_DTYPES[x[1]].itemsize, x[0]))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position, places = 0, {}
-    for key, dtype, shape in ordered:
+    entries: dict[str, Entry] = {}
+    position = 0
+    for key, dtype, shape in sorted(tensors, key=lambda x: (-TORCH_DTYPES[x[1]].itemsize, x[0])):
         end = position + math.prod(shape) * TORCH_DTYPES[dtype].itemsize
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        places[key] = (dtype, shape, position, end)
+        entries[key] = Entry(key, dtype, shape, path, position, end)
         position = end
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for key, x in entries.items():
+        header[key] = {"dtype": x.dtype, "shape": x.shape, "data_offsets": [x.begin, x.end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    entries = {
-        key: Entry(key, dtype, shape, path, start + begin, start + end)
-        for key, (dtype, shape, begin, end) in places.items()
-    }
-    return len(text).to_bytes(8, "little") + text, entries
-
-
-def create(path: Path, header: bytes) -> int:
-    """Make the file, write its header and return its descriptor. Raises CheckpointError."""
     with failing_as(path, "cannot be written", OUTCOME):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
         try:
-            _write_all(file, memoryview(header), 0)
+            _write_all(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
         except BaseException:
             os.close(file)
             raise
-    return file
+    return file, {
+        key: replace(x, begin=start + x.begin, end=start + x.end) for key, x in entries.items()
+    }
 
 
 def write(file: int, entry: Entry, offset: int, tensor: torch.Tensor) -> None:
@@ -61,12 +57,10 @@ def write(file: int, entry: Entry, offset: int, tensor: torch.Tensor) -> None:
 
     Raises CheckpointError naming key and file.
     """
-    num_bytes = tensor.numel() * tensor.element_size()
-    if not num_bytes:
-        return
-    buffer = memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
-    with failing_as(entry, "cannot be written", OUTCOME):
-        _write_all(file, buffer, entry.begin + offset)
+    if tensor.nbytes:
+        buffer = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+        with failing_as(entry, "cannot be written", OUTCOME):
+            _write_all(file, buffer, entry.begin + offset)
 
 
 def _write_all(file: int, buffer: memoryview, position: int) -> None:

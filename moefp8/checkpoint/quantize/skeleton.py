@@ -19,11 +19,9 @@ from torch import nn
 from ...layers import GroupedExperts
 from ...layers.conversion.stacks import STACKS, stacks_of
 from ..errors import printable, quoted
-from ..files.names import scale_of_weight, weight_of_scale
+from ..files.names import Rename, scale_of_weight, weight_of_scale
 from ..model.slots import Inventory
 from .untrusted import Bounded, count_problem, offline, stacks_problem, without_fetched
-
-_FLOATS = "Infinity", "-Infinity", "NaN"
 
 
 @dataclass(frozen=True)
@@ -43,21 +41,9 @@ class Skeleton:
         return Inventory(self.model)
 
     @cached_property
-    def rename(self) -> Callable[[str], str]:
+    def rename(self) -> Rename:
         """Map key -> name by what only renames: a key that is converted keeps a name of its own."""
         return renaming(self.model, self.conversions, self.inventory)
-
-    def in_order(self, keys: Iterable[str]) -> list[str]:
-        """Sort keys as transformers does for a conversion, numbers by value.
-
-        Return none if it cannot: it takes a "²" for a number, and fails to read it.
-        """
-        from transformers.core_model_loading import dot_natural_key
-
-        try:
-            return sorted(keys, key=dot_natural_key)
-        except ValueError:
-            return []
 
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
         """Return (first name that it becomes, step, its pattern) for a key that is converted."""
@@ -68,6 +54,11 @@ class Skeleton:
                 if pattern is not None:
                     return self.rename(target), step, pattern
         return None
+
+    def is_found(self, key: str, name: str) -> bool:
+        """Whether a loader takes a weight of this key, and its scales, for those of name."""
+        scale = scale_of_weight(key)
+        return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
 
     def spelled(self, names: Collection[str], keys: Iterable[str]) -> dict[str, str] | None:
         """Return name of a weight -> how the checkpoint of these keys would spell it.
@@ -84,23 +75,12 @@ class Skeleton:
                 return made
         return None
 
-    def is_found(self, key: str, name: str) -> bool:
-        """Whether a loader takes a weight of this key, and its scales, for those of name."""
-        scale = scale_of_weight(key)
-        return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
-
     def _prefixes(self, key: str) -> tuple[str, str]:
         """Return what key begins with in the checkpoint and in the model; the rest is the same."""
         name = self.rename(key)
         pairs = zip(reversed(key), reversed(name), strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return key[: len(key) - num_same], name[: len(name) - num_same]
-
-    def stacks(self, key: str, name: str) -> bool:
-        """Whether a tensor of this key is one of those that are stacked to the tensor name."""
-        target, step, _ = self.conversion_of(key) or ("", None, "")
-        operations = [type(x).__name__ for x in getattr(step, "operations", ())]
-        return target == name and "MergeModulelist" in operations
 
 
 def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
@@ -122,7 +102,8 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
         return problem
     try:
         with offline(), Bounded(num_tensors), torch.device("meta"):
-            model = _build(config)
+            made = transformers.CONFIG_MAPPING[model_type].from_dict(without_fetched(config))
+            model: Any = _class_of(config, made)(made)
     except Exception as error:  # a config of others can make transformers raise anything
         told = printable(str(error), 200)
         return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
@@ -133,21 +114,19 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
     return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
 
 
-def _build(config: Mapping[str, Any]) -> Any:
-    import transformers
+def order_of(key: str) -> Any:
+    """Return what transformers sorts the keys of a conversion by; numbers count by value.
 
-    told = without_fetched(_with_floats(dict(config)))
-    made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(told)
-    return _class_of(config, made)(made)
+    Raises ValueError for a "²", which it takes for a number, and fails to read.
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key(key)
 
 
-def _with_floats(value: Any) -> Any:
-    """Read {"__float__": "Infinity"}, which transformers writes where JSON has no number."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"} and value["__float__"] in _FLOATS:
-            return float(value["__float__"])
-        return {name: _with_floats(x) for name, x in value.items()}
-    return [_with_floats(x) for x in value] if isinstance(value, list) else value
+def names_of(step: Any) -> set[str]:
+    """Return what transformers calls the operations of a step."""
+    return {type(operation).__name__ for operation in step.operations}
 
 
 def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module]:
@@ -166,7 +145,7 @@ def _class_of(config: Mapping[str, Any], made: Any) -> Callable[[Any], nn.Module
     raise ValueError("no model of it")
 
 
-def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Callable[[str], str]:
+def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Rename:
     """Return checkpoint key -> model name, as transformers renames; experts stay one by one."""
     from transformers.core_model_loading import WeightRenaming
 

@@ -21,7 +21,7 @@ from ..files.source import Source
 from ..files.thread_pool import run_all
 from .moves import Move, Piece
 from .report import ErrorSums, WeightReport
-from .shard_file import OUTCOME, create, lay_out, write
+from .shard_file import OUTCOME, create, write
 
 _NUM_THREADS = 8  # each takes 25 MiB
 _BAND_ELEMENTS = 1 << 19
@@ -31,12 +31,25 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Job:
-    """sources: descriptors to read from; target: where to write; entries: what it will hold."""
+    """sources: descriptors to read from; target: where to write; entries: what it will hold.
+
+    advance: it is given the bytes that were read.
+    """
 
     sources: Files
     target: int
     entries: dict[str, Entry]
     device: torch.device
+    advance: Callable[[int], None]
+
+    def read(self, piece: Piece, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill tensor from byte offset of piece on."""
+        with failing_as(piece.entry, "reading failed", OUTCOME):
+            read_into(self.sources[piece.entry.file], piece.begin + offset, tensor)
+        return tensor
+
+    def write(self, key: str, offset: int, tensor: torch.Tensor) -> None:
+        write(self.target, self.entries[key], offset, tensor)
 
 
 def write_shard(
@@ -50,22 +63,20 @@ def write_shard(
 
     Raises CheckpointError naming key and file; then path may exist, incomplete.
     """
-    header, entries = lay_out(path, (output for move in moves for output in move.outputs()))
     reports: dict[str, WeightReport] = {}
     with ExitStack() as stack:
-        sources = open_files(
-            stack, [x.entry for move in moves for x in move.pieces], source.shards, OUTCOME
-        )
-        target = create(path, header)
+        needed = [piece.entry for move in moves for piece in move.pieces]
+        sources = open_files(stack, needed, source.shards, OUTCOME)
+        target, entries = create(path, (output for move in moves for output in move.outputs()))
         stack.callback(os.close, target)
-        job = _Job(sources, target, entries, device)
+        job = _Job(sources, target, entries, device, advance)
 
         def work(moves: Iterator[Move]) -> None:
             for move in moves:
                 if move.is_fp8:
-                    reports[move.key] = _quantize(job, move, advance)
+                    reports[move.key] = _quantize(job, move)
                 else:
-                    _copy(job, move, advance)
+                    _copy(job, move)
 
         # Tensors are parallel; where operations were parallel too, 2 cores took twice as long.
         num_threads = min(_NUM_THREADS, num_processors())
@@ -78,8 +89,8 @@ def write_shard(
     return [reports[move.key] for move in moves if move.is_fp8]
 
 
-def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightReport:
-    data, scale = (job.entries[key] for key, _, _ in move.outputs())
+def _quantize(job: _Job, move: Move) -> WeightReport:
+    data, scale = (key for key, _, _ in move.outputs())
     n, k = move.matrix()
     scale_inv = torch.empty(num_blocks(n), num_blocks(k))
     sums = ErrorSums()
@@ -88,17 +99,15 @@ def _quantize(job: _Job, move: Move, advance: Callable[[int], None]) -> WeightRe
         block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
         with failing_as(piece.entry, "quantizing failed", OUTCOME):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
-            if (
-                not block_rows.isfinite().all()
-            ):  # NaN and Inf make the scale of their block NaN or Inf
+            if not block_rows.isfinite().all():  # as NaN and Inf make the scale of their block
                 raise CheckpointError(
                     f"{piece.entry}: holds NaN or Inf in {move.key}; skip it, which keeps it as it "
                     "is, or fetch the file again"
                 )
-        write(job.target, data, first * k, quantized)
-        advance(band.nbytes)
+        job.write(data, first * k, quantized)
+        job.advance(band.nbytes)
         first += len(band)
-    write(job.target, scale, 0, scale_inv)
+    job.write(scale, 0, scale_inv)
     return sums.report(move.key, move.shape)
 
 
@@ -126,25 +135,17 @@ def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, torch.Tensor]
     for piece in move.pieces:
         num_rows = piece.num_rows(k)
         if piece.is_transposed:
-            stored = torch.empty(k, num_rows, dtype=piece.dtype)
-            _read(job, piece, 0, stored)
+            stored = job.read(piece, 0, torch.empty(k, num_rows, dtype=piece.dtype))
             yield from ((piece, band) for band in stored.t().split(step) if band.numel())
             continue
         for first in range(0, num_rows, step):
             band = torch.empty(min(step, num_rows - first), k, dtype=piece.dtype)
-            _read(job, piece, first * k * piece.dtype.itemsize, band)
-            yield piece, band
+            yield piece, job.read(piece, first * k * piece.dtype.itemsize, band)
 
 
-def _copy(job: _Job, move: Move, advance: Callable[[int], None]) -> None:
+def _copy(job: _Job, move: Move) -> None:
     (piece,) = move.pieces
     for offset in range(0, piece.num_bytes, _CHUNK_BYTES):
         chunk = torch.empty(min(_CHUNK_BYTES, piece.num_bytes - offset), dtype=torch.uint8)
-        _read(job, piece, offset, chunk)
-        write(job.target, job.entries[move.key], offset, chunk)
-        advance(chunk.nbytes)
-
-
-def _read(job: _Job, piece: Piece, offset: int, tensor: torch.Tensor) -> None:
-    with failing_as(piece.entry, "reading failed", OUTCOME):
-        read_into(job.sources[piece.entry.file], piece.begin + offset, tensor)
+        job.write(move.key, offset, job.read(piece, offset, chunk))
+        job.advance(chunk.nbytes)

@@ -3,6 +3,7 @@
 A number there can make endless layers, and a key can name what transformers would fetch and run.
 """
 
+import json
 import os
 import re
 import threading
@@ -59,15 +60,19 @@ def stacks_problem(model: nn.Module, num_tensors: int) -> str | None:
     return f"it would have {stacked:,} experts, and may {limit:,}" if stacked > limit else None
 
 
-def without_fetched(value: Any) -> Any:
-    """Drop the keys of JSON, at any depth, that name kernels, code or weights to be fetched.
+def without_fetched(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the keys, at any depth, that name kernels, code or weights to be fetched.
 
-    None of these keys tells what tensors a model has.
+    None of these keys tells what tensors a model has. {"__float__": "Infinity"}, which transformers
+    writes where JSON has no number, becomes that number.
     """
-    if isinstance(value, dict):
-        kept = {name: x for name, x in value.items() if not _FETCHED.fullmatch(name)}
-        return {name: without_fetched(x) for name, x in kept.items()}
-    return [without_fetched(x) for x in value] if isinstance(value, list) else value
+
+    def read(value: dict[str, Any]) -> Any:
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: x for name, x in value.items() if not _FETCHED.fullmatch(name)}
+
+    return json.loads(json.dumps(config), object_hook=read)
 
 
 class Bounded(TorchFunctionMode):

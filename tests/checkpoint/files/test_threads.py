@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moefp8.checkpoint import quantize_checkpoint
-from tests.checkpoint.quantize_cases import bf16, write_source
+from tests.checkpoint.quantize.cases import bf16, write_source
 
 
 def run_script(script: str, *arguments) -> subprocess.CompletedProcess:

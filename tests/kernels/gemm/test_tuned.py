@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
-from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.kernels.jit import write_beside_kernels

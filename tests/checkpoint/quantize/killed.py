@@ -1,6 +1,6 @@
 """Run quantize_checkpoint in children that are killed, over and over; a script, since it forks.
 
-    python -m tests.checkpoint.killed_quantize {calls, moments, race} SOURCE FOLDER
+    python -m tests.checkpoint.quantize.killed {calls, moments, race} SOURCE FOLDER
 
 No thread was started before it forks. It fails by an exception.
 """
@@ -18,7 +18,7 @@ import torch
 
 from moefp8.checkpoint import quantize_checkpoint
 from moefp8.checkpoint.quantize.skeleton import skeleton_of
-from tests.checkpoint.quantize_cases import PLAIN, files_of
+from tests.checkpoint.quantize.cases import PLAIN, files_of, finished, partial_of
 
 OPTIONS = {"max_shard_bytes": 200_000, "progress": False}
 CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "mkdir", "open", "rmdir")
@@ -42,12 +42,12 @@ def start(run: Callable[[], None]) -> int:
 
 
 def wait(child: int) -> int:
-    """Its exit status; minus the signal that killed it."""
+    """Return its exit status, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def die_before(number: int) -> None:
-    """Kill this process at that call, of all that change files."""
+    """Kill this process before that call, of all that change files."""
     left = [number]
 
     def counted(real):
@@ -63,13 +63,6 @@ def die_before(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def finished(target: Path) -> dict[str, tuple[int, int]]:
-    """Shard -> inode and time, of those that bear their names."""
-    content = target.with_name(f".{target.name}.partial") / "checkpoint"
-    found = {path.name: path.stat() for path in content.glob("*.safetensors")}
-    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
-
-
 def check_kept(target: Path, before: dict[str, tuple[int, int]]) -> None:
     for name, known in before.items():
         status = (target / name).stat()
@@ -77,7 +70,7 @@ def check_kept(target: Path, before: dict[str, tuple[int, int]]) -> None:
 
 
 def quantize(source: Path, target: Path, last_call: int = 0) -> None:
-    """last_call: it is killed before that; 0: it is not."""
+    """Quantize, and be killed before last_call if that is not 0."""
     die_before(last_call)
     quantize_checkpoint(source, target, **OPTIONS)
 
@@ -99,7 +92,7 @@ def at_every_call(source: Path, folder: Path, expected: dict[str, bytes]) -> Non
         kept += len(before)
         assert wait(start(partial(quantize, source, target))) == 0
         assert files_of(target) == expected, f"differs after {number} calls"
-        assert not target.with_name(f".{target.name}.partial").exists()
+        assert not partial_of(target).exists()
         check_kept(target, before)
     assert number > 50, number
     assert kept > 10, kept
@@ -135,7 +128,7 @@ def race(source: Path, folder: Path, expected: dict[str, bytes]) -> None:
         children = [start(partial(quantize, source, target)) for _ in range(4)]
         assert sorted(map(wait, children)) == [0, 1, 1, 1]
         assert files_of(target) == expected
-        assert not target.with_name(f".{target.name}.partial").exists()
+        assert not partial_of(target).exists()
 
 
 if __name__ == "__main__":

@@ -18,28 +18,27 @@ import torch
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 from moefp8.checkpoint.quantize import select_by_name, stream
 from moefp8.cli.main import main
-from tests.checkpoint import killed_quantize
 from tests.checkpoint.cases import read, refusal
-from tests.checkpoint.killed_quantize import finished
-from tests.checkpoint.quantize_cases import (
+from tests.checkpoint.quantize import killed
+from tests.checkpoint.quantize.cases import (
+    LAYER,
     bf16,
     deepseek_v3,
     files_of,
+    finished,
+    interrupt,
+    partial_of,
     quantization_of,
     write_source,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = {"max_shard_bytes": 200_000}
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    return write_source(tmp_path / "s", deepseek_v3(), num_shards=2)
-
-
-def partial_of(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
+    return write_source(tmp_path / "s", deepseek_v3()[0], num_shards=2)
 
 
 def refused(source: Path, target: Path, **options) -> str:
@@ -55,11 +54,10 @@ def num_open() -> int:
 
 @pytest.mark.parametrize("when", ["calls", "moments", "race"])
 def test_killed_and_resumed(tmp_path, when):
-    layer = "model.layers.0"
-    tensors = {key: x for key, x in deepseek_v3().items() if key.startswith(layer)}
+    tensors = {key: x for key, x in deepseek_v3()[0].items() if key.startswith(LAYER)}
     source = write_source(tmp_path / "s", tensors, num_shards=2)
     (tmp_path / "w").mkdir()
-    command = [sys.executable, "-m", killed_quantize.__name__, when, source, tmp_path / "w"]
+    command = [sys.executable, "-m", killed.__name__, when, source, tmp_path / "w"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if when == "race":
@@ -94,26 +92,6 @@ def test_the_command_goes_on_where_it_was_killed(tmp_path):
 # Runs that are not the same
 
 
-def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
-    """Run until so many shards are done; what was finished then."""
-    real, left = stream.run_all, [after]
-
-    def stop(*arguments, **options):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        real(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "run_all", stop)
-        with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(source, target, **{**SMALL, **options})
-    found = finished(target)
-    assert len(found) == after
-    assert not list(partial_of(target).rglob("*.tmp"))
-    return found
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -124,9 +102,9 @@ def interrupt(source, target, monkeypatch, after: int = 3, **options) -> dict:
         ("tokenizer.json", "another source than now"),
     ],
 )
-def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
+def test_another_job_is_refused(source, tmp_path, change, told):
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     options = change if isinstance(change, dict) else {}
     if not options:
         path = source / change if change != "shard" else next(source.glob("*.safetensors"))
@@ -139,11 +117,11 @@ def test_another_job_is_refused(source, tmp_path, monkeypatch, change, told):
     quantize_checkpoint(source, target, **{**SMALL, **options})
 
 
-def test_names_that_are_not_utf_8(source, tmp_path, monkeypatch):
+def test_names_that_are_not_utf_8(source, tmp_path):
     path, target = tmp_path / os.fsdecode(b"s\xff"), tmp_path / os.fsdecode(b"t\xfe")
     source.rename(path)
     (path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
-    interrupt(path, target, monkeypatch)
+    interrupt(path, target, **SMALL)
     assert quantize_checkpoint(path, target, **SMALL).num_resumed == 3
     assert (target / os.fsdecode(b"caf\xe9.txt")).read_text() == "x"
 
@@ -151,34 +129,11 @@ def test_names_that_are_not_utf_8(source, tmp_path, monkeypatch):
 def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypatch):
     """Its shards have the same names, and other tensors in them."""
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     kept = re.compile(rf"{select_by_name._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
     monkeypatch.setattr(select_by_name, "_KEPT", kept)
-    assert "another plan than now" in refusal(quantize_checkpoint, source, target, **SMALL)
+    assert "another plan than now" in refused(source, target)
     assert finished(target) == before
-
-
-def test_what_is_not_whole_is_written_again(source, tmp_path, monkeypatch):
-    target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
-    partial, lost = partial_of(target), next(iter(before))
-    (partial / "reports" / f"{lost}.json").unlink()
-    (partial / "checkpoint" / "config.json").write_text("{")
-    (partial / "checkpoint" / "templates").mkdir()
-    (partial / "checkpoint" / "model-00009-of-00009.safetensors.tmp").write_text("x")
-    done = quantize_checkpoint(source, target, **SMALL)
-    assert done.num_resumed == 2
-    whole = quantize_checkpoint(source, tmp_path / "whole", **SMALL)
-    assert files_of(target) == files_of(tmp_path / "whole")
-    assert (done.weights, done.kept) == (whole.weights, whole.kept)
-
-
-def test_a_broken_record_is_named(source, tmp_path, monkeypatch):
-    interrupt(source, tmp_path / "t", monkeypatch)
-    record = partial_of(tmp_path / "t") / "job.json"
-    record.write_text("{")
-    with pytest.raises(CheckpointError, match=str(record)):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
 
 
 LOCK = """
@@ -190,39 +145,49 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def test_one_process_at_a_time(source, tmp_path, monkeypatch):
+def test_one_process_at_a_time(source, tmp_path):
     target = tmp_path / "t"
-    before = interrupt(source, target, monkeypatch)
+    before = interrupt(source, target, **SMALL)
     lock = partial_of(target) / "lock"
     holder = subprocess.Popen(
         [sys.executable, "-c", LOCK, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     holder.stdout.readline()
     num_before = num_open()
-    with pytest.raises(CheckpointError, match=f"another process writes it, and holds {lock}"):
-        quantize_checkpoint(source, target, **SMALL)
+    assert f"another process writes it, and holds {lock}" in refused(source, target)
     assert num_open() == num_before
     holder.communicate(b"\n")
     assert quantize_checkpoint(source, target, **SMALL).num_resumed == len(before)
 
 
+def around(monkeypatch, before=lambda: None, after=lambda: None) -> None:
+    """Let something happen before or after the tensors of a shard are written."""
+    real = stream.run_all
+
+    def run_all(*arguments, **options):
+        before()
+        real(*arguments, **options)
+        after()
+
+    monkeypatch.setattr(stream, "run_all", run_all)
+
+
 def test_one_thread_at_a_time(source, tmp_path, monkeypatch):
     """Locks of files are those of a process, and closing one of its descriptors unlocks."""
-    target, told, real = tmp_path / "t", [], stream.run_all
+    target, told = tmp_path / "t", []
 
-    def second(*arguments, **options):
-        monkeypatch.setattr(stream, "run_all", real)
+    def second():
         thread = threading.Thread(target=lambda: told.append(refused(source, target)))
         thread.start()
         thread.join()
-        real(*arguments, **options)
 
-    monkeypatch.setattr(stream, "run_all", second)
+    around(monkeypatch, before=second)
     quantize_checkpoint(source, target, **SMALL)
-    assert f"{target}: another thread writes it" in told[0]
+    monkeypatch.undo()
+    assert all(f"{target}: another thread writes it" in x for x in told)
     quantize_checkpoint(source, tmp_path / "whole", **SMALL)
     assert files_of(target) == files_of(tmp_path / "whole")
-    assert "exists" in refusal(quantize_checkpoint, source, target, **SMALL)
+    assert "exists" in refused(source, target)
 
 
 def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
@@ -235,18 +200,16 @@ def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(CheckpointError, match=f"Permission denied: '{source / 'templates'}'"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    assert f"Permission denied: '{source / 'templates'}'" in refused(source, tmp_path / "t")
 
 
 def test_targets_that_are_there(source, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
+    (tmp_path / "full" / "x").mkdir(parents=True)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
     for name in ("full", "file"):
-        with pytest.raises(CheckpointError, match=f"{name}: exists and is not an empty directory"):
-            quantize_checkpoint(source, tmp_path / name)
+        told = refused(source, tmp_path / name)
+        assert f"{name}: exists and is not an empty directory" in told
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -255,43 +218,29 @@ def test_what_a_kill_after_the_rename_leaves_is_removed(source, tmp_path):
     quantize_checkpoint(source, target)
     partial_of(target).mkdir()
     (partial_of(target) / "job.json").write_text("{}")
-    assert "exists" in refusal(quantize_checkpoint, source, target)
+    assert "exists" in refused(source, target)
     assert not partial_of(target).exists()
 
 
 def test_a_source_that_changes_meanwhile(source, tmp_path, monkeypatch):
     shards = sorted(source.glob("*.safetensors"))
-    real = stream.run_all
-
-    def touching(*arguments, **options):
-        real(*arguments, **options)
-        for shard in shards:
-            os.utime(shard, ns=(0, 0))
-
-    monkeypatch.setattr(stream, "run_all", touching)
-    with pytest.raises(CheckpointError, match=f"{shards[0]}: changed while it was read"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    around(monkeypatch, after=lambda: [os.utime(shard, ns=(0, 0)) for shard in shards])
+    assert f"{shards[0]}: changed while it was read" in refused(source, tmp_path / "t")
     assert not finished(tmp_path / "t")
 
 
 def test_a_source_cut_short_meanwhile(source, tmp_path, monkeypatch):
-    real = stream.run_all
-
-    def cutting(*arguments, **options):
-        for shard in source.glob("*.safetensors"):
-            os.truncate(shard, 5000)
-        real(*arguments, **options)
-
-    monkeypatch.setattr(stream, "run_all", cutting)
-    with pytest.raises(CheckpointError, match=r"in .*: reading failed .*file ends.*; finished"):
-        quantize_checkpoint(source, tmp_path / "t", **SMALL)
+    shards = sorted(source.glob("*.safetensors"))
+    around(monkeypatch, before=lambda: [os.truncate(shard, 5000) for shard in shards])
+    told = refused(source, tmp_path / "t")
+    assert re.search(r"in .*: reading failed .*file ends.*; finished", told)
 
 
 # Disks
 
 
 def failing_after(number: int, call: str, code: int):
-    """os.call, which from then on fails wherever it would write."""
+    """Return os.call, which after that number fails wherever it would write."""
     real, left = getattr(os, call), [number]
 
     def fail(*arguments, **options):
@@ -306,7 +255,7 @@ def failing_after(number: int, call: str, code: int):
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "replace", "mkdir", "open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_every_call_may_fail(source, tmp_path, monkeypatch, call, code):
-    """The n-th of them, for many n: an error, nothing half-written or open; then it goes on."""
+    """If the n-th fails, there is an error, and nothing half-written or open; then it goes on."""
     whole, target = tmp_path / "whole", tmp_path / "t"
     quantize_checkpoint(source, whole, **SMALL)
     kept, told = 0, []
@@ -343,13 +292,12 @@ def test_a_full_disk_names_key_and_file(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     key = r"model\.layers\.[01]\.self_attn\.kv_a_proj_with_mqa\.weight"
-    told = rf"^{key} in .*\.t\.partial/checkpoint/model.safetensors.*: .*No space left on device"
-    with pytest.raises(CheckpointError, match=told):
-        quantize_checkpoint(source, tmp_path / "t")
+    told = rf"{key} in .*\.t\.partial/checkpoint/model.*: .*No space left on device"
+    assert re.match(told, refused(source, tmp_path / "t"))
 
 
 def test_a_disk_that_is_really_full(source, tmp_path):
-    """It is larger the next time."""
+    """The disk is larger the next time."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = [sys.executable, "-m", "moefp8", "quantize", source, disk / "t"]
@@ -408,12 +356,6 @@ def test_a_json_file_that_cannot_be_written_is_told_before_the_work(source, tmp_
     told = capsys.readouterr()
     assert f"--json must name a file in a directory that is there, got {report}" in told.err
     assert (told.out, target.exists()) == ("", False)
-
-
-def test_the_json_file_may_lie_in_the_target(source, tmp_path):
-    target = tmp_path / "t"
-    assert main(["quantize", str(source), str(target), "--json", str(target / "x.json")]) == 0
-    assert json.loads((target / "x.json").read_text())["weights"]
 
 
 def test_nobody_reads_what_it_prints(source, tmp_path, capsys, monkeypatch):

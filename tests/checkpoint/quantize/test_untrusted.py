@@ -12,7 +12,7 @@ from moefp8.checkpoint.quantize.skeleton import Skeleton, skeleton_of
 from moefp8.checkpoint.quantize.untrusted import offline
 from moefp8.cli.main import main
 from tests.checkpoint.deadline import within
-from tests.checkpoint.quantize_cases import bf16, write_source
+from tests.checkpoint.quantize.cases import LINEAR, bf16, write_source
 
 QWEN3 = {
     "model_type": "qwen3_moe",
@@ -49,8 +49,8 @@ def test_models_without_end_are_not_built(monkeypatch, what):
 
 
 def test_a_model_without_end_is_told_by_names(tmp_path):
-    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(4, 4)}
-    source = write_source(tmp_path / "s", tensors, {**QWEN3, "num_hidden_layers": 10**9})
+    config = {**QWEN3, "num_hidden_layers": 10**9}
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)}, config)
     with within(20):
         report = quantize_checkpoint(source, tmp_path / "t")
     assert report.basis.startswith("names ('num_hidden_layers' of config.json must be at most")
@@ -66,7 +66,7 @@ FETCHED = {
 
 
 def no_network(monkeypatch) -> list[str]:
-    """Whom the network would have been asked for."""
+    """Return the hosts that the network is asked for, in vain."""
     asked: list[str] = []
 
     def ask(host, *_, **__):
@@ -113,8 +113,8 @@ def test_other_threads_are_not_offline():
 
 @pytest.mark.parametrize("key", ["hidden_act", "model_type"])
 def test_what_a_terminal_would_obey_is_not_in_what_told(tmp_path, capsys, key):
-    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(4, 4)}
-    source = write_source(tmp_path / "s", tensors, {**QWEN3, key: "\x1b[2J\nFAKE LINE"})
+    config = {**QWEN3, key: "\x1b[2J\nFAKE LINE"}
+    source = write_source(tmp_path / "s", {LINEAR: bf16(4, 4)}, config)
     assert main(["quantize", str(source), str(tmp_path / "t")]) == 0
     out, err = capsys.readouterr()
     assert "FAKE LINE" in out

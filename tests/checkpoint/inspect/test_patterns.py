@@ -1,0 +1,58 @@
+"""Lists of modules in a config.json that somebody made to hurt: none takes long."""
+
+import warnings
+from random import Random
+
+import pytest
+
+from moefp8.checkpoint import inspect_checkpoint
+from moefp8.checkpoint.inspect.patterns import Modules
+from tests.checkpoint.cases import write
+from tests.checkpoint.deadline import within
+from tests.checkpoint.inspect.cases import config_with
+from tests.checkpoint.quantize.cases import bf16
+
+EVIL = ["re:(a+)+$x", "re:(a|a)*x", f"re:{'a?' * 60}x", f"re:{'(a|a)' * 30}x", "re:(", "re:(?i)a"]
+
+
+def test_patterns_that_take_for_ever_are_named(tmp_path):
+    config = config_with(ignore=[*EVIL, "re:lm_h.*", "mlp.gate"])
+    name = f"model.layers.0.{'a' * 60}"
+    tensors = {f"{name}.weight": bf16(4, 4), "lm_head.weight": bf16(4, 4)}
+    path = write(tmp_path / "c", {**tensors, "model.mlp.gate.weight": bf16(4, 4)}, config)
+    with within(5):
+        found = inspect_checkpoint(path).anomalies
+    rules = [x for x in found if "not looked for" in x.rule]
+    assert [x.count for x in rules] == [len(EVIL)]
+    assert repr(EVIL[0]) in rules[0].examples[0]
+    assert {x.severity for x in rules} == {"note"}
+    assert {x.kind for x in found if "does not list it" in x.rule} == {
+        f"model.layers.*.{'a' * 60}.weight"  # and neither the head nor the gate
+    }
+
+
+def test_no_pattern_makes_python_warn():
+    random = Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patterns = [f"re:{''.join(random.choices('[[]^-&|~a.(', k=9))}" for _ in range(20_000)]
+        patterns += ["re:[[a]b", "re:[a--b]", "re:[a||b]", "re:[^[a]", "re:[[a"]
+        bad = Modules([*patterns, r"re:\[[a]", "re:[a-b]|[c]"]).bad
+    assert bad.keys() > set(patterns[-5:])
+    assert r"re:\[[a]" not in bad
+    assert "re:[a-b]|[c]" not in bad
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        ["re:a*a*a*x", *(f"re:{'(a|a|a|a|a)' * 3}a*a*a*[{c}]" for c in "bcdefghijklm" * 9)],
+        [f"x.{i}" for i in range(300_000)],
+        [f"re:{i}{'[āԁሀ]' * 38}" for i in range(8000)],  # each takes 2 ms to compile
+    ],
+)
+def test_lists_without_end_are_given_up(tmp_path, listed):
+    tensors = {f"model.layers.{i}.{'a' * 100}.weight": bf16(1, 1) for i in range(60)}
+    path = write(tmp_path / "c", tensors, config_with(ignore=listed))
+    with within(12):
+        inspect_checkpoint(path)
