@@ -5,7 +5,9 @@ A part of the stand-in for libcuda: see `emulator.py`.
 
 import ctypes
 import itertools
+import json
 import re
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,9 @@ from moefp8 import kernels
 from moefp8.functional import experts
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import dense as gemm
-from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
+from moefp8.kernels.gemm.dense import block_scaled_matmul
+from moefp8.kernels.gemm.launch import BIASES
 from tests.gpu import NUM_SMS
 
 
@@ -43,8 +44,10 @@ def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
-def copy_of(structure, address):
-    return structure.from_buffer_copy(structure.from_address(address))
+def config_of(kernel: jit.Kernel) -> GemmConfig:
+    """What its template arguments say."""
+    told = dict(re.findall(r"\.(\w+) = (\w+)", kernel.name))
+    return GemmConfig(**{x.name: json.loads(told[x.name]) for x in fields(GemmConfig)})
 
 
 class Segment(NamedTuple):
@@ -60,7 +63,6 @@ class GemmEmulator:
 
     def __init__(self) -> None:
         self.maps: list[Map] = []
-        self.config_of: dict[str, gemm_config.GemmConfig] = {}  # by the name of the kernel
 
     def maps_at(self, address, count=1):
         """Maps behind each other, with the addresses that they were given last."""
@@ -70,7 +72,8 @@ class GemmEmulator:
         ]
 
     def gemm(self, made, parameters):
-        made.config = config = self.config_of[made.kernel.name]
+        made.config = config = config_of(made.kernel)
+        arguments = made.arguments
         num_boxes = 1
         if config.begins_anywhere:  # as many times 64 tokens as a group has left
             num_boxes = kernels.ceil_div(config.wgmma_m + config.tail, 64)
@@ -80,7 +83,6 @@ class GemmEmulator:
             self.maps_at(parameters[2], len(config.weight_pieces)),
             self.maps_at(parameters[3]),
         )
-        made.arguments = arguments = copy_of(gemm_plan.Arguments, parameters[4])
         for maps in (made.a_maps, made.b_maps):
             known = {"box": maps[0].box}
             if config.gate_up:  # the maps of the weights are gate's and up's
@@ -114,9 +116,9 @@ class GemmEmulator:
             return
         self.check_tiles(made, m, n)
         tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
-        result = gemm.block_scaled_matmul(*tensors, weight_scales)
+        result = block_scaled_matmul(*tensors, weight_scales)
         if bias != "kNone":
-            dtype = next(dtype for dtype, name in gemm_plan.BIASES.items() if name == bias)
+            dtype = next(dtype for dtype, name in BIASES.items() if name == bias)
             result += memory(arguments.bias, dtype, [n], [1]).float()
         made.d_map.tensor().copy_(result)
 
@@ -150,9 +152,9 @@ class GemmEmulator:
         for begin, end, group in segments:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
-            result = gemm.block_scaled_matmul(*tokens, b[group], weight_scales[group])
+            result = block_scaled_matmul(*tokens, b[group], weight_scales[group])
             if made.config.gate_up:
-                others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
+                others = block_scaled_matmul(*tokens, up[group], up_scales[group])
                 activated = experts.swiglu(result, others, activation.limit)
                 data, scale_inv = fp8.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))

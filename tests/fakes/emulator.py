@@ -11,28 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
 from moefp8.kernels.common.inputs import INPUTS
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import quantize_launch as quantize_room
+from moefp8.quant import quantize_launch
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
-from moefp8.routing import top_k_op as top_k
-from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
+from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm.cases import BIAS_NAMES
+from tests.kernels.gemm.cases import choosing
 
 _GUARD = 1 << 12
-ARGUMENTS = {
-    "quantize": quantize_room._Arguments,
+ARGUMENTS = {  # by the source of the kernel, of which they are the last argument
+    "gemm": gemm_launch.Arguments,
+    "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
     "top_k": top_k_launch._Arguments,
@@ -56,8 +53,7 @@ class FakeDriver(jit.Driver):
         super().__init__(library or Emulator(), max_prepared)
         self.sms, self.stream = num_sms, 7
         self.launched, self.kernels = self.library.launched, self.library.kernels
-        self.maps, self.config_of = self.library.maps, self.library.config_of
-        self.chosen: list[tuple[int, ...]] = []
+        self.maps = self.library.maps
         self.workspaces: list[torch.Tensor] = []
         self._guarded: dict[int, torch.Tensor] = {}
 
@@ -161,7 +157,7 @@ class Emulator(GemmEmulator):
         config, function, parameters, *_ = nodes[node.value - 1]
         at = params._obj.parameters
         given = list((ctypes.c_void_p * len(parameters)).from_address(at))
-        last = ARGUMENTS.get(self.kernels[function.value - 1].source.stem, gemm_launch.Arguments)
+        last = ARGUMENTS[self.kernels[function.value - 1].source.stem]
         size = given[-1] - given[0] + ctypes.sizeof(last)
         held = ctypes.create_string_buffer(ctypes.string_at(given[0], size), size)
         copies = [ctypes.addressof(held) + x - given[0] for x in given]
@@ -225,6 +221,9 @@ class Emulator(GemmEmulator):
         return 0
 
     def compute(self, made, parameters):
+        structure = ARGUMENTS[made.kernel.source.stem]
+        given = structure.from_address(parameters[-1])
+        made.arguments = structure.from_buffer_copy(given)
         bodies = {
             "quantize": self.quantize,
             "softmax": self.top_k,
@@ -236,7 +235,7 @@ class Emulator(GemmEmulator):
         bodies.get(made.kernel.name.split("_")[0], self.gemm)(made, parameters)
 
     def quantize(self, made, parameters):
-        made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
+        x = made.arguments
         dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
         size, by_rows = dtype.itemsize, "1x128" in made.kernel.name
         shape, blocks = [x.num_matrices, x.num_rows, x.k], kernels.num_blocks(x.k)
@@ -257,7 +256,7 @@ class Emulator(GemmEmulator):
                 output.copy_(found)
 
     def top_k(self, made, parameters):
-        made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
+        x = made.arguments
         op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
         dtype = next(d for d, found in INPUTS.items() if found == name)
         shape = [x.num_tokens, x.num_experts]
@@ -270,11 +269,11 @@ class Emulator(GemmEmulator):
         strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
         logits = memory(x.logits, dtype, shape, strides)
         if op == "softmax_topk":
-            result = top_k._softmax_topk(logits, x.top_k, bool(x.renormalize))
+            result = torch.ops.moefp8.softmax_topk(logits, x.top_k, bool(x.renormalize))
         else:
             bias = memory(x.bias, torch.float32, shape[1:], [1]) if x.bias else None
             rest = x.top_k, x.num_groups, x.topk_groups, bool(x.renormalize), x.scaling_factor
-            result = top_k._sigmoid_group_topk(logits, bias, *rest)
+            result = torch.ops.moefp8.sigmoid_group_topk(logits, bias, *rest)
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
@@ -308,14 +307,14 @@ class Emulator(GemmEmulator):
         return counts
 
     def count(self, made, parameters):
-        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        x = made.arguments
         counts = self.counts_of(x)
         assert (made.grid, made.block) == (x.num_chunks, 128)
         assert f"<{str(x.routing.max_m > 0).lower()}>" in made.kernel.name
         memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
 
     def dispatch(self, made, parameters):
-        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        x = made.arguments
         routing, h = x.routing, x.hidden_size
         num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
         blocks = kernels.num_blocks(h)
@@ -362,7 +361,7 @@ class Emulator(GemmEmulator):
             memory(address, torch.int32, [len(values)], [1]).copy_(torch.tensor(values))
 
     def combine(self, made, parameters):
-        made.arguments = x = copy_of(combine_launch._Arguments, parameters[0])
+        x = made.arguments
         name = re.search(r"Input::\w+", made.kernel.name)[0]
         dtype = next(d for d, found in INPUTS.items() if found == name)
         shape, h = [x.num_tokens, x.top_k], x.hidden_size
@@ -381,39 +380,12 @@ class Emulator(GemmEmulator):
 
 @contextmanager
 def emulated(
-    config: gemm_config.GemmConfig | None = None,
-    gate_up: gemm_config.GemmConfig | None = None,
-    **options: int,
+    config: GemmConfig | None = None, gate_up: GemmConfig | None = None, **options
 ) -> Iterator[FakeDriver]:
     """Launches work on tensors of the CPU.
 
-    config, and of gate and up gate_up: instead of what is chosen. options: of `FakeDriver`.
+    config, gate_up: as in `choosing`. options: of `FakeDriver`.
     """
-    made = FakeDriver(**options)
-
-    def remember(chosen):
-        layouts = GroupLayout if chosen.grouped else [None]
-        names = [chosen.kernel_name(bias, layout) for bias in BIAS_NAMES for layout in layouts]
-        made.config_of.update(dict.fromkeys(names, chosen))
-        return chosen
-
-    def telling(choose, instead):
-        def choose_and_tell(*arguments):
-            *shape, num_sms, _ = arguments
-            made.chosen.append((*shape, num_sms))
-            return remember(instead or choose(*arguments))
-
-        return choose_and_tell
-
-    with pytest.MonkeyPatch.context() as patch, jit.using(made):
-        for name in ("choose_config", "choose_grouped_config"):
-            patch.setattr(heuristic, name, telling(getattr(heuristic, name), config))
-        choose_both = heuristic.choose_experts_configs
-
-        def choose_both_and_tell(*arguments):
-            chosen = choose_both(*arguments)
-            return remember(gate_up or chosen[0]), remember(config or chosen[1])
-
-        patch.setattr(heuristic, "choose_experts_configs", choose_both_and_tell)
+    with jit.using(FakeDriver(**options)) as made, choosing(config, gate_up):
         yield made
         made.check_workspaces()

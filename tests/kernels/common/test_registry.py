@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8, registry
-from tests.kernels.gemm import cases
+from tests.kernels.gemm import grouped_cases
+from tests.kernels.gemm.cases import run_gemm
 
 # ---- Bodies ----
 
@@ -166,12 +167,15 @@ def linear():
 
 def gemm():
     """One that writes its result, as a function of the bias."""
-    *operands, d, bias = cases.operands(5, 48, 256, torch.float32)
+    routing = grouped_cases.dense(5)
+    made = grouped_cases.operands(routing, 48, 256)
+    bias = grouped_cases.bias_of(torch.float32, 48)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return cases.run_gemm(*operands, torch.zeros(5, 48, dtype=torch.bfloat16), x)
+        return run_gemm(*made._replace(d=torch.zeros_like(made.d)), x)
 
-    call.name, call.expected = "fp8_gemm_nt", cases.expected_of(*operands, d, bias)
+    expected = grouped_cases.expected_of(routing, made, bias)
+    call.name, call.expected = "fp8_gemm_nt", expected
     return call, bias
 
 
@@ -201,7 +205,16 @@ def test_where_nobody_watches_the_launcher_is_called_at_once(gpu, op, how):
 
 
 def test_a_result_that_is_written_has_a_new_version(gpu):
-    *operands, d, bias = cases.operands(5, 48, 256)
+    made = grouped_cases.operands(grouped_cases.dense(5), 48, 256)
     for version in (1, 2, 3):
-        cases.run_gemm(*operands, d, bias)
-        assert (d._version, len(gpu.launched)) == (version, version)
+        run_gemm(*made)
+        assert (made.d._version, len(gpu.launched)) == (version, version)
+
+
+@pytest.mark.parametrize("op", [linear, gemm])
+def test_a_zero_tensor_has_no_memory_to_launch_on(gpu, op):
+    call, x = op()
+    expected = call(torch.zeros_like(x))
+    gpu.launched.clear()
+    assert torch.equal(call(torch._efficientzerotensor(x.shape)), expected)
+    assert gpu.launched == []
