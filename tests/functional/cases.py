@@ -1,19 +1,22 @@
 """What the tests of the routed experts share: layers, and how gate and up are cut into tiles.
 
-Imports no more than `sanitizer_cases` may need.
+The module imports no more than `sanitizer` may need.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 from moefp8.functional.experts import experts
-from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
 from moefp8.quant.quantize import quantize_128x128
+from tests.kernels.gemm.cases import filled
+from tests.layers.cases import assert_matches_up_to_codes
 
 
 class Weights(NamedTuple):
-    """As the op takes them."""
+    """Those of E experts, as the op takes them."""
 
     gate_up_proj: torch.Tensor
     gate_up_proj_scale_inv: torch.Tensor
@@ -22,7 +25,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, device="cpu") -> Weights:
-    """Of random experts whose outputs are about as large as their inputs."""
+    """Random experts whose outputs are about as large as their inputs."""
     gate_up = torch.randn(num_experts, 2, intermediate_size, hidden_size, device=device)
     down = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
     quantize = quantize_128x128.overload  # which a fake GPU is not asked for
@@ -32,37 +35,31 @@ def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, devic
 
 
 def tokens_of(num_tokens: int, hidden_size: int, device="cpu") -> torch.Tensor:
-    """bf16, of magnitudes that differ."""
+    """bf16 [T, H]; magnitudes differ from token to token."""
     sizes = torch.exp2(torch.randint(-3, 4, (num_tokens, 1), device=device))
     return (torch.randn(num_tokens, hidden_size, device=device) * sizes).bfloat16()
 
 
-def run(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: Weights,
-    limit: float | None = None,
-    masked: bool = False,
-) -> torch.Tensor:
+def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
     return experts(x, ids, top_k_weights, *weights, limit, masked)
 
 
-def body(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: Weights,
-    limit: float | None = None,
-    masked: bool = False,
-) -> torch.Tensor:
-    """In PyTorch, on tensors of the CPU; ids out of range count as E."""
+def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
+    """As `run`, in PyTorch on any device; ids out of range count as E."""
     e = weights.down_proj.shape[0]
     ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    return experts.overload(x, ids, top_k_weights, *weights, limit, masked)
+    arguments = x, ids, top_k_weights, *weights, limit, masked
+    return experts.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
 
 
-# Of experts: where a tile, its rows, or the tail behind them begin to be too small. The last tokens
+def assert_right(*arguments) -> torch.Tensor:
+    """What `run` gives of them is what `body` does."""
+    y = run(*arguments)
+    assert_matches_up_to_codes(y, body(*arguments))
+    return y
+
+
+# Tokens of experts: a tile, its rows, or the tail behind them begin to be too small. The last ones
 # are few, and their tiles begin with tokens of others.
 LOADS_AT_EDGES = 0, 1, 24, 63, 64, 65, 127, 128, 129, 151, 152, 153, 256, 257, 280, 281, 40, 24, 1
 
@@ -73,14 +70,8 @@ def ids_of_loads(loads: tuple[int, ...]) -> torch.Tensor:
     return experts[torch.randperm(len(experts))][:, None]
 
 
-def _down(rows: int, cols: int, **options: int) -> GemmConfig:
-    return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, **options))
-
-
-def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
-    return _down(rows, cols, gate_up=True, **options)
-
-
+_down = partial(filled, grouped=True)
+_gate_up = partial(_down, gate_up=True)
 _FEW_OF_DOWN = {"k_blocks_per_stage": 2, "ctas_per_sm": 2, "swap_ab": True}
 _FEW = {"parts": 2, **_FEW_OF_DOWN}
 # Every family of kernels for gate and up.
@@ -110,4 +101,9 @@ DOWN_FAMILIES = {
     "three math groups": _down(192, 128),
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),
+}
+# (gate and up, down), of which the other one is None: it may be any.
+EXPERTS_FAMILIES = {
+    **{f"gate and up: {name}": (config, None) for name, config in GATE_UP_FAMILIES.items()},
+    **{f"down: {name}": (None, config) for name, config in DOWN_FAMILIES.items()},
 }

@@ -7,24 +7,24 @@ import pytest
 import torch
 
 from moefp8 import GroupedExperts
-from moefp8.functional import experts as op_room
 from moefp8.functional import experts_launch
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import jit, set_num_sms
-from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
-    DOWN_FAMILIES,
+    EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
     Weights,
+    body,
     ids_of_loads,
     run,
     tokens_of,
     weights_of,
 )
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
+from tests.kernels.gemm.cases import choosing
 from tests.layers.cases import assert_close
 from tests.routing.cases import ids_of
 
@@ -39,14 +39,6 @@ def inputs(num_tokens, top_k=K, num_experts=E, hidden_size=H, kind="distinct"):
     ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
     weights = torch.rand(num_tokens, top_k, device="cuda") + 0.1
     return tokens_of(num_tokens, hidden_size, "cuda"), ids, weights
-
-
-def body(x, ids, top_k_weights, weights, limit=None) -> torch.Tensor:
-    """The portable one, also on this GPU; ids out of range count as E."""
-    e = weights.down_proj.shape[0]
-    ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    inputs = op_room.ExpertsInputs(x, ids, top_k_weights, *weights, limit, False)
-    return op_room._body(inputs)
 
 
 def poison() -> None:
@@ -81,22 +73,6 @@ def forget():
 def limit_sms():
     yield set_num_sms
     set_num_sms(None)
-
-
-@pytest.fixture
-def choose(monkeypatch, forget):
-    """Take these configurations for gate and up, and for down, or what would be chosen."""
-    chosen = heuristic.choose_experts_configs
-
-    def take(gate_up=None, down=None) -> None:
-        def instead(*shape):
-            first, second = chosen(*shape)
-            return gate_up or first, down or second
-
-        monkeypatch.setattr(heuristic, "choose_experts_configs", instead)
-        forget()
-
-    return take
 
 
 # ---- Against the portable body ----
@@ -199,67 +175,57 @@ def test_all_tokens_of_one_expert(layer, expert, masked):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 70, 500])
-def test_every_family_gives_the_same_bits(layer, choose, num_tokens):
+def test_every_family_gives_the_same_bits(layer, num_tokens):
     """Also where it would not be chosen."""
-    odd = weights_of(E, 264, 200, "cuda")
-    for weights, hidden_size, size in ((layer, H, I), (odd, 264, 200)):
-        arguments = inputs(num_tokens, hidden_size=hidden_size)
-        expected = body(*arguments, weights)
-        first = None
-        families = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
-        families += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
-        for name, gate_up, down in families:
-            choose(gate_up, down)
+    for weights, hidden_size, size in ((layer, H, I), (weights_of(E, 264, 200, "cuda"), 264, 200)):
+        check_every_family(*inputs(num_tokens, hidden_size=hidden_size), weights, size=size)
+
+
+def test_every_family_ends_tiles_where_groups_end():
+    ids, weights = ids_of_loads(LOADS_AT_EDGES).cuda(), weights_of(19, 264, 200, "cuda")
+    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
+    check_every_family(tokens, ids, of_choices, weights, size=200)
+
+
+def check_every_family(*arguments, size: int) -> None:
+    expected, first = body(*arguments), None
+    for name, (gate_up, down) in EXPERTS_FAMILIES.items():
+        with choosing(down, gate_up):
             for masked in (False, True):
                 poison()
-                y = run(*arguments, weights, None, masked)
+                y = run(*arguments, None, masked)
                 assert_close(y, expected, size)
                 first = y if first is None else first
                 assert torch.equal(y, first), (name, masked)
 
 
-def test_every_family_ends_tiles_where_groups_end(choose):
-    ids, experts = ids_of_loads(LOADS_AT_EDGES).cuda(), len(LOADS_AT_EDGES)
-    weights = weights_of(experts, 264, 200, "cuda")
-    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
-    expected, first = body(tokens, ids, of_choices, weights), None
-    for name in {**GATE_UP_FAMILIES, **DOWN_FAMILIES}:
-        choose(GATE_UP_FAMILIES.get(name), DOWN_FAMILIES.get(name))
-        for masked in (False, True):
-            poison()
-            y = run(tokens, ids, of_choices, weights, None, masked)
-            assert_close(y, expected, 200)
-            first = y if first is None else first
-            assert torch.equal(y, first), (name, masked)
-
-
 @pytest.mark.parametrize("family", GATE_UP_FAMILIES)
-def test_a_limit_of_sms_changes_no_bit(layer, choose, limit_sms, family):
-    choose(GATE_UP_FAMILIES[family])
+def test_a_limit_of_sms_changes_no_bit(layer, limit_sms, family):
     arguments = inputs(300)
-    expected = run(*arguments, layer)
-    for limit in (1, 2, 3, 131, 10_000):
-        limit_sms(limit)
-        assert torch.equal(run(*arguments, layer), expected)
+    with choosing(gate_up=GATE_UP_FAMILIES[family]):
+        expected = run(*arguments, layer)
+        for limit in (1, 2, 3, 131, 10_000):
+            limit_sms(limit)
+            assert torch.equal(run(*arguments, layer), expected)
 
 
-@pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
-def test_who_takes_which_tile_changes_no_bit(choose, forget, limit_sms, family, monkeypatch):
+@pytest.mark.parametrize("family", EXPERTS_FAMILIES)
+def test_who_takes_which_tile_changes_no_bit(limit_sms, family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
-    choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
+    gate_up, down = EXPERTS_FAMILIES[family]
     weights = weights_of(6, 1664, 1152, "cuda")
     cases = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
     for take in (False, True):
         monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
-        forget()
-        for limit in (2, 5, 16, None):
-            limit_sms(limit)
-            poison()
-            results = [run(*arguments, weights) for arguments in 2 * cases]
-            expected = expected or results[:3]
-            for y, right in zip(results, 2 * expected, strict=True):
-                assert torch.equal(y, right), (take, limit)
+        with choosing(down, gate_up):
+            for limit in (2, 5, 16, None):
+                limit_sms(limit)
+                poison()
+                results = [run(*arguments, weights) for arguments in 2 * cases]
+                expected = expected or results[:3]
+                for y, right in zip(results, 2 * expected, strict=True):
+                    assert torch.equal(y, right), (take, limit)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])

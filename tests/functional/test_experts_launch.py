@@ -1,6 +1,6 @@
 """The launcher of the routed experts without a GPU: `Emulator` stands for libcuda."""
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,9 +20,11 @@ from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (
     DOWN_FAMILIES,
+    EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
     Weights,
+    assert_right,
     body,
     ids_of_loads,
     run,
@@ -53,7 +55,7 @@ def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
     ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
     arguments = x, ids, top_k_weights, weights, None, masked
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    assert_right(*arguments)
     names = ["count"] * (shape == "counted") + ["dispatch", "gemm", "gemm", "combine"]
     assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
@@ -68,9 +70,9 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
     top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
     arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    assert_right(*arguments)
     x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
-    assert_matches_up_to_codes(run(x, *arguments[1:]), body(*arguments))
+    assert_right(x, *arguments[1:])
     if limit:
         clamped, free = body(*arguments), body(*arguments[:4], None, masked)
         assert not torch.equal(clamped, free)
@@ -96,23 +98,19 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
-FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
-FAMILIES += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
-
-
-@pytest.mark.parametrize(("name", "gate_up", "down"), FAMILIES)
+@pytest.mark.parametrize("family", EXPERTS_FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 2])
-def test_every_family_is_launched_rightly(name, gate_up, down, masked, limit):
+def test_every_family_is_launched_rightly(family, masked, limit):
+    gate_up, down = EXPERTS_FAMILIES[family]
     with emulated(down, gate_up) as gpu:
         kernels.set_num_sms(limit)
         for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
             x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
             ids = ids_of("distinct", num_tokens, 2, 3)
-            arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
-            assert_matches_up_to_codes(run(*arguments), body(*arguments))
+            assert_right(x, ids, torch.rand(num_tokens, 2), weights, None, masked)
             configs = [made.config for made in gpu.launched[-3:-1]]
-            assert configs[0 if gate_up else 1] == (gate_up or down), name
+            assert configs[0 if gate_up else 1] == (gate_up or down)
 
 
 @pytest.mark.parametrize("family", ["a tail", "three math groups", "two buffers, two math groups"])
@@ -123,7 +121,7 @@ def test_tiles_end_where_groups_do(family, masked):
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
         choices = ids, torch.rand(len(ids), 1)
         arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
-        assert_matches_up_to_codes(run(*arguments), body(*arguments))
+        assert_right(*arguments)
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu):
@@ -134,7 +132,7 @@ def test_strided_weights_are_taken_where_they_lie(gpu):
         *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
     )
     arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    assert_right(*arguments)
     _, first, second, _ = gpu.launched
     assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
     assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
@@ -176,7 +174,7 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
         ids.copy_(ids_of(kind, 9, 2, 3))
         arguments = x, ids, top_k_weights, weights, None, masked
         gpu.prepared().clear()
-        assert_matches_up_to_codes(run(*arguments), body(*arguments))
+        assert_right(*arguments)
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
@@ -222,7 +220,7 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
     weights = weights_of(3, 144, 272)
     for limit in (None, 4, 1):
         kernels.set_num_sms(limit)
-        assert_matches_up_to_codes(run(*arguments, weights), body(*arguments, weights))
+        assert_right(*arguments, weights)
     grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
     assert max(grids[0]) > 4 >= max(grids[1])
     assert grids[2] == [1, 1]
@@ -278,11 +276,19 @@ shapes = st.builds(
 )
 
 
-def regions(shape: Sizes) -> dict[str, SimpleNamespace]:
-    """Where each lies, and from which kernel on and up to which it is needed."""
+class Region(NamedTuple):
+    """Bytes of the workspace that are needed from one kernel up to another."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def regions(shape: Sizes) -> dict[str, Region]:
     at, (matrices, rows) = Workspace.of(shape), shape.matrix
     h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
-    every, chunk_counts = matrices * rows, most_count_bytes(*shape[:3])
+    every = matrices * rows
     lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
         "tokens": (every * round_up(h, 16), 0, 1),
         "token_scales": (matrices * num_blocks(h) * pitch * 4, 0, 1),
@@ -293,13 +299,12 @@ def regions(shape: Sizes) -> dict[str, SimpleNamespace]:
         "counts": (shape.num_experts * 4, 0, 3),
         "token_to_row": (shape.num_tokens * shape.top_k * 4, 0, 3),
     }
-    begins = SimpleNamespace(begin=at.activated, end=at.activated + chunk_counts, first=0, last=0)
-    return {"activated: counts of chunks": begins} | {
-        name: SimpleNamespace(
-            begin=getattr(at, name), end=getattr(at, name) + length, first=first, last=last
-        )
+    found = {
+        name: Region(getattr(at, name), getattr(at, name) + length, first, last)
         for name, (length, first, last) in lengths.items()
     }
+    of_chunks = Region(at.activated, at.activated + most_count_bytes(*shape[:3]), 0, 0)
+    return {"activated: counts of chunks": of_chunks, **found}
 
 
 @given(shape=shapes)

@@ -13,7 +13,7 @@ import torch
 from moefp8 import kernels
 from moefp8.kernels import fp8_gemm_nt, jit, round_up
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
 from moefp8.kernels.gemm.launch import Operands
 
 if TYPE_CHECKING:
@@ -174,6 +174,11 @@ def nothing_around_is_written(d: torch.Tensor) -> Iterator[None]:
     yield
     d.fill_(0)
     assert torch.equal(around.view(torch.uint8), before.view(torch.uint8))
+
+
+def filled(wgmma_m: int, wgmma_n: int, **options: int) -> GemmConfig:
+    """A configuration with as many stages as shared memory holds."""
+    return with_most_stages(GemmConfig(wgmma_m, wgmma_n, 0, **options))
 
 
 @contextmanager
