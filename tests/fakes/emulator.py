@@ -5,7 +5,6 @@ given. A wrong address, stride or extent gives a wrong result.
 """
 
 import ctypes
-import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,9 +21,11 @@ from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import quantize_launch
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
+from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
+from tests.routing.cases import plan_of
 
 _GUARD = 1 << 12
 ARGUMENTS = {  # by the source of the kernel, of which they are the last argument
@@ -34,6 +35,12 @@ ARGUMENTS = {  # by the source of the kernel, of which they are the last argumen
     "combine": combine_launch._Arguments,
     "top_k": top_k_launch._Arguments,
 }
+
+
+def dtype_of(kernel: jit.Kernel) -> torch.dtype:
+    """What its template arguments say of its input."""
+    (name,) = re.findall(r"Input::\w+", kernel.name)
+    return next(dtype for dtype, found in INPUTS.items() if found == name)
 
 
 class FakeDriver(jit.Driver):
@@ -235,30 +242,25 @@ class Emulator(GemmEmulator):
         bodies.get(made.kernel.name.split("_")[0], self.gemm)(made, parameters)
 
     def quantize(self, made, parameters):
-        x = made.arguments
-        dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
-        size, by_rows = dtype.itemsize, "1x128" in made.kernel.name
+        x, dtype = made.arguments, dtype_of(made.kernel)
         shape, blocks = [x.num_matrices, x.num_rows, x.k], kernels.num_blocks(x.k)
-        source = memory(x.x, dtype, shape, [x.matrix_bytes // size, x.row_bytes // size, 1])
+        source_strides = [x.matrix_bytes // dtype.itemsize, x.row_bytes // dtype.itemsize, 1]
+        source = memory(x.x, dtype, shape, source_strides)
         data = memory(x.data, torch.float8_e4m3fn, shape, [x.num_rows * x.k, x.k, 1])
-        if by_rows:
+        if "1x128" in made.kernel.name:
+            found = torch.ops.moefp8.quantize_1x128(source, bool(x.ue8m0))
             strides = [blocks * x.pitch, 1, x.pitch]
-            scales = memory(x.scale_inv, torch.float32, [*shape[:2], blocks], strides)
         else:
-            row_blocks = kernels.num_blocks(x.num_rows)
-            strides = [row_blocks * blocks, blocks, 1]
-            scales = memory(x.scale_inv, torch.float32, [shape[0], row_blocks, blocks], strides)
-        quantize = fp8.quantize_1x128 if by_rows else fp8.quantize_128x128
-        for matrix, codes, of_codes in zip(source, data, scales, strict=True):
-            for output, found in zip(
-                (codes, of_codes), quantize(matrix, bool(x.ue8m0)), strict=True
-            ):
-                output.copy_(found)
+            found = torch.ops.moefp8.quantize_128x128(source, bool(x.ue8m0))
+            strides = [kernels.num_blocks(x.num_rows) * blocks, blocks, 1]
+        scales = memory(x.scale_inv, torch.float32, [*found[1].shape], strides)
+        for output, y in zip((data, scales), found, strict=True):
+            output.copy_(y)
 
     def top_k(self, made, parameters):
         x = made.arguments
-        op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        op, items = re.fullmatch(r"(\w+)_kernel<.*, (\d+)>", made.kernel.name).groups()
+        dtype = dtype_of(made.kernel)
         shape = [x.num_tokens, x.num_experts]
         assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
         assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
@@ -278,33 +280,19 @@ class Emulator(GemmEmulator):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
     @staticmethod
-    def places(routing):
-        """Tokens or choices with a row, for each expert; expert and row of each choice, or -1.
-
-        Of the rows of all experts, a choice has one of its own; of matrices, the token.
-        """
-        num_tokens, top_k = routing.num_tokens, routing.top_k
+    def plan(routing):
+        """Without max_m, every choice has a row of its own; else the token has one."""
         id_dtype = torch.int64 if routing.is_wide else torch.int32
-        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
-        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
-        of_experts = [{} for _ in range(routing.num_experts)]
-        of_choices = [[-1] * top_k for _ in range(num_tokens)]
-        for token, choice in itertools.product(range(num_tokens), range(top_k)):
-            expert = ids[token][choice]
-            if 0 <= expert < routing.num_experts:
-                rows_of_expert = of_experts[expert]
-                key = (token, 0) if routing.max_m else (token, choice)
-                row = rows_of_expert.setdefault(key, len(rows_of_expert))
-                of_choices[token][choice] = expert, row
-        return of_experts, of_choices
+        strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
+        ids = memory(routing.ids, id_dtype, [routing.num_tokens, routing.top_k], strides)
+        return plan_of(ids, routing.num_experts, routing.max_m or None)
 
     def counts_of(self, x):
         """[chunks, slots] of how many rows each expert has in each chunk of tokens."""
-        counts = torch.zeros(x.num_chunks, x.routing.num_slots, dtype=torch.int16)
-        for expert, rows in enumerate(self.places(x.routing)[0]):
-            for token, _ in rows:
-                counts[token // x.routing.chunk, expert] += 1
-        return counts
+        plan, counts = self.plan(x.routing), torch.zeros(x.num_chunks, x.routing.num_slots)
+        is_row = plan.row_to_token >= 0
+        at = plan.row_to_token[is_row] // x.routing.chunk, plan.row_to_expert[is_row]
+        return counts.index_put(at, torch.ones(()), accumulate=True).short()
 
     def count(self, made, parameters):
         x = made.arguments
@@ -314,15 +302,12 @@ class Emulator(GemmEmulator):
         memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
 
     def dispatch(self, made, parameters):
-        x = made.arguments
-        routing, h = x.routing, x.hidden_size
-        num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
-        blocks = kernels.num_blocks(h)
+        x, dtype = made.arguments, dtype_of(made.kernel)
+        routing, h, blocks = x.routing, x.hidden_size, kernels.num_blocks(x.hidden_size)
         assert x.num_k_blocks == blocks
         assert made.grid == x.num_chunks * x.num_parts
-        assert x.num_chunks == kernels.ceil_div(num_tokens, routing.chunk)
-        name, *flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        assert x.num_chunks == kernels.ceil_div(routing.num_tokens, routing.chunk)
+        flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")[1:]
         _, merges, is_counted = (flag == "true" for flag in flags)
         assert merges == (routing.max_m > 0)
         if is_counted:
@@ -330,52 +315,36 @@ class Emulator(GemmEmulator):
             counted = memory(x.counts, torch.int16, shape, [shape[1], 1])
             assert torch.equal(counted, self.counts_of(x))
             assert made.programmatic
-        places = self.places(routing)
-        counts = [len(rows) for rows in places[0]]
-        if routing.max_m:
-            assert max(counts) <= routing.max_m
-            offsets = [routing.max_m * i for i in range(e + 1)]
-        else:
-            offsets = [0, *itertools.accumulate(counts)]
-        source = memory(x.x, dtype, [num_tokens, h], [x.x_row_bytes // dtype.itemsize, 1])
+        source_strides = [x.x_row_bytes // dtype.itemsize, 1]
+        source = memory(x.x, dtype, [routing.num_tokens, h], source_strides)
         data, scale_inv = fp8.quantize_1x128(source, False)
-        token_to_row = [[-1] * top_k for _ in range(num_tokens)]
-        for token, choice in itertools.product(range(num_tokens), range(top_k)):
-            if places[1][token][choice] == -1:
-                continue
-            expert, in_expert = places[1][token][choice]
-            row = token_to_row[token][choice] = offsets[expert] + in_expert
-            codes = data[token].view(torch.uint8)
-            memory(x.rows + row * x.row_pitch, torch.uint8, [h], [1]).copy_(codes)
-            first = row
-            if routing.max_m:
-                first = expert * blocks * x.scale_pitch + in_expert
-            scales = memory(x.row_scales + first * 4, torch.float32, [blocks], [x.scale_pitch])
-            scales.copy_(scale_inv[token])
+        plan = self.plan(routing)
+        (rows,) = torch.nonzero(plan.row_to_token >= 0, as_tuple=True)
+        tokens, num_rows = plan.row_to_token[rows], len(plan.row_to_token)
+        codes = memory(x.rows, torch.uint8, [num_rows, h], [x.row_pitch, 1])
+        codes[rows] = data.view(torch.uint8)[tokens]
+        in_matrix = routing.max_m or num_rows
+        shape, strides = [num_rows // in_matrix, blocks, in_matrix], [x.scale_pitch, 1]
+        scales = memory(x.row_scales, torch.float32, shape, [blocks * x.scale_pitch, *strides])
+        scales[rows // in_matrix, :, rows % in_matrix] = scale_inv[tokens]
         for address, values in (
-            (x.zeros, [0, 0]),
-            (routing.expert_offsets, offsets),
-            (routing.tokens_per_expert, counts),
-            (routing.token_to_row, list(itertools.chain.from_iterable(token_to_row))),
+            (x.zeros, torch.zeros(2)),
+            (routing.expert_offsets, plan.expert_offsets),
+            (routing.tokens_per_expert, plan.tokens_per_expert),
+            (routing.token_to_row, plan.token_to_row.flatten()),
         ):
-            memory(address, torch.int32, [len(values)], [1]).copy_(torch.tensor(values))
+            memory(address, torch.int32, [len(values)], [1]).copy_(values)
 
     def combine(self, made, parameters):
-        x = made.arguments
-        name = re.search(r"Input::\w+", made.kernel.name)[0]
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        x, dtype = made.arguments, dtype_of(made.kernel)
         shape, h = [x.num_tokens, x.top_k], x.hidden_size
         strides = [y // dtype.itemsize for y in (x.weight_token_bytes, x.weight_choice_bytes)]
-        weights = memory(x.weights, dtype, shape, strides).float()
+        weights = memory(x.weights, dtype, shape, strides)
         token_to_row = memory(x.token_to_row, torch.int32, shape, [x.top_k, 1]).tolist()
+        num_rows = 1 + max(0, *map(max, token_to_row))
+        y = memory(x.y, torch.bfloat16, [num_rows, h], [x.y_row_bytes // 2, 1])
         out = memory(x.out, torch.bfloat16, [x.num_tokens, h], [h, 1])
-        for token, rows in enumerate(token_to_row):
-            total = torch.zeros(h)
-            for choice, row in enumerate(rows):
-                if row >= 0:
-                    y = memory(x.y + row * x.y_row_bytes, torch.bfloat16, [h], [1])
-                    total += weights[token, choice] * y.float()
-            out[token] = total
+        out.copy_(naive.combine(y, token_to_row, weights))
 
 
 @contextmanager
