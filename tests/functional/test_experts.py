@@ -180,15 +180,6 @@ def test_a_token_depends_on_no_other():
         assert_matches_up_to_codes(y, all_of_them[some])
 
 
-@pytest.mark.parametrize("shape", [(0, H, I), (4, 0, I), (4, H, 0), (0, 0, 0)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_empty_sizes(shape, masked):
-    num_tokens, h, i = shape
-    ids = torch.zeros(num_tokens, 2, dtype=torch.int64)
-    y = run(tokens_of(num_tokens, h), ids, torch.ones(ids.shape), weights_of(E, h, i), None, masked)
-    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
-
-
 # ---- What it refuses ----
 
 

@@ -143,15 +143,6 @@ def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
     assert bool((nowhere == 0).all())
 
 
-def test_an_expert_named_twice_counts_twice(layer):
-    for num_tokens, top_k in ((1, 3), (70, 9), (600, 4), (1000, 9)):
-        x, ids, top_k_weights = inputs(num_tokens, top_k, 2)
-        for of_pairs in (ids % 2, ids * 0):
-            y = run(x, of_pairs, top_k_weights, layer)
-            assert_close(y, body(x, of_pairs, top_k_weights, layer), I)
-            assert torch.equal(y, run(x, of_pairs, top_k_weights, layer, None, True))
-
-
 @pytest.mark.parametrize("num_tokens", [0, 4])
 @pytest.mark.parametrize(("h", "i"), [(128, 0), (0, 128), (0, 0), (128, 128)])
 def test_empty_sizes(num_tokens, h, i):
@@ -403,12 +394,3 @@ def test_layers_compile_whole(layout):
             y = compiled(*arguments)
             assert torch.equal(y, layer(*arguments))
         assert_matches_reference(layer(*arguments).detach(), y, 0.0)
-
-
-def test_it_never_waits_and_needs_no_portable_body(layer, monkeypatch):
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    for num_tokens in (1, 60, 2000, 2100):
-        arguments = inputs(num_tokens)
-        for masked in (False, True):
-            with no_synchronisation(), torch.inference_mode():
-                run(*arguments, layer, None, masked)

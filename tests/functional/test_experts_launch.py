@@ -235,8 +235,9 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
     ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
-    y = run(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
-    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+    arguments = tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked
+    for call in (run, body):
+        assert torch.equal(call(*arguments), torch.zeros(num_tokens, h, dtype=torch.bfloat16))
     assert gpu.launched == []
 
 

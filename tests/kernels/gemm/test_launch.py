@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
@@ -21,6 +21,7 @@ from tests.kernels.gemm.cases import (
     GROUPED_PLACES,
     GROUPED_SCALE_PLACES,
     Placement,
+    filled,
     flat,
     placements,
     stacked,
@@ -157,11 +158,11 @@ def test_every_family_is_launched_rightly(family, limit):
 
 @pytest.mark.parametrize("layout", DENSE_AND_GROUPED)
 def test_num_sms_limits_the_grid(layout):
-    config = GemmConfig(128, 64, 0, ctas_per_sm=2, grouped=layout is not None)
+    config = filled(128, 64, ctas_per_sm=2, grouped=layout is not None)
     routing = routing_of(layout, (300, 0, 400), 0)
     made = operands(routing, 640, 128)
     most = (700 // 128 + 2 * 3 if layout else 6) * 10
-    with emulated(with_most_stages(config)) as gpu:
+    with emulated(config) as gpu:
         for limit in (None, 1, 5, 1000):
             kernels.set_num_sms(limit)
             launch_and_compare(routing, made)
