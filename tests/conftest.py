@@ -5,6 +5,7 @@ is kept in `.hypothesis` and drawn first the next time.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def fresh_jit(own_cache, monkeypatch):
     with jit.using(jit.Driver()):
         yield
     forget()
+
+
+@pytest.fixture
+def new_driver() -> Iterator[jit.Driver]:
+    """With nothing loaded, nothing prepared, and all SMs of the GPU."""
+    with jit.using(jit.Driver()) as driver:
+        yield driver
 
 
 @pytest.fixture

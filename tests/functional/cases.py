@@ -76,10 +76,7 @@ _FEW_OF_DOWN = {"k_blocks_per_stage": 2, "ctas_per_sm": 2, "swap_ab": True}
 _FEW = {"parts": 2, **_FEW_OF_DOWN}
 # Every family of kernels for gate and up.
 GATE_UP_FAMILIES = {
-    "weights are rows, 8": _gate_up(128, 8, **_FEW),
-    "weights are rows, 16": _gate_up(128, 16, **_FEW),
-    "weights are rows, 24": _gate_up(128, 24, **_FEW),
-    "weights are rows, 32": _gate_up(128, 32, **_FEW),
+    **{f"weights are rows, {n}": _gate_up(128, n, **_FEW) for n in (8, 16, 24, 32)},
     "two buffers": _gate_up(64, 128, num_product_buffers=2),
     "whole blocks": _gate_up(64, 256, parts=2),
     "whole blocks, two math groups": _gate_up(128, 256, parts=2),
@@ -91,10 +88,7 @@ GATE_UP_FAMILIES = {
 }
 # Every family that is chosen for down.
 DOWN_FAMILIES = {
-    "weights are rows, 8": _down(128, 8, **_FEW_OF_DOWN),
-    "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
-    "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
-    "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
+    **{f"weights are rows, {n}": _down(128, n, **_FEW_OF_DOWN) for n in (8, 16, 24, 32)},
     "two buffers": _down(64, 128, num_product_buffers=2),
     "two buffers, two math groups": _down(128, 128, num_product_buffers=2),
     "two buffers, multicast": _down(128, 128, num_product_buffers=2, multicast=2),

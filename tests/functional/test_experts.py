@@ -188,73 +188,50 @@ def arguments() -> list:
     return [tokens_of(4, H), ids, torch.ones(4, 2), *weights_of(E, H, I), None, False]
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().mT
+
+
 X, IDS, SCORES, GATE_UP, GATE_UP_SCALES, DOWN, DOWN_SCALES = range(7)
-BAD = {  # of which argument, how it is changed, what is said
-    "tokens' dtype": (X, torch.Tensor.double, "hidden_states must be bfloat16 or .* got float64"),
-    "tokens' rank": (X, lambda x: x[None], r"hidden_states must have 2 .* shape \[1, 4, 144\]"),
-    "tokens": (X, lambda x: x[:3], r"top_k_index must be \[T, k\] = \[3, 2\], got \[4, 2\]"),
-    "hidden size": (
-        X,
-        lambda x: x[:, :99],
-        r"hidden_states .* \[T, H\] = \[4, 144\], got \[4, 99\]",
-    ),
-    "ids' dtype": (IDS, torch.Tensor.short, "top_k_index must be int32 or int64, got int16"),
-    "ids' rank": (IDS, lambda x: x[0], r"top_k_index must have 2 dimensions, got shape \[2\]"),
-    "no choice": (IDS, lambda x: x[:, :0], r"weights .* as top_k_index = \[4, 0\], got \[4, 2\]"),
-    "ids": (IDS, lambda x: x - 1, r"index must be in \[0, E\] for E = 5 .*got ids from -1 to -1"),
-    "large ids": (IDS, lambda x: x + E + 1, r"in \[0, E\] for E = 5 .*got ids from 6 to 6"),
-    "weights' dtype": (SCORES, torch.Tensor.long, "top_k_weights must be bfloat16 or .*got int64"),
-    "weights' shape": (SCORES, lambda x: x[:, :1], r"as top_k_index = \[4, 2\], got \[4, 1\]"),
-    "gate and up's dtype": (GATE_UP, torch.Tensor.float, "gate_up_proj must .*e4m3fn, got float32"),
-    "gate and up's shape": (
-        GATE_UP,
-        lambda x: x[:, :-1],
-        r"gate_up_proj must be \[E, 2I, H\] for down_proj \[E, H, I\] = \[5, 400, 144\], got .*399",
-    ),
-    "gate and up's strides": (
-        GATE_UP,
-        lambda x: x.mT.contiguous().mT,
-        r"last dimension of gate_up_proj must be contiguous, got strides \[57600, 1, 400\]",
-    ),
-    "gate and up's scales": (
-        GATE_UP_SCALES,
-        lambda x: x[:, :3],
-        r"gate_up_proj_scale_inv must be \[E, 2 ceil\(I/128\), ceil\(H/128\)\] = \[5, 4, 2\], got",
-    ),
-    "their dtype": (
-        GATE_UP_SCALES,
-        torch.Tensor.half,
-        "gate_up.*_inv must be float32, got float16",
-    ),
-    "down's dtype": (DOWN, lambda x: x.view(torch.uint8), "down_proj must be .*e4m3fn, got uint8"),
-    "down's rank": (DOWN, lambda x: x[0], r"down_proj must have 3 .* got shape \[144, 200\]"),
-    "down's strides": (
-        DOWN,
-        lambda x: x.mT.contiguous().mT,
-        r"last dimension of down_proj must be contiguous, got strides .* call .contiguous\(\)",
-    ),
-    "down's scales": (
-        DOWN_SCALES,
-        lambda x: x[1:],
-        r"down_proj_scale_inv must be \[E, ceil\(H/128\), ceil\(I/128\)\] = \[5, 2, 2\], got \[4, ",
-    ),
-    "device": (
-        DOWN,
-        lambda x: x.to("meta"),
-        "all tensors must be on one device, got hidden_states on cpu, .*down_proj on meta",
-    ),
-}
+WRONG_DTYPES = [  # of which argument, how it is changed, what is said
+    (X, torch.Tensor.double, "hidden_states must be bfloat16 or .* got float64"),
+    (IDS, torch.Tensor.short, "top_k_index must be int32 or int64, got int16"),
+    (SCORES, torch.Tensor.long, "top_k_weights must be bfloat16 or .*got int64"),
+    (GATE_UP, torch.Tensor.float, "gate_up_proj must .*e4m3fn, got float32"),
+    (GATE_UP_SCALES, torch.Tensor.half, "gate_up.*_inv must be float32, got float16"),
+    (DOWN, lambda x: x.view(torch.uint8), "down_proj must be .*e4m3fn, got uint8"),
+]
+_SCALES = r"gate_up_proj_scale_inv must be \[E, 2 ceil\(I/128\), ceil\(H/128\)\] = \[5, 4, 2\], got"
+_OF_DOWN = r"down_proj_scale_inv must be \[E, ceil\(H/128\), ceil\(I/128\)\] = \[5, 2, 2\], got \[4"
+_WEIGHTS = r"gate_up_proj must be \[E, 2I, H\] for down_proj \[E, H, I\] = \[5, 400, 144\], got .*3"
+WRONG_VALUES = [
+    (X, lambda x: x[None], r"hidden_states must have 2 .* shape \[1, 4, 144\]"),
+    (X, lambda x: x[:3], r"top_k_index must be \[T, k\] = \[3, 2\], got \[4, 2\]"),
+    (X, lambda x: x[:, :99], r"hidden_states .* \[T, H\] = \[4, 144\], got \[4, 99\]"),
+    (IDS, lambda x: x[0], r"top_k_index must have 2 dimensions, got shape \[2\]"),
+    (IDS, lambda x: x[:, :0], r"weights .* as top_k_index = \[4, 0\], got \[4, 2\]"),
+    (IDS, lambda x: x - 1, r"index must be in \[0, E\] for E = 5 .*got ids from -1 to -1"),
+    (IDS, lambda x: x + E + 1, r"in \[0, E\] for E = 5 .*got ids from 6 to 6"),
+    (SCORES, lambda x: x[:, :1], r"as top_k_index = \[4, 2\], got \[4, 1\]"),
+    (GATE_UP, lambda x: x[:, :-1], _WEIGHTS),
+    (GATE_UP, transposed, r"gate_up_proj must be contiguous, got strides \[57600, 1, 400\]"),
+    (GATE_UP_SCALES, lambda x: x[:, :3], _SCALES),
+    (DOWN, lambda x: x[0], r"down_proj must have 3 .* got shape \[144, 200\]"),
+    (DOWN, transposed, r"down_proj must be contiguous, got strides .* call .contiguous\(\)"),
+    (DOWN, lambda x: x.to("meta"), "on one device, got hidden_states on cpu, .*down_proj on meta"),
+    (DOWN_SCALES, lambda x: x[1:], _OF_DOWN),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_named(case):
-    index, change, message = BAD[case]
+@pytest.mark.parametrize(
+    ("error", "index", "change", "message"),
+    [*((TypeError, *x) for x in WRONG_DTYPES), *((ValueError, *x) for x in WRONG_VALUES)],
+)
+def test_bad_arguments_are_named(error, index, change, message):
     made = arguments()
     op(*made)
     made[index] = change(made[index])
-    with pytest.raises(
-        TypeError if "dtype" in case else ValueError, match=f"^experts: .*{message}"
-    ):
+    with pytest.raises(error, match=f"^experts: .*{message}"):
         op(*made)
 
 

@@ -9,9 +9,10 @@ import torch
 from moefp8 import GroupedExperts
 from moefp8.functional import experts_launch
 from moefp8.functional.workspace import Workspace
-from moefp8.kernels import jit, set_num_sms
+from moefp8.kernels import set_num_sms
 from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.testing import assert_matches_reference
+from tests import gpu
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
@@ -44,11 +45,7 @@ def inputs(num_tokens, top_k=K, num_experts=E, hidden_size=H, kind="distinct"):
 def poison() -> None:
     """What is allocated next holds NaN in every float, and -1 as an int."""
     torch.cuda.empty_cache()
-    memory = [torch.empty(1 << 29, dtype=torch.uint8, device="cuda")]
-    memory += [torch.empty(1 << 19, dtype=torch.uint8, device="cuda") for _ in range(32)]
-    for x in memory:
-        x.fill_(0xFF)
-    del x, memory
+    gpu.poison("cuda", 1 << 29, *[1 << 19] * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +57,6 @@ def _poisoned():
 def layer() -> Weights:
     torch.manual_seed(1)
     return weights_of(E, H, I, "cuda")
-
-
-@pytest.fixture
-def forget():
-    """What this thread has prepared: it no longer holds once choices are made in another way."""
-    yield jit.current_driver().prepared().clear
-    jit.current_driver().prepared().clear()
-
-
-@pytest.fixture
-def limit_sms():
-    yield set_num_sms
-    set_num_sms(None)
 
 
 # ---- Against the portable body ----
@@ -191,17 +175,19 @@ def check_every_family(*arguments, size: int) -> None:
 
 
 @pytest.mark.parametrize("family", GATE_UP_FAMILIES)
-def test_a_limit_of_sms_changes_no_bit(layer, limit_sms, family):
+@pytest.mark.usefixtures("new_driver")
+def test_a_limit_of_sms_changes_no_bit(layer, family):
     arguments = inputs(300)
     with choosing(gate_up=GATE_UP_FAMILIES[family]):
         expected = run(*arguments, layer)
         for limit in (1, 2, 3, 131, 10_000):
-            limit_sms(limit)
+            set_num_sms(limit)
             assert torch.equal(run(*arguments, layer), expected)
 
 
 @pytest.mark.parametrize("family", EXPERTS_FAMILIES)
-def test_who_takes_which_tile_changes_no_bit(limit_sms, family, monkeypatch):
+@pytest.mark.usefixtures("new_driver")
+def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
     gate_up, down = EXPERTS_FAMILIES[family]
     weights = weights_of(6, 1664, 1152, "cuda")
@@ -211,7 +197,7 @@ def test_who_takes_which_tile_changes_no_bit(limit_sms, family, monkeypatch):
         monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
         with choosing(down, gate_up):
             for limit in (2, 5, 16, None):
-                limit_sms(limit)
+                set_num_sms(limit)
                 poison()
                 results = [run(*arguments, weights) for arguments in 2 * cases]
                 expected = expected or results[:3]
@@ -220,11 +206,12 @@ def test_who_takes_which_tile_changes_no_bit(limit_sms, family, monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
-def test_what_is_chosen_for_few_sms_changes_no_bit(layer, limit_sms, num_tokens):
+@pytest.mark.usefixtures("new_driver")
+def test_what_is_chosen_for_few_sms_changes_no_bit(layer, num_tokens):
     arguments = inputs(num_tokens)
     expected = run(*arguments, layer)
     for limit in (1, 2, 131):
-        limit_sms(limit)
+        set_num_sms(limit)
         assert torch.equal(run(*arguments, layer), expected)
 
 
@@ -249,13 +236,13 @@ def test_masked_equals_contiguous(layer, num_tokens):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_parts_equal_the_whole(layer, monkeypatch, forget, masked):
+def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     arguments = inputs(777, kind="out of range")
     expected = run(*arguments, layer, None, masked)
     size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
     for parts in (2, 5, 40):
         monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
-        forget()
+        new_driver.prepared().clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
 
 
@@ -284,11 +271,11 @@ def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
 @pytest.mark.parametrize(("h", "i"), [(H, I), (100, 200)])
-def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
+def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     memory = inputs(num_tokens, hidden_size=h)
     run(*memory, weights, None, masked)  # kernels are compiled and loaded
-    forget()  # preparing while a graph is captured must be allowed
+    new_driver.prepared().clear()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(*memory, weights, None, masked)
@@ -302,10 +289,10 @@ def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
         assert torch.equal(y, run(*fresh, weights, None, masked))
 
 
-def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, forget):
+def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new_driver):
     """Also where the addresses of a CUDA tensor map are replaced."""
     others = [weights_of(E, H, I, "cuda") for _ in range(2)]
-    forget()  # also of how these were quantized
+    new_driver.prepared().clear()  # also of how these were quantized
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -313,7 +300,7 @@ def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, for
                 arguments = inputs(70)
                 assert_close(run(*arguments, weights), body(*arguments, weights), I)
         torch.cuda.current_stream().wait_stream(stream)
-    assert len(jit.current_driver().prepared()) == 1
+    assert len(new_driver.prepared()) == 1
 
 
 def test_streams_run_side_by_side(layer):
