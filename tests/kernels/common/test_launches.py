@@ -54,6 +54,15 @@ def run(driver: FakeDriver, sample: Sample) -> list[str]:
     return list(driver.library.calls)
 
 
+@pytest.fixture(params=LAYERS)
+def pair(request, driver) -> list[Sample]:
+    """Two calls of a layer, of which the first has been called three times."""
+    samples = [LAYERS[request.param](20) for _ in range(2)]
+    for _ in range(3):
+        run(driver, samples[0])
+    return samples
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_from_the_third_call_on_it_is_one_call_with_any_addresses(driver, layer):
     samples = [LAYERS[layer](20) for _ in range(4)]
@@ -80,11 +89,8 @@ def test_each_stream_has_a_graph_of_its_own(driver, layer):
     assert used[2] == used[0]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_what_is_being_captured_gets_the_kernels_themselves(driver, layer, monkeypatch):
-    first, second = LAYERS[layer](20), LAYERS[layer](20)
-    for _ in range(3):
-        run(driver, first)
+def test_what_is_being_captured_gets_the_kernels_themselves(driver, pair, monkeypatch):
+    first, second = pair
     monkeypatch.setattr(driver, "is_capturing", lambda: True)
     assert run(driver, second) == ["kernel"] * first.num_kernels
     monkeypatch.setattr(driver, "is_capturing", lambda: False)
@@ -121,29 +127,23 @@ def test_nodes_that_are_not_the_launches_in_order_make_no_graph(
     assert driver.library.captured == {}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("fails", ["cuGraphLaunch", "cuGraphExecKernelNodeSetParams_v2"])
-def test_a_graph_that_fails_is_given_up(driver, layer, fails, monkeypatch):
-    first, second = LAYERS[layer](20), LAYERS[layer](20)
-    for _ in range(3):
-        run(driver, first)
+def test_a_graph_that_fails_is_given_up(driver, pair, fails, monkeypatch):
+    first, second = pair
     monkeypatch.setattr(driver.library, fails, lambda *arguments: 1)
     for sample in (second, first, second):
         assert run(driver, sample) == ["kernel"] * sample.num_kernels
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_leaves_the_graphs_to_its_parent(driver):
+def test_a_fork_leaves_the_graphs_to_its_parent(driver, pair):
     """The driver does not work there."""
-    sample = linear_layer(20)
-    for _ in range(3):
-        run(driver, sample)
     child = os.fork()
     if child == 0:
         driver.prepared().clear()
         os._exit(len(driver.library.captured) != 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert run(driver, sample) == ["graph"]
+    assert run(driver, pair[0]) == ["graph"]
 
 
 def test_what_is_forgotten_gives_its_graph_back():
@@ -156,11 +156,9 @@ def test_what_is_forgotten_gives_its_graph_back():
         assert driver.library.captured == {}
 
 
-def test_a_call_that_is_interrupted_leaves_nothing_of_its_own(driver, monkeypatch):
+def test_a_call_that_is_interrupted_leaves_nothing_of_its_own(driver, pair, monkeypatch):
     """Its addresses may have reached some kernels of the graph."""
-    first, second = linear_layer(20), linear_layer(20)
-    for _ in range(3):
-        run(driver, first)
+    first, second = pair
     set_params, num_set = driver.library.cuGraphExecKernelNodeSetParams_v2, []
 
     def interrupted(*arguments):
@@ -183,13 +181,10 @@ def test_without_memory_for_a_graph_the_call_is_done_all_the_same(driver):
         assert run(driver, sample) == ["kernel", "kernel"]
 
 
-def test_a_lost_context_takes_its_graphs_along(driver, monkeypatch):
+def test_a_lost_context_takes_its_graphs_along(driver, pair, monkeypatch):
     """The driver would crash, were it told to destroy them."""
     monkeypatch.setattr(driver, "is_lost", lambda function: True)
     monkeypatch.setattr(driver.library, "cuGraphExecDestroy", None)
     monkeypatch.setattr(driver.library, "cuGraphDestroy", None)
-    sample = linear_layer(20)
-    for _ in range(3):
-        run(driver, sample)
     driver.lose()
-    assert run(driver, sample)[-2:] == ["kernel", "kernel"]
+    assert run(driver, pair[0])[-2:] == ["kernel", "kernel"]

@@ -110,6 +110,31 @@ def routing_of(layout: GroupLayout | None, counts: Sequence[int], spare: int = 3
     return by_rows(list(enumerate(counts)), len(counts), spare)
 
 
+def routings_of_384_rows(layout: GroupLayout) -> list[Routing]:
+    """Three groups of any sizes, and always as many rows of a."""
+    return {
+        GroupLayout.OFFSETS: [
+            by_offsets((384, 0, 0)),
+            by_offsets((0, 0, 384)),
+            by_offsets((0, 0, 0), 0, 384),
+            by_offsets((1, 2, 1), 77, 303),
+            by_offsets((127, 130, 127)),
+        ],
+        GroupLayout.MASKED: [
+            masked((384, 0, 0)),
+            masked((384, 384, 384)),
+            masked((0, 0, 0), 384),
+            masked((1, 2, 200), 184),
+        ],
+        GroupLayout.ROWS: [
+            by_rows([(1, 384)], 3),
+            by_rows([(2, 100), (0, 128), (1, 1)], 3, 127),
+            by_rows([(-1, 384)], 3),
+            by_rows([(0, 128), (-1, 128), (0, 128)], 3),
+        ],
+    }[layout]
+
+
 def routings() -> "SearchStrategy[Routing]":
     """With groups of no token, rows of no group, and groups in any order where they have names."""
     from hypothesis import strategies as st

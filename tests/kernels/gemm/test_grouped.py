@@ -1,4 +1,4 @@
-"""Grouped GEMMs against FP64, one group at a time: every row its own expert, padding never read."""
+"""GEMMs on a CPU against FP64, one group at a time; and what the grouped ones refuse."""
 
 import pytest
 import torch
@@ -6,37 +6,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
-from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import sizes
+from tests.kernels.gemm.cases import BIASES, placements
 from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
+    all_routings,
+    bias_of,
     expected_of,
     only_groups_are_written,
     operands,
-    routing_of,
-    routings,
     run_op,
 )
 
 
-@settings(max_examples=100)
-@given(routing=routings(), n=sizes(140, 1), k=sizes(300, 1), expected_m=st.integers(-3, 500))
-def test_every_routing_is_right(routing, n, k, expected_m):
-    made = operands(routing, n, k)
-    with only_groups_are_written(routing, made.d):
-        run_op(routing, made, routing.bounds_on(), expected_m)
-        assert torch.equal(made.d, expected_of(routing, made))
-
-
-@pytest.mark.parametrize("layout", GroupLayout)
-def test_strided_weights(layout):
-    routing = routing_of(layout, (2, 0, 3))
-    made = operands(routing, 256, 140)
-    made = made._replace(
-        b=made.b[:, 128:], b_scale_inv=made.b_scale_inv[:, 1:], d=made.d[..., 128:]
-    )
-    run_op(routing, made, routing.bounds_on())
-    assert torch.equal(made.d, expected_of(routing, made))
+@settings(max_examples=200)
+@given(
+    routing=all_routings(),
+    n=sizes(140, 1),
+    k=sizes(300),
+    placement=placements(),
+    bias=st.sampled_from(BIASES),
+    expected_m=st.integers(-3, 500),
+)
+def test_every_gemm_is_right(routing, n, k, placement, bias, expected_m):
+    """A dense one, too, which is that of a single group."""
+    made, bias = placement.of(operands(routing, n, k)), None if routing.layout else bias_of(bias, n)
+    with only_groups_are_written(routing, made.d.fill_(UNTOUCHED)):
+        run_op(routing, made, routing.bounds_on(), expected_m, bias)
+        assert torch.equal(made.d, expected_of(routing, made, bias))
 
 
 def contiguous(**changes):

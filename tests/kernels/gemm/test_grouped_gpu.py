@@ -13,13 +13,12 @@ from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
-    Routing,
     by_offsets,
     expected_of,
     launch,
-    masked,
     operands,
     routing_of,
+    routings_of_384_rows,
 )
 
 pytestmark = NEEDS_GPU
@@ -153,28 +152,14 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(layout, m):
 @pytest.mark.usefixtures("new_driver")
 def test_one_graph_serves_all_loads(layout, m):
     """Also when the kernel is loaded and prepared while the graph is captured."""
-    num_tokens, n, k = 512, 264, 528
-    loads = [(512, 0, 0), (0, 0, 0), (0, 512, 0), (100, 200, 128), (1, 0, 1), (128, 127, 256)]
-
-    def made_of(counts) -> tuple[Routing, Operands]:
-        routing = routing_of(layout, counts, 0)
-        if layout == GroupLayout.MASKED:
-            routing = masked(counts, num_tokens - max(counts))
-        elif layout == GroupLayout.OFFSETS:
-            routing = by_offsets(counts, 0, num_tokens - sum(counts))
-        else:
-            spare = num_tokens - len(routing.bounds)
-            bounds = routing.bounds + [-1] * spare
-            routing = routing._replace(bounds=bounds, num_tokens=num_tokens)
-        return routing, on_gpu(operands(routing, n, k))
-
-    routing, memory = made_of(loads[0])
-    bounds, graph = routing.bounds_on("cuda"), torch.cuda.CUDAGraph()
+    cases = routings_of_384_rows(layout)
+    memory = on_gpu(operands(cases[0], 264, 528))
+    bounds, graph = cases[0].bounds_on("cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(routing, memory, bounds, m)
-    for counts in (*loads, *loads[::-1]):
-        routing, fresh = made_of(counts)
-        for x, y in zip((*memory, bounds), (*fresh, routing.bounds_on("cuda")), strict=True):
+        launch(cases[0], memory, bounds, m)
+    for routing in (*cases, *cases[::-1]):
+        fresh = *on_gpu(operands(routing, 264, 528)), routing.bounds_on("cuda")
+        for x, y in zip((*memory, bounds), fresh, strict=True):
             x.copy_(y)
         graph.replay()
         assert torch.equal(memory.d, expected_of(routing, memory))

@@ -21,6 +21,7 @@ from tests.kernels.gemm.grouped_cases import (
     masked,
     operands,
     routing_of,
+    routings_of_384_rows,
     run_op,
 )
 
@@ -89,31 +90,10 @@ def test_expected_m_changes_no_result(gpu, layout):
 @pytest.mark.parametrize("family", [None, *sanitizer_cases.GROUPED_FAMILIES])
 def test_a_launch_serves_all_routings(layout, family):
     """So may a CUDA graph: what the device is told depends on no number in `bounds`."""
-    m, config = 384, sanitizer_cases.GROUPED_FAMILIES.get(family)
-    routings_of_kind = {
-        GroupLayout.OFFSETS: [
-            by_offsets((m, 0, 0)),
-            by_offsets((0, 0, m)),
-            by_offsets((0, 0, 0), 0, m),
-            by_offsets((1, 2, 1), 77, m - 81),
-            by_offsets((127, 130, 127)),
-        ],
-        GroupLayout.MASKED: [
-            masked((m, 0, 0)),
-            masked((m, m, m)),
-            masked((0, 0, 0), m),
-            masked((1, 2, 200), m - 200),
-        ],
-        GroupLayout.ROWS: [
-            by_rows([(1, m)], 3),
-            by_rows([(2, 100), (0, 128), (1, 1)], 3, 127),
-            by_rows([(-1, m)], 3),
-            by_rows([(0, 128), (-1, 128), (0, 128)], 3),
-        ],
-    }
+    config, cases = sanitizer_cases.GROUPED_FAMILIES.get(family), routings_of_384_rows(layout)
     memory = None
     with emulated(config) as gpu:
-        for routing in routings_of_kind[layout]:
+        for routing in cases:
             fresh = (*operands(routing, 200, 144), routing.bounds_on())
             memory = memory or fresh
             for x, y in zip(memory, fresh, strict=True):
@@ -121,7 +101,7 @@ def test_a_launch_serves_all_routings(layout, family):
             *made, bounds = memory
             launch_and_compare(routing, Operands(*made), bounds)
         first, *others = gpu.launched
-        assert len(others) == len(routings_of_kind[layout]) - 1
+        assert len(others) == len(cases) - 1
         assert all(bytes(x.arguments) == bytes(first.arguments) for x in others)
         assert {x.grid for x in others} == {first.grid}
         assert len(gpu.prepared()) == 1
