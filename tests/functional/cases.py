@@ -13,6 +13,7 @@ from moefp8.functional.experts import experts
 from moefp8.quant.quantize import quantize_128x128
 from tests.kernels.gemm.cases import filled
 from tests.layers.cases import assert_matches_up_to_codes
+from tests.routing.cases import ids_of
 
 
 class Weights(NamedTuple):
@@ -38,6 +39,29 @@ def tokens_of(num_tokens: int, hidden_size: int, device="cpu") -> torch.Tensor:
     """bf16 [T, H]; magnitudes differ from token to token."""
     sizes = torch.exp2(torch.randint(-3, 4, (num_tokens, 1), device=device))
     return (torch.randn(num_tokens, hidden_size, device=device) * sizes).bfloat16()
+
+
+def inputs(
+    num_tokens: int,
+    hidden_size: int,
+    top_k: int = 2,
+    num_experts: int = 3,
+    kind: str = "distinct",
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, ids, which are of a kind that `ids_of` knows, and weights of the choices."""
+    x, ids = (
+        tokens_of(num_tokens, hidden_size, device),
+        ids_of(kind, num_tokens, top_k, num_experts),
+    )
+    return x, ids.to(device), torch.rand(num_tokens, top_k, device=device) + 0.1
+
+
+def every_other(weights: Weights) -> Weights:
+    """Experts 1, 3, ... where they lie; their scales lie in another order."""
+    gate_up, gate_up_scales, down, down_scales = (x[1::2] for x in weights)
+    of_down = down_scales.transpose(0, 2).contiguous().transpose(0, 2)
+    return Weights(gate_up, gate_up_scales.mT.contiguous().mT, down, of_down)
 
 
 def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:

@@ -10,9 +10,8 @@ from moefp8 import GroupedExperts, MoE
 from moefp8.functional.experts import experts as op
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
-from tests.functional.cases import Weights, run, tokens_of, weights_of
+from tests.functional.cases import Weights, every_other, inputs, run, tokens_of, weights_of
 from tests.layers.cases import assert_matches_up_to_codes
-from tests.routing.cases import ids_of
 
 E, H, I, K = 5, 144, 200, 2
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -51,17 +50,11 @@ def test_it_is_right(routing, h, i, limit, dtype, id_dtype, weights_dtype):
 @pytest.mark.parametrize("top_k", [1, 9, 12, 40])
 def test_any_number_of_choices(top_k):
     """Also more than there are experts, so that some are named more than once."""
-    ids = ids_of("repeated", 4, top_k, E)
-    assert_right(tokens_of(4, H), ids, torch.rand(4, top_k), weights_of(E, H, I))
+    assert_right(*inputs(4, H, top_k, E, "repeated"), weights_of(E, H, I))
 
 
 def test_strides_do_not_matter():
-    x, ids, top_k_weights = tokens_of(6, H), ids_of("distinct", 6, 2, E), torch.rand(6, 2)
-    gate_up, gate_up_scales, down, down_scales = weights_of(2 * E, H, I)
-    weights = Weights(
-        *(gate_up[::2], gate_up_scales.mT.contiguous().mT[::2]),
-        *(down[::2], down_scales[::2].transpose(0, 2).contiguous().transpose(0, 2)),
-    )
+    (x, ids, top_k_weights), weights = inputs(6, H, 2, E), every_other(weights_of(2 * E, H, I))
     expected = run(x, ids, top_k_weights, Weights(*(y.clone() for y in weights)))
     wide = torch.zeros(12, H + 3, dtype=x.dtype)[::2, 1 : H + 1].copy_(x)
     for tokens in (x, wide, x.T.contiguous().T):
@@ -103,8 +96,7 @@ def test_the_reference_rejects_other_weights(wrong):
 
 
 def test_the_reference_rejects_other_routings():
-    weights, x = weights_of(E, H, I), tokens_of(8, H)
-    ids, top_k_weights = ids_of("distinct", 8, 2, E), torch.rand(8, 2) + 0.2
+    weights, (x, ids, top_k_weights) = weights_of(E, H, I), inputs(8, H, 2, E)
     expected = naive.fp8_experts(x, ids, top_k_weights, *weights)
     one = torch.zeros(8, 2, dtype=torch.bool)
     one[5, 1] = True
@@ -171,12 +163,11 @@ def test_a_token_depends_on_no_other():
     """On the CPU up to the order of FP32 sums, which matrix products choose by the number of rows;
     on a GPU bit for bit.
     """
-    weights, x = weights_of(E, H, I), tokens_of(40, H)
-    ids, top_k_weights = ids_of("distinct", 40, 2, E), torch.rand(40, 2)
-    all_of_them = run(x, ids, top_k_weights, weights)
+    weights, arguments = weights_of(E, H, I), inputs(40, H, 2, E)
+    all_of_them = run(*arguments, weights)
     for num_tokens in (1, 2, 7, 39):
         some = torch.randperm(40)[:num_tokens]
-        y = run(x[some], ids[some], top_k_weights[some], weights)
+        y = run(*(x[some] for x in arguments), weights)
         assert_matches_up_to_codes(y, all_of_them[some])
 
 
@@ -280,13 +271,12 @@ def test_experts_compile_whole_for_any_number_of_tokens(layout):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for calls, num_tokens in enumerate((9, 4, 30)):
-        x, ids = tokens_of(num_tokens, H), ids_of("distinct", num_tokens, 2, E)
-        top_k_weights = torch.rand(num_tokens, 2)
+        arguments = inputs(num_tokens, H, 2, E)
         if calls == 0:
-            for y in (x, ids, top_k_weights):
-                torch._dynamo.mark_dynamic(y, 0)
+            for x in arguments:
+                torch._dynamo.mark_dynamic(x, 0)
         with torch.inference_mode():
-            assert torch.equal(compiled(x, ids, top_k_weights), layer(x, ids, top_k_weights))
+            assert torch.equal(compiled(*arguments), layer(*arguments))
     assert counter.frame_count == 1
 
 
@@ -323,7 +313,7 @@ def test_layers_hand_over_what_they_are(monkeypatch):
 
     monkeypatch.setattr(room, "experts", keep)
     layer = GroupedExperts(E, H, I, swiglu_limit=0.5, layout="masked")
-    x, ids, top_k_weights = tokens_of(3, H), ids_of("distinct", 3, 2, E), torch.rand(3, 2)
+    x, ids, top_k_weights = inputs(3, H, 2, E)
     y = layer(x, ids, top_k_weights)
     (given,) = came
     assert given[-2:] == (0.5, True)

@@ -13,6 +13,7 @@ from moefp8.kernels import set_num_sms
 from moefp8.kernels.gemm.experts_sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests import gpu
+from tests.functional import cases
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
@@ -27,7 +28,6 @@ from tests.functional.cases import (
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from tests.kernels.gemm.cases import choosing
 from tests.layers.cases import assert_close
-from tests.routing.cases import ids_of
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -36,10 +36,7 @@ E, K, H, I = 16, 4, 512, 384
 
 
 def inputs(num_tokens, top_k=K, num_experts=E, hidden_size=H, kind="distinct"):
-    """Tokens, ids and weights of the choices."""
-    ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
-    weights = torch.rand(num_tokens, top_k, device="cuda") + 0.1
-    return tokens_of(num_tokens, hidden_size, "cuda"), ids, weights
+    return cases.inputs(num_tokens, hidden_size, top_k, num_experts, kind, "cuda")
 
 
 def poison() -> None:
@@ -191,7 +188,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
     gate_up, down = EXPERTS_FAMILIES[family]
     weights = weights_of(6, 1664, 1152, "cuda")
-    cases = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
+    made = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
     for take in (False, True):
         monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
@@ -199,7 +196,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
             for limit in (2, 5, 16, None):
                 set_num_sms(limit)
                 poison()
-                results = [run(*arguments, weights) for arguments in 2 * cases]
+                results = [run(*arguments, weights) for arguments in 2 * made]
                 expected = expected or results[:3]
                 for y, right in zip(results, 2 * expected, strict=True):
                     assert torch.equal(y, right), (take, limit)

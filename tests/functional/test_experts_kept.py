@@ -9,19 +9,13 @@ import torch
 from moefp8 import kernels
 from moefp8.functional import experts_launch
 from tests.fakes.emulator import Emulator, emulated
-from tests.functional.cases import assert_right, run, tokens_of, weights_of
-from tests.routing.cases import ids_of
+from tests.functional.cases import assert_right, inputs, run, tokens_of, weights_of
 
 E, H, I = 3, 144, 272
 
 
-def inputs(num_tokens: int = 9, h: int = H):
-    """Tokens, ids and weights of the choices."""
-    return tokens_of(num_tokens, h), ids_of("distinct", num_tokens, 2, E), torch.rand(num_tokens, 2)
-
-
 def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
-    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
+    (x, ids, top_k_weights), weights = inputs(9, H), weights_of(E, H, I)
     scales = weights.down_proj_scale_inv
     unaligned = torch.empty(9 * H + 1, dtype=x.dtype)[1:].view(9, H).copy_(x)
     in_wide_rows = torch.empty(9, 152, dtype=x.dtype)[:, :H].copy_(x)
@@ -53,13 +47,13 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
 
 def test_only_new_layouts_are_checked(gpu):
     checked, weights = [], weights_of(E, H, I)
-    for made in (inputs(), inputs(), inputs(8), inputs()):
+    for made in (inputs(9, H), inputs(9, H), inputs(8, H), inputs(9, H)):
         experts_launch.launch_experts(lambda: checked.append(1), made, weights, math.inf, False)
     assert len(checked) == 2
 
 
 def test_what_is_wrong_is_refused_in_every_call(gpu):
-    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
+    (x, ids, top_k_weights), weights = inputs(9, H), weights_of(E, H, I)
     run(x, ids, top_k_weights, weights, 1.0)
     for wrong in (tokens_of(9, 140), tokens_of(8, H), tokens_of(9, H).double()):
         for _ in range(2):

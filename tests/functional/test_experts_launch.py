@@ -24,10 +24,11 @@ from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
-    Weights,
     assert_right,
     body,
+    every_other,
     ids_of_loads,
+    inputs,
     run,
     tokens_of,
     weights_of,
@@ -53,10 +54,7 @@ SHAPES = {  # T, k, E, H, I
 @pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
 def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     num_tokens, top_k, e, h, i = SHAPES[shape]
-    x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
-    ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
-    arguments = x, ids, top_k_weights, weights, None, masked
-    assert_right(*arguments)
+    assert_right(*inputs(num_tokens, h, top_k, e, kind), weights_of(e, h, i), None, masked)
     names = ["count"] * (shape == "counted") + ["dispatch", "gemm", "gemm", "combine"]
     assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
@@ -89,13 +87,13 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
 def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     """The emulator sees to it that each begins at zero: also when the memory is used again."""
     kernels.set_num_sms(limit)
-    x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
+    arguments, weights = inputs(160, 528, 2, 4), weights_of(4, 528, 384)
     for _ in range(2):
-        run(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
+        run(*arguments, weights)
     first, second = (made.arguments.groups.tile_counter for made in gpu.launched[-3:-1])
     assert (first is not None, second is not None) == takes
     assert first is None or first != second
-    run(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
+    run(*(x[:2] for x in arguments), weights)  # one for each expert
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
@@ -107,9 +105,7 @@ def test_every_family_is_launched_rightly(family, masked, limit):
     with emulated(down, gate_up) as gpu:
         kernels.set_num_sms(limit)
         for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
-            x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
-            ids = ids_of("distinct", num_tokens, 2, 3)
-            assert_right(x, ids, torch.rand(num_tokens, 2), weights, None, masked)
+            assert_right(*inputs(num_tokens, h), weights_of(3, h, i), None, masked)
             configs = [made.config for made in gpu.launched[-3:-1]]
             assert configs[0 if gate_up else 1] == (gate_up or down)
 
@@ -120,20 +116,12 @@ def test_tiles_end_where_groups_do(family, masked):
     """The emulator sees to it that each token of a group meets each weight."""
     ids, weights = ids_of_loads(LOADS_AT_EDGES), weights_of(len(LOADS_AT_EDGES), 16, 16)
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
-        choices = ids, torch.rand(len(ids), 1)
-        arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
-        assert_right(*arguments)
+        assert_right(tokens_of(len(ids), 16), ids, torch.rand(len(ids), 1), weights, None, masked)
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu):
-    """The experts of a larger layer, every other one, and scales in any order."""
-    gate_up, gate_up_scales, down, down_scales = weights_of(6, 144, 272)
-    weights = Weights(
-        *(gate_up[1::2], gate_up_scales[1::2].mT.contiguous().mT),
-        *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
-    )
-    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
-    assert_right(*arguments)
+    weights = every_other(weights_of(6, 144, 272))
+    assert_right(*inputs(9, 144), weights)
     _, first, second, _ = gpu.launched
     assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
     assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
@@ -151,9 +139,7 @@ def test_strided_weights_are_taken_where_they_lie(gpu):
 def test_all_but_the_first_are_launched_before_the_one_before_ends(
     gpu, masked, num_tokens, num_kernels
 ):
-    arguments = tokens_of(num_tokens, 144), ids_of("distinct", num_tokens, 2, 3)
-    weights = weights_of(3, 144, 272)
-    run(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
+    run(*inputs(num_tokens, 144), weights_of(3, 144, 272), None, masked)
     assert [made.programmatic for made in gpu.launched] == [False, *[True] * (num_kernels - 1)]
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
@@ -168,14 +154,12 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_is_launched_serves_all_routings(gpu, masked):
     """So may a CUDA graph: what the device is told depends on no id."""
-    weights, x = weights_of(3, 144, 272), tokens_of(9, 144)
-    ids, top_k_weights = torch.zeros(9, 2, dtype=torch.int64), torch.rand(9, 2)
+    weights, (x, ids, top_k_weights) = weights_of(3, 144, 272), inputs(9, 144)
     told = set()
     for kind in ("distinct", "repeated", "out of range", "one expert"):
         ids.copy_(ids_of(kind, 9, 2, 3))
-        arguments = x, ids, top_k_weights, weights, None, masked
         gpu.prepared().clear()
-        assert_right(*arguments)
+        assert_right(x, ids, top_k_weights, weights, None, masked)
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
@@ -217,11 +201,10 @@ def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
 
 
 def test_num_sms_limits_the_grids_of_the_gemms(gpu):
-    arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
-    weights = weights_of(3, 144, 272)
+    arguments = *inputs(300, 144), weights_of(3, 144, 272)
     for limit in (None, 4, 1):
         kernels.set_num_sms(limit)
-        assert_right(*arguments, weights)
+        assert_right(*arguments)
     grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
     assert max(grids[0]) > 4 >= max(grids[1])
     assert grids[2] == [1, 1]
@@ -235,8 +218,7 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
-    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
-    arguments = tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked
+    arguments = *inputs(num_tokens, h), weights_of(3, h, i), None, masked
     for call in (run, body):
         assert torch.equal(call(*arguments), torch.zeros(num_tokens, h, dtype=torch.bfloat16))
     assert gpu.launched == []
@@ -248,9 +230,7 @@ def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
 def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
-    weights = weights_of(4, 144, 272)
-    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 4), torch.rand(num_tokens, 2)
-    arguments = tokens_of(num_tokens, 144), ids, top_k_weights, weights, None, masked
+    arguments = *inputs(num_tokens, 144, 2, 4), weights_of(4, 144, 272), None, masked
     whole = run(*arguments)
     assert len(gpu.launched) == 4
     (size,) = {len(memory) for memory in gpu.workspaces}
