@@ -32,21 +32,6 @@ def test_which_gpus_run_our_kernels(monkeypatch, hip, capability, is_hopper):
     assert not driver.runs_our_kernels(-1)
 
 
-class Gpu(jit.Driver):
-    """A GPU that is a Hopper, or is not."""
-
-    def __init__(self, is_hopper: bool) -> None:
-        super().__init__()
-        self.is_hopper = is_hopper
-
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return self.is_hopper and device_index >= 0
-
-
-def body(name: str):
-    return lambda x: name
-
-
 ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
 
 
@@ -62,13 +47,14 @@ ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
         (True, {"cuda"}, True, "cuda"),
     ],
 )
-def test_which_body_runs(monkeypatch, is_hopper, bodies, takes, expected):
+def test_which_body_runs(monkeypatch, new_driver, is_hopper, bodies, takes, expected):
     """The portable one with a warning, once for each op and GPU, or not at all where asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
+    monkeypatch.setattr(new_driver, "runs_our_kernels", lambda index: is_hopper)
     name = f"op {is_hopper} {sorted(bodies)} {takes}"
-    others = (body(x) if x in bodies else None for x in ("hopper", "cuda"))
-    on_gpu = registry._on_gpu(name, body("portable"), *others, lambda x: takes)
-    with jit.using(Gpu(is_hopper)), warnings.catch_warnings():
+    hopper, cuda = ((lambda x, y=y: y) if y in bodies else None for y in ("hopper", "cuda"))
+    on_gpu = registry._on_gpu(name, lambda x: "portable", hopper, cuda, lambda x: takes)
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         if expected == "portable":
             with monkeypatch.context() as patch:
