@@ -183,7 +183,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.mT.contiguous().mT
 
 
-X, IDS, SCORES, GATE_UP, GATE_UP_SCALES, DOWN, DOWN_SCALES = range(7)
+X, IDS, SCORES, GATE_UP, GATE_UP_SCALES, DOWN, DOWN_SCALES, LIMIT = range(8)
 WRONG_DTYPES = [  # of which argument, how it is changed, what is said
     (X, torch.Tensor.double, "hidden_states must be bfloat16 or .* got float64"),
     (IDS, torch.Tensor.short, "top_k_index must be int32 or int64, got int16"),
@@ -211,6 +211,7 @@ WRONG_VALUES = [
     (DOWN, transposed, r"down_proj must be contiguous, got strides .* call .contiguous\(\)"),
     (DOWN, lambda x: x.to("meta"), "on one device, got hidden_states on cpu, .*down_proj on meta"),
     (DOWN_SCALES, lambda x: x[1:], _OF_DOWN),
+    *((LIMIT, lambda x, y=y: y, "swiglu_limit must be at least 0.* got") for y in (-1.0, NAN)),
 ]
 
 
@@ -218,12 +219,19 @@ WRONG_VALUES = [
     ("error", "index", "change", "message"),
     [*((TypeError, *x) for x in WRONG_DTYPES), *((ValueError, *x) for x in WRONG_VALUES)],
 )
-def test_bad_arguments_are_named(error, index, change, message):
+@pytest.mark.parametrize("launched", [False, True])
+def test_bad_arguments_are_named(request, launched, error, index, change, message):
+    """Also where kernels have been prepared for what is right."""
+    if launched and ("got ids" in message or "on meta" in message):
+        pytest.skip("a launcher reads no ids, and the emulated GPU has the index of `meta`")
+    gpu = request.getfixturevalue("gpu") if launched else None
     made = arguments()
     op(*made)
     made[index] = change(made[index])
-    with pytest.raises(error, match=f"^experts: .*{message}"):
-        op(*made)
+    for _ in range(2):
+        with pytest.raises(error, match=f"^experts: .*{message}"):
+            op(*made)
+    assert gpu is None or len(gpu.prepared()) == 1
 
 
 def test_there_must_be_choices_and_experts():

@@ -171,11 +171,14 @@ def check_every_family(*arguments, size: int) -> None:
                 assert torch.equal(y, first), (name, masked)
 
 
-@pytest.mark.parametrize("family", GATE_UP_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "num_tokens"),
+    [*((family, 300) for family in GATE_UP_FAMILIES), *((None, n) for n in (1, 40, 300, 4000))],
+)
 @pytest.mark.usefixtures("new_driver")
-def test_a_limit_of_sms_changes_no_bit(layer, family):
-    arguments = inputs(300)
-    with choosing(gate_up=GATE_UP_FAMILIES[family]):
+def test_a_limit_of_sms_changes_no_bit(layer, family, num_tokens):
+    arguments = inputs(num_tokens)
+    with choosing(gate_up=GATE_UP_FAMILIES.get(family)):
         expected = run(*arguments, layer)
         for limit in (1, 2, 3, 131, 10_000):
             set_num_sms(limit)
@@ -200,16 +203,6 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
                 expected = expected or results[:3]
                 for y, right in zip(results, 2 * expected, strict=True):
                     assert torch.equal(y, right), (take, limit)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
-@pytest.mark.usefixtures("new_driver")
-def test_what_is_chosen_for_few_sms_changes_no_bit(layer, num_tokens):
-    arguments = inputs(num_tokens)
-    expected = run(*arguments, layer)
-    for limit in (1, 2, 131):
-        set_num_sms(limit)
-        assert torch.equal(run(*arguments, layer), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True])

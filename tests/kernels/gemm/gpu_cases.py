@@ -13,6 +13,7 @@ from tests.kernels.gemm.cases import NAN, run_gemm
 from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, operands_of
 
 LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
+MULTICAST = "two buffers, multicast", "three math groups, multicast"  # families
 SOME_SHAPES = (  # M, N, K
     *((1, 2112, 7168), (40, 2112, 7168), (64, 4096, 7168), (128, 4096, 7168)),
     *((300, 1000, 2000), (4096, 2112, 7168)),

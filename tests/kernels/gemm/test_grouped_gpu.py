@@ -10,7 +10,7 @@ from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, no_synchronisation
 from tests.kernels import sanitizer as sanitizer_cases
 from tests.kernels.gemm.cases import choosing
-from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
+from tests.kernels.gemm.gpu_cases import MULTICAST, assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     by_offsets,
@@ -190,23 +190,10 @@ def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
     assert bool((memory[-guard:] == UNTOUCHED).all())
 
 
-SHARED = None, "two buffers, multicast", "three math groups, multicast"
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SHARED[1:])
-@pytest.mark.usefixtures("new_driver")
-def test_a_limit_of_sms_changes_no_result_of_clusters(layout, name):
-    routing = routing_of(layout, (5, 0, 300, 64, 700))
-    made = on_gpu(operands(routing, 1000, 1040))
-    with choosing(sanitizer_cases.GROUPED_FAMILIES[name]):
-        for limit in (2, 3, 131, None):
-            kernels.set_num_sms(limit)
-            launch_and_compare(routing, made, 300)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("m", "family"), [(4, None), (60, None), *((1000, x) for x in SHARED)])
+@pytest.mark.parametrize(
+    ("m", "family"), [(4, None), (60, None), *((1000, x) for x in (None, *MULTICAST))]
+)
 def test_a_programmatic_launch_waits_for_what_it_reads(layout, m, family):
     """It starts when the kernel that quantizes its tokens does, while others are in that memory."""
     routing = routing_of(layout, (400, 0, 1300, 10))

@@ -11,8 +11,8 @@ from moefp8 import kernels
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.testing import sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
-from tests.kernels.gemm.cases import BIASES, placements
-from tests.kernels.gemm.gpu_cases import LAYOUTS, SOME_SHAPES, launch_and_compare, on_gpu
+from tests.kernels.gemm.cases import BIASES, choosing, placements
+from tests.kernels.gemm.gpu_cases import LAYOUTS, MULTICAST, SOME_SHAPES, launch_and_compare, on_gpu
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     all_routings,
@@ -24,6 +24,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     run_op,
 )
+from tests.kernels.sanitizer import GROUPED_FAMILIES
 
 pytestmark = NEEDS_GPU
 
@@ -106,12 +107,16 @@ def test_another_gpu_than_the_current_one(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("counts", [(3,), (5, 0, 300, 64)])
+@pytest.mark.parametrize("counts", [(3,), (5, 0, 300, 64, 700)])
+@pytest.mark.parametrize("family", [None, *MULTICAST])
 @pytest.mark.usefixtures("new_driver")
-def test_a_limit_of_sms_changes_no_result(layout, counts):
+def test_a_limit_of_sms_changes_no_result(layout, counts, family):
+    if family and not layout:
+        pytest.skip("multicast is for groups")
     routing = routing_of(layout, counts)
     made = on_gpu(operands(routing, 1000, 1040))
-    for limit in (1, 8, 131, 10_000, None):
-        kernels.set_num_sms(limit)
-        for m in (4, 60, 1000) if layout else (4,):
-            launch_and_compare(routing, made, m)
+    with choosing(GROUPED_FAMILIES.get(family)):
+        for limit in (1, 2, 3, 8, 131, 10_000, None):
+            kernels.set_num_sms(limit)
+            for m in (4, 60, 1000) if layout and not family else (300,):
+                launch_and_compare(routing, made, m)
