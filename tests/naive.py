@@ -182,7 +182,7 @@ def fp8_experts(
     down_scale_inv: torch.Tensor,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """As `experts` on E4M3 weights, and rounded where the kernels round; bf16 [T, H]."""
+    """What `experts` gives on E4M3 weights, rounded where the kernels round; bf16 [T, H]."""
     num_experts, _, size = down.shape
     blocks = math.ceil(size / 128)
     result = torch.zeros(hidden_states.shape)

@@ -157,7 +157,7 @@ class GemmEmulator:
 
     @staticmethod
     def segments(groups, layout):
-        """As `segment` in schedule.cuh; those with a token."""
+        """What `segment` in schedule.cuh finds, if it has a token."""
         num_tokens, num_groups = groups.num_tokens, groups.num_groups
         sizes = {
             GroupLayout.OFFSETS: num_groups + 1,

@@ -90,7 +90,7 @@ class FakeDriver(jit.Driver):
         return True
 
     def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Of each size the same memory, of NaN and never written before."""
+        """For each size it is the same memory; it holds NaN, and none is written around it."""
         found = self._guarded.get(num_bytes)
         if found is None:
             found = torch.empty(num_bytes + 2 * _GUARD + 256, dtype=torch.uint8)
@@ -281,7 +281,7 @@ class Emulator(GemmEmulator):
 
     @staticmethod
     def plan(routing):
-        """Without max_m, every choice has a row of its own; else the token has one."""
+        """Without max_m, every choice has a row of its own; else a token has one of each expert."""
         id_dtype = torch.int64 if routing.is_wide else torch.int32
         strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
         ids = memory(routing.ids, id_dtype, [routing.num_tokens, routing.top_k], strides)

@@ -10,6 +10,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from moefp8.functional.experts import experts
+from moefp8.kernels.common.registry import Op
 from moefp8.quant.quantize import quantize_128x128
 from tests.kernels.gemm.cases import filled
 from tests.layers.cases import assert_matches_up_to_codes
@@ -17,7 +18,7 @@ from tests.routing.cases import ids_of
 
 
 class Weights(NamedTuple):
-    """Those of E experts, as the op takes them."""
+    """The weights of E experts, as the op takes them."""
 
     gate_up_proj: torch.Tensor
     gate_up_proj_scale_inv: torch.Tensor
@@ -69,11 +70,16 @@ def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> to
 
 
 def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
-    """As `run`, in PyTorch on any device; ids out of range count as E."""
+    """What the op's body in PyTorch gives, on any device; ids out of range count as E."""
     e = weights.down_proj.shape[0]
     ids = ids.masked_fill((ids < 0) | (ids > e), e)
     arguments = x, ids, top_k_weights, *weights, limit, masked
-    return experts.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
+    return run_body(experts, *arguments)
+
+
+def run_body(op: Op, *arguments) -> torch.Tensor:
+    """The op's body in PyTorch, on tensors of any device."""
+    return op.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
 
 
 def assert_right(*arguments) -> torch.Tensor:

@@ -49,7 +49,7 @@ def test_it_is_right(routing, h, i, limit, dtype, id_dtype, weights_dtype):
 
 @pytest.mark.parametrize("top_k", [1, 9, 12, 40])
 def test_any_number_of_choices(top_k):
-    """Also more than there are experts, so that some are named more than once."""
+    """There may be more than experts, so that some are named more than once."""
     assert_right(*inputs(4, H, top_k, E, "repeated"), weights_of(E, H, I))
 
 
@@ -160,7 +160,7 @@ def test_bad_numbers_stay_with_their_token(masked, bad):
 
 
 def test_a_token_depends_on_no_other():
-    """On the CPU up to the order of FP32 sums, which matrix products choose by the number of rows;
+    """On the CPU it does by the order of FP32 sums, which products choose by the number of rows;
     on a GPU bit for bit.
     """
     weights, arguments = weights_of(E, H, I), inputs(40, H, 2, E)
@@ -221,7 +221,7 @@ WRONG_VALUES = [
 )
 @pytest.mark.parametrize("launched", [False, True])
 def test_bad_arguments_are_named(request, launched, error, index, change, message):
-    """Also where kernels have been prepared for what is right."""
+    """Kernels that have been prepared for what is right are no excuse."""
     if launched and ("got ids" in message or "on meta" in message):
         pytest.skip("a launcher reads no ids, and the emulated GPU has the index of `meta`")
     gpu = request.getfixturevalue("gpu") if launched else None

@@ -148,7 +148,7 @@ def test_all_tokens_of_one_expert(layer, expert, masked):
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 70, 500])
 def test_every_family_gives_the_same_bits(layer, num_tokens):
-    """Also where it would not be chosen."""
+    """They are the same also where it would not be chosen."""
     for weights, hidden_size, size in ((layer, H, I), (weights_of(E, 264, 200, "cuda"), 264, 200)):
         check_every_family(*inputs(num_tokens, hidden_size=hidden_size), weights, size=size)
 
@@ -280,7 +280,7 @@ def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
 
 
 def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new_driver):
-    """Also where the addresses of a CUDA tensor map are replaced."""
+    """The addresses in CUDA's tensor maps are replaced."""
     others = [weights_of(E, H, I, "cuda") for _ in range(2)]
     new_driver.prepared().clear()  # also of how these were quantized
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
@@ -294,7 +294,7 @@ def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new
 
 
 def test_streams_run_side_by_side(layer):
-    """Also with other sizes, so that kernels of both are on the GPU at once."""
+    """Their sizes differ, so that kernels of several layers are on the GPU at once."""
     made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700, 2100)]
     expected = [run(*arguments, layer) for arguments in made]
     streams = [torch.cuda.Stream() for _ in made]

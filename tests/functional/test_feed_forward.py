@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.layers import moe
@@ -11,6 +10,7 @@ from moefp8.quant import quantize_128x128
 from moefp8.testing import assert_matches_reference
 from tests import naive
 from tests.fakes.emulator import emulated
+from tests.functional.cases import run_body
 from tests.gpu import no_synchronisation, on_gpu
 from tests.layers.cases import assert_close, assert_matches_up_to_codes
 
@@ -26,13 +26,8 @@ def operands(t: int, h: int, i: int, device: str = "cpu") -> list[torch.Tensor]:
     return [x, *(part for weight in weights for part in quantize_128x128(weight))]
 
 
-def body(*arguments) -> torch.Tensor:
-    """In PyTorch, on any device."""
-    return feed_forward.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
-
-
 def assert_launches_right(*arguments) -> None:
-    assert_matches_up_to_codes(feed_forward(*arguments), body(*arguments))
+    assert_matches_up_to_codes(feed_forward(*arguments), run_body(feed_forward, *arguments))
 
 
 @pytest.mark.parametrize("limit", [None, 0.3])
@@ -154,7 +149,7 @@ def test_tokens_behind_128_rows_are_a_tail():
 )
 def test_gpu_is_right(t, h, i, limit):
     made = operands(t, h, i, "cuda")
-    expected = body(*made, limit)
+    expected = run_body(feed_forward, *made, limit)
     for _ in range(2):
         with no_synchronisation():
             y = feed_forward(*made, limit)

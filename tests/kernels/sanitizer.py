@@ -36,9 +36,7 @@ FAMILIES = {
     "two buffers, deep": filled(64, 48, k_blocks_per_stage=2, num_product_buffers=2),
     "two buffers, split": filled(128, 64, split_k=2, num_product_buffers=2),
     "two buffers, narrow": filled(128, 32, k_blocks_per_stage=2, num_product_buffers=2),
-    "two buffers, as few stages as can be": GemmConfig(
-        64, 64, 2, ctas_per_sm=2, num_product_buffers=2
-    ),
+    "two buffers, two stages": GemmConfig(64, 64, 2, ctas_per_sm=2, num_product_buffers=2),
     "four pieces": filled(128, 120),
     "three pieces, two buffers": filled(128, 112, num_product_buffers=2),
     "weights are rows": filled(64, 8, ctas_per_sm=2, swap_ab=True),
@@ -64,7 +62,7 @@ GROUPED_FAMILIES = {
     "weights are rows, deep": _grouped(64, 16, k_blocks_per_stage=2, swap_ab=True),
     "weights are rows, two pieces": _grouped(192, 24, swap_ab=True),
 }
-# Tokens of each group: few groups, and more than a warp has lanes.
+# The tokens of each group, of few groups and of more than a warp has lanes.
 COUNTS = (0, 77, 1, 0, 130, 5), (*[0] * 33, 9, 0, 260, 1)
 
 
@@ -115,7 +113,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def run_top_k(dtype: torch.dtype) -> None:
-    """On zeros: of equals the first experts are chosen, in groups of several sizes too."""
+    """All logits are 0, so the first experts are chosen, in groups of several sizes too."""
     for num_experts, k, num_groups in ((7, 3, 7), (160, 6, 8), (256, 8, 1), (512, 40, 64)):
         logits = torch.zeros(9, num_experts + 1, dtype=dtype, device="cuda")[:, 1:]
         bias = torch.zeros(num_experts, device="cuda")
@@ -128,7 +126,7 @@ def run_top_k(dtype: torch.dtype) -> None:
 
 
 def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> None:
-    """Plan, dispatch and combine."""
+    """Check plan, dispatch and combine."""
     x = torch.ones(num_tokens, hidden_size, dtype=torch.bfloat16, device="cuda")
     ids = ids_of(kind, num_tokens, top_k, 9).cuda()
     weights = torch.ones(num_tokens, top_k, device="cuda")
@@ -143,7 +141,7 @@ def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> Non
 
 
 def run_families() -> None:
-    """Of dense and of grouped GEMMs. On one SM, one cluster walks over all tiles."""
+    """Dense and grouped GEMMs. On one SM, one cluster walks over all tiles."""
     for name, config in FAMILIES.items():
         with choosing(config):
             shapes = shapes_of(config)
@@ -161,7 +159,7 @@ def run_families() -> None:
 
 
 def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = None) -> None:
-    """On ones, so that zeros, or what lies beyond a box, are seen at once.
+    """All operands are 1, so that zeros, or what lies beyond a box, are seen at once.
 
     Tokens of no group are NaN, and stay unwritten. limit: of SMs.
     """
@@ -178,7 +176,7 @@ def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = No
     set_num_sms(None)
     expected = torch.where(is_of_group, k + (bias or 0.0), UNTOUCHED).bfloat16()
     layout = routing.layout.name if routing.layout else "dense"
-    what = f"{layout}, {name}, {len(a)}x{n}x{k}{', one SM' if limit else ''}"
+    what = f"{layout}, {name}, {routing.num_tokens}x{n}x{k}{', one SM' if limit else ''}"
     tell(what, int((d.cpu() != expected).sum()))
 
 

@@ -71,8 +71,7 @@ def expert_layer(layout: str) -> Callable[[int], Sample]:
 
 
 OPS = {
-    "dense": gemm(None),
-    **{x.name.lower(): gemm(x) for x in GroupLayout},
+    **{x.name.lower() if x else "dense": gemm(x) for x in grouped_cases.LAYOUTS},
     "linear": linear,
     "linear layer": linear_layer,
     "experts, contiguous": expert_layer("contiguous"),

@@ -71,7 +71,7 @@ def routed(m: int, n: int, k: int) -> torch.Tensor:
     return experts(result(m, k), ids, weights, *stacks, None, False)
 
 
-OPS = [gemm(None), *map(gemm, GroupLayout), linear, layer, shared, routed]
+OPS = [*map(gemm, grouped_cases.LAYOUTS), linear, layer, shared, routed]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 NAN = float("nan")
 BIASES = None, torch.float32, torch.bfloat16, torch.float16
-# Configurations are chosen for these weights, [N, K], and these numbers of tokens.
-SHAPES = (
-    *((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
-    *((1, 1), (8, 128), (72, 200), (136, 144), (576, 7168), (1536, 1536), (129280, 7168)),
-)
-MS = (
-    *(1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096),
-    10**6,
-)
-
 
 # ---- Matrices in memory of many kinds ----
 
@@ -52,7 +42,7 @@ class Place(NamedTuple):
 
 
 def one_below_another(make: Callable[[torch.Tensor], torch.Tensor]):
-    """As `make` places the matrix of all their rows."""
+    """Places matrices so that the matrix of all their rows lies as `make` places it."""
     return lambda x: make(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
@@ -130,7 +120,7 @@ GROUPED_SCALE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def stacked(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """As `make` places matrices; x may also be a single one, [rows, columns]."""
+    """`make(x)`, where x may also be a single matrix, [rows, columns]."""
     return make(x) if x.ndim == 3 else make(x[None])[0]
 
 
@@ -159,7 +149,7 @@ def placements() -> "SearchStrategy[Placement]":
 
 
 def run_gemm(a, a_scale_inv, b, b_scale_inv, d, bias=None) -> torch.Tensor:
-    """By the public name; returns d."""
+    """Call the op by its public name; returns d."""
     fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
     return d
 

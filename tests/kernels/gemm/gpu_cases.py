@@ -2,7 +2,6 @@
 
 import torch
 
-from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference
@@ -12,7 +11,6 @@ from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import NAN, run_gemm
 from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, operands_of
 
-LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
 MULTICAST = "two buffers, multicast", "three math groups, multicast"  # families
 SOME_SHAPES = (  # M, N, K
     *((1, 2112, 7168), (40, 2112, 7168), (64, 4096, 7168), (128, 4096, 7168)),
@@ -21,7 +19,7 @@ SOME_SHAPES = (  # M, N, K
 
 
 def on_gpu(made: Operands, device: str = "cuda") -> Operands:
-    """With scales in the order that they had."""
+    """The scales keep the order that they had."""
     return Operands(*(x.to(device) for x in made))
 
 
@@ -51,7 +49,7 @@ def random_dense(m: int, n: int, k: int, octaves: float = 0.0) -> Operands:
 
 
 def assert_right(routing: Routing, made: Operands, bias: torch.Tensor | None = None) -> None:
-    """Of rows of groups: one rounding to BF16, and the tensor cores' sums in FP32.
+    """Rows of groups differ by one rounding to BF16, and by the tensor cores' sums in FP32.
 
     Where terms cancel, the error of a sum is judged by the size of its terms.
     """
@@ -71,7 +69,7 @@ def assert_right(routing: Routing, made: Operands, bias: torch.Tensor | None = N
 
 
 def run_dense(made: Operands, bias: torch.Tensor | None = None) -> None:
-    """By the public name; it waits for nothing."""
+    """Call the op by its public name; it waits for nothing."""
     made.d.fill_(NAN)
     with no_synchronisation():
         run_gemm(*made, bias)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 UNTOUCHED = 77.0  # what d holds before
+LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
 _ALIGNMENT = 128  # of groups named by rows
 
 
@@ -72,7 +73,7 @@ def dense(num_tokens: int) -> Routing:
 
 
 def by_offsets(counts: Sequence[int], before: int = 0, after: int = 0) -> Routing:
-    """before, after: rows of no group."""
+    """before, after: how many rows of no group there are."""
     bounds = [before]
     for count in counts:
         bounds.append(bounds[-1] + count)
@@ -136,7 +137,7 @@ def routings_of_384_rows(layout: GroupLayout) -> list[Routing]:
 
 
 def routings() -> "SearchStrategy[Routing]":
-    """With groups of no token, rows of no group, and groups in any order where they have names."""
+    """Groups may have no token, and rows no group; groups with names come in any order."""
     from hypothesis import strategies as st
 
     count = st.sampled_from((0, 0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 200))
@@ -150,7 +151,7 @@ def routings() -> "SearchStrategy[Routing]":
 
 
 def all_routings() -> "SearchStrategy[Routing]":
-    """As `routings`, and dense ones."""
+    """What `routings` draws, and dense ones."""
     from hypothesis import strategies as st
 
     num_tokens = st.sampled_from((0, 1, 2, 7, 8, 9, 17, 63, 64, 65, 129, 200, 300))
@@ -203,7 +204,7 @@ def operands_of(segment: Segment, made: Operands) -> Operands:
 
 @contextmanager
 def only_groups_are_written(routing: Routing, d: torch.Tensor) -> Iterator[None]:
-    """Of the memory that d is a part of, no more than the rows of groups. Then they are filled."""
+    """No more than rows of groups is written of the memory of d. At the end they are filled."""
     around = d.as_strided((d.untyped_storage().nbytes() // 2,), (1,), 0)
     before = around.clone()
     yield
@@ -218,7 +219,7 @@ def run_op(
     expected_m: int = 4,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """By the public names."""
+    """Call the op by its public name."""
     a, b, d = made[:2], made[2:4], made.d
     if routing.layout is None:
         fp8_gemm_nt(a, b, d, bias=bias)

@@ -24,9 +24,12 @@ from moefp8.testing import sizes
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.kernels import sanitizer as sanitizer_cases
-from tests.kernels.gemm.cases import MS, SHAPES
 
-SOME_M = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
+# Configurations are chosen for these numbers of tokens, and these weights, [N, K].
+SOME_M = [1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096]
+SOME_M += [10**6, 25, 40, 72, 80, 88, 104, 112, 120]
+SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
+SHAPES += [(1, 1), (8, 128), (72, 200), (136, 144), (576, 7168), (1536, 1536), (129280, 7168)]
 BIAS_NAMES = tuple(BIASES.values())
 
 
@@ -90,7 +93,7 @@ def grouped_variants() -> list[Variant]:
 
 
 def experts_variants() -> list[Variant]:
-    """As the routed experts launch them: gate and up of both layouts, all else of one."""
+    """What the routed experts launch: gate and up with both layouts, all else with one."""
     layouts, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
     gate_up = of_all((x for x in chosen if x.gate_up), layouts)
     return [*gate_up, *in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")]
@@ -389,7 +392,7 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
-    """That is, the test above sees it."""
+    """So the test above sees it."""
     folder = tmp_path / "gemm"
     shutil.copytree(SOURCE.parent, folder)
     for name, fence in (

@@ -105,7 +105,7 @@ BAD = [
 @pytest.mark.parametrize(("name", "change", "message"), BAD)
 @pytest.mark.parametrize("launched", [False, True])
 def test_bad_input_is_named_and_loses_nothing(request, launched, name, change, message):
-    """Also where a kernel has been prepared for what is right."""
+    """A kernel that has been prepared for what is right is no excuse."""
     gpu = request.getfixturevalue("gpu") if launched else None
     arguments = grouped_cases.operands(dense(6), 200, 300)._asdict() | {"bias": torch.ones(200)}
     run_gemm(**arguments)

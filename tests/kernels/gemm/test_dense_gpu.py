@@ -38,7 +38,7 @@ def test_large_shapes_are_right(m):
 
 @pytest.mark.parametrize("name", sanitizer_cases.FAMILIES)
 def test_every_family_is_right(name):
-    """Also where it would not be chosen."""
+    """It is so also where it would not be chosen."""
     config = sanitizer_cases.FAMILIES[name]
     k = 128 * config.split_k * config.k_blocks_per_stage
     shapes = [
@@ -127,7 +127,7 @@ def test_two_gpus_from_two_threads():
 @pytest.mark.parametrize("shape", [(1, 2112, 7168), (77, 333, 1000), (512, 2112, 7168)])
 @pytest.mark.usefixtures("new_driver")
 def test_graphs_replay_with_new_numbers(shape):
-    """Also when the kernel is loaded and prepared while the graph is captured."""
+    """The kernel is loaded and prepared while the graph is captured."""
     made, bias = random_dense(*shape), random_bias(torch.float32, shape[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -28,7 +28,7 @@ LAYOUTS = tuple(GroupLayout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
 def test_every_family_is_right(name, layout):
-    """Also where it would not be chosen; multicast too, where neighbours have tokens or not."""
+    """It is so also where it would not be chosen, and neighbours of a cluster have no tokens."""
     many_counts = (
         *((3,), (0, 77, 1, 0, 130, 5), (64, 128, 192, 63, 65, 127, 129, 191, 193)),
         *((0,) * 40, (*[0] * 33, 9, 0, 500, 1), (1, 2, 3) * 40, (1000, 0, 700)),
@@ -85,7 +85,7 @@ def test_a_hundred_thousand_tokens_of_a_group():
 
 
 def test_weights_of_more_than_2_to_32_bytes():
-    """Those of DeepSeek-V3's layer, 7.5 GB; few groups are looked at."""
+    """They are those of DeepSeek-V3's layer, 7.5 GB; few groups are looked at."""
     groups, n, k = 256, 4096, 7168
     b = torch.empty(groups, n, k, dtype=torch.float8_e4m3fn, device="cuda")
     b_scale_inv = torch.empty(groups, n // 128, k // 128, device="cuda")
@@ -151,7 +151,7 @@ def test_a_row_depends_on_no_other_and_no_run_on_another(layout, m):
 @pytest.mark.parametrize("m", [4, 60, 1000])
 @pytest.mark.usefixtures("new_driver")
 def test_one_graph_serves_all_loads(layout, m):
-    """Also when the kernel is loaded and prepared while the graph is captured."""
+    """The kernel is loaded and prepared while the graph is captured."""
     cases = routings_of_384_rows(layout)
     memory = on_gpu(operands(cases[0], 264, 528))
     bounds, graph = cases[0].bounds_on("cuda"), torch.cuda.CUDAGraph()
@@ -177,7 +177,7 @@ def test_one_graph_serves_all_loads(layout, m):
     ],
 )
 def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
-    """On a GPU nobody checks them. That nothing else is read, `sanitizer_cases` shows."""
+    """On a GPU nobody checks them. `sanitizer.py` shows that nothing else is read."""
     routing = routing_of(layout, (50,) * 6)._replace(segments=[])
     if layout == GroupLayout.ROWS:
         routing = routing._replace(num_tokens=len(bounds))

@@ -30,7 +30,7 @@ LAYOUTS = tuple(GroupLayout)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_halves_of_weights_are_taken_where_they_lie(gpu, layout):
-    """As of gate_up_proj, whose first rows are the gate's."""
+    """gate_up_proj has such halves: its first rows are the gate's."""
     routing = routing_of(layout, (3, 0, 20))
     a, a_scale_inv, b, b_scale_inv, _ = operands(routing, 512, 384)
     for first in (0, 256):
@@ -108,7 +108,7 @@ def test_a_launch_serves_all_routings(layout, family):
 
 
 def test_without_groups_nothing_is_launched(gpu):
-    """As on a CPU, where that is no error."""
+    """That is no error, neither here nor on a CPU."""
     made = operands(by_offsets((3,)), 8, 16)
     made = made._replace(b=made.b[:0], b_scale_inv=made.b_scale_inv[:0])
     run_op(by_offsets(()), made, torch.zeros(1, dtype=torch.int32))

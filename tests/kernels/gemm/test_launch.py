@@ -27,6 +27,7 @@ from tests.kernels.gemm.cases import (
     stacked,
 )
 from tests.kernels.gemm.grouped_cases import (
+    LAYOUTS,
     UNTOUCHED,
     Routing,
     all_routings,
@@ -41,7 +42,6 @@ from tests.kernels.gemm.grouped_cases import (
     run_op,
 )
 
-LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
 DENSE_AND_GROUPED = (None, GroupLayout.OFFSETS)
 
 

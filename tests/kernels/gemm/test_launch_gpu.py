@@ -12,8 +12,9 @@ from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.testing import sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 from tests.kernels.gemm.cases import BIASES, choosing, placements
-from tests.kernels.gemm.gpu_cases import LAYOUTS, MULTICAST, SOME_SHAPES, launch_and_compare, on_gpu
+from tests.kernels.gemm.gpu_cases import MULTICAST, SOME_SHAPES, launch_and_compare, on_gpu
 from tests.kernels.gemm.grouped_cases import (
+    LAYOUTS,
     UNTOUCHED,
     all_routings,
     bias_of,
