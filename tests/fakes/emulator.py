@@ -89,7 +89,7 @@ class FakeDriver(jit.Driver):
     def runs_our_kernels(self, device_index: int) -> bool:
         return True
 
-    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, num_bytes: int, stream: int) -> int:
         """For each size it is the same memory; it holds NaN, and none is written around it."""
         found = self._guarded.get(num_bytes)
         if found is None:
@@ -98,7 +98,10 @@ class FakeDriver(jit.Driver):
         found.fill_(0xFF)
         first = self._first_of(found)
         self.workspaces.append(found[first : first + num_bytes])
-        return self.workspaces[-1]
+        return self.workspaces[-1].data_ptr()
+
+    def free(self, address: int) -> None:
+        """The memory is for the next one of its size."""
 
     @staticmethod
     def _first_of(found: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.routing.plan_op import launch_build_plan
 from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk

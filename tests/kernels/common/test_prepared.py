@@ -62,13 +62,13 @@ def test_maps_that_do_not_begin_with_their_address_are_patched_by_the_driver(sam
     with emulated() as gpu:
         gpu.library.__class__ = Scrambling
         samples[0].check()
-        num_maps = len(gpu.maps)
-        assert gpu.library.num_replaced == 2 * num_maps  # each was asked about, and patched
+        num_maps, first = len(gpu.maps), gpu.library.num_replaced
+        assert first >= 2 * num_maps  # each was asked about, and patched; equal ones are one
         for each in (samples[0], samples[1], samples[0]):
             each.check()
         assert len(gpu.maps) == num_maps
         # Those whose addresses are new, and no others.
-        assert 2 * num_maps < gpu.library.num_replaced <= 5 * num_maps
+        assert first < gpu.library.num_replaced <= first + 3 * (first - num_maps)
         assert len(gpu.prepared()) == 1
 
 

@@ -14,7 +14,7 @@ from moefp8 import kernels
 from moefp8.kernels import fp8_gemm_nt, jit, round_up
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

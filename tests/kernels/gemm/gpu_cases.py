@@ -2,7 +2,7 @@
 
 import torch
 
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference
 from tests import naive

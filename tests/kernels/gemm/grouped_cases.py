@@ -17,10 +17,9 @@ from moefp8.kernels import (
     num_blocks,
     tma_aligned,
 )
+from moefp8.kernels.gemm.call import GemmCall, launch_gemm
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.dense_launch import launch_gemm
-from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from tests import naive
 
 if TYPE_CHECKING:
@@ -239,11 +238,12 @@ def launch(
     bias: torch.Tensor | None = None,
     **options: bool,
 ) -> None:
-    if routing.layout is None:
-        launch_gemm(*made, bias, **options)
-        return
-    bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    launch_grouped_gemm("op", routing.layout, made, bounds, expected_m, **options)
+    """By the launcher of all GEMMs, with options that the ops do not have; it checks nothing."""
+    call = GemmCall("op", lambda: None, made, bias, **options)
+    if routing.layout is not None:
+        bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
+        call = call._replace(group_layout=routing.layout, bounds=bounds, expected_m=expected_m)
+    launch_gemm(call)
 
 
 def launch_and_compare(

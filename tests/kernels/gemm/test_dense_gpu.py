@@ -9,7 +9,8 @@ import torch
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.launch import Operands, band
+from moefp8.kernels.gemm.launch import band
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from tests.kernels import sanitizer as sanitizer_cases

@@ -5,7 +5,7 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, no_synchronisation
 from tests.kernels import sanitizer as sanitizer_cases

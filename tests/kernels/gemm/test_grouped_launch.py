@@ -7,7 +7,7 @@ from moefp8 import kernels
 from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS

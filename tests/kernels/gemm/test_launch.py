@@ -11,7 +11,7 @@ from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
