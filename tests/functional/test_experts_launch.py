@@ -144,8 +144,7 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
     # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
-    olds = [made.arguments.groups.bounds_ready for made in (first, second)]
-    assert olds == [False, True]
+    assert [made.arguments.groups.bounds_ready for made in (first, second)] == [False, True]
     layout = GroupLayout.MASKED if masked else GroupLayout.OFFSETS
     assert all(f"GroupLayout::{layout.value}" in made.kernel.name for made in (first, second))
     assert first.arguments.groups.bounds == second.arguments.groups.bounds
