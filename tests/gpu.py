@@ -34,7 +34,7 @@ def places_of(device: str) -> list[str]:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """On whichever devices; any NaN is the same as any other."""
+    """The devices may differ; any NaN is the same as any other."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     ours, theirs = (x.cpu().contiguous() for x in (ours, theirs))

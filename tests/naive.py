@@ -60,8 +60,8 @@ def values(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> torc
     m, k = data.shape
     if m == 0 or k == 0:
         return torch.zeros(m, k, dtype=torch.float64)
-    rows, columns = torch.arange(m) // block_rows, torch.arange(k) // 128
-    return decode(data) * scale_inv.double()[rows][:, columns]
+    rows, columns = (torch.arange(size, device=data.device) for size in (m, k))
+    return decode(data) * scale_inv.double()[rows // block_rows][:, columns // 128]
 
 
 def gemm(
@@ -121,6 +121,12 @@ def sigmoid_group_topk(
     return index, [w / total * factor for w in weights]
 
 
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1 + (-gate).exp()) * up
+
+
 def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -139,16 +145,31 @@ def experts(
                 continue
             x = hidden_states[token].double()
             gate, up = (gate_up[expert].double() @ x).chunk(2)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            result[token] += weight * (down[expert].double() @ (gate / (1 + (-gate).exp()) * up))
+            result[token] += weight * (down[expert].double() @ swiglu(gate, up, limit))
     return result
 
 
 def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """fp64 [K]: x through E4M3 with a scale for each 128 elements."""
-    codes, scales = quantize(x[None].float(), 1, False)
-    return E4M3_VALUES[codes[0]] * scales[0].double().repeat_interleave(128)[: len(x)]
+    """fp64 [M, K]: x through E4M3, with a scale for each 128 elements of a row."""
+    codes, scales = quantize(x.float(), 1, False)
+    return values(codes.byte().view(torch.float8_e4m3fn), scales, 1)
+
+
+def fp8_feed_forward(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale_inv: torch.Tensor,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """SwiGLU of x [T, H] on E4M3 weights [I, H] and [H, I], rounded where kernels do; bf16."""
+    x = rounded_to_fp8(x)
+    gated = x @ values(gate, gate_scale_inv, 128).T
+    activated = swiglu(gated, x @ values(up, up_scale_inv, 128).T, limit)
+    return (rounded_to_fp8(activated) @ values(down, down_scale_inv, 128).T).bfloat16()
 
 
 def fp8_experts(
@@ -161,22 +182,25 @@ def fp8_experts(
     down_scale_inv: torch.Tensor,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """As `experts` on E4M3 weights, and rounded where the kernels round; bf16 [T, H]."""
-    num_experts, hidden_size, size = down.shape
+    """What `experts` gives on E4M3 weights, rounded where the kernels round; bf16 [T, H]."""
+    num_experts, _, size = down.shape
     blocks = math.ceil(size / 128)
-    result = torch.zeros(hidden_states.shape[0], hidden_size)
+    result = torch.zeros(hidden_states.shape)
     for token, ids in enumerate(top_k_index.tolist()):
-        x = rounded_to_fp8(hidden_states[token])
         for choice, expert in enumerate(ids):
             if expert == num_experts:
                 continue
-            gate = values(gate_up[expert, :size], gate_up_scale_inv[expert, :blocks], 128) @ x
-            up = values(gate_up[expert, size:], gate_up_scale_inv[expert, blocks:], 128) @ x
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            activated = rounded_to_fp8(gate / (1 + (-gate).exp()) * up)
-            y = (values(down[expert], down_scale_inv[expert], 128) @ activated).bfloat16()
-            result[token] += top_k_weights[token, choice].float() * y.float()
+            y = fp8_feed_forward(
+                hidden_states[token : token + 1],
+                gate_up[expert, :size],
+                gate_up_scale_inv[expert, :blocks],
+                gate_up[expert, size:],
+                gate_up_scale_inv[expert, blocks:],
+                down[expert],
+                down_scale_inv[expert],
+                limit,
+            )
+            result[token] += top_k_weights[token, choice].float() * y[0].float()
     return result.bfloat16()
 
 

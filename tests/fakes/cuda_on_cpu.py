@@ -187,7 +187,7 @@ inline uint32_t pack_bf16(float low, float high) {
 
 
 def build(kernels: list[jit.Kernel], folder: Path) -> dict[str, Callable[..., bool]]:
-    """By name, run(arguments, grid, block, shared_bytes) of kernels of one source."""
+    """The kernels of one source as functions of (arguments, grid, block, shared_bytes), by name."""
     (source,) = {kernel.source for kernel in kernels}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
         text = re.sub(r'asm volatile\("griddepcontrol[^;]*;[^;]*;', "", path.read_text())

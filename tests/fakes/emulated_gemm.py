@@ -5,7 +5,9 @@ A part of the stand-in for libcuda: see `emulator.py`.
 
 import ctypes
 import itertools
+import json
 import re
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,9 @@ from moefp8 import kernels
 from moefp8.functional import experts
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import dense as gemm
-from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
+from moefp8.kernels.gemm.dense import block_scaled_matmul
+from moefp8.kernels.gemm.launch import BIASES
 from tests.gpu import NUM_SMS
 
 
@@ -43,8 +44,10 @@ def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
-def copy_of(structure, address):
-    return structure.from_buffer_copy(structure.from_address(address))
+def config_of(kernel: jit.Kernel) -> GemmConfig:
+    """What its template arguments say."""
+    told = dict(re.findall(r"\.(\w+) = (\w+)", kernel.name))
+    return GemmConfig(**{x.name: json.loads(told[x.name]) for x in fields(GemmConfig)})
 
 
 class Segment(NamedTuple):
@@ -56,11 +59,10 @@ class Segment(NamedTuple):
 
 
 class GemmEmulator:
-    """Of GEMMs, dense and grouped, and of gate and up."""
+    """Runs GEMMs, dense and grouped, and those of gate and up."""
 
     def __init__(self) -> None:
         self.maps: list[Map] = []
-        self.config_of: dict[str, gemm_config.GemmConfig] = {}  # by the name of the kernel
 
     def maps_at(self, address, count=1):
         """Maps behind each other, with the addresses that they were given last."""
@@ -70,17 +72,14 @@ class GemmEmulator:
         ]
 
     def gemm(self, made, parameters):
-        made.config = config = self.config_of[made.kernel.name]
+        made.config = config = config_of(made.kernel)
+        arguments = made.arguments
         num_boxes = 1
         if config.begins_anywhere:  # as many times 64 tokens as a group has left
             num_boxes = kernels.ceil_div(config.wgmma_m + config.tail, 64)
-        made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = (
-            self.maps_at(parameters[0], num_boxes),
-            self.maps_at(parameters[1]),
-            self.maps_at(parameters[2], len(config.weight_pieces)),
-            self.maps_at(parameters[3]),
-        )
-        made.arguments = arguments = copy_of(gemm_plan.Arguments, parameters[4])
+        counts = num_boxes, 1, len(config.weight_pieces), 1
+        maps = map(self.maps_at, parameters, counts)
+        made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = maps
         for maps in (made.a_maps, made.b_maps):
             known = {"box": maps[0].box}
             if config.gate_up:  # the maps of the weights are gate's and up's
@@ -101,12 +100,8 @@ class GemmEmulator:
         strides = arguments.weight_scale_stride, arguments.weight_scale_stride_k
         if config.grouped:
             strides = arguments.groups.weight_scale_stride, *strides
-        weight_scales = memory(
-            arguments.weight_scales,
-            torch.float32,
-            [*groups, kernels.num_blocks(n), k_blocks],
-            strides,
-        )
+        shape = [*groups, kernels.num_blocks(n), k_blocks]
+        weight_scales = memory(arguments.weight_scales, torch.float32, shape, strides)
         bias = re.search(r"Bias::(\w+)", made.kernel.name)[1]
         assert (bias == "kNone") == (arguments.bias is None)
         if config.grouped:
@@ -114,9 +109,9 @@ class GemmEmulator:
             return
         self.check_tiles(made, m, n)
         tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
-        result = gemm.block_scaled_matmul(*tensors, weight_scales)
+        result = block_scaled_matmul(*tensors, weight_scales)
         if bias != "kNone":
-            dtype = next(dtype for dtype, name in gemm_plan.BIASES.items() if name == bias)
+            dtype = next(dtype for dtype, name in BIASES.items() if name == bias)
             result += memory(arguments.bias, dtype, [n], [1]).float()
         made.d_map.tensor().copy_(result)
 
@@ -150,9 +145,9 @@ class GemmEmulator:
         for begin, end, group in segments:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
-            result = gemm.block_scaled_matmul(*tokens, b[group], weight_scales[group])
+            result = block_scaled_matmul(*tokens, b[group], weight_scales[group])
             if made.config.gate_up:
-                others = gemm.block_scaled_matmul(*tokens, up[group], up_scales[group])
+                others = block_scaled_matmul(*tokens, up[group], up_scales[group])
                 activated = experts.swiglu(result, others, activation.limit)
                 data, scale_inv = fp8.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
@@ -162,7 +157,7 @@ class GemmEmulator:
 
     @staticmethod
     def segments(groups, layout):
-        """As `segment` in schedule.cuh; those with a token."""
+        """What `segment` in schedule.cuh finds, if it has a token."""
         num_tokens, num_groups = groups.num_tokens, groups.num_groups
         sizes = {
             GroupLayout.OFFSETS: num_groups + 1,
@@ -220,12 +215,10 @@ class GemmEmulator:
     def check_group_tiles(self, made, segments):
         """Every token of a group meets every weight, and each box holds its tile's tokens."""
         config, arguments = made.config, made.arguments
-        counts = arguments.num_row_tiles, arguments.num_col_tiles
-        weight_tiles = counts[0 if config.swap_ab else 1]
-        in_cluster = config.cluster if config.multicast > 1 or config.shares_scale_with_peer else 1
-        of_cluster = config.outputs * in_cluster if config.gate_up else config.tile[1]
+        weight_tiles = arguments.num_row_tiles if config.swap_ab else arguments.num_col_tiles
+        of_cluster = config.outputs * config.cluster
         assert weight_tiles == kernels.ceil_div(arguments.num_weights, of_cluster)
-        loaded = [x.box[1] * (config.multicast if config.multicast > 1 else 1) for x in made.a_maps]
+        loaded = [x.box[1] * config.multicast for x in made.a_maps]
         num_tiles = 0
         for segment in segments:
             met = []
@@ -238,13 +231,12 @@ class GemmEmulator:
                     assert first <= rows.start
                     assert end <= loaded[0 if len(loaded) == 1 else (end - 1) // 64]
                 met += [(weight_tile, row) for row in rows]
-            all_of_them = range(weight_tiles * in_cluster), range(segment.begin, segment.end)
+            all_of_them = range(weight_tiles * config.cluster), range(segment.begin, segment.end)
             assert sorted(set(met)) == list(itertools.product(*all_of_them))
         clusters, rest = divmod(made.grid, config.cluster)
         assert rest == 0
-        limit = min(jit.current_driver().max_sms or NUM_SMS, NUM_SMS)
-        sms = limit * 7 // 8 if config.cluster > 2 else limit  # larger ones do not fill a GPC
-        at_once = sms * (config.ctas_per_sm if limit == NUM_SMS else 1) // config.cluster
+        num_sms = min(jit.current_driver().max_sms or NUM_SMS, NUM_SMS)
+        at_once = num_sms * (config.ctas_per_sm if num_sms == NUM_SMS else 1) // config.cluster
         assert min(max(1, at_once), num_tiles // config.cluster) <= clusters <= max(1, at_once)
         assert clusters >= 1
 
@@ -252,55 +244,41 @@ class GemmEmulator:
     def walk_group(made, segment, weight_tiles):
         """(tile of weights, first token, which are stored) of each CTA, as `GroupedScheduler`."""
         config, arguments = made.config, made.arguments
-        step, (begin, end, _) = config.cta_tile[0], segment
+        step, (begin, end, _) = config.tile_tokens, segment
         start = begin if config.begins_anywhere else begin // 4 * 4
-        tall = kernels.ceil_div(max(end - start - config.tail, 1), config.tile[0])
+        tall = kernels.ceil_div(max(end - start - config.tail, 1), step)
         for tile in range(tall * weight_tiles):
             first = tile // (2 * weight_tiles) * 2
             weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
-            first_token = start + (first + token_tile) * config.tile[0]
+            first_token = start + (first + token_tile) * step
+            in_rows = kernels.round_up(min(max(0, end - first_token), step), 64)
+            first_token = min(first_token, arguments.last_token)
+            if config.begins_anywhere:
+                first_token = min(first_token, max(begin, end - in_rows))
+            most = step + config.tail * (first + token_tile == tall - 1)
+            rows = range(max(begin, first_token), min(end, first_token + most))
             for rank in range(config.cluster):
-                if config.multicast > 1 or config.shares_scale_with_peer:
-                    own_tile, own_first = weight_tile * config.cluster + rank, first_token
-                else:
-                    own_tile, own_first = weight_tile, first_token + rank * step
-                left = max(0, end - own_first)
-                own_first = min(own_first, arguments.last_token)
-                if config.begins_anywhere:
-                    in_rows = min(left, config.wgmma_m)
-                    own_first = min(own_first, max(begin, end - kernels.round_up(in_rows, 64)))
-                is_last = first + token_tile == tall - 1
-                most = step + config.tail * is_last
-                rows = range(max(begin, own_first), min(end, own_first + most))
-                yield own_tile, own_first, rows
+                yield weight_tile * config.cluster + rank, first_token, rows
 
     def check_boxes(self, made, m):
         """Boxes are what the kernel takes them for."""
         config, outer = made.config, [1] * made.config.grouped
-        tokens, weights = config.cta_tile
-        tokens += config.tail
-        shared = config.multicast > 1
-        of_tokens, of_weights = (config.multicast, 1) if shared else (1, config.multicast)
-        assert [x.box for x in made.b_maps] == [
-            [128, size // of_weights, *outer] for size in config.weight_pieces
+        tokens, weights = config.most_tokens, config.tile_weights
+        assert [x.box for x in made.b_maps] == [[128, x, *outer] for x in config.weight_pieces]
+        # Out of bounds, TMA is slow: an operand that is not shared is loaded no further.
+        heights = [*range(64, tokens, 64), tokens] if len(made.a_maps) > 1 else [tokens]
+        loaded = [x if config.multicast > 1 else min(x, m) for x in heights]
+        assert [x.box for x in made.a_maps] == [
+            [128, x // config.multicast, *outer] for x in loaded
         ]
-        # Out of bounds, TMA is slow: of an operand that is not shared, only what there is.
-        heights = [tokens]
-        if len(made.a_maps) > 1:
-            heights = [*range(64, tokens, 64), tokens]
-        loaded = [x if shared else min(x, m) for x in heights]
-        assert [x.box for x in made.a_maps] == [[128, x // of_tokens, *outer] for x in loaded]
         of_l2 = {made.a_maps[0].l2_bytes} if config.grouped else {128 if m <= 64 else 256}
         for x in (*made.a_maps, *made.b_maps):
             assert (x.swizzle, {x.l2_bytes}) == (128, of_l2)
         scales = tokens + 4 if config.grouped and not config.swap_ab else tokens
-        assert (made.scale_map.box, made.scale_map.swizzle) == (
-            [scales, config.k_blocks_per_stage, *outer],
-            0,
-        )
-        stage_bytes = [
-            config.k_blocks_per_stage * ((x + weights) * 128 + scales * 4) for x in loaded
-        ]
+        assert made.scale_map.box == [scales, config.k_blocks_per_stage, *outer]
+        assert made.scale_map.swizzle == 0
+        k_block_bytes = [(x + weights) * 128 + scales * 4 for x in loaded]
+        stage_bytes = [config.k_blocks_per_stage * x for x in k_block_bytes]
         assert list(made.arguments.stage_bytes)[: len(loaded)] == stage_bytes
         # Tiles of tokens overlap rather than leave bounds, as far as 16 bytes of scales allow.
         last = made.arguments.last_token

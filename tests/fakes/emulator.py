@@ -5,38 +5,42 @@ given. A wrong address, stride or extent gives a wrong result.
 """
 
 import ctypes
-import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
 from moefp8.kernels.common.inputs import INPUTS
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import quantize_launch as quantize_room
+from moefp8.quant import quantize_launch
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
-from moefp8.routing import top_k_op as top_k
-from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
+from tests import naive
+from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm.cases import BIAS_NAMES
+from tests.kernels.gemm.cases import choosing
+from tests.routing.cases import plan_of
 
 _GUARD = 1 << 12
-ARGUMENTS = {
-    "quantize": quantize_room._Arguments,
+ARGUMENTS = {  # by the source of the kernel, of which they are the last argument
+    "gemm": gemm_launch.Arguments,
+    "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
     "top_k": top_k_launch._Arguments,
 }
+
+
+def dtype_of(kernel: jit.Kernel) -> torch.dtype:
+    """What its template arguments say of its input."""
+    (name,) = re.findall(r"Input::\w+", kernel.name)
+    return next(dtype for dtype, found in INPUTS.items() if found == name)
 
 
 class FakeDriver(jit.Driver):
@@ -56,8 +60,7 @@ class FakeDriver(jit.Driver):
         super().__init__(library or Emulator(), max_prepared)
         self.sms, self.stream = num_sms, 7
         self.launched, self.kernels = self.library.launched, self.library.kernels
-        self.maps, self.config_of = self.library.maps, self.library.config_of
-        self.chosen: list[tuple[int, ...]] = []
+        self.maps = self.library.maps
         self.workspaces: list[torch.Tensor] = []
         self._guarded: dict[int, torch.Tensor] = {}
 
@@ -87,7 +90,7 @@ class FakeDriver(jit.Driver):
         return True
 
     def allocate(self, num_bytes: int, stream: int) -> int:
-        """Of each size the same memory, of NaN and never written before."""
+        """For each size it is the same memory; it holds NaN, and none is written around it."""
         found = self._guarded.get(num_bytes)
         if found is None:
             found = torch.empty(num_bytes + 2 * _GUARD + 256, dtype=torch.uint8)
@@ -98,7 +101,7 @@ class FakeDriver(jit.Driver):
         return self.workspaces[-1].data_ptr()
 
     def free(self, address: int) -> None:
-        """It is for the next one of its size."""
+        """The memory is for the next one of its size."""
 
     @staticmethod
     def _first_of(found: torch.Tensor) -> int:
@@ -164,7 +167,7 @@ class Emulator(GemmEmulator):
         config, function, parameters, *_ = nodes[node.value - 1]
         at = params._obj.parameters
         given = list((ctypes.c_void_p * len(parameters)).from_address(at))
-        last = ARGUMENTS.get(self.kernels[function.value - 1].source.stem, gemm_launch.Arguments)
+        last = ARGUMENTS[self.kernels[function.value - 1].source.stem]
         size = given[-1] - given[0] + ctypes.sizeof(last)
         held = ctypes.create_string_buffer(ctypes.string_at(given[0], size), size)
         copies = [ctypes.addressof(held) + x - given[0] for x in given]
@@ -228,6 +231,9 @@ class Emulator(GemmEmulator):
         return 0
 
     def compute(self, made, parameters):
+        structure = ARGUMENTS[made.kernel.source.stem]
+        given = structure.from_address(parameters[-1])
+        made.arguments = structure.from_buffer_copy(given)
         bodies = {
             "quantize": self.quantize,
             "softmax": self.top_k,
@@ -239,30 +245,25 @@ class Emulator(GemmEmulator):
         bodies.get(made.kernel.name.split("_")[0], self.gemm)(made, parameters)
 
     def quantize(self, made, parameters):
-        made.arguments = x = copy_of(quantize_room._Arguments, parameters[0])
-        dtype = next(d for d, name in INPUTS.items() if f"<{name}," in made.kernel.name)
-        size, by_rows = dtype.itemsize, "1x128" in made.kernel.name
+        x, dtype = made.arguments, dtype_of(made.kernel)
         shape, blocks = [x.num_matrices, x.num_rows, x.k], kernels.num_blocks(x.k)
-        source = memory(x.x, dtype, shape, [x.matrix_bytes // size, x.row_bytes // size, 1])
+        source_strides = [x.matrix_bytes // dtype.itemsize, x.row_bytes // dtype.itemsize, 1]
+        source = memory(x.x, dtype, shape, source_strides)
         data = memory(x.data, torch.float8_e4m3fn, shape, [x.num_rows * x.k, x.k, 1])
-        if by_rows:
+        if "1x128" in made.kernel.name:
+            found = torch.ops.moefp8.quantize_1x128(source, bool(x.ue8m0))
             strides = [blocks * x.pitch, 1, x.pitch]
-            scales = memory(x.scale_inv, torch.float32, [*shape[:2], blocks], strides)
         else:
-            row_blocks = kernels.num_blocks(x.num_rows)
-            strides = [row_blocks * blocks, blocks, 1]
-            scales = memory(x.scale_inv, torch.float32, [shape[0], row_blocks, blocks], strides)
-        quantize = fp8.quantize_1x128 if by_rows else fp8.quantize_128x128
-        for matrix, codes, of_codes in zip(source, data, scales, strict=True):
-            for output, found in zip(
-                (codes, of_codes), quantize(matrix, bool(x.ue8m0)), strict=True
-            ):
-                output.copy_(found)
+            found = torch.ops.moefp8.quantize_128x128(source, bool(x.ue8m0))
+            strides = [kernels.num_blocks(x.num_rows) * blocks, blocks, 1]
+        scales = memory(x.scale_inv, torch.float32, [*found[1].shape], strides)
+        for output, y in zip((data, scales), found, strict=True):
+            output.copy_(y)
 
     def top_k(self, made, parameters):
-        made.arguments = x = copy_of(top_k_launch._Arguments, parameters[0])
-        op, name, items = re.fullmatch(r"(\w+)_kernel<(.*), (\d+)>", made.kernel.name).groups()
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        x = made.arguments
+        op, items = re.fullmatch(r"(\w+)_kernel<.*, (\d+)>", made.kernel.name).groups()
+        dtype = dtype_of(made.kernel)
         shape = [x.num_tokens, x.num_experts]
         assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
         assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
@@ -273,60 +274,43 @@ class Emulator(GemmEmulator):
         strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
         logits = memory(x.logits, dtype, shape, strides)
         if op == "softmax_topk":
-            result = top_k._softmax_topk(logits, x.top_k, bool(x.renormalize))
+            result = torch.ops.moefp8.softmax_topk(logits, x.top_k, bool(x.renormalize))
         else:
             bias = memory(x.bias, torch.float32, shape[1:], [1]) if x.bias else None
             rest = x.top_k, x.num_groups, x.topk_groups, bool(x.renormalize), x.scaling_factor
-            result = top_k._sigmoid_group_topk(logits, bias, *rest)
+            result = torch.ops.moefp8.sigmoid_group_topk(logits, bias, *rest)
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 
     @staticmethod
-    def places(routing):
-        """Tokens or choices with a row, for each expert; expert and row of each choice, or -1.
-
-        Of the rows of all experts, a choice has one of its own; of matrices, the token.
-        """
-        num_tokens, top_k = routing.num_tokens, routing.top_k
+    def plan(routing):
+        """Without max_m, every choice has a row of its own; else a token has one of each expert."""
         id_dtype = torch.int64 if routing.is_wide else torch.int32
-        id_strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
-        ids = memory(routing.ids, id_dtype, [num_tokens, top_k], id_strides).tolist()
-        of_experts = [{} for _ in range(routing.num_experts)]
-        of_choices = [[-1] * top_k for _ in range(num_tokens)]
-        for token, choice in itertools.product(range(num_tokens), range(top_k)):
-            expert = ids[token][choice]
-            if 0 <= expert < routing.num_experts:
-                rows_of_expert = of_experts[expert]
-                key = (token, 0) if routing.max_m else (token, choice)
-                row = rows_of_expert.setdefault(key, len(rows_of_expert))
-                of_choices[token][choice] = expert, row
-        return of_experts, of_choices
+        strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
+        ids = memory(routing.ids, id_dtype, [routing.num_tokens, routing.top_k], strides)
+        return plan_of(ids, routing.num_experts, routing.max_m or None)
 
     def counts_of(self, x):
         """[chunks, slots] of how many rows each expert has in each chunk of tokens."""
-        counts = torch.zeros(x.num_chunks, x.routing.num_slots, dtype=torch.int16)
-        for expert, rows in enumerate(self.places(x.routing)[0]):
-            for token, _ in rows:
-                counts[token // x.routing.chunk, expert] += 1
-        return counts
+        plan, counts = self.plan(x.routing), torch.zeros(x.num_chunks, x.routing.num_slots)
+        is_row = plan.row_to_token >= 0
+        at = plan.row_to_token[is_row] // x.routing.chunk, plan.row_to_expert[is_row]
+        return counts.index_put(at, torch.ones(()), accumulate=True).short()
 
     def count(self, made, parameters):
-        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
+        x = made.arguments
         counts = self.counts_of(x)
         assert (made.grid, made.block) == (x.num_chunks, 128)
         assert f"<{str(x.routing.max_m > 0).lower()}>" in made.kernel.name
         memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
 
     def dispatch(self, made, parameters):
-        made.arguments = x = copy_of(dispatch_launch._Arguments, parameters[0])
-        routing, h = x.routing, x.hidden_size
-        num_tokens, top_k, e = routing.num_tokens, routing.top_k, routing.num_experts
-        blocks = kernels.num_blocks(h)
+        x, dtype = made.arguments, dtype_of(made.kernel)
+        routing, h, blocks = x.routing, x.hidden_size, kernels.num_blocks(x.hidden_size)
         assert x.num_k_blocks == blocks
         assert made.grid == x.num_chunks * x.num_parts
-        assert x.num_chunks == kernels.ceil_div(num_tokens, routing.chunk)
-        name, *flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        assert x.num_chunks == kernels.ceil_div(routing.num_tokens, routing.chunk)
+        flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")[1:]
         _, merges, is_counted = (flag == "true" for flag in flags)
         assert merges == (routing.max_m > 0)
         if is_counted:
@@ -334,89 +318,46 @@ class Emulator(GemmEmulator):
             counted = memory(x.counts, torch.int16, shape, [shape[1], 1])
             assert torch.equal(counted, self.counts_of(x))
             assert made.programmatic
-        places = self.places(routing)
-        counts = [len(rows) for rows in places[0]]
-        if routing.max_m:
-            assert max(counts) <= routing.max_m
-            offsets = [routing.max_m * i for i in range(e + 1)]
-        else:
-            offsets = [0, *itertools.accumulate(counts)]
-        source = memory(x.x, dtype, [num_tokens, h], [x.x_row_bytes // dtype.itemsize, 1])
+        source_strides = [x.x_row_bytes // dtype.itemsize, 1]
+        source = memory(x.x, dtype, [routing.num_tokens, h], source_strides)
         data, scale_inv = fp8.quantize_1x128(source, False)
-        token_to_row = [[-1] * top_k for _ in range(num_tokens)]
-        for token, choice in itertools.product(range(num_tokens), range(top_k)):
-            if places[1][token][choice] == -1:
-                continue
-            expert, in_expert = places[1][token][choice]
-            row = token_to_row[token][choice] = offsets[expert] + in_expert
-            codes = data[token].view(torch.uint8)
-            memory(x.rows + row * x.row_pitch, torch.uint8, [h], [1]).copy_(codes)
-            first = row
-            if routing.max_m:
-                first = expert * blocks * x.scale_pitch + in_expert
-            scales = memory(x.row_scales + first * 4, torch.float32, [blocks], [x.scale_pitch])
-            scales.copy_(scale_inv[token])
+        plan = self.plan(routing)
+        (rows,) = torch.nonzero(plan.row_to_token >= 0, as_tuple=True)
+        tokens, num_rows = plan.row_to_token[rows], len(plan.row_to_token)
+        codes = memory(x.rows, torch.uint8, [num_rows, h], [x.row_pitch, 1])
+        codes[rows] = data.view(torch.uint8)[tokens]
+        in_matrix = routing.max_m or num_rows
+        shape, strides = [num_rows // in_matrix, blocks, in_matrix], [x.scale_pitch, 1]
+        scales = memory(x.row_scales, torch.float32, shape, [blocks * x.scale_pitch, *strides])
+        scales[rows // in_matrix, :, rows % in_matrix] = scale_inv[tokens]
         for address, values in (
-            (x.zeros, [0, 0]),
-            (routing.expert_offsets, offsets),
-            (routing.tokens_per_expert, counts),
-            (routing.token_to_row, list(itertools.chain.from_iterable(token_to_row))),
+            (x.zeros, torch.zeros(2)),
+            (routing.expert_offsets, plan.expert_offsets),
+            (routing.tokens_per_expert, plan.tokens_per_expert),
+            (routing.token_to_row, plan.token_to_row.flatten()),
         ):
-            memory(address, torch.int32, [len(values)], [1]).copy_(torch.tensor(values))
+            memory(address, torch.int32, [len(values)], [1]).copy_(values)
 
     def combine(self, made, parameters):
-        made.arguments = x = copy_of(combine_launch._Arguments, parameters[0])
-        name = re.search(r"Input::\w+", made.kernel.name)[0]
-        dtype = next(d for d, found in INPUTS.items() if found == name)
+        x, dtype = made.arguments, dtype_of(made.kernel)
         shape, h = [x.num_tokens, x.top_k], x.hidden_size
         strides = [y // dtype.itemsize for y in (x.weight_token_bytes, x.weight_choice_bytes)]
-        weights = memory(x.weights, dtype, shape, strides).float()
+        weights = memory(x.weights, dtype, shape, strides)
         token_to_row = memory(x.token_to_row, torch.int32, shape, [x.top_k, 1]).tolist()
+        num_rows = 1 + max(0, *map(max, token_to_row))
+        y = memory(x.y, torch.bfloat16, [num_rows, h], [x.y_row_bytes // 2, 1])
         out = memory(x.out, torch.bfloat16, [x.num_tokens, h], [h, 1])
-        for token, rows in enumerate(token_to_row):
-            total = torch.zeros(h)
-            for choice, row in enumerate(rows):
-                if row >= 0:
-                    y = memory(x.y + row * x.y_row_bytes, torch.bfloat16, [h], [1])
-                    total += weights[token, choice] * y.float()
-            out[token] = total
+        out.copy_(naive.combine(y, token_to_row, weights))
 
 
 @contextmanager
 def emulated(
-    config: gemm_config.GemmConfig | None = None,
-    gate_up: gemm_config.GemmConfig | None = None,
-    **options: int,
+    config: GemmConfig | None = None, gate_up: GemmConfig | None = None, **options
 ) -> Iterator[FakeDriver]:
     """Launches work on tensors of the CPU.
 
-    config, and of gate and up gate_up: instead of what is chosen. options: of `FakeDriver`.
+    config, gate_up: as in `choosing`. options: of `FakeDriver`.
     """
-    made = FakeDriver(**options)
-
-    def remember(chosen):
-        layouts = GroupLayout if chosen.grouped else [None]
-        names = [chosen.kernel_name(bias, layout) for bias in BIAS_NAMES for layout in layouts]
-        made.config_of.update(dict.fromkeys(names, chosen))
-        return chosen
-
-    def telling(choose, instead):
-        def choose_and_tell(*arguments):
-            *shape, num_sms, _ = arguments
-            made.chosen.append((*shape, num_sms))
-            return remember(instead or choose(*arguments))
-
-        return choose_and_tell
-
-    with pytest.MonkeyPatch.context() as patch, jit.using(made):
-        for name in ("choose_config", "choose_grouped_config"):
-            patch.setattr(heuristic, name, telling(getattr(heuristic, name), config))
-        choose_both = heuristic.choose_experts_configs
-
-        def choose_both_and_tell(*arguments):
-            chosen = choose_both(*arguments)
-            return remember(gate_up or chosen[0]), remember(config or chosen[1])
-
-        patch.setattr(heuristic, "choose_experts_configs", choose_both_and_tell)
+    with jit.using(FakeDriver(**options)) as made, choosing(config, gate_up):
         yield made
         made.check_workspaces()

@@ -1,19 +1,24 @@
 """What the tests of the routed experts share: layers, and how gate and up are cut into tiles.
 
-Imports no more than `sanitizer_cases` may need.
+The module imports no more than `sanitizer` may need.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 from moefp8.functional.experts import experts
-from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
+from moefp8.kernels.common.registry import Op
 from moefp8.quant.quantize import quantize_128x128
+from tests.kernels.gemm.cases import filled
+from tests.layers.cases import assert_matches_up_to_codes
+from tests.routing.cases import ids_of
 
 
 class Weights(NamedTuple):
-    """As the op takes them."""
+    """The weights of E experts, as the op takes them."""
 
     gate_up_proj: torch.Tensor
     gate_up_proj_scale_inv: torch.Tensor
@@ -22,7 +27,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, device="cpu") -> Weights:
-    """Of random experts whose outputs are about as large as their inputs."""
+    """Random experts whose outputs are about as large as their inputs."""
     gate_up = torch.randn(num_experts, 2, intermediate_size, hidden_size, device=device)
     down = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
     quantize = quantize_128x128.overload  # which a fake GPU is not asked for
@@ -32,37 +37,59 @@ def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, devic
 
 
 def tokens_of(num_tokens: int, hidden_size: int, device="cpu") -> torch.Tensor:
-    """bf16, of magnitudes that differ."""
+    """bf16 [T, H]; magnitudes differ from token to token."""
     sizes = torch.exp2(torch.randint(-3, 4, (num_tokens, 1), device=device))
     return (torch.randn(num_tokens, hidden_size, device=device) * sizes).bfloat16()
 
 
-def run(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: Weights,
-    limit: float | None = None,
-    masked: bool = False,
-) -> torch.Tensor:
+def inputs(
+    num_tokens: int,
+    hidden_size: int,
+    top_k: int = 2,
+    num_experts: int = 3,
+    kind: str = "distinct",
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, ids, which are of a kind that `ids_of` knows, and weights of the choices."""
+    x, ids = (
+        tokens_of(num_tokens, hidden_size, device),
+        ids_of(kind, num_tokens, top_k, num_experts),
+    )
+    return x, ids.to(device), torch.rand(num_tokens, top_k, device=device) + 0.1
+
+
+def every_other(weights: Weights) -> Weights:
+    """Experts 1, 3, ... where they lie; their scales lie in another order."""
+    gate_up, gate_up_scales, down, down_scales = (x[1::2] for x in weights)
+    of_down = down_scales.transpose(0, 2).contiguous().transpose(0, 2)
+    return Weights(gate_up, gate_up_scales.mT.contiguous().mT, down, of_down)
+
+
+def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
     return experts(x, ids, top_k_weights, *weights, limit, masked)
 
 
-def body(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: Weights,
-    limit: float | None = None,
-    masked: bool = False,
-) -> torch.Tensor:
-    """In PyTorch, on tensors of the CPU; ids out of range count as E."""
+def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
+    """What the op's body in PyTorch gives, on any device; ids out of range count as E."""
     e = weights.down_proj.shape[0]
     ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    return experts.overload(x, ids, top_k_weights, *weights, limit, masked)
+    arguments = x, ids, top_k_weights, *weights, limit, masked
+    return run_body(experts, *arguments)
 
 
-# Of experts: where a tile, its rows, or the tail behind them begin to be too small. The last tokens
+def run_body(op: Op, *arguments) -> torch.Tensor:
+    """The op's body in PyTorch, on tensors of any device."""
+    return op.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
+
+
+def assert_right(*arguments) -> torch.Tensor:
+    """What `run` gives of them is what `body` does."""
+    y = run(*arguments)
+    assert_matches_up_to_codes(y, body(*arguments))
+    return y
+
+
+# Tokens of experts: a tile, its rows, or the tail behind them begin to be too small. The last ones
 # are few, and their tiles begin with tokens of others.
 LOADS_AT_EDGES = 0, 1, 24, 63, 64, 65, 127, 128, 129, 151, 152, 153, 256, 257, 280, 281, 40, 24, 1
 
@@ -73,22 +100,13 @@ def ids_of_loads(loads: tuple[int, ...]) -> torch.Tensor:
     return experts[torch.randperm(len(experts))][:, None]
 
 
-def _down(rows: int, cols: int, **options: int) -> GemmConfig:
-    return with_most_stages(GemmConfig(rows, cols, 0, grouped=True, **options))
-
-
-def _gate_up(rows: int, cols: int, **options: int) -> GemmConfig:
-    return _down(rows, cols, gate_up=True, **options)
-
-
+_down = partial(filled, grouped=True)
+_gate_up = partial(_down, gate_up=True)
 _FEW_OF_DOWN = {"k_blocks_per_stage": 2, "ctas_per_sm": 2, "swap_ab": True}
 _FEW = {"parts": 2, **_FEW_OF_DOWN}
 # Every family of kernels for gate and up.
 GATE_UP_FAMILIES = {
-    "weights are rows, 8": _gate_up(128, 8, **_FEW),
-    "weights are rows, 16": _gate_up(128, 16, **_FEW),
-    "weights are rows, 24": _gate_up(128, 24, **_FEW),
-    "weights are rows, 32": _gate_up(128, 32, **_FEW),
+    **{f"weights are rows, {n}": _gate_up(128, n, **_FEW) for n in (8, 16, 24, 32)},
     "two buffers": _gate_up(64, 128, num_product_buffers=2),
     "whole blocks": _gate_up(64, 256, parts=2),
     "whole blocks, two math groups": _gate_up(128, 256, parts=2),
@@ -100,14 +118,16 @@ GATE_UP_FAMILIES = {
 }
 # Every family that is chosen for down.
 DOWN_FAMILIES = {
-    "weights are rows, 8": _down(128, 8, **_FEW_OF_DOWN),
-    "weights are rows, 16": _down(128, 16, **_FEW_OF_DOWN),
-    "weights are rows, 24": _down(128, 24, **_FEW_OF_DOWN),
-    "weights are rows, 32": _down(128, 32, **_FEW_OF_DOWN),
+    **{f"weights are rows, {n}": _down(128, n, **_FEW_OF_DOWN) for n in (8, 16, 24, 32)},
     "two buffers": _down(64, 128, num_product_buffers=2),
     "two buffers, two math groups": _down(128, 128, num_product_buffers=2),
     "two buffers, multicast": _down(128, 128, num_product_buffers=2, multicast=2),
     "three math groups": _down(192, 128),
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),
+}
+# (gate and up, down), of which the other one is None: it may be any.
+EXPERTS_FAMILIES = {
+    **{f"gate and up: {name}": (config, None) for name, config in GATE_UP_FAMILIES.items()},
+    **{f"down: {name}": (None, config) for name, config in DOWN_FAMILIES.items()},
 }

@@ -5,28 +5,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8 import GroupedExperts
-from moefp8.functional import experts as op_room
 from moefp8.functional import experts_launch
+from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import Workspace
-from moefp8.kernels import jit, set_num_sms
-from moefp8.kernels.gemm import heuristic
+from moefp8.kernels import set_num_sms
 from moefp8.testing import assert_matches_reference
+from tests import gpu
+from tests.functional import cases
 from tests.functional.cases import (
-    DOWN_FAMILIES,
+    EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
     Weights,
+    body,
     ids_of_loads,
     run,
     tokens_of,
     weights_of,
 )
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
+from tests.kernels.gemm.cases import choosing
 from tests.layers.cases import assert_close
-from tests.routing.cases import ids_of
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -35,28 +36,13 @@ E, K, H, I = 16, 4, 512, 384
 
 
 def inputs(num_tokens, top_k=K, num_experts=E, hidden_size=H, kind="distinct"):
-    """Tokens, ids and weights of the choices."""
-    ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
-    weights = torch.rand(num_tokens, top_k, device="cuda") + 0.1
-    return tokens_of(num_tokens, hidden_size, "cuda"), ids, weights
-
-
-def body(x, ids, top_k_weights, weights, limit=None) -> torch.Tensor:
-    """The portable one, also on this GPU; ids out of range count as E."""
-    e = weights.down_proj.shape[0]
-    ids = ids.masked_fill((ids < 0) | (ids > e), e)
-    inputs = op_room.ExpertsInputs(x, ids, top_k_weights, *weights, limit, False)
-    return op_room._body(inputs)
+    return cases.inputs(num_tokens, hidden_size, top_k, num_experts, kind, "cuda")
 
 
 def poison() -> None:
     """What is allocated next holds NaN in every float, and -1 as an int."""
     torch.cuda.empty_cache()
-    memory = [torch.empty(1 << 29, dtype=torch.uint8, device="cuda")]
-    memory += [torch.empty(1 << 19, dtype=torch.uint8, device="cuda") for _ in range(32)]
-    for x in memory:
-        x.fill_(0xFF)
-    del x, memory
+    gpu.poison("cuda", 1 << 29, *[1 << 19] * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -68,35 +54,6 @@ def _poisoned():
 def layer() -> Weights:
     torch.manual_seed(1)
     return weights_of(E, H, I, "cuda")
-
-
-@pytest.fixture
-def forget():
-    """What this thread has prepared: it no longer holds once choices are made in another way."""
-    yield jit.current_driver().prepared().clear
-    jit.current_driver().prepared().clear()
-
-
-@pytest.fixture
-def limit_sms():
-    yield set_num_sms
-    set_num_sms(None)
-
-
-@pytest.fixture
-def choose(monkeypatch, forget):
-    """Take these configurations for gate and up, and for down, or what would be chosen."""
-    chosen = heuristic.choose_experts_configs
-
-    def take(gate_up=None, down=None) -> None:
-        def instead(*shape):
-            first, second = chosen(*shape)
-            return gate_up or first, down or second
-
-        monkeypatch.setattr(heuristic, "choose_experts_configs", instead)
-        forget()
-
-    return take
 
 
 # ---- Against the portable body ----
@@ -167,15 +124,6 @@ def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
     assert bool((nowhere == 0).all())
 
 
-def test_an_expert_named_twice_counts_twice(layer):
-    for num_tokens, top_k in ((1, 3), (70, 9), (600, 4), (1000, 9)):
-        x, ids, top_k_weights = inputs(num_tokens, top_k, 2)
-        for of_pairs in (ids % 2, ids * 0):
-            y = run(x, of_pairs, top_k_weights, layer)
-            assert_close(y, body(x, of_pairs, top_k_weights, layer), I)
-            assert torch.equal(y, run(x, of_pairs, top_k_weights, layer, None, True))
-
-
 @pytest.mark.parametrize("num_tokens", [0, 4])
 @pytest.mark.parametrize(("h", "i"), [(128, 0), (0, 128), (0, 0), (128, 128)])
 def test_empty_sizes(num_tokens, h, i):
@@ -199,76 +147,62 @@ def test_all_tokens_of_one_expert(layer, expert, masked):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 70, 500])
-def test_every_family_gives_the_same_bits(layer, choose, num_tokens):
-    """Also where it would not be chosen."""
-    odd = weights_of(E, 264, 200, "cuda")
-    for weights, hidden_size, size in ((layer, H, I), (odd, 264, 200)):
-        arguments = inputs(num_tokens, hidden_size=hidden_size)
-        expected = body(*arguments, weights)
-        first = None
-        families = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
-        families += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
-        for name, gate_up, down in families:
-            choose(gate_up, down)
+def test_every_family_gives_the_same_bits(layer, num_tokens):
+    """They are the same also where it would not be chosen."""
+    for weights, hidden_size, size in ((layer, H, I), (weights_of(E, 264, 200, "cuda"), 264, 200)):
+        check_every_family(*inputs(num_tokens, hidden_size=hidden_size), weights, size=size)
+
+
+def test_every_family_ends_tiles_where_groups_end():
+    ids, weights = ids_of_loads(LOADS_AT_EDGES).cuda(), weights_of(19, 264, 200, "cuda")
+    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
+    check_every_family(tokens, ids, of_choices, weights, size=200)
+
+
+def check_every_family(*arguments, size: int) -> None:
+    expected, first = body(*arguments), None
+    for name, (gate_up, down) in EXPERTS_FAMILIES.items():
+        with choosing(down, gate_up):
             for masked in (False, True):
                 poison()
-                y = run(*arguments, weights, None, masked)
+                y = run(*arguments, None, masked)
                 assert_close(y, expected, size)
                 first = y if first is None else first
                 assert torch.equal(y, first), (name, masked)
 
 
-def test_every_family_ends_tiles_where_groups_end(choose):
-    ids, experts = ids_of_loads(LOADS_AT_EDGES).cuda(), len(LOADS_AT_EDGES)
-    weights = weights_of(experts, 264, 200, "cuda")
-    tokens, of_choices = tokens_of(len(ids), 264, "cuda"), torch.ones(len(ids), 1, device="cuda")
-    expected, first = body(tokens, ids, of_choices, weights), None
-    for name in {**GATE_UP_FAMILIES, **DOWN_FAMILIES}:
-        choose(GATE_UP_FAMILIES.get(name), DOWN_FAMILIES.get(name))
-        for masked in (False, True):
-            poison()
-            y = run(tokens, ids, of_choices, weights, None, masked)
-            assert_close(y, expected, 200)
-            first = y if first is None else first
-            assert torch.equal(y, first), (name, masked)
+@pytest.mark.parametrize(
+    ("family", "num_tokens"),
+    [*((family, 300) for family in GATE_UP_FAMILIES), *((None, n) for n in (1, 40, 300, 4000))],
+)
+@pytest.mark.usefixtures("new_driver")
+def test_a_limit_of_sms_changes_no_bit(layer, family, num_tokens):
+    arguments = inputs(num_tokens)
+    with choosing(gate_up=GATE_UP_FAMILIES.get(family)):
+        expected = run(*arguments, layer)
+        for limit in (1, 2, 3, 131, 10_000):
+            set_num_sms(limit)
+            assert torch.equal(run(*arguments, layer), expected)
 
 
-@pytest.mark.parametrize("family", GATE_UP_FAMILIES)
-def test_a_limit_of_sms_changes_no_bit(layer, choose, limit_sms, family):
-    choose(GATE_UP_FAMILIES[family])
-    arguments = inputs(300)
-    expected = run(*arguments, layer)
-    for limit in (1, 2, 3, 131, 10_000):
-        limit_sms(limit)
-        assert torch.equal(run(*arguments, layer), expected)
-
-
-@pytest.mark.parametrize("family", {**GATE_UP_FAMILIES, **DOWN_FAMILIES})
-def test_who_takes_which_tile_changes_no_bit(choose, forget, limit_sms, family, monkeypatch):
+@pytest.mark.parametrize("family", EXPERTS_FAMILIES)
+@pytest.mark.usefixtures("new_driver")
+def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     """Loops along K of 13 and 9 k-blocks, so that the next tile is asked for on the way."""
-    choose(GATE_UP_FAMILIES.get(family), DOWN_FAMILIES.get(family))
+    gate_up, down = EXPERTS_FAMILIES[family]
     weights = weights_of(6, 1664, 1152, "cuda")
-    cases = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
+    made = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
     for take in (False, True):
         monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
-        forget()
-        for limit in (2, 5, 16, None):
-            limit_sms(limit)
-            poison()
-            results = [run(*arguments, weights) for arguments in 2 * cases]
-            expected = expected or results[:3]
-            for y, right in zip(results, 2 * expected, strict=True):
-                assert torch.equal(y, right), (take, limit)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 40, 300, 4000])
-def test_what_is_chosen_for_few_sms_changes_no_bit(layer, limit_sms, num_tokens):
-    arguments = inputs(num_tokens)
-    expected = run(*arguments, layer)
-    for limit in (1, 2, 131):
-        limit_sms(limit)
-        assert torch.equal(run(*arguments, layer), expected)
+        with choosing(down, gate_up):
+            for limit in (2, 5, 16, None):
+                set_num_sms(limit)
+                poison()
+                results = [run(*arguments, weights) for arguments in 2 * made]
+                expected = expected or results[:3]
+                for y, right in zip(results, 2 * expected, strict=True):
+                    assert torch.equal(y, right), (take, limit)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -292,13 +226,13 @@ def test_masked_equals_contiguous(layer, num_tokens):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_parts_equal_the_whole(layer, monkeypatch, forget, masked):
+def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     arguments = inputs(777, kind="out of range")
     expected = run(*arguments, layer, None, masked)
     size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
     for parts in (2, 5, 40):
         monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
-        forget()
+        new_driver.prepared().clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
 
 
@@ -327,11 +261,11 @@ def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
 @pytest.mark.parametrize(("h", "i"), [(H, I), (100, 200)])
-def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
+def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     memory = inputs(num_tokens, hidden_size=h)
     run(*memory, weights, None, masked)  # kernels are compiled and loaded
-    forget()  # preparing while a graph is captured must be allowed
+    new_driver.prepared().clear()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(*memory, weights, None, masked)
@@ -345,10 +279,10 @@ def test_one_graph_serves_all_routings(forget, num_tokens, masked, h, i):
         assert torch.equal(y, run(*fresh, weights, None, masked))
 
 
-def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, forget):
-    """Also where the addresses of a CUDA tensor map are replaced."""
+def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new_driver):
+    """The addresses in CUDA's tensor maps are replaced."""
     others = [weights_of(E, H, I, "cuda") for _ in range(2)]
-    forget()  # also of how these were quantized
+    new_driver.prepared().clear()  # also of how these were quantized
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -356,11 +290,11 @@ def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, for
                 arguments = inputs(70)
                 assert_close(run(*arguments, weights), body(*arguments, weights), I)
         torch.cuda.current_stream().wait_stream(stream)
-    assert len(jit.current_driver().prepared()) == 1
+    assert len(new_driver.prepared()) == 1
 
 
 def test_streams_run_side_by_side(layer):
-    """Also with other sizes, so that kernels of both are on the GPU at once."""
+    """Their sizes differ, so that kernels of several layers are on the GPU at once."""
     made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700, 2100)]
     expected = [run(*arguments, layer) for arguments in made]
     streams = [torch.cuda.Stream() for _ in made]
@@ -437,12 +371,3 @@ def test_layers_compile_whole(layout):
             y = compiled(*arguments)
             assert torch.equal(y, layer(*arguments))
         assert_matches_reference(layer(*arguments).detach(), y, 0.0)
-
-
-def test_it_never_waits_and_needs_no_portable_body(layer, monkeypatch):
-    monkeypatch.setenv("MOEFP8_STRICT", "1")
-    for num_tokens in (1, 60, 2000, 2100):
-        arguments = inputs(num_tokens)
-        for masked in (False, True):
-            with no_synchronisation(), torch.inference_mode():
-                run(*arguments, layer, None, masked)

@@ -1,8 +1,7 @@
-"""The launch contract of the routed experts: what is prepared anew, and what is not."""
+"""The launch contract of the routed experts, beyond `tests/kernels/common/test_prepared.py`."""
 
 import math
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,43 +9,13 @@ import torch
 from moefp8 import kernels
 from moefp8.functional import experts_launch
 from tests.fakes.emulator import Emulator, emulated
-from tests.functional.cases import body, run, tokens_of, weights_of
-from tests.layers.cases import assert_matches_up_to_codes
-from tests.routing.cases import ids_of
+from tests.functional.cases import assert_right, inputs, run, weights_of
 
 E, H, I = 3, 144, 272
 
 
-def inputs(num_tokens: int = 9, h: int = H):
-    """Tokens, ids and weights of the choices."""
-    return tokens_of(num_tokens, h), ids_of("distinct", num_tokens, 2, E), torch.rand(num_tokens, 2)
-
-
-def assert_right(*arguments) -> torch.Tensor:
-    y = run(*arguments)
-    assert_matches_up_to_codes(y, body(*arguments))
-    return y
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_new_addresses_other_layers_and_other_streams_prepare_nothing(gpu, masked):
-    for i in range(1, 5):
-        gpu.stream, (x, ids, top_k_weights) = 40 + i, inputs()
-        weights = weights_of(E, H, I)
-        y = assert_right(x, ids, top_k_weights, weights, None, masked)
-        assert (len(gpu.prepared()), len(gpu.kernels), len(gpu.launched)) == (1, 4, 4 * i)
-        dispatch, first, second, combine = gpu.launched[-4:]
-        assert {made.stream for made in gpu.launched[-4:]} == {gpu.stream}
-        assert dispatch.arguments.x == x.data_ptr()
-        assert dispatch.arguments.routing.ids == ids.data_ptr()
-        assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
-        assert second.b_maps[0].address == weights.down_proj.data_ptr()
-        assert combine.arguments.weights == top_k_weights.data_ptr()
-        assert combine.arguments.out == y.data_ptr()
-
-
 def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
-    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
+    (x, ids, top_k_weights), weights = inputs(9, H), weights_of(E, H, I)
     scales = weights.down_proj_scale_inv
     unaligned = torch.empty(9 * H + 1, dtype=x.dtype)[1:].view(9, H).copy_(x)
     in_wide_rows = torch.empty(9, 152, dtype=x.dtype)[:, :H].copy_(x)
@@ -76,52 +45,11 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         assert len(gpu.prepared()) == len(variants) + 1
 
 
-def test_what_is_prepared_does_not_fill_the_memory():
-    weights = weights_of(E, H, I)
-    with emulated(max_prepared=3) as gpu:
-        for num_tokens in (*range(1, 9), 1, 2):
-            for limit in (None, 1.0, None):
-                assert_right(*inputs(num_tokens), weights, limit)
-                assert 1 <= len(gpu.prepared()) <= 3
-
-
 def test_only_new_layouts_are_checked(gpu):
     checked, weights = [], weights_of(E, H, I)
-    for made in (inputs(), inputs(), inputs(8), inputs()):
+    for made in (inputs(9, H), inputs(9, H), inputs(8, H), inputs(9, H)):
         experts_launch.launch_experts(lambda: checked.append(1), made, weights, math.inf, False)
     assert len(checked) == 2
-
-
-def test_what_is_wrong_is_refused_in_every_call(gpu):
-    (x, ids, top_k_weights), weights = inputs(), weights_of(E, H, I)
-    run(x, ids, top_k_weights, weights, 1.0)
-    for wrong in (tokens_of(9, 140), tokens_of(8, H), tokens_of(9, H).double()):
-        for _ in range(2):
-            with pytest.raises(
-                (TypeError, ValueError), match=r"^experts: (hidden_s|top_k_i)\w+ must"
-            ):
-                run(wrong, ids, top_k_weights, weights, 1.0)
-    for limit in (-1.0, math.nan):
-        with pytest.raises(ValueError, match=r"^experts: swiglu_limit must be"):
-            run(x, ids, top_k_weights, weights, limit)
-    assert len(gpu.prepared()) == 1
-
-
-def test_threads_prepare_for_themselves(gpu):
-    """The addresses of a call are written into what is prepared."""
-    weights = weights_of(E, H, I)
-
-    def work() -> int:
-        for _ in range(2):
-            assert_right(*inputs(), weights)
-        return len(gpu.prepared())
-
-    # One works after the other, since they have one workspace here, but both live until the end.
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        for i in range(4):
-            assert (first, second)[i % 2].submit(work).result() == 1
-    assert len(gpu.prepared()) == 0
-    assert len(gpu.kernels) == 2 * 4
 
 
 # ---- Weights that TMA cannot address ----

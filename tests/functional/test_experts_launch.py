@@ -1,15 +1,16 @@
 """The launcher of the routed experts without a GPU: `Emulator` stands for libcuda."""
 
-from types import SimpleNamespace
+import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moefp8.kernels.gemm.experts_sizes import Sizes, mean_load
 
 from moefp8 import kernels
 from moefp8.functional import experts_launch
+from moefp8.functional.expert_configs import Sizes, mean_load
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import num_blocks, round_up
 from moefp8.kernels.gemm import heuristic
@@ -20,11 +21,14 @@ from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (
     DOWN_FAMILIES,
+    EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
     LOADS_AT_EDGES,
-    Weights,
+    assert_right,
     body,
+    every_other,
     ids_of_loads,
+    inputs,
     run,
     tokens_of,
     weights_of,
@@ -50,10 +54,7 @@ SHAPES = {  # T, k, E, H, I
 @pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
 def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     num_tokens, top_k, e, h, i = SHAPES[shape]
-    x, weights = tokens_of(num_tokens, h), weights_of(e, h, i)
-    ids, top_k_weights = ids_of(kind, num_tokens, top_k, e), torch.rand(num_tokens, top_k)
-    arguments = x, ids, top_k_weights, weights, None, masked
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    assert_right(*inputs(num_tokens, h, top_k, e, kind), weights_of(e, h, i), None, masked)
     names = ["count"] * (shape == "counted") + ["dispatch", "gemm", "gemm", "combine"]
     assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
@@ -68,9 +69,9 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
     top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
     arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    assert_right(*arguments)
     x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
-    assert_matches_up_to_codes(run(x, *arguments[1:]), body(*arguments))
+    assert_right(x, *arguments[1:])
     if limit:
         clamped, free = body(*arguments), body(*arguments[:4], None, masked)
         assert not torch.equal(clamped, free)
@@ -86,33 +87,27 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
 def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     """The emulator sees to it that each begins at zero: also when the memory is used again."""
     kernels.set_num_sms(limit)
-    x, ids = tokens_of(160, 528), ids_of("distinct", 160, 2, 4)
+    arguments, weights = inputs(160, 528, 2, 4), weights_of(4, 528, 384)
     for _ in range(2):
-        run(x, ids, torch.ones(160, 2), weights_of(4, 528, 384))
+        run(*arguments, weights)
     first, second = (made.arguments.groups.tile_counter for made in gpu.launched[-3:-1])
     assert (first is not None, second is not None) == takes
     assert first is None or first != second
-    run(x[:2], ids[:2], torch.ones(2, 2), weights_of(4, 528, 384))  # one for each expert
+    run(*(x[:2] for x in arguments), weights)  # one for each expert
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
-FAMILIES = [(name, config, None) for name, config in GATE_UP_FAMILIES.items()]
-FAMILIES += [(name, None, config) for name, config in DOWN_FAMILIES.items()]
-
-
-@pytest.mark.parametrize(("name", "gate_up", "down"), FAMILIES)
+@pytest.mark.parametrize("family", EXPERTS_FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 2])
-def test_every_family_is_launched_rightly(name, gate_up, down, masked, limit):
+def test_every_family_is_launched_rightly(family, masked, limit):
+    gate_up, down = EXPERTS_FAMILIES[family]
     with emulated(down, gate_up) as gpu:
         kernels.set_num_sms(limit)
         for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
-            x, weights = tokens_of(num_tokens, h), weights_of(3, h, i)
-            ids = ids_of("distinct", num_tokens, 2, 3)
-            arguments = x, ids, torch.rand(num_tokens, 2), weights, None, masked
-            assert_matches_up_to_codes(run(*arguments), body(*arguments))
+            assert_right(*inputs(num_tokens, h), weights_of(3, h, i), None, masked)
             configs = [made.config for made in gpu.launched[-3:-1]]
-            assert configs[0 if gate_up else 1] == (gate_up or down), name
+            assert configs[0 if gate_up else 1] == (gate_up or down)
 
 
 @pytest.mark.parametrize("family", ["a tail", "three math groups", "two buffers, two math groups"])
@@ -121,20 +116,12 @@ def test_tiles_end_where_groups_do(family, masked):
     """The emulator sees to it that each token of a group meets each weight."""
     ids, weights = ids_of_loads(LOADS_AT_EDGES), weights_of(len(LOADS_AT_EDGES), 16, 16)
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
-        choices = ids, torch.rand(len(ids), 1)
-        arguments = tokens_of(len(ids), 16), *choices, weights, None, masked
-        assert_matches_up_to_codes(run(*arguments), body(*arguments))
+        assert_right(tokens_of(len(ids), 16), ids, torch.rand(len(ids), 1), weights, None, masked)
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu):
-    """The experts of a larger layer, every other one, and scales in any order."""
-    gate_up, gate_up_scales, down, down_scales = weights_of(6, 144, 272)
-    weights = Weights(
-        *(gate_up[1::2], gate_up_scales[1::2].mT.contiguous().mT),
-        *(down[1::2], down_scales.transpose(0, 2).contiguous().transpose(0, 2)[1::2]),
-    )
-    arguments = tokens_of(9, 144), ids_of("distinct", 9, 2, 3), torch.rand(9, 2), weights
-    assert_matches_up_to_codes(run(*arguments), body(*arguments))
+    weights = every_other(weights_of(6, 144, 272))
+    assert_right(*inputs(9, 144), weights)
     _, first, second, _ = gpu.launched
     assert first.b_maps[0].address == weights.gate_up_proj.data_ptr()
     assert first.b_maps[1].address == weights.gate_up_proj[:, 272:].data_ptr()
@@ -152,15 +139,12 @@ def test_strided_weights_are_taken_where_they_lie(gpu):
 def test_all_but_the_first_are_launched_before_the_one_before_ends(
     gpu, masked, num_tokens, num_kernels
 ):
-    arguments = tokens_of(num_tokens, 144), ids_of("distinct", num_tokens, 2, 3)
-    weights = weights_of(3, 144, 272)
-    run(*arguments, torch.rand(num_tokens, 2), weights, None, masked)
+    run(*inputs(num_tokens, 144), weights_of(3, 144, 272), None, masked)
     assert [made.programmatic for made in gpu.launched] == [False, *[True] * (num_kernels - 1)]
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
     # The first GEMM reads bounds that the kernel right before it writes; the second older ones.
-    olds = [made.arguments.groups.bounds_ready for made in (first, second)]
-    assert olds == [False, True]
+    assert [made.arguments.groups.bounds_ready for made in (first, second)] == [False, True]
     layout = GroupLayout.MASKED if masked else GroupLayout.OFFSETS
     assert all(f"GroupLayout::{layout.value}" in made.kernel.name for made in (first, second))
     assert first.arguments.groups.bounds == second.arguments.groups.bounds
@@ -169,14 +153,12 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_is_launched_serves_all_routings(gpu, masked):
     """So may a CUDA graph: what the device is told depends on no id."""
-    weights, x = weights_of(3, 144, 272), tokens_of(9, 144)
-    ids, top_k_weights = torch.zeros(9, 2, dtype=torch.int64), torch.rand(9, 2)
+    weights, (x, ids, top_k_weights) = weights_of(3, 144, 272), inputs(9, 144)
     told = set()
     for kind in ("distinct", "repeated", "out of range", "one expert"):
         ids.copy_(ids_of(kind, 9, 2, 3))
-        arguments = x, ids, top_k_weights, weights, None, masked
         gpu.prepared().clear()
-        assert_matches_up_to_codes(run(*arguments), body(*arguments))
+        assert_right(x, ids, top_k_weights, weights, None, masked)
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
@@ -218,11 +200,10 @@ def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
 
 
 def test_num_sms_limits_the_grids_of_the_gemms(gpu):
-    arguments = tokens_of(300, 144), ids_of("distinct", 300, 2, 3), torch.rand(300, 2)
-    weights = weights_of(3, 144, 272)
+    arguments = *inputs(300, 144), weights_of(3, 144, 272)
     for limit in (None, 4, 1):
         kernels.set_num_sms(limit)
-        assert_matches_up_to_codes(run(*arguments, weights), body(*arguments, weights))
+        assert_right(*arguments)
     grids = [[made.grid for made in gpu.launched[i : i + 2]] for i in (1, 5, 9)]
     assert max(grids[0]) > 4 >= max(grids[1])
     assert grids[2] == [1, 1]
@@ -236,9 +217,9 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
-    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 3), torch.rand(num_tokens, 2)
-    y = run(tokens_of(num_tokens, h), ids, top_k_weights, weights_of(3, h, i), None, masked)
-    assert torch.equal(y, torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+    arguments = *inputs(num_tokens, h), weights_of(3, h, i), None, masked
+    for call in (run, body):
+        assert torch.equal(call(*arguments), torch.zeros(num_tokens, h, dtype=torch.bfloat16))
     assert gpu.launched == []
 
 
@@ -248,9 +229,7 @@ def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
 def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
-    weights = weights_of(4, 144, 272)
-    ids, top_k_weights = ids_of("distinct", num_tokens, 2, 4), torch.rand(num_tokens, 2)
-    arguments = tokens_of(num_tokens, 144), ids, top_k_weights, weights, None, masked
+    arguments = *inputs(num_tokens, 144, 2, 4), weights_of(4, 144, 272), None, masked
     whole = run(*arguments)
     assert len(gpu.launched) == 4
     (size,) = {len(memory) for memory in gpu.workspaces}
@@ -278,11 +257,19 @@ shapes = st.builds(
 )
 
 
-def regions(shape: Sizes) -> dict[str, SimpleNamespace]:
-    """Where each lies, and from which kernel on and up to which it is needed."""
+class Region(NamedTuple):
+    """Bytes of the workspace that are needed from one kernel up to another."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def regions(shape: Sizes) -> dict[str, Region]:
     at, (matrices, rows) = Workspace.of(shape), shape.matrix
     h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
-    every, chunk_counts = matrices * rows, most_count_bytes(*shape[:3])
+    every = matrices * rows
     lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
         "tokens": (every * round_up(h, 16), 0, 1),
         "token_scales": (matrices * num_blocks(h) * pitch * 4, 0, 1),
@@ -293,37 +280,27 @@ def regions(shape: Sizes) -> dict[str, SimpleNamespace]:
         "counts": (shape.num_experts * 4, 0, 3),
         "token_to_row": (shape.num_tokens * shape.top_k * 4, 0, 3),
     }
-    begins = SimpleNamespace(begin=at.activated, end=at.activated + chunk_counts, first=0, last=0)
-    return {"activated: counts of chunks": begins} | {
-        name: SimpleNamespace(
-            begin=getattr(at, name), end=getattr(at, name) + length, first=first, last=last
-        )
+    found = {
+        name: Region(getattr(at, name), getattr(at, name) + length, first, last)
         for name, (length, first, last) in lengths.items()
     }
+    of_chunks = Region(at.activated, at.activated + most_count_bytes(*shape[:3]), 0, 0)
+    return {"activated: counts of chunks": of_chunks, **found}
 
 
 @given(shape=shapes)
-def test_what_is_needed_at_once_lies_apart(shape):
-    found, at = regions(shape), Workspace.of(shape)
-    assert all(x.begin % 256 == 0 and 0 <= x.begin <= x.end <= at.size for x in found.values())
-    for name, x in found.items():
-        for other, y in found.items():
-            at_once = x.first <= y.last and y.first <= x.last
-            if name != other and at_once:
-                assert x.end <= y.begin or y.end <= x.begin, (name, other)
-
-
-@given(shape=shapes)
-def test_a_workspace_is_as_large_as_what_is_needed_at_once(shape):
-    found = regions(shape)
+def test_what_is_needed_at_once_lies_apart_and_little_else(shape):
+    found, size = regions(shape), Workspace.of(shape).size
+    assert all(x.begin % 256 == 0 and 0 <= x.begin <= x.end <= size for x in found.values())
+    for (name, x), (other, y) in itertools.combinations(found.items(), 2):
+        if x.first <= y.last and y.first <= x.last:
+            assert x.end <= y.begin or y.end <= x.begin, (name, other)
     at_once = max(
         sum(x.end - x.begin for x in found.values() if x.first <= kernel <= x.last)
         for kernel in range(4)
     )
     activated = sum(x.end - x.begin for name, x in found.items() if "activated" in name)
-    size = Workspace.of(shape).size
     assert size <= at_once + activated + len(found) * 256
-    assert size == Workspace.of(shape).size
 
 
 def test_sizes_of_common_workspaces():

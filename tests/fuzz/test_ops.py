@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moefp8.kernels.gemm.experts_sizes import Sizes
 
 from moefp8 import kernels
+from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear

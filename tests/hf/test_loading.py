@@ -17,7 +17,7 @@ from moefp8.checkpoint import quantize_checkpoint
 from moefp8.hf import pretrained_config
 from moefp8.testing import row_errors
 from tests.checkpoint.cases import assert_same_tensors
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.hf.model_cases import (
     BLOCKS,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from moefp8.hf import pretrained_config
 from tests.checkpoint.cases import refusal
-from tests.checkpoint.quantize_cases import quantization_of
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import fp8_of
 from tests.hf.model_cases import change_config, change_tensors, without
 

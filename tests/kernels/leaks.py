@@ -41,7 +41,7 @@ class Mix:
     def __init__(self, device: str, fresh: float) -> None:
         self.random, self.is_fresh, self.fresh = random.Random(0), False, fresh
         self.num_kept = self.num_forgotten = 0
-        # Of any numbers: the results of some calls are what others take, at the same time too.
+        # It holds any numbers: what some calls write, others read, at the same time too.
         memory = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device=device)
         dtypes = E4M3, torch.bfloat16, torch.float32, torch.int32, torch.int64
         self.memory = {dtype: memory.view(dtype) for dtype in dtypes}
@@ -81,16 +81,14 @@ class Mix:
         return self.memory[dtype].as_strided(shape, strides, start)
 
     def scales(self, *shape: int) -> torch.Tensor:
-        """Of activations: the rows innermost."""
+        """Those of activations, with the rows innermost."""
         *outer, rows, blocks = shape
         return self.view(torch.float32, *outer, blocks, rows).mT
 
     def weight(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         *outer, n, k = shape
-        return (
-            self.view(E4M3, *shape),
-            self.view(torch.float32, *outer, num_blocks(n), num_blocks(k)),
-        )
+        scales = self.view(torch.float32, *outer, num_blocks(n), num_blocks(k))
+        return self.view(E4M3, *shape), scales
 
     def number(self, least: int, end: int) -> int:
         """Below `end`: any in a fresh call, else one of five."""
@@ -157,7 +155,7 @@ class Mix:
 
 
 def resident_bytes() -> int:
-    """Of host memory, once nothing is left that only waits to be collected."""
+    """How much host memory is used, once nothing is left that only waits to be collected."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

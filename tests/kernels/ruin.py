@@ -90,7 +90,7 @@ def _reset_by_driver() -> None:
 
 
 def _reset_by_runtime() -> None:
-    """By the libcudart that PyTorch uses, which then knows of it."""
+    """PyTorch's own libcudart resets, and so it knows of it."""
     with open("/proc/self/maps") as file:
         paths = {line.split()[-1] for line in file if "libcudart" in line}
     (path,) = paths
@@ -137,10 +137,7 @@ def a_reset_by_the_runtime() -> None:
     _after_a_reset(_reset_by_runtime)
 
 
-CASES = (
-    *(kernels_find_no_memory, an_illegal_address),
-    *(a_reset_by_the_driver, a_reset_by_the_runtime),
-)
+CASES = kernels_find_no_memory, an_illegal_address, a_reset_by_the_driver, a_reset_by_the_runtime
 
 if __name__ == "__main__":
     {case.__name__: case for case in CASES}[sys.argv[1]]()

@@ -43,9 +43,6 @@ class IdleDriver(FakeDriver):
     def allocate(self, num_bytes: int, stream: int) -> int:
         return 1 << 20
 
-    def free(self, address: int) -> None:
-        pass
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_is_prepared_does_not_pile_up():

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from moefp8.kernels.gemm.experts_sizes import Sizes
 
+from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import jit
-from tests.functional.cases import run, tokens_of, weights_of
+from tests.functional.cases import inputs, run, weights_of
 from tests.gpu import NEEDS_GPU
 from tests.kernels.leaks import Mix, resident_bytes
 from tests.kernels.ruin import full_memory
@@ -42,12 +42,11 @@ def usage() -> Usage:
 
 
 def test_a_million_calls_leak_nothing():
-    """Of all ops in turn, on two streams, of ever-new shapes, strides and addresses."""
+    """They call all ops in turn, on two streams, with ever-new shapes, strides and addresses."""
     most, mix = max(64, NUM_CALLS // 400), Mix("cuda", fresh=0.01)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    sample = tokens_of(40, 264, "cuda"), weights_of(4, 264, 512, "cuda")
-    ids, of_choices = torch.randint(5, (40, 2), device="cuda"), torch.rand(40, 2, device="cuda")
-    expected = run(sample[0], ids, of_choices, sample[1])
+    sample = *inputs(40, 264, 2, 4, "out of range", "cuda"), weights_of(4, 264, 512, "cuda")
+    expected = run(*sample)
     with jit.using(jit.Driver(max_prepared=most)):
         mix.fill()
         before, begin = usage(), time.perf_counter()
@@ -68,7 +67,7 @@ def test_a_million_calls_leak_nothing():
         assert after.tensors == before.tensors
         assert after.allocator - before.allocator < 64 * MIB  # two streams, any order of sizes
         assert after.driver - before.driver < 8 * MIB
-        assert torch.equal(run(sample[0], ids, of_choices, sample[1]), expected)
+        assert torch.equal(run(*sample), expected)
 
 
 # ---- No memory ----
@@ -77,12 +76,9 @@ def test_a_million_calls_leak_nothing():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", [1024, 1000])  # the latter's weights are copied in each call
 def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
-    x, weights = tokens_of(12000, 2048, "cuda"), weights_of(8, 2048, size, "cuda")
-    ids, of_choices = (
-        torch.randint(8, (12000, 2), device="cuda"),
-        torch.rand(12000, 2, device="cuda"),
-    )
-    expected = run(x, ids, of_choices, weights, None, masked)
+    weights = weights_of(8, 2048, size, "cuda")
+    arguments = *inputs(12000, 2048, 2, 8, "repeated", "cuda"), weights, None, masked
+    expected = run(*arguments)
     workspace = Workspace.of(Sizes(12000, 2, 8, 2048, size, masked)).size
     assert workspace > 64 * MIB
     prepared = [*jit.current_driver().prepared()]
@@ -91,8 +87,8 @@ def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
     with full_memory(spare=expected.nbytes + 2 * MIB):  # the result alone finds a place
         for _ in range(3):
             with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-                run(x, ids, of_choices, weights, None, masked)
+                run(*arguments)
     gc.collect()
     assert torch.cuda.memory_allocated() == before
     assert [*jit.current_driver().prepared()] == prepared
-    assert torch.equal(run(x, ids, of_choices, weights, None, masked), expected)
+    assert torch.equal(run(*arguments), expected)

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from moefp8 import FP8Linear, kernels, routing
+from moefp8 import FP8Linear, routing
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
+from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
+from tests.kernels.gemm import grouped_cases
 
 
 def from_numpy(x: torch.Tensor) -> torch.Tensor:
@@ -23,11 +26,6 @@ def from_numpy(x: torch.Tensor) -> torch.Tensor:
     assert found.is_contiguous()
     assert not any(found.stride())
     return found
-
-
-def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    q = quantize_1x128(torch.randn(shape).bfloat16())
-    return from_numpy(q.data), from_numpy(q.scale_inv)
 
 
 def weight(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,22 +41,14 @@ def ints(*values: int) -> torch.Tensor:
     return from_numpy(torch.tensor(values, dtype=torch.int32))
 
 
-def dense(m: int, n: int, k: int) -> torch.Tensor:
-    d = result(m, n)
-    kernels.fp8_gemm_nt(pair(m, k), weight(n, k), d)
-    return d
+def gemm(layout: GroupLayout | None):
+    def call(m: int, n: int, k: int) -> torch.Tensor:
+        routing = grouped_cases.routing_of(layout, (m,), 0)
+        made = Operands(*map(from_numpy, grouped_cases.operands(routing, n, k)))
+        grouped_cases.run_op(routing, made, from_numpy(routing.bounds_on()))
+        return made.d
 
-
-def contiguous(m: int, n: int, k: int) -> torch.Tensor:
-    d = result(m, n)
-    kernels.m_grouped_fp8_gemm_nt_contiguous(pair(m, k), weight(2, n, k), d, ints(*[0] * m))
-    return d
-
-
-def masked(m: int, n: int, k: int) -> torch.Tensor:
-    d = result(2, m, n)
-    kernels.m_grouped_fp8_gemm_nt_masked(pair(2, m, k), weight(2, n, k), d, ints(m, m), m)
-    return d
+    return call
 
 
 def linear(m: int, n: int, k: int) -> torch.Tensor:
@@ -81,10 +71,10 @@ def routed(m: int, n: int, k: int) -> torch.Tensor:
     return experts(result(m, k), ids, weights, *stacks, None, False)
 
 
-OPS = (dense, contiguous, masked, linear, layer, shared, routed)
+OPS = [*map(gemm, grouped_cases.LAYOUTS), linear, layer, shared, routed]
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(0, 128, 128), (4, 0, 128), (4, 128, 0), (0, 0, 0)])
 def test_gemms_and_layers(op, shape):
     """No products, so zeros, if there is anything at all."""
@@ -106,9 +96,3 @@ def test_routing():
     rows = routing.dispatch(result(0, 128), plan)
     assert rows.shape[1] == 128
     assert routing.combine(rows, plan, from_numpy(weights)).shape == (0, 128)
-
-
-def test_what_is_not_empty_must_still_be_contiguous():
-    d = torch.zeros(128, 4, dtype=torch.bfloat16).T
-    with pytest.raises(ValueError, match="last dimension of d must be contiguous"):
-        kernels.fp8_gemm_nt(pair(4, 128), weight(128, 128), d)

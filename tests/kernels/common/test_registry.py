@@ -1,7 +1,7 @@
 """Which body of an op runs on which GPU, and who sees a call: the dispatcher, or nobody."""
 
 import warnings
-from contextlib import ExitStack
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8, registry
-from tests.kernels.gemm import cases
+from tests.kernels.gemm import grouped_cases
+from tests.kernels.gemm.cases import run_gemm
 
 # ---- Bodies ----
 
@@ -29,21 +30,6 @@ def test_which_gpus_run_our_kernels(monkeypatch, hip, capability, is_hopper):
     driver = jit.Driver()
     assert driver.runs_our_kernels(0) == is_hopper
     assert not driver.runs_our_kernels(-1)
-
-
-class Gpu(jit.Driver):
-    """A GPU that is a Hopper, or is not."""
-
-    def __init__(self, is_hopper: bool) -> None:
-        super().__init__()
-        self.is_hopper = is_hopper
-
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return self.is_hopper and device_index >= 0
-
-
-def body(name: str):
-    return lambda x: name
 
 
 ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
@@ -61,13 +47,14 @@ ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
         (True, {"cuda"}, True, "cuda"),
     ],
 )
-def test_which_body_runs(monkeypatch, is_hopper, bodies, takes, expected):
+def test_which_body_runs(monkeypatch, new_driver, is_hopper, bodies, takes, expected):
     """The portable one with a warning, once for each op and GPU, or not at all where asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
+    monkeypatch.setattr(new_driver, "runs_our_kernels", lambda index: is_hopper)
     name = f"op {is_hopper} {sorted(bodies)} {takes}"
-    others = (body(x) if x in bodies else None for x in ("hopper", "cuda"))
-    on_gpu = registry._on_gpu(name, body("portable"), *others, lambda x: takes)
-    with jit.using(Gpu(is_hopper)), warnings.catch_warnings():
+    hopper, cuda = ((lambda x, y=y: y) if y in bodies else None for y in ("hopper", "cuda"))
+    on_gpu = registry._on_gpu(name, lambda x: "portable", hopper, cuda, lambda x: takes)
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         if expected == "portable":
             with monkeypatch.context() as patch:
@@ -97,13 +84,11 @@ class Subclass(torch.Tensor):
     pass
 
 
-def within(*managers):
-    """The call amid these contexts."""
+def within(manager=nullcontext):
+    """The call amid such a context."""
 
     def run(call, x):
-        with ExitStack() as stack:
-            for manager in managers:
-                stack.enter_context(manager())
+        with manager():
             return call(x)
 
     return run
@@ -166,12 +151,15 @@ def linear():
 
 def gemm():
     """One that writes its result, as a function of the bias."""
-    *operands, d, bias = cases.operands(5, 48, 256, torch.float32)
+    routing = grouped_cases.dense(5)
+    made = grouped_cases.operands(routing, 48, 256)
+    bias = grouped_cases.bias_of(torch.float32, 48)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return cases.run_gemm(*operands, torch.zeros(5, 48, dtype=torch.bfloat16), x)
+        return run_gemm(*made._replace(d=torch.zeros_like(made.d)), x)
 
-    call.name, call.expected = "fp8_gemm_nt", cases.expected_of(*operands, d, bias)
+    expected = grouped_cases.expected_of(routing, made, bias)
+    call.name, call.expected = "fp8_gemm_nt", expected
     return call, bias
 
 
@@ -201,7 +189,16 @@ def test_where_nobody_watches_the_launcher_is_called_at_once(gpu, op, how):
 
 
 def test_a_result_that_is_written_has_a_new_version(gpu):
-    *operands, d, bias = cases.operands(5, 48, 256)
+    made = grouped_cases.operands(grouped_cases.dense(5), 48, 256)
     for version in (1, 2, 3):
-        cases.run_gemm(*operands, d, bias)
-        assert (d._version, len(gpu.launched)) == (version, version)
+        run_gemm(*made)
+        assert (made.d._version, len(gpu.launched)) == (version, version)
+
+
+@pytest.mark.parametrize("op", [linear, gemm])
+def test_a_zero_tensor_has_no_memory_to_launch_on(gpu, op):
+    call, x = op()
+    expected = call(torch.zeros_like(x))
+    gpu.launched.clear()
+    assert torch.equal(call(torch._efficientzerotensor(x.shape)), expected)
+    assert gpu.launched == []

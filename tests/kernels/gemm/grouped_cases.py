@@ -1,7 +1,7 @@
-"""What the tests of the grouped GEMMs share: which tokens are of which group, and operands.
+"""What the tests of the GEMMs share: which tokens are of which group, and operands.
 
-Imports no more than `sanitizer_cases` may need. All sums are exact, in any order: their results are
-compared bit by bit.
+All sums are exact, in any order, so that results are compared bit by bit. The module imports no
+more than `sanitizer` may need.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moefp8.kernels import (
+    fp8_gemm_nt,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
     num_blocks,
@@ -19,11 +20,13 @@ from moefp8.kernels import (
 from moefp8.kernels.gemm.call import GemmCall, launch_gemm
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
+from tests import naive
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 UNTOUCHED = 77.0  # what d holds before
+LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
 _ALIGNMENT = 128  # of groups named by rows
 
 
@@ -34,7 +37,7 @@ def launch_grouped_gemm(op, layout, operands, bounds, expected_m=None, **options
 
 
 class Segment(NamedTuple):
-    """Rows from `begin` to `end`, in that of the matrices of tokens."""
+    """The rows of a group: from `begin` to `end`, in one of the matrices of tokens."""
 
     group: int
     matrix: int
@@ -43,7 +46,9 @@ class Segment(NamedTuple):
 
 
 class Routing(NamedTuple):
-    layout: GroupLayout
+    """layout: None of a dense GEMM, which is a single group with all tokens."""
+
+    layout: GroupLayout | None
     num_groups: int
     num_tokens: int  # rows of a, or of each of its matrices
     bounds: list[int]
@@ -53,8 +58,12 @@ class Routing(NamedTuple):
         masked = self.layout == GroupLayout.MASKED
         return (self.num_groups, self.num_tokens) if masked else (self.num_tokens,)
 
+    def matrices_of_b(self) -> tuple[int, ...]:
+        """What precedes the shape of one matrix of weights."""
+        return () if self.layout is None else (self.num_groups,)
+
     def is_of_group(self) -> torch.Tensor:
-        """Which rows of a and d are."""
+        """Which rows of a and d are of a group."""
         result = torch.zeros(self.rows_of_a(), dtype=torch.bool)
         for _, matrix, begin, end in self.segments:
             (result[matrix] if self.layout == GroupLayout.MASKED else result)[begin:end] = True
@@ -64,8 +73,12 @@ class Routing(NamedTuple):
         return torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
 
+def dense(num_tokens: int) -> Routing:
+    return Routing(None, 1, num_tokens, [], [Segment(0, 0, 0, num_tokens)])
+
+
 def by_offsets(counts: Sequence[int], before: int = 0, after: int = 0) -> Routing:
-    """before, after: rows of no group."""
+    """before, after: how many rows of no group there are."""
     bounds = [before]
     for count in counts:
         bounds.append(bounds[-1] + count)
@@ -92,8 +105,10 @@ def by_rows(runs: Sequence[tuple[int, int]], num_groups: int, after: int = 0) ->
     return Routing(GroupLayout.ROWS, num_groups, len(bounds), bounds, segments)
 
 
-def routing_of(layout: GroupLayout, counts: Sequence[int], spare: int = 3) -> Routing:
-    """Of this layout, with `spare` rows of no group where it has place for them."""
+def routing_of(layout: GroupLayout | None, counts: Sequence[int], spare: int = 3) -> Routing:
+    """It has this layout, with `spare` rows of no group where there is place for them."""
+    if layout is None:
+        return dense(sum(counts))
     if layout == GroupLayout.OFFSETS:
         return by_offsets(counts, spare, spare)
     if layout == GroupLayout.MASKED:
@@ -101,8 +116,33 @@ def routing_of(layout: GroupLayout, counts: Sequence[int], spare: int = 3) -> Ro
     return by_rows(list(enumerate(counts)), len(counts), spare)
 
 
+def routings_of_384_rows(layout: GroupLayout) -> list[Routing]:
+    """Three groups of any sizes, and always as many rows of a."""
+    return {
+        GroupLayout.OFFSETS: [
+            by_offsets((384, 0, 0)),
+            by_offsets((0, 0, 384)),
+            by_offsets((0, 0, 0), 0, 384),
+            by_offsets((1, 2, 1), 77, 303),
+            by_offsets((127, 130, 127)),
+        ],
+        GroupLayout.MASKED: [
+            masked((384, 0, 0)),
+            masked((384, 384, 384)),
+            masked((0, 0, 0), 384),
+            masked((1, 2, 200), 184),
+        ],
+        GroupLayout.ROWS: [
+            by_rows([(1, 384)], 3),
+            by_rows([(2, 100), (0, 128), (1, 1)], 3, 127),
+            by_rows([(-1, 384)], 3),
+            by_rows([(0, 128), (-1, 128), (0, 128)], 3),
+        ],
+    }[layout]
+
+
 def routings() -> "SearchStrategy[Routing]":
-    """With groups of no token, rows of no group, and groups in any order where they have names."""
+    """Groups may have no token, and rows no group; groups with names come in any order."""
     from hypothesis import strategies as st
 
     count = st.sampled_from((0, 0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 200))
@@ -115,6 +155,14 @@ def routings() -> "SearchStrategy[Routing]":
     )
 
 
+def all_routings() -> "SearchStrategy[Routing]":
+    """What `routings` draws, and dense ones."""
+    from hypothesis import strategies as st
+
+    num_tokens = st.sampled_from((0, 1, 2, 7, 8, 9, 17, 63, 64, 65, 129, 200, 300))
+    return st.one_of(st.builds(dense, num_tokens), routings())
+
+
 def operands(routing: Routing, n: int, k: int) -> Operands:
     """Small whole numbers with powers of two as scales; NaN in all tokens of no group."""
 
@@ -124,34 +172,44 @@ def operands(routing: Routing, n: int, k: int) -> Operands:
     def scales(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape).float().exp2()
 
-    rows, groups = routing.rows_of_a(), routing.num_groups
+    rows, groups = routing.rows_of_a(), routing.matrices_of_b()
     a, a_scale_inv = numbers(*rows, k), scales(*rows, num_blocks(k))
     of_none = ~routing.is_of_group()[..., None]
     a = a.view(torch.uint8).masked_fill(of_none, 0x7F).view(a.dtype)
     a_scale_inv = tma_aligned(a_scale_inv.masked_fill(of_none, float("nan")))
-    b, b_scale_inv = numbers(groups, n, k), scales(groups, num_blocks(n), num_blocks(k))
+    b, b_scale_inv = numbers(*groups, n, k), scales(*groups, num_blocks(n), num_blocks(k))
     d = torch.full((*rows, n), UNTOUCHED, dtype=torch.bfloat16)
     return Operands(a, a_scale_inv, b, b_scale_inv, d)
 
 
-def expected_of(routing: Routing, made: Operands) -> torch.Tensor:
+def bias_of(dtype: torch.dtype | None, n: int) -> torch.Tensor | None:
+    """Whole numbers; None: no bias."""
+    return None if dtype is None else torch.randint(-99, 100, (n,)).to(dtype)
+
+
+def expected_of(routing: Routing, made: Operands, bias: torch.Tensor | None = None) -> torch.Tensor:
     """All of d, in FP64 rounded once."""
-    a, a_scale_inv, b, b_scale_inv, d = made
-    (n, k), block = b.shape[1:], 128
-    result = torch.full(d.shape, UNTOUCHED, dtype=torch.bfloat16, device=d.device)
-    for group, matrix, begin, end in routing.segments:
-        x, x_scale_inv, y = (
-            (z[matrix] if z.ndim == 3 else z)[begin:end] for z in (a, a_scale_inv, result)
-        )
-        tokens = x.double() * x_scale_inv.repeat_interleave(block, 1)[:, :k]
-        scales = b_scale_inv[group].repeat_interleave(block, 0)[:n].repeat_interleave(block, 1)
-        y.copy_(tokens @ (b[group].double() * scales[:, :k]).T)
+    result = torch.full(made.d.shape, UNTOUCHED, dtype=torch.bfloat16, device=made.d.device)
+    for segment in routing.segments:
+        *pairs, d = operands_of(segment, made._replace(d=result))
+        y = naive.gemm(pairs[:2], pairs[2:])
+        d.copy_(y if bias is None else y + bias.double())
     return result
+
+
+def operands_of(segment: Segment, made: Operands) -> Operands:
+    """The part of a dense GEMM that they have in a segment's; views."""
+    group, matrix, begin, end = segment
+    a, a_scale_inv, d = (
+        (x[matrix] if x.ndim == 3 else x)[begin:end] for x in (made.a, made.a_scale_inv, made.d)
+    )
+    b, b_scale_inv = (x[group] if x.ndim == 3 else x for x in (made.b, made.b_scale_inv))
+    return Operands(a, a_scale_inv, b, b_scale_inv, d)
 
 
 @contextmanager
 def only_groups_are_written(routing: Routing, d: torch.Tensor) -> Iterator[None]:
-    """Of the memory that d is a part of, no more than the rows of groups. Then they are filled."""
+    """No more than rows of groups is written of the memory of d. At the end they are filled."""
     around = d.as_strided((d.untyped_storage().nbytes() // 2,), (1,), 0)
     before = around.clone()
     yield
@@ -159,10 +217,18 @@ def only_groups_are_written(routing: Routing, d: torch.Tensor) -> Iterator[None]
     assert torch.equal(around.view(torch.uint8), before.view(torch.uint8))
 
 
-def run_op(routing: Routing, made: Operands, bounds: torch.Tensor, expected_m: int = 4) -> None:
-    """By the public names."""
+def run_op(
+    routing: Routing,
+    made: Operands,
+    bounds: torch.Tensor,
+    expected_m: int = 4,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Call the op by its public name."""
     a, b, d = made[:2], made[2:4], made.d
-    if routing.layout == GroupLayout.MASKED:
+    if routing.layout is None:
+        fp8_gemm_nt(a, b, d, bias=bias)
+    elif routing.layout == GroupLayout.MASKED:
         m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
     elif routing.layout == GroupLayout.ROWS:
         m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
@@ -175,10 +241,15 @@ def launch(
     made: Operands,
     bounds: torch.Tensor | None = None,
     expected_m: int = 4,
+    bias: torch.Tensor | None = None,
     **options: bool,
 ) -> None:
-    bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    launch_grouped_gemm("op", routing.layout, made, bounds, expected_m, **options)
+    """By the launcher of all GEMMs, with options that the ops do not have; it checks nothing."""
+    call = GemmCall("op", lambda: None, made, bias, **options)
+    if routing.layout is not None:
+        bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
+        call = call._replace(group_layout=routing.layout, bounds=bounds, expected_m=expected_m)
+    launch_gemm(call)
 
 
 def launch_and_compare(
@@ -186,14 +257,15 @@ def launch_and_compare(
     made: Operands,
     bounds: torch.Tensor | None = None,
     expected_m: int = 4,
+    bias: torch.Tensor | None = None,
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: bool,
 ) -> None:
     """within: what surrounds the launch."""
     bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-    expected = expected_of(routing, made)
+    expected = expected_of(routing, made, bias)
     made.d.fill_(UNTOUCHED)
     with only_groups_are_written(routing, made.d):
         with within():
-            launch(routing, made, bounds, expected_m, **options)
+            launch(routing, made, bounds, expected_m, bias, **options)
         assert torch.equal(made.d, expected)

@@ -4,10 +4,11 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.pathfinder
 import pytest
@@ -16,29 +17,32 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm import launch as gemm_plan
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
+from moefp8.kernels.gemm.launch import BIASES, SOURCE, Arguments
 from moefp8.testing import sizes
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.kernels import sanitizer as sanitizer_cases
-from tests.kernels.gemm.cases import BIAS_NAMES, MS, SHAPES
+
+# Configurations are chosen for these numbers of tokens, and these weights, [N, K].
+SOME_M = [1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096]
+SOME_M += [10**6, 25, 40, 72, 80, 88, 104, 112, 120]
+SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
+SHAPES += [(1, 1), (8, 128), (72, 200), (136, 144), (576, 7168), (1536, 1536), (129280, 7168)]
+BIAS_NAMES = tuple(BIASES.values())
 
 
-def configs() -> list[gemm_config.GemmConfig]:
+def configs() -> list[GemmConfig]:
     """All that may be chosen for some of these M, and any N and K."""
-    some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
-    all_of_them = (config for m in some for config in heuristic.candidates(m))
-    filled = dict.fromkeys(map(gemm_config.with_most_stages, all_of_them))
-    return [config for config in filled if gemm_config.is_possible(config, 1 << 20)]
+    all_of_them = (config for m in SOME_M for config in heuristic.candidates(m))
+    filled = dict.fromkeys(map(with_most_stages, all_of_them))
+    return [config for config in filled if is_possible(config, 1 << 20)]
 
 
-def grouped_configs() -> list[gemm_config.GemmConfig]:
+def grouped_configs() -> list[GemmConfig]:
     """Some of those that are chosen, and every family."""
-    some = (*MS, 9, 17, 25, 32, 40, 72, 80, 88, 104, 112, 120)
-    asked = itertools.product(some, (1, 8, 32, 256), SHAPES)
+    asked = itertools.product(SOME_M, (1, 8, 32, 256), SHAPES)
     choose = heuristic.choose_grouped_config
     chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
     return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
@@ -51,7 +55,8 @@ EXPERTS = {  # E, k, H, I
 }
 
 
-def experts_configs() -> list[gemm_config.GemmConfig]:
+@cache
+def experts_configs() -> list[GemmConfig]:
     """All that are chosen for gate and up, and for down."""
     pairs = (
         heuristic.choose_experts_configs(load, groups, h, i, num_sms)
@@ -62,68 +67,76 @@ def experts_configs() -> list[gemm_config.GemmConfig]:
 
 
 class Variant(NamedTuple):
-    config: gemm_config.GemmConfig
-    bias: str = "kNone"
+    config: GemmConfig
     layout: GroupLayout | None = None
+    bias: str = "kNone"
 
-    def kernel(self, source: Path = gemm_plan.SOURCE) -> jit.Kernel:
+    def kernel(self, source: Path = SOURCE) -> jit.Kernel:
         name = self.config.kernel_name(self.bias, self.layout)
         return jit.Kernel(source, name, self.config.interleaving)
 
 
-Cubins = dict[Variant, jit.Cubin]
+def in_turn(configs: Iterable[GemmConfig], kinds: Iterable[Any], field: str) -> list[Variant]:
+    """Each configuration with one of the kinds."""
+    pairs = zip(configs, itertools.cycle(kinds), strict=False)
+    return [Variant(config, **{field: kind}) for config, kind in pairs]
 
 
-def compiled(folder: Path, variants: list[Variant]) -> Cubins:
-    """Anew, so that the logs are those of today's compiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOEFP8_CACHE_DIR", str(folder))
-        cubins = jit.compile_kernels(variant.kernel() for variant in variants)
-    return dict(zip(variants, cubins, strict=True))
+def of_all(configs: Iterable[GemmConfig], layouts: Iterable[GroupLayout]) -> list[Variant]:
+    return list(itertools.starmap(Variant, itertools.product(configs, layouts)))
+
+
+def grouped_variants() -> list[Variant]:
+    """All layouts of every family, and one of each other configuration."""
+    families = of_all(sanitizer_cases.GROUPED_FAMILIES.values(), GroupLayout)
+    return [*in_turn(grouped_configs(), GroupLayout, "layout"), *families]
+
+
+def experts_variants() -> list[Variant]:
+    """What the routed experts launch: gate and up with both layouts, all else with one."""
+    layouts, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
+    gate_up = of_all((x for x in chosen if x.gate_up), layouts)
+    return [*gate_up, *in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")]
+
+
+VARIANTS = {
+    "dense": lambda: list(map(Variant, configs())),
+    # A bias comes on top when most registers are in use.
+    "with a bias": lambda: in_turn(configs(), BIAS_NAMES[1:], "bias"),
+    "families": lambda: in_turn(sanitizer_cases.FAMILIES.values(), BIAS_NAMES, "bias"),
+    "grouped": grouped_variants,
+    "experts": experts_variants,
+}
 
 
 @pytest.fixture(scope="module")
-def cubins(tmp_path_factory) -> Cubins:
-    return compiled(tmp_path_factory.mktemp("cache"), [Variant(config) for config in configs()])
+def cubins_of(tmp_path_factory) -> Callable[[str], dict[Variant, jit.Cubin]]:
+    """Compiled anew, so that the logs are those of today's compiler; by a name in `VARIANTS`."""
+
+    @cache
+    def compiled(which: str) -> dict[Variant, jit.Cubin]:
+        variants = list(dict.fromkeys(VARIANTS[which]()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+            cubins = jit.compile_kernels(variant.kernel() for variant in variants)
+        return dict(zip(variants, cubins, strict=True))
+
+    return compiled
 
 
-@pytest.fixture(scope="module")
-def cubins_with_bias(tmp_path_factory) -> Cubins:
-    """It comes on top when most registers are in use. One of them for each configuration."""
-    pairs = zip(configs(), itertools.cycle(BIAS_NAMES[1:]), strict=False)
-    return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
-
-
-@pytest.fixture(scope="module")
-def grouped_cubins(tmp_path_factory) -> Cubins:
-    """All kinds of every family, and one of each other configuration."""
-    families = sanitizer_cases.GROUPED_FAMILIES.values()
-    pairs = [*zip(grouped_configs(), itertools.cycle(GroupLayout), strict=False)]
-    pairs += itertools.product(families, GroupLayout)
-    variants = [Variant(config, layout=layout) for config, layout in dict.fromkeys(pairs)]
-    return compiled(tmp_path_factory.mktemp("cache"), variants)
-
-
-@pytest.fixture(scope="module")
-def experts_cubins(tmp_path_factory) -> Cubins:
-    """As the routed experts launch them: gate and up of both kinds, all else of one."""
-    kinds, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
-    others = dict.fromkeys((*chosen, *GATE_UP_FAMILIES.values()))
-    pairs = [*itertools.product((x for x in chosen if x.gate_up), kinds)]
-    pairs += zip(others, itertools.cycle(kinds), strict=False)
-    variants = [Variant(config, layout=layout) for config, layout in dict.fromkeys(pairs)]
-    return compiled(tmp_path_factory.mktemp("cache"), variants)
-
-
-@pytest.mark.parametrize("which", ["cubins", "grouped_cubins"])
-def test_every_configuration_compiles_and_spills_nothing(which, request):
-    problems = {x: cubin.problems() for x, cubin in request.getfixturevalue(which).items()}
+@pytest.mark.parametrize("which", ["dense", "with a bias", "grouped", "experts"])
+def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
+    problems = {variant: cubin.problems() for variant, cubin in cubins_of(which).items()}
     assert {variant: found for variant, found in problems.items() if found} == {}
 
 
-def test_experts_compile_for_every_load_and_spill_nothing(experts_cubins):
-    problems = {x: cubin.problems() for x, cubin in experts_cubins.items()}
-    assert {variant: found for variant, found in problems.items() if found} == {}
+def assert_fits(config: GemmConfig, most_ctas: int) -> None:
+    """most_ctas: of a cluster."""
+    assert config.stages >= 2
+    assert config.shared_bytes <= 227 * 1024
+    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
+    assert config.wgmma_n % config.store_n == 0
+    assert config.cluster <= most_ctas
 
 
 @given(
@@ -137,34 +150,23 @@ def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num
     both = heuristic.choose_experts_configs(tokens, num_groups, h, i, num_sms)
     assert [config.gate_up for config in both] == [True, False]
     for config in both:
-        assert config.grouped
-        assert config.split_k == 1
-        assert config.stages >= 2
-        assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-        assert config.wgmma_n % config.store_n == 0
-        assert config.cluster <= min(2, num_sms)
-        assert config in ALL_OF_EXPERTS
+        assert_fits(config, min(2, num_sms))
+        assert (config.grouped, config.split_k) == (True, 1)
+        assert config in experts_configs()
     gate_up, _ = both
     assert gate_up.cluster * gate_up.outputs == 128  # of each token, what has one scale
 
 
-ALL_OF_EXPERTS = frozenset(experts_configs())
-
-
 def test_families_hold_every_configuration_of_experts():
-    families = {*GATE_UP_FAMILIES.values(), *DOWN_FAMILIES.values()}
-    assert families >= ALL_OF_EXPERTS
-    assert set(DOWN_FAMILIES.values()) <= ALL_OF_EXPERTS
+    chosen = set(experts_configs())
+    assert {*GATE_UP_FAMILIES.values(), *DOWN_FAMILIES.values()} >= chosen
+    assert set(DOWN_FAMILIES.values()) <= chosen
 
 
 @given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
 def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     config = heuristic.choose_config(m, n, k, num_sms)
-    assert config.stages >= 2
-    assert config.shared_bytes <= 227 * 1024
-    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-    assert config.cluster <= 8
-    assert config.wgmma_n % config.store_n == 0
+    assert_fits(config, 8)
     assert config.split_k <= kernels.ceil_div(kernels.num_blocks(k), config.k_blocks_per_stage)
     assert config.multicast == 1  # multicast was nowhere faster
     assert config == heuristic.choose_config(m, n, k, num_sms)
@@ -181,19 +183,14 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
 def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k, num_sms):
     shape = tokens, max(tokens, limit), num_groups, n, k, num_sms
     config = heuristic.choose_grouped_config(*shape)
-    assert config.grouped
-    assert config.split_k == 1
-    assert config.stages >= 2
-    assert config.shared_bytes <= 227 * 1024
-    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-    assert config.wgmma_n % config.store_n == 0
-    assert config.cluster <= num_sms
+    assert_fits(config, num_sms)
+    assert (config.grouped, config.split_k) == (True, 1)
     assert config == heuristic.choose_grouped_config(*shape)
 
 
 @given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))
 def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_tiles):
-    pieces = gemm_config.GemmConfig(128, weights, 2).weight_pieces
+    pieces = GemmConfig(128, weights, 2).weight_pieces
     assert pieces == sorted(set(pieces), reverse=True)
     assert all(size.bit_count() == 1 for size in pieces if size < 128)
     covered, first = [], 0
@@ -207,26 +204,21 @@ def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_t
 
 
 def test_what_there_is_no_kernel_for_is_not_possible():
-    dense = gemm_config.GemmConfig(128, 64, 4)
-    assert gemm_config.is_possible(dense, 4096)
+    dense = GemmConfig(128, 64, 4)
+    assert is_possible(dense, 4096)
     for options in (
         {"multicast": 2},
         {"split_k": 2, "parts": 2},
         {"num_product_buffers": 2, "swap_ab": True},
         {"wgmma_m": 256},
     ):
-        assert not gemm_config.is_possible(replace(dense, **options), 4096), options
-
-
-def test_a_bias_makes_nothing_spill(cubins_with_bias):
-    problems = {variant: cubin.problems() for variant, cubin in cubins_with_bias.items()}
-    assert {variant: found for variant, found in problems.items() if found} == {}
+        assert not is_possible(replace(dense, **options), 4096), options
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    kernel = gemm_plan.kernel_of(configs()[0], None)
-    assert_arguments_fit(gemm_plan.Arguments, kernel, tmp_path)
+    kernel = Variant(configs()[0]).kernel()
+    assert_arguments_fit(Arguments, kernel, tmp_path)
 
 
 @pytest.fixture
@@ -245,16 +237,9 @@ def disassemble(tmp_path) -> Callable[[jit.Cubin], str]:
     return run
 
 
-@pytest.fixture(scope="module")
-def family_cubins(tmp_path_factory) -> Cubins:
-    """Of every family, and with every bias."""
-    pairs = zip(sanitizer_cases.FAMILIES.values(), itertools.cycle(BIAS_NAMES), strict=False)
-    return compiled(tmp_path_factory.mktemp("cache"), list(itertools.starmap(Variant, pairs)))
-
-
-@pytest.mark.parametrize("which", ["family_cubins", "grouped_cubins", "experts_cubins"])
-def test_machine_code_is_what_was_meant(which, request, disassemble):
-    for (config, _, layout), cubin in request.getfixturevalue(which).items():
+@pytest.mark.parametrize("which", ["families", "grouped", "experts"])
+def test_machine_code_is_what_was_meant(which, cubins_of, disassemble):
+    for (config, layout, _), cubin in cubins_of(which).items():
         code, dimensions = disassemble(cubin), "3D" if config.grouped else "2D"
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
         assert set(re.findall(r"UTMA(?:LDG|STG)\.(\dD)", code)) == {dimensions}, config
@@ -314,8 +299,7 @@ __global__ void nothing() {}
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("change", [None, ("in_pair % 2", "0"), ("in_pair / 2", "in_pair")])
 def test_tiles_of_a_group_are_walked_once_by_pairs(tmp_path, change):
-    for header in gemm_plan.SOURCE.parent.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
+    shutil.copytree(SOURCE.parent, tmp_path, dirs_exist_ok=True)
     source, schedule = tmp_path / "cells.cu", tmp_path / "schedule.cuh"
     source.write_text(CELLS)
     if change:  # that is, the kernel's own code is read
@@ -361,15 +345,13 @@ def releases_before_reads(code: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    "which", ["cubins", "cubins_with_bias", "family_cubins", "grouped_cubins", "experts_cubins"]
-)
-def test_no_stage_is_released_while_it_is_read(which, request, disassemble):
+@pytest.mark.parametrize("which", VARIANTS)
+def test_no_stage_is_released_while_it_is_read(which, cubins_of, disassemble):
     """TMA may fill it again at once, and no hardware holds it back: see `release` in pipeline.cuh.
 
-    Of a grouped GEMM the scheduler may fill the slot that told of a tile.
+    In a grouped GEMM, the scheduler may fill the slot that told of a tile.
     """
-    for variant, cubin in request.getfixturevalue(which).items():
+    for variant, cubin in cubins_of(which).items():
         assert releases_before_reads(disassemble(cubin)) == 0, variant
 
 
@@ -385,7 +367,7 @@ __global__ void nothing() {}
 def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     """The installed one was, with the test above: see `make verify-compilers`."""
     folder, variant = tmp_path / "gemm", Variant(sanitizer_cases.FAMILIES["tokens are rows"])
-    shutil.copytree(gemm_plan.SOURCE.parent, folder)
+    shutil.copytree(SOURCE.parent, folder)
     (folder / "verified.cu").write_text(VERIFIED)
     jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
     pipeline = folder / "pipeline.cuh"
@@ -404,22 +386,22 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     "variant",
     [
         Variant(sanitizer_cases.FAMILIES["weights are rows"]),
-        Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], layout=GroupLayout.OFFSETS),
-        Variant(GATE_UP_FAMILIES["weights are rows, 24"], layout=GroupLayout.OFFSETS),
-        Variant(GATE_UP_FAMILIES["a tail"], layout=GroupLayout.OFFSETS),
+        Variant(sanitizer_cases.GROUPED_FAMILIES["weights are rows"], GroupLayout.OFFSETS),
+        Variant(GATE_UP_FAMILIES["weights are rows, 24"], GroupLayout.OFFSETS),
+        Variant(GATE_UP_FAMILIES["a tail"], GroupLayout.OFFSETS),
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
-    """That is, the test above sees it."""
-    tmp_path = tmp_path / "gemm"
-    shutil.copytree(gemm_plan.SOURCE.parent, tmp_path)
+    """So the test above sees it."""
+    folder = tmp_path / "gemm"
+    shutil.copytree(SOURCE.parent, folder)
     for name, fence in (
         ("pipeline.cuh", "if constexpr (C.swap_ab || !kIsVerifiedCompiler) fence_cta();"),
         ("consumer.cuh", "fence_cta();  // scales"),
         ("tail.cuh", "fence_cta();  // see"),
     ):
-        code = (tmp_path / name).read_text()
+        code = (folder / name).read_text()
         assert code.count(fence) == 1
-        (tmp_path / name).write_text(code.replace(fence, "//" if "//" in fence else ""))
-    cubin = jit.compile_kernel(variant.kernel(tmp_path / "gemm.cu"))
+        (folder / name).write_text(code.replace(fence, "//" if "//" in fence else ""))
+    cubin = jit.compile_kernel(variant.kernel(folder / "gemm.cu"))
     assert releases_before_reads(disassemble(cubin)) > 0

@@ -9,6 +9,10 @@ from moefp8.kernels import fp8_gemm_nt
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes, spread
 from tests import naive
+from tests.gpu import on_cpu_and_gpu
+from tests.kernels.gemm import grouped_cases
+from tests.kernels.gemm.cases import run_gemm
+from tests.kernels.gemm.grouped_cases import dense
 
 
 def operands(m: int, n: int, k: int) -> tuple[BlockScaled, BlockScaled, torch.Tensor]:
@@ -43,34 +47,18 @@ def test_bias_is_added_before_rounding(dtype):
     assert_matches_reference(d, naive.gemm(a, b) + bias.double())
 
 
-def test_no_k_gives_the_bias():
-    a, b, d = operands(3, 5, 0)
-    bias = torch.arange(5.0)
-    fp8_gemm_nt(a, b, d, bias=bias)
-    assert torch.equal(d, bias.bfloat16().expand(3, 5))
-
-
-def test_views_and_any_scale_order():
-    a, b, d = operands(9, 130, 260)
-    fp8_gemm_nt(a, b, d)
-    wide = torch.zeros(9, 400, dtype=torch.float8_e4m3fn)
-    wide[:, 16:276] = a.data
-    out = torch.full((9, 300), torch.nan, dtype=torch.bfloat16)
-    fp8_gemm_nt((wide[:, 16:276], a.scale_inv.contiguous()), b, out[:, 3:133])
-    assert torch.equal(out[:, 3:133], d)
-    assert bool(out[:, :3].isnan().all())
-    assert bool(out[:, 133:].isnan().all())
-
-
+@on_cpu_and_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_activations_stay_in_their_row(bad):
-    x, b = torch.randn(6, 300), quantize_128x128(torch.randn(40, 300))
-    clean, d = (torch.empty(6, 40, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("m", [6, 200])
+def test_bad_activations_stay_in_their_row(device, bad, m):
+    x = torch.randn(m, 1000, device=device)
+    b = quantize_128x128(torch.randn(400, 1000, device=device))
+    clean, d = (torch.empty(m, 400, dtype=torch.bfloat16, device=device) for _ in range(2))
     fp8_gemm_nt(quantize_1x128(x), b, clean)
     x[2, 7] = bad
     fp8_gemm_nt(quantize_1x128(x), b, d)
     assert bool(d[2].isnan().all())
-    others = torch.arange(6) != 2
+    others = torch.arange(m) != 2
     assert torch.equal(d[others], clean[others])
 
 
@@ -85,47 +73,47 @@ def test_deep_gemm_arguments():
         fp8_gemm_nt(a, b, d, c=d)
 
 
-A, B, D = operands(6, 200, 300)
-BAD = {
-    "dtype of a": (((A[0].float(), A[1]), B, D), "a must be float8_e4m3fn, got float32"),
-    "dtype of scale": (((A[0], A[1].half()), B, D), "a_scale_inv must be float32, got float16"),
-    "dtype of d": ((A, B, D.float()), "d must be bfloat16, got float32"),
-    "rank of b": (
-        (A, (B[0][None], B[1]), D),
-        r"b must have 2 dimensions, got shape \[1, 200, 300\]",
-    ),
-    "K": ((A, (B[0][:, :200], B[1]), D), "K must be equal in a and b, got 300 and 200"),
-    "scale of a": (
-        ((A[0], A[1][:, :2]), B, D),
+BAD = [
+    ("a", torch.Tensor.float, "a must be float8_e4m3fn, got float32"),
+    ("a", lambda x: x.view(torch.uint8), "a must be float8_e4m3fn, got uint8"),
+    ("a", lambda x: x.as_strided((6, 300), (1, 6)), "last dimension of a must be contiguous"),
+    ("a_scale_inv", torch.Tensor.half, "a_scale_inv must be float32, got float16"),
+    ("a_scale_inv", lambda x: x.view(torch.int32), "a_scale_inv must be float32, got int32"),
+    (
+        "a_scale_inv",
+        lambda x: x[:, :2],
         r"a_scale_inv must be \[M, ceil\(K/128\)\] = \[6, 3\], got \[6, 2\]",
     ),
-    "scale of b": (
-        (A, (B[0], B[1].T.contiguous()), D),
+    ("b", lambda x: x.view(torch.float8_e5m2), "b must be float8_e4m3fn, got float8_e5m2"),
+    ("b", lambda x: x[None], r"b must have 2 dimensions, got shape \[1, 200, 300\]"),
+    ("b", lambda x: x[:, :200], "K must be equal in a and b, got 300 and 200"),
+    ("b", lambda x: x.to("meta"), "a on cpu, .*b on meta"),
+    ("b_scale_inv", lambda x: x.view(torch.int32), "b_scale_inv must be float32, got int32"),
+    (
+        "b_scale_inv",
+        lambda x: x.T.contiguous(),
         r"b_scale_inv must be \[ceil\(N/128\), ceil\(K/128\)\] = \[2, 3\], got \[3, 2\]",
     ),
-    "shape of d": ((A, B, D.T.contiguous()), r"d must be \[M, N\] = \[6, 200\], got \[200, 6\]"),
-    "strides of d": (
-        (A, B, torch.empty(200, 6, dtype=torch.bfloat16).T),
-        r"last dimension of d must be contiguous, got strides \[1, 6\]",
-    ),
-    "device": ((A, (B[0].to("meta"), B[1]), D), "a on cpu, .*b on meta"),
-}
+    ("d", lambda x: x.view(torch.float16), "d must be bfloat16, got float16"),
+    ("d", lambda x: x.view(200, 6), r"d must be \[M, N\] = \[6, 200\], got \[200, 6\]"),
+    ("d", lambda x: x.view(200, 6).T, r"last dimension of d must be contiguous, got .*\[1, 6\]"),
+    ("bias", lambda x: x[:6], r"bias must be \[N\] = \[200\], got \[6\]"),
+    ("bias", torch.Tensor.long, "bias must be bfloat16 or float16 or float32, got int64"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_and_loses_nothing(case):
-    arguments, message = BAD[case]
-    before = arguments[2].clone()
-    with pytest.raises((TypeError, ValueError), match=f"fp8_gemm_nt: .*{message}"):
-        fp8_gemm_nt(*arguments)
-    torch.testing.assert_close(arguments[2], before, rtol=0, atol=0, equal_nan=True)
-
-
-def test_bad_bias_is_named():
-    with pytest.raises(ValueError, match=r"bias must be \[N\] = \[200\], got \[6\]"):
-        fp8_gemm_nt(A, B, D, bias=torch.ones(6))
-    with pytest.raises(TypeError, match="bias must be bfloat16 or float16 or float32, got int64"):
-        fp8_gemm_nt(A, B, D, bias=torch.ones(200, dtype=torch.int64))
+@pytest.mark.parametrize(("name", "change", "message"), BAD)
+@pytest.mark.parametrize("launched", [False, True])
+def test_bad_input_is_named_and_loses_nothing(request, launched, name, change, message):
+    """A kernel that has been prepared for what is right is no excuse."""
+    gpu = request.getfixturevalue("gpu") if launched else None
+    arguments = grouped_cases.operands(dense(6), 200, 300)._asdict() | {"bias": torch.ones(200)}
+    run_gemm(**arguments)
+    before = arguments["d"].clone()
+    with pytest.raises((TypeError, ValueError), match=f"^fp8_gemm_nt: .*{message}"):
+        run_gemm(**arguments | {name: change(arguments[name])})
+    assert torch.equal(arguments["d"], before)
+    assert gpu is None or len(gpu.launched) == 1
 
 
 def test_ops_agree_with_their_fake_bodies():
@@ -144,14 +132,15 @@ def test_ops_agree_with_their_fake_bodies():
 
 
 def test_operands_must_be_pairs():
+    a, b, d = operands(6, 200, 300)
     with pytest.raises(TypeError, match=r"fp8_gemm_nt: a must be a pair \(data, scale_inv\), got"):
-        fp8_gemm_nt(A.data, B, D)
+        fp8_gemm_nt(a.data, b, d)
 
 
 def test_ops_are_not_differentiable():
-    x, d = torch.randn(2, 300, requires_grad=True), torch.empty(2, 200, dtype=torch.bfloat16)
-    a = quantize_1x128(x)
-    fp8_gemm_nt(a, B, d)
+    _, b, d = operands(2, 200, 300)
+    a = quantize_1x128(torch.randn(2, 300, requires_grad=True))
+    fp8_gemm_nt(a, b, d)
     assert not any(y.requires_grad for y in (*a, d))
 
 

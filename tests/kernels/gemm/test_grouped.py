@@ -1,96 +1,40 @@
-"""Grouped GEMMs against FP64, one group at a time: every row its own expert, padding never read."""
+"""GEMMs on a CPU against FP64, one group at a time; and what the grouped ones refuse."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefp8.kernels import (
-    get_mk_alignment_for_contiguous_layout,
-    m_grouped_fp8_gemm_nt_contiguous,
-    m_grouped_fp8_gemm_nt_masked,
+from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from moefp8.quant import quantize_1x128, quantize_128x128
+from moefp8.testing import sizes
+from tests.kernels.gemm.cases import BIASES, placements
+from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
+    all_routings,
+    bias_of,
+    expected_of,
+    only_groups_are_written,
+    operands,
+    run_op,
 )
-from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
-from moefp8.testing import assert_matches_reference
-from tests import naive
-
-COUNTS = st.lists(st.sampled_from((0, 0, 1, 2, 7, 130)), min_size=1, max_size=5)
-NAN = float("nan")
-ALIGNMENT = get_mk_alignment_for_contiguous_layout()
 
 
-def poisoned(x: BlockScaled, is_padding: torch.Tensor) -> BlockScaled:
-    """`x` with NaN codes and NaN scales in the rows of `is_padding`."""
-    data = x.data.view(torch.uint8).masked_fill(is_padding[..., None], 0x7F)
-    scale_inv = x.scale_inv.masked_fill(is_padding[..., None], NAN)
-    return BlockScaled(data.view(torch.float8_e4m3fn), scale_inv)
-
-
-def expected_rows(a: BlockScaled, b: BlockScaled, groups: torch.Tensor) -> torch.Tensor:
-    result = torch.zeros(groups.numel(), b.data.shape[1], dtype=torch.float64)
-    for group in range(b.data.shape[0]):
-        rows = groups == group
-        operand = (a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale_inv[rows])
-        result[rows] = naive.gemm(operand, (b.data[group], b.scale_inv[group]))
-    return result
-
-
-def assert_rows_of_groups(d: torch.Tensor, expected: torch.Tensor, groups: torch.Tensor) -> None:
-    """Those are right; the others are what they were, NaN."""
-    assert_matches_reference(d[groups >= 0], expected[groups >= 0])
-    assert bool(d[groups < 0].isnan().all())
-
-
-@given(counts=COUNTS, n=st.sampled_from((1, 130)), k=st.sampled_from((1, 128, 200)))
-def test_contiguous_with_expert_offsets(counts, n, k):
-    offsets = torch.tensor([2, *counts], dtype=torch.int32).cumsum(0).int()  # two rows before all
-    m = int(offsets[-1]) + 3  # and three after
-    groups = torch.full((m,), -1)
-    for group, count in enumerate(counts):
-        groups[offsets[group] : offsets[group] + count] = group
-    a = poisoned(quantize_1x128(torch.randn(m, k)), groups < 0)
-    b = quantize_128x128(torch.randn(len(counts), n, k))
-    d = torch.full((m, n), NAN, dtype=torch.bfloat16)
-    m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets)
-    assert_rows_of_groups(d, expected_rows(a, b, groups), groups)
-
-
-@given(counts=COUNTS, n=st.sampled_from((1, 130)), k=st.sampled_from((1, 128, 200)))
-def test_contiguous_with_grouped_layout(counts, n, k):
-    parts = []
-    for group, count in enumerate(counts):
-        parts += [torch.full((count,), group), torch.full((-count % ALIGNMENT,), -1)]
-    layout = torch.cat([*parts, torch.full((ALIGNMENT,), -1)]).int()
-    a = poisoned(quantize_1x128(torch.randn(layout.numel(), k)), layout < 0)
-    b = quantize_128x128(torch.randn(len(counts), n, k))
-    d = torch.full((layout.numel(), n), NAN, dtype=torch.bfloat16)
-    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
-    assert_rows_of_groups(d, expected_rows(a, b, layout), layout)
-
-
-@given(counts=COUNTS, spare=st.sampled_from((0, 1, 5)), k=st.sampled_from((1, 200)))
-def test_masked_leaves_other_rows_untouched(counts, spare, k):
-    max_m, n = max(counts) + spare, 40
-    masked_m = torch.tensor(counts, dtype=torch.int32)
-    real = torch.arange(max_m) < masked_m[:, None]
-    a = poisoned(quantize_1x128(torch.randn(len(counts), max_m, k)), ~real)
-    b = quantize_128x128(torch.randn(len(counts), n, k))
-    d = torch.full((len(counts), max_m, n), 77.0, dtype=torch.bfloat16)
-    m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m=3)
-    assert bool((d[~real] == 77).all())
-    for group, count in enumerate(counts):
-        rows = (a.data[group, :count], a.scale_inv[group, :count])
-        expected = naive.gemm(rows, (b.data[group], b.scale_inv[group]))
-        assert_matches_reference(d[group, :count], expected)
-
-
-def test_strided_weights():
-    a, both = quantize_1x128(torch.randn(5, 140)), quantize_128x128(torch.randn(3, 256, 140))
-    half = BlockScaled(both.data[:, 128:], both.scale_inv[:, 1:])
-    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    d = torch.full((5, 128), NAN, dtype=torch.bfloat16)
-    m_grouped_fp8_gemm_nt_contiguous(a, half, d, expert_offsets=offsets)
-    assert_matches_reference(d, expected_rows(a, half, torch.tensor([0, 0, 2, 2, 2])))
+@settings(max_examples=200)
+@given(
+    routing=all_routings(),
+    n=sizes(140, 1),
+    k=sizes(300),
+    placement=placements(),
+    bias=st.sampled_from(BIASES),
+    expected_m=st.integers(-3, 500),
+)
+def test_every_gemm_is_right(routing, n, k, placement, bias, expected_m):
+    """A dense one, too, which is that of a single group."""
+    made, bias = placement.of(operands(routing, n, k)), None if routing.layout else bias_of(bias, n)
+    with only_groups_are_written(routing, made.d.fill_(UNTOUCHED)):
+        run_op(routing, made, routing.bounds_on(), expected_m, bias)
+        assert torch.equal(made.d, expected_of(routing, made, bias))
 
 
 def contiguous(**changes):

@@ -1,4 +1,4 @@
-"""ConfigSource that were measured: kept, read back, and taken by the launchers; without a GPU."""
+"""Measured configurations are kept, read back, and taken by the launchers; without a GPU."""
 
 import json
 import os
@@ -6,26 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moefp8.kernels.gemm.experts_sizes import Sizes
 
+from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.gemm import heuristic, tuned
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
+from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
-from moefp8.kernels.jit import write_beside_kernels
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
 from tests.gpu import NUM_SMS
+from tests.kernels.gemm.cases import filled
 
 LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
-FLAT = with_most_stages(GemmConfig(64, 128, 0, num_product_buffers=2))
-WIDE = with_most_stages(GemmConfig(128, 256, 0, parts=2))
-PAIR = (
-    with_most_stages(GemmConfig(192, 128, 0, grouped=True, gate_up=True)),
-    with_most_stages(GemmConfig(192, 128, 0, grouped=True)),
-)
+FLAT, WIDE = filled(64, 128, num_product_buffers=2), filled(128, 256, parts=2)
+PAIR = filled(192, 128, grouped=True, gate_up=True), filled(192, 128, grouped=True)
 FOUND = {
     LINEAR: {8: None, 64: FLAT, 72: None, 128: WIDE, 192: FLAT},
     EXPERTS: {1: None, 16: PAIR, 32: PAIR, 64: None},
@@ -105,6 +101,8 @@ def test_launchers_take_them(gpu, monkeypatch):
     [
         lambda data: data[:-20],
         lambda data: b"[1]",
+        lambda data: b"[" * 5000 + b"]" * 5000,
+        lambda data: b'[{"layer": "' + b"x" * 10**6 + b'"}]',
         lambda data: b'[{"layer": "sparse"}]',
         lambda data: data.replace(b'"wgmma_m": 64', b'"wgmma_m": 65'),
         lambda data: data.replace(b'"wgmma_m": 64', b'"height": 64'),
@@ -126,8 +124,10 @@ def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
     tuned.measured.cache_clear()
-    with pytest.warns(UserWarning, match="so the heuristic chooses; `python -m moefp8 bench"):
+    told = "cannot be used .*so the heuristic chooses; `python -m moefp8 bench"
+    with pytest.warns(UserWarning, match=told) as warned:
         assert tuned.measured(0).found == {}
+    assert len(str(warned[0].message)) < 1000
     tuned.keep(0, FOUND)
     assert tuned.measured(0).found == FOUND
 
@@ -216,19 +216,6 @@ def test_what_is_compared_begins_with_the_heuristic_s_choice():
         for configs, gate_up in zip(both, (True, False), strict=True):
             assert len(set(configs)) == len(configs) >= 2
             assert all(c.grouped and c.gate_up == gate_up and c.stages >= 2 for c in configs)
-
-
-@pytest.mark.parametrize(
-    "data", [b"[" * 5000 + b"]" * 5000, b'[{"layer": "' + b"x" * 10**6 + b'"}]']
-)
-@pytest.mark.usefixtures("own_cache")
-def test_a_file_that_cannot_be_parsed_is_told_in_short(data):
-    write_beside_kernels(tuned.file_name(0), data)
-    tuned.measured.cache_clear()
-    with pytest.warns(UserWarning, match="cannot be used") as told:
-        assert tuned.measured(0).found == {}
-    assert len(str(told[0].message)) < 1000
-    tuned.measured.cache_clear()
 
 
 # What `precompile` asks: all choices, without asking for each number of tokens

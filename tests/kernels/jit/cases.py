@@ -1,4 +1,4 @@
-"""A small kernel with headers, a made-up one, other processes that want them, and calls that fail."""
+"""A kernel with headers, a made-up one, other processes that want them, and calls that fail."""
 
 import os
 import subprocess
