@@ -127,7 +127,7 @@ def _prepare(
     scales = empty_tma_aligned((m, num_blocks(k)), x.device)
     scale_pitch = round_up(m, 4)
     of_data, of_scales = _MEMORY, _MEMORY._replace(plus=data_bytes)
-    quantize = prepare_quantize(x, scale_pitch, False, False, None, (_X, of_data, of_scales))
+    quantize = prepare_quantize(x, scale_pitch, False, None, (_X, of_data, of_scales))
     data = torch.empty((m, k), dtype=E4M3, device=x.device)
     gemm = prepare_dense(
         Operands(data, scales, weight, weight_scale_inv, y),

@@ -25,7 +25,6 @@ from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.jit import launch
 from moefp8.quant import quantize_launch as quantize_room
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
-from moefp8.routing import top_k_op as top_k
 from tests.fakes.emulated_gemm import GemmEmulator, Map, copy_of, memory
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import BIAS_NAMES
@@ -270,11 +269,11 @@ class Emulator(GemmEmulator):
         strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
         logits = memory(x.logits, dtype, shape, strides)
         if op == "softmax_topk":
-            result = top_k._softmax_topk(logits, x.top_k, bool(x.renormalize))
+            result = torch.ops.moefp8.softmax_topk(logits, x.top_k, bool(x.renormalize))
         else:
             bias = memory(x.bias, torch.float32, shape[1:], [1]) if x.bias else None
             rest = x.top_k, x.num_groups, x.topk_groups, bool(x.renormalize), x.scaling_factor
-            result = top_k._sigmoid_group_topk(logits, bias, *rest)
+            result = torch.ops.moefp8.sigmoid_group_topk(logits, bias, *rest)
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
 

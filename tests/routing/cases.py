@@ -11,10 +11,12 @@ from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
 from moefp8.routing.combine_launch import CombineSources, prepare_combine
 from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
+from moefp8.routing.plan import build_maps
 from moefp8.routing.plan_launch import RoutingSources
-from moefp8.routing.plan_op import build_maps
 
 _GUARD = 64
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 POISON = 0x7F  # a code, and in each byte of a scale or of a map
 
 
@@ -94,7 +96,6 @@ def run_dispatch(
     ids: torch.Tensor,
     num_experts: int,
     max_m: int | None,
-    programmatic: bool = False,
 ) -> Dispatched:
     (num_tokens, hidden_size), top_k, device = x.shape, ids.shape[1], x.device
     num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
@@ -118,7 +119,6 @@ def run_dispatch(
             row_pitch=pitch,
             scale_pitch=scale_pitch,
             sources=DISPATCH_SOURCES,
-            programmatic=programmatic,
         ),
         (x, ids),
     )

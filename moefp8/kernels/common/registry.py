@@ -116,6 +116,9 @@ class Op:
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
+    int: "int",
+    int | None: "SymInt?",
+    float: "float",
     float | None: "float?",
     bool: "bool",
 }
@@ -126,9 +129,8 @@ def register_inputs(
     inputs: type[Any],
     returns: str,
     *,
-    cpu: Callable[[Any], Any],
-    fake: Callable[[Any], Any],
-    hopper: Callable[[Any], Any],
+    hopper_takes: Callable[..., bool] | None = None,
+    **bodies: Callable[[Any], Any],
 ) -> "Op":
     """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
 
@@ -140,8 +142,8 @@ def register_inputs(
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *args: body(inputs(*args))
 
-    bodies = map(taking_inputs, (cpu, fake, hopper))
-    return register(f"{name}({told}) -> {returns}", *bodies)
+    taking = {device: taking_inputs(body) for device, body in bodies.items()}
+    return register(f"{name}({told}) -> {returns}", **taking, hopper_takes=hopper_takes)
 
 
 def _written(name: str) -> dict[int, str]:
