@@ -92,16 +92,16 @@ def test_all_matrices_go_in_one_launch(gpu):
 
 def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
     for x in torch.randn(2, 16, 256).unbind():
-        assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+        assert_right(x)
     assert len(gpu.prepared()) == 1
     others = (x[:8], False), (x.bfloat16(), False), (x[:, 1:], False), (x, True)
     for arguments in others:
-        assert same(quantize_1x128(*arguments), quantize_1x128.overload(*arguments))
+        assert_right(*arguments)
     assert len(gpu.prepared()) == 1 + len(others)
 
 
-def same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
-    return all(map(same_bits, ours, expected))
+def assert_right(x: torch.Tensor, ue8m0: bool = False) -> None:
+    assert all(map(same_bits, quantize_1x128(x, ue8m0), quantize_1x128.overload(x, ue8m0)))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 5), (0,), (2, 3, 0)])
@@ -132,7 +132,7 @@ def test_nothing_is_launched_for_nothing(gpu, shape):
 )
 def test_strides_are_read_as_they_are(gpu, make, vectorized, copied):
     x = make().uniform_() if 0 not in make().stride() else make()
-    assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+    assert_right(x)
     (launch,) = gpu.launched
     assert launch.kernel.name.endswith(", true>" if vectorized else ", false>")
     assert (launch.arguments.x != x.data_ptr()) == copied
