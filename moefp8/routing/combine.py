@@ -1,7 +1,6 @@
 """Sum the rows of every token, each times its weight. T tokens, k choices, R rows, H hidden.
 
-`GroupedExperts` ends with the same bodies: on a Hopper GPU with `combine.cu`, elsewhere with
-`combine_rows`.
+`GroupedExperts` ends with `combine.cu` on a Hopper GPU and with `combine_rows` elsewhere, too.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch.autograd import forward_ad
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.jit import Launch, Source, launch_all
+from ..kernels.jit import Source, launch_all
 from .combine_launch import CombineSources, prepare_combine
 from .plan import RoutingPlan
 
@@ -98,21 +97,18 @@ class CombineInputs(NamedTuple):
     token_to_row: torch.Tensor
     top_k_weights: torch.Tensor
 
-    def check(self) -> None:
-        rows, token_to_row, top_k_weights = self
-        check_tensor(_OP, "top_k_weights", top_k_weights, FLOATS, 2)
-        check_same_device(_OP, y=rows, top_k_weights=top_k_weights, plan=token_to_row)
-        check_shape(_OP, "top_k_weights", top_k_weights, token_to_row.shape, "[T, k]")
-
 
 def _allocate(inputs: CombineInputs) -> torch.Tensor:
     """Check, then allocate the result. Also the fake body."""
-    inputs.check()
-    return inputs.rows.new_empty(inputs.token_to_row.shape[0], inputs.rows.shape[1])
+    rows, token_to_row, top_k_weights = inputs
+    check_tensor(_OP, "top_k_weights", top_k_weights, FLOATS, 2)
+    check_same_device(_OP, y=rows, top_k_weights=top_k_weights, plan=token_to_row)
+    check_shape(_OP, "top_k_weights", top_k_weights, token_to_row.shape, "[T, k]")
+    return rows.new_empty(token_to_row.shape[0], rows.shape[1])
 
 
 def _body(inputs: CombineInputs) -> torch.Tensor:
-    inputs.check()
+    _allocate(inputs)
     return combine_rows(*inputs)
 
 
@@ -126,16 +122,18 @@ def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> b
 
 def _launch(inputs: CombineInputs) -> torch.Tensor:
     """One kernel on the current stream; nothing waits for it."""
-    out, rows, weights = _allocate(inputs), inputs.rows, inputs.top_k_weights
-
-    def prepare() -> Launch:
-        pitch, width = rows.stride(0), rows.shape[1]
-        return prepare_combine(
-            weights, width, y_row_pitch=pitch, out_is_aligned=True, sources=_SOURCES
-        )
-
+    out, (rows, _, weights) = _allocate(inputs), inputs
     if out.numel():
-        launch = prepared((_OP, *map(layout_of, inputs)), prepare)
+        launch = prepared(
+            (_OP, *map(layout_of, inputs)),
+            lambda: prepare_combine(
+                weights,
+                rows.shape[1],
+                y_row_pitch=rows.stride(0),
+                out_is_aligned=True,
+                sources=_SOURCES,
+            ),
+        )
         addresses = tuple([x.data_ptr() for x in (*inputs, out)])
         launch_all((launch,), rows.get_device(), addresses)
     return out
