@@ -81,19 +81,15 @@ def launch_quantize(
     cut: `BLOCK_ROWS` for 128x128 blocks, any other for 1x128; None: `cut_1x128` chooses.
     """
     if data.numel():
-        x = _readable(x)
+        if x.ndim > 3:
+            x = x.flatten(0, -3)
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            x = x.contiguous()
         address = x.data_ptr()
         key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, cut)
         launch = prepared(key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, cut))
         launch_all((launch,), x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
     return data, scale_inv
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x as at most three axes, the last one contiguous; a copy only where strides cannot say it."""
-    if x.ndim > 3:
-        x = x.flatten(0, -3)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def prepare_quantize(

@@ -294,23 +294,15 @@ def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_s
 def test_rows_must_be_aligned_and_hold_a_token(on_cpu, plus, pitch):
     x, ids, rows = torch.randn(3, 24), torch.zeros(3, 1, dtype=torch.int64), Source(2, plus)
     told = rf"must begin at .* got byte {plus} and pitch"
+    options = {
+        "row_pitch": pitch,
+        "scale_pitch": 4,
+        "sources": DISPATCH_SOURCES._replace(rows=rows),
+    }
     with pytest.raises(ValueError, match=f"dispatch: rows {told} {pitch}"):
-        dispatch_launch.prepare_dispatch(
-            x,
-            ids,
-            2,
-            None,
-            row_pitch=pitch,
-            scale_pitch=4,
-            sources=DISPATCH_SOURCES._replace(rows=rows),
-        )
+        dispatch_launch.prepare_dispatch(x, ids, 2, None, **options)
     pitch = 28 if pitch == 24 else pitch  # elements of 2 bytes
+    options = {"y_row_pitch": pitch, "sources": COMBINE_SOURCES._replace(y=rows)}
     with pytest.raises(ValueError, match=f"combine: rows of y {told} {pitch}"):
-        combine_launch.prepare_combine(
-            x,
-            24,
-            y_row_pitch=pitch,
-            out_is_aligned=True,
-            sources=COMBINE_SOURCES._replace(y=rows),
-        )
+        combine_launch.prepare_combine(x, 24, out_is_aligned=True, **options)
     assert on_cpu.kernels == []

@@ -112,18 +112,12 @@ def test_sigmoid_group_topk_at_deepseek_size():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda x: softmax_topk(x, 9, True),
-            r"softmax_topk: top_k must be in \[1, E\] = \[1, 8\], got 9",
-        ),
+        (lambda x: softmax_topk(x, 9, True), r"softmax_topk: top_k .* \[1, E\] = \[1, 8\], got 9"),
         (lambda x: softmax_topk(x, 0, True), "got 0"),
         (lambda x: softmax_topk(x[0], 2, True), r"logits must be \[T, E\], got shape \[8\]"),
         (lambda x: sigmoid_group_topk(x, None, 2, 3), "num_groups must divide E = 8, got 3"),
         (lambda x: sigmoid_group_topk(x, None, 2, 4, 5), r"topk_groups must be in .*got 5"),
-        (
-            lambda x: sigmoid_group_topk(x, None, 3, 4, 1),
-            "at most the 2 experts of 1 groups, got 3",
-        ),
+        (lambda x: sigmoid_group_topk(x, None, 3, 4, 1), "the 2 experts of 1 groups, got 3"),
         (lambda x: sigmoid_group_topk(x, x[0, :3], 2), r"bias must be \[E\] = \[8\], got \[3\]"),
     ],
 )
