@@ -43,16 +43,12 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 
 def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     data, scale_inv = _allocate_128x128(w, ue8m0)
+    matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
     # One matrix at a time: the FP32 copies of all experts at once would not fit.
-    for matrix, *outputs in zip(*map(_matrices, (w, data, scale_inv)), strict=True):
+    for matrix, *outputs in zip(*matrices, strict=True):
         for output, found in zip(outputs, fp8.quantize_128x128(matrix, ue8m0), strict=True):
             output.copy_(found)
     return data, scale_inv
-
-
-def _matrices(x: torch.Tensor) -> torch.Tensor:
-    """x [..., N, K] as [B, N, K]; a view where x is contiguous."""
-    return x[None] if x.ndim == 2 else x.flatten(0, -3)
 
 
 def launch_quantize_1x128(x: torch.Tensor, ue8m0: bool, cut: Cut | None = None) -> Quantized:

@@ -99,9 +99,8 @@ def prepare_quantize(
     cut: Cut | None,
     sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
 ) -> Launch:
-    """Args:
+    """The launch that quantizes x [rows, K] or [matrices, rows, K], whose layout and alignment count.
 
-    x: [rows, K] or [matrices, rows, K], whose layout and alignment count.
     scale_pitch: from one k-block's scales to the next, in elements.
     cut: as in `launch_quantize`.
     sources: the addresses of x, data and scales.
