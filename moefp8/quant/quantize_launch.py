@@ -99,7 +99,7 @@ def prepare_quantize(
     cut: Cut | None,
     sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
 ) -> Launch:
-    """The launch that quantizes x [rows, K] or [matrices, rows, K], whose layout and alignment count.
+    """The launch for x [rows, K] or [matrices, rows, K], whose layout and alignment count.
 
     scale_pitch: from one k-block's scales to the next, in elements.
     cut: as in `launch_quantize`.
