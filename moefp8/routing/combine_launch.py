@@ -18,7 +18,6 @@ from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointe
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
 _COLUMNS = 8  # a thread owns as many: 16 B of BF16
-_VECTOR_BYTES = 16
 _MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
 
 
@@ -75,20 +74,15 @@ def prepare_combine(
         out: bf16 [T, H], contiguous; T and H at least 1.
 
     Args:
-        y_row_pitch: in elements, a multiple of 8.
+        y_row_pitch: in elements, a multiple of 8 and at least H.
         out_is_aligned: whether out lies at a multiple of 16 bytes.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before
             it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
 
     Raises:
-        ValueError: `y` is not aligned, or there are more elements than a kernel counts.
+        ValueError: there are more elements than a kernel counts.
         JitError: it cannot be compiled or loaded.
     """
-    if sources.y.plus % _VECTOR_BYTES or y_row_pitch % _COLUMNS or y_row_pitch < hidden_size:
-        raise ValueError(
-            f"{_OP}: rows of y must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got byte {sources.y.plus} and pitch {y_row_pitch}"
-        )
     num_tokens, top_k = weights.shape
     units = ceil_div(hidden_size, _COLUMNS)
     num_units = num_tokens * units

@@ -150,7 +150,7 @@ def prepare_dispatch(
         rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
             next multiple of 16, may be written too.
         row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
-            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
+            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i]. Fewer than 2**31.
         counts: `most_count_bytes` of memory, at a multiple of 4.
         zeros: int32 [2], which become zeros: counters of the kernels that follow.
         routing: ids [T, k] like the tensor `ids`; one out of range has no row.
@@ -158,22 +158,14 @@ def prepare_dispatch(
 
     Args:
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
-        row_pitch: in bytes, a multiple of 16.
+        row_pitch: in bytes, a multiple of 16 and at least H.
 
     Raises:
-        ValueError: more choices, rows or scales than a kernel counts, or rows that are not aligned.
+        ValueError: more choices or rows than a kernel counts.
         JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
     """
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_k_blocks = num_blocks(hidden_size)
-    if (sources.rows.plus | row_pitch) % _VECTOR_BYTES or row_pitch < hidden_size:
-        raise ValueError(
-            f"{_OP}: rows must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got byte {sources.rows.plus} and pitch {row_pitch}"
-        )
-    num_scales = num_k_blocks * scale_pitch * (1 if max_m is None else num_experts)
-    if num_scales >= 2**31:
-        raise ValueError(f"{_OP}: one call takes fewer than 2**31 scales, got {num_scales}")
     driver, device_index = current_driver(), x.get_device()
     num_sms = driver.num_sms(device_index)
     cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
