@@ -39,9 +39,9 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     check_tensor(_OP, "y", y, FLOATS, len(plan.row_shape) + 1)
     check_shape(_OP, "y", y, [*plan.row_shape, y.shape[-1]], "[rows of the plan, H]")
     rows = y.flatten(0, -2)
-    inputs = CombineInputs(rows, plan.token_to_row, top_k_weights)
+    inputs = rows, plan.token_to_row, top_k_weights
     if forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None:
-        return _body(inputs)  # made of operations that transforms know
+        return _body(CombineInputs(*inputs))  # made of operations that transforms know
     if torch.is_grad_enabled() and (y.requires_grad or top_k_weights.requires_grad):
         return _Combine.apply(*inputs)
     return _combine(*inputs)

@@ -177,9 +177,9 @@ def kernel_of(ahead: int) -> Kernel:
 
 def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
     """Fill the maps by one kernel on the current stream; nothing waits for it."""
-    ids, *options = inputs
-    key = (OP, layout_of(ids), *options)
-    launch = prepared(key, lambda: _prepare(inputs, num_rows=len(maps.row_to_token)))
+    ids = inputs.top_k_index
+    key = (OP, layout_of(ids), inputs[1:])
+    launch = prepared(key, lambda: _prepare(inputs, num_rows=maps.row_to_token.numel()))
     launch_all((launch,), ids.get_device(), tuple([x.data_ptr() for x in (ids, *maps)]))
     return maps
 

@@ -13,8 +13,9 @@ import torch
 
 from ..kernels.common.checks import check_same_device
 from ..kernels.common.registry import register_inputs
-from .top_k_launch import SigmoidInputs, SoftmaxInputs, can_launch, launch_top_k
+from .top_k_launch import TopKInputs, can_launch, launch_top_k, softmax_inputs
 
+Chosen = tuple[torch.Tensor, torch.Tensor]  # the tensors of a `TopK`
 _SOFTMAX, _SIGMOID = "softmax_topk", "sigmoid_group_topk"
 
 
@@ -81,9 +82,7 @@ def sigmoid_group_topk(
 
 class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, k: int, renormalize: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: torch.Tensor, k: int, renormalize: bool) -> Chosen:
         index, weights = _softmax_op(logits, k, renormalize)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
@@ -103,9 +102,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 class _SigmoidTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Chosen:
         index, weights = _sigmoid_op(logits, bias, *rest)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
@@ -152,7 +149,7 @@ def check_choice(op: str, num_experts: int, k: int, num_groups: int, topk_groups
         )
 
 
-def _allocate(op: str, inputs: SigmoidInputs) -> TopK:
+def _allocate(op: str, inputs: TopKInputs) -> Chosen:
     """Check, then allocate experts and weights. Also the fake body."""
     logits, bias, k, num_groups, topk_groups, *_ = inputs
     if logits.ndim != 2:
@@ -165,12 +162,12 @@ def _allocate(op: str, inputs: SigmoidInputs) -> TopK:
     if bias is not None and bias.shape != logits.shape[1:]:
         raise ValueError(f"{op}: bias must be [E] = {[num_experts]}, got {list(bias.shape)}")
     index = logits.new_empty((num_tokens, k), dtype=torch.int64)
-    return TopK(index, logits.new_empty((num_tokens, k), dtype=torch.float32))
+    return index, logits.new_empty((num_tokens, k), dtype=torch.float32)
 
 
-def _launch(op: str, inputs: SigmoidInputs) -> TopK:
+def _launch(op: str, inputs: TopKInputs) -> Chosen:
     chosen = _allocate(op, inputs)
-    if len(chosen.top_k_index):
+    if inputs.logits.numel():
         launch_top_k(op, inputs, *chosen)
     return chosen
 
@@ -209,15 +206,15 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x < 0, e * positive, positive).float()
 
 
-def _softmax_topk(inputs: SoftmaxInputs) -> TopK:
-    _allocate(_SOFTMAX, inputs.in_full())
+def _softmax_topk(inputs: TopKInputs) -> Chosen:
+    _allocate(_SOFTMAX, inputs)
     logits = inputs.logits.float()
     index = _stable_topk(logits, inputs.k)
     weights = logits.softmax(dim=-1).gather(1, index)
-    return TopK(index, weights / _sum(weights) if inputs.renormalize else weights)
+    return index, weights / _sum(weights) if inputs.renormalize else weights
 
 
-def _sigmoid_group_topk(inputs: SigmoidInputs) -> TopK:
+def _sigmoid_group_topk(inputs: TopKInputs) -> Chosen:
     _allocate(_SIGMOID, inputs)
     logits, bias, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
     scores = _sigmoid(logits.float())
@@ -233,21 +230,21 @@ def _sigmoid_group_topk(inputs: SigmoidInputs) -> TopK:
     weights = scores.gather(1, index)
     if renormalize:
         weights = weights / (_sum(weights) + 1e-20)
-    return TopK(index, weights * scaling_factor)
+    return index, weights * scaling_factor
 
 
 _softmax_op = register_inputs(
     _SOFTMAX,
-    SoftmaxInputs,
+    softmax_inputs,
     "(Tensor, Tensor)",
     cpu=_softmax_topk,
-    fake=lambda inputs: _allocate(_SOFTMAX, inputs.in_full()),
-    hopper=lambda inputs: _launch(_SOFTMAX, inputs.in_full()),
+    fake=partial(_allocate, _SOFTMAX),
+    hopper=partial(_launch, _SOFTMAX),
     hopper_takes=can_launch,
 )
 _sigmoid_op = register_inputs(
     _SIGMOID,
-    SigmoidInputs,
+    TopKInputs,
     "(Tensor, Tensor)",
     cpu=_sigmoid_group_topk,
     fake=partial(_allocate, _SIGMOID),

@@ -29,7 +29,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class SigmoidInputs(NamedTuple):
+class TopKInputs(NamedTuple):
     """What `sigmoid_group_topk` takes: see `routing.sigmoid_group_topk`."""
 
     logits: torch.Tensor
@@ -41,16 +41,9 @@ class SigmoidInputs(NamedTuple):
     scaling_factor: float
 
 
-class SoftmaxInputs(NamedTuple):
-    """What `softmax_topk` takes: see `routing.softmax_topk`."""
-
-    logits: torch.Tensor
-    k: int
-    renormalize: bool
-
-    def in_full(self) -> SigmoidInputs:
-        """With all that both kernels read: no bias, one group and the factor 1."""
-        return SigmoidInputs(self.logits, None, self.k, 1, 1, self.renormalize, 1.0)
+def softmax_inputs(logits: torch.Tensor, k: int, renormalize: bool) -> TopKInputs:
+    """What `softmax_topk` takes, as its kernel is given it: see `routing.softmax_topk`."""
+    return TopKInputs(logits, None, k, 1, 1, renormalize, 1.0)
 
 
 def can_launch(logits: torch.Tensor, *_: object) -> bool:
@@ -62,27 +55,25 @@ def kernel_of(op: str, num_experts: int, dtype: torch.dtype) -> Kernel:
     return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {ceil_div(num_experts, _WARP)}>")
 
 
-def launch_top_k(
-    op: str, inputs: SigmoidInputs, index: torch.Tensor, weights: torch.Tensor
-) -> None:
+def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torch.Tensor) -> None:
     """Write the choice of each token into index and weights: one kernel on the current stream.
 
     Logits of other dtypes than bf16, fp16 and fp32 are copied first, and so is a bias that is not
     contiguous fp32. There is at least one token.
     """
-    logits, bias, *options = inputs
+    logits, bias = inputs[:2]
     if logits.dtype not in INPUTS:
         logits = logits.float()
     if bias is not None:
         bias = bias.float().contiguous()
-    key = (op, layout_of(logits), *options)
+    key = (op, layout_of(logits), inputs[2:])
     launch = prepared(key, lambda: _prepare(op, inputs._replace(logits=logits)))
     tensors = logits, bias, index, weights
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     launch_all((launch,), logits.get_device(), addresses)
 
 
-def _prepare(op: str, inputs: SigmoidInputs) -> Launch:
+def _prepare(op: str, inputs: TopKInputs) -> Launch:
     logits, _, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
     num_tokens, num_experts = logits.shape
     row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())

@@ -126,7 +126,7 @@ _SCHEMA_TYPES = {
 
 def register_inputs(
     name: str,
-    inputs: type[Any],
+    inputs: Callable[..., Any],
     returns: str,
     *,
     hopper_takes: Callable[..., bool] | None = None,
@@ -134,9 +134,11 @@ def register_inputs(
 ) -> "Op":
     """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
 
-    The schema follows from their annotations, and each body takes one such tuple.
+    The schema follows from their annotations, and each body takes one such tuple. Instead of the
+    class, inputs may be a function that makes one of the op's arguments.
     """
     fields = get_type_hints(inputs)
+    fields.pop("return", None)
     told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
 
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
