@@ -18,13 +18,8 @@ from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import (
-    GemmSources,
-    Operands,
-    fitting_operands,
-    kernel_of,
-    prepare_gemm,
-)
+from ..kernels.gemm.launch import GemmSources, kernel_of, prepare_gemm
+from ..kernels.gemm.operands import Operands, fitting_operands
 from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
 from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
 from ..layers import GroupedExperts
@@ -172,15 +167,8 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """Several, since a single short one would drown in what events cost."""
     m, device_index = operands[0].a.shape[0], torch.cuda.current_device()
-    launch = prepare_gemm(
-        config,
-        operands[0],
-        GemmSources(*map(Source, range(5))),
-        num_sms=base.num_sms,
-        all_sms=base.all_sms,
-        token_tiles=ceil_div(m, config.tile[0]),
-        tokens=m,
-    )
+    sources = GemmSources(*map(Source, range(5)))
+    launch = prepare_gemm(config, operands[0], sources, base.sms, m, programmatic=False)
     addresses = [tuple(x.data_ptr() for x in each) for each in operands]
 
     def run(_: object = operands) -> int:  # which live as long as it does
@@ -259,11 +247,8 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
     tokens, y, device_index = (x, index, top_k_weights), torch.empty_like(x), x.get_device()
 
     def call_with(configs: Pair) -> Call:
-        launches = prepare_experts(
-            sizes, tokens, weights, math.inf, configs, (base.num_sms, base.all_sms)
-        )
-        memory = current_driver().workspace(launches.workspace_bytes, x.device)
-        tensors = (*tokens, *weights, y, memory)
+        launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
+        tensors = (*tokens, *weights, y)
         addresses = tuple(z.data_ptr() for z in tensors)
 
         def run(_: object = tensors) -> int:  # which live as long as it does

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import _C
@@ -113,10 +113,13 @@ class Op:
         return not any_watches() and (self._takes is None or self._takes(*args))
 
 
+Written = Annotated[torch.Tensor, "written"]  # an argument that an op writes
+
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
-    int: "int",
+    Written: "Tensor(a!)",
+    int: "SymInt",
     int | None: "SymInt?",
     float: "float",
     float | None: "float?",
@@ -137,7 +140,7 @@ def register_inputs(
     The schema follows from their annotations, and each body takes one such tuple. Instead of the
     class, inputs may be a function that makes one of the op's arguments.
     """
-    fields = get_type_hints(inputs)
+    fields = get_type_hints(inputs, include_extras=True)
     fields.pop("return", None)
     told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
 
