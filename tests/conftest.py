@@ -6,7 +6,6 @@ is kept in `.hypothesis` and drawn first the next time.
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,26 +56,6 @@ def new_driver() -> Iterator[jit.Driver]:
     """With nothing loaded, nothing prepared, and all SMs of the GPU."""
     with jit.using(jit.Driver()) as driver:
         yield driver
-
-
-@pytest.fixture
-def compiles(monkeypatch) -> list[str]:
-    """The name of every kernel that is compiled rather than found."""
-    names = []
-    real = Nvrtc.compile
-
-    def compile_and_tell(self, program, options):
-        names.append(program.expression)
-        return real(self, program, options)
-
-    monkeypatch.setattr(Nvrtc, "compile", compile_and_tell)
-    return names
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """That of `own_cache`."""
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
-from ..routing.plan_op import build_maps
+from ..routing.plan import build_maps
 from .experts_launch import launch_experts
 
 _OP = "experts"

@@ -119,7 +119,7 @@ def _prepare(inputs: LinearInputs) -> Launches:
     check_sizes(_OP, m, n, k)
     data_bytes, scale_pitch = round_up(m * k, 256), round_up(m, 4)
     of_data, of_scales = _MEMORY, _MEMORY._replace(plus=data_bytes)
-    quantize = prepare_quantize(x, scale_pitch, False, False, None, (_X, of_data, of_scales))
+    quantize = prepare_quantize(x, scale_pitch, False, None, (_X, of_data, of_scales))
     configs, meta = config_source_of(x.get_device()), torch.device("meta")
     gemm = prepare_gemm(
         configs.dense(m, n, k),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.common.registry import without_autocast
 from ..routing import TopK, sigmoid_group_topk, softmax_topk
-from ..routing.top_k_op import check_choice
+from ..routing.top_k import check_choice
 from .module import FixedDtypeModule, attributes_repr, draw_as_linear
 
 # These are the names of k in configs of models and in other routers.

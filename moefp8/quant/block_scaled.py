@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import kernels
-from ..kernels.common.blocks import BLOCK, num_blocks
+from ..kernels.common.blocks import BLOCK, E4M3, num_blocks
 from ..kernels.common.checks import check_same_device, check_tensor
+from ..kernels.common.fp8 import e4m3_to_float
 from . import quantize as ops
 
 
@@ -73,24 +73,20 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
         ValueError: the shape of `scale_inv` fits neither kind of block.
     """
     data, scale_inv = q
-    check_tensor("dequantize", "data", data, (kernels.E4M3,))
+    check_tensor("dequantize", "data", data, (E4M3,))
     check_tensor("dequantize", "scale_inv", scale_inv, (torch.float32,))
     check_same_device("dequantize", data=data, scale_inv=scale_inv)
     if data.ndim < 1:
         raise ValueError("dequantize: data must be [..., K], got shape []")
-    k = data.shape[-1]
-    by_column = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
-    if scale_inv.shape == (*data.shape[:-1], num_blocks(k)):
-        scale = by_column
-    elif data.ndim >= 2 and scale_inv.shape == (
-        *data.shape[:-2],
-        num_blocks(data.shape[-2]),
-        num_blocks(k),
-    ):
-        scale = by_column.repeat_interleave(BLOCK, dim=-2)[..., : data.shape[-2], :]
-    else:
+    *rows, k = data.shape
+    row_blocks = [*rows[:-1], *map(num_blocks, rows[-1:])]
+    *of_rows, of_columns = scale_inv.shape or (0,)
+    if of_rows not in (rows, row_blocks) or of_columns != num_blocks(k):
         raise ValueError(
             "dequantize: scale_inv must be [..., N, ceil(K/128)] or [..., ceil(N/128), "
             f"ceil(K/128)] for data {list(data.shape)}, got {list(scale_inv.shape)}"
         )
-    return (kernels.e4m3_to_float(data) * scale).to(dtype)
+    scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
+    if of_rows != rows:
+        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., : rows[-1], :]
+    return (e4m3_to_float(data) * scale).to(dtype)

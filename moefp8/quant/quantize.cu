@@ -1,8 +1,7 @@
 // Quantize to E4M3 on Hopper, with one FP32 scale for each 1x128 or 128x128 block.
 //
-// x is matrices of rows of K elements. A thread holds vectors of eight neighbouring elements: it reads
-// 16 B (32 B of FP32) and writes 8 B of codes. Each element is read from memory once, and waits in
-// registers until the scale of its block is known.
+// x is matrices of rows of K elements. A thread holds vectors of eight neighbouring elements: it reads 16 B (32 B of
+// FP32) and writes 8 B of codes. Each element is read once, and waits in registers until its block's scale is known.
 #include "divisor.cuh"
 #include "fp8.cuh"
 
@@ -20,8 +19,8 @@ struct Arguments {
   uint32_t ue8m0;                       // whether scales are rounded up to powers of two
 };
 
-// Some rows of one column of blocks. Tiles are counted along K, then along the rows, then over the
-// matrices; what lies past the last matrix is no tile.
+// Some rows of one column of blocks. Tiles are counted along K, then along the rows, then over the matrices; there are
+// none past the last matrix.
 struct Tile {
   uint32_t matrix, row_tile, k_block;
 
@@ -33,7 +32,7 @@ struct Tile {
   }
 };
 
-// The elements of one thread in a tile: kVectors vectors in each of kRows rows, kRowStep apart. kLanes
+// The elements of one thread in a tile: kVectors vectors in each of kRows rows that lie kRowStep apart. kLanes
 // neighbouring threads share a row, and their j-th vectors lie side by side.
 template <Input kInput, int kRows, int kRowStep, int kLanes, bool kVectorized>
 struct Part {

@@ -9,7 +9,7 @@ from ..kernels.common import fp8
 from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..kernels.common.registry import register
-from .quantize_launch import BLOCK_ROWS, Cut, launch_quantize
+from .quantize_launch import BLOCK_ROWS, Cut, Quantized, launch_quantize
 
 
 def _check(op: str, name: str, x: torch.Tensor, min_ndim: int, layout: str) -> None:
@@ -18,7 +18,7 @@ def _check(op: str, name: str, x: torch.Tensor, min_ndim: int, layout: str) -> N
         raise ValueError(f"{op}: {name} must be {layout}, got shape {list(x.shape)}")
 
 
-def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
     """Check, then allocate data and scales. Also the fake body."""
     _check("quantize_1x128", "x", x, 1, "[..., K]")
     data = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
@@ -27,12 +27,12 @@ def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.T
     return data, scale_inv if rows else scale_inv[0]
 
 
-def _quantize_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
     _check("quantize_1x128", "x", x, 1, "[..., K]")
     return fp8.quantize_1x128(x, ue8m0)
 
 
-def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     """Check, then allocate data and scales. Also the fake body."""
     _check("quantize_128x128", "w", w, 2, "[..., N, K]")
     *batch, n, k = w.shape
@@ -41,42 +41,27 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch
     return data, torch.empty(scale_shape, dtype=torch.float32, device=w.device)
 
 
-def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     data, scale_inv = _allocate_128x128(w, ue8m0)
+    matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
     # One matrix at a time: the FP32 copies of all experts at once would not fit.
-    for matrix, *outputs in zip(*map(_matrices, (w, data, scale_inv)), strict=True):
+    for matrix, *outputs in zip(*matrices, strict=True):
         for output, found in zip(outputs, fp8.quantize_128x128(matrix, ue8m0), strict=True):
             output.copy_(found)
     return data, scale_inv
 
 
-def _matrices(x: torch.Tensor) -> torch.Tensor:
-    """x [..., N, K] as [B, N, K]; a view where x is contiguous."""
-    return x[None] if x.ndim == 2 else x.flatten(0, -3)
-
-
-def launch_quantize_1x128(
-    x: torch.Tensor, ue8m0: bool, *, programmatic: bool = False, cut: Cut | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_1x128(x: torch.Tensor, ue8m0: bool, cut: Cut | None = None) -> Quantized:
     """`quantize_1x128` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
-    programmatic: it may be launched before the stream's previous kernel ends, and then waits.
     cut: instead of that of `cut_1x128`.
     """
-    data, scale_inv = _allocate_1x128(x, ue8m0)
-    if data.numel():
-        launch_quantize(x, data, scale_inv, ue8m0, programmatic=programmatic, cut=cut)
-    return data, scale_inv
+    return launch_quantize(x, *_allocate_1x128(x, ue8m0), ue8m0, cut)
 
 
-def launch_quantize_128x128(
-    w: torch.Tensor, ue8m0: bool, *, programmatic: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     """`quantize_128x128` on a Hopper GPU, all matrices by one kernel; see the launcher above."""
-    data, scale_inv = _allocate_128x128(w, ue8m0)
-    if data.numel():
-        launch_quantize(w, data, scale_inv, ue8m0, programmatic=programmatic, cut=BLOCK_ROWS)
-    return data, scale_inv
+    return launch_quantize(w, *_allocate_128x128(w, ue8m0), ue8m0, BLOCK_ROWS)
 
 
 quantize_1x128 = register(

@@ -1,7 +1,4 @@
-"""Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU.
-
-Launches are kept as `kernels/common/prepared.py` says.
-"""
+"""Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU."""
 
 import ctypes
 from ctypes import c_int64, c_uint32, c_void_p
@@ -17,8 +14,9 @@ from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
-_VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
-_MAX_TILES = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
+_VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
+_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
+Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
 
 
 class _Arguments(ctypes.Structure):
@@ -41,9 +39,9 @@ class Cut(NamedTuple):
     threads: int
 
 
-_FEW_ROWS = Cut(1, 16, 128)  # few elements for each thread: many SMs work
-# 9.5 instructions for each BF16 element, `_FEW_ROWS` takes 20 (SASS); an H200 issues 20 while the
-# bytes of one element move. 128 B are in flight for each thread.
+_FEW_ROWS = Cut(1, 16, 128)  # a thread has few elements, so that many SMs work
+# It takes 9.5 instructions for a BF16 element, and `_FEW_ROWS` 20 (SASS): an H200 issues 20 while
+# the bytes of an element move. Each thread has 128 B in flight.
 _MANY_ROWS = Cut(4, 8, 128)
 BLOCK_ROWS = Cut(128, 256, 256)  # 128x128: a CTA holds a block
 _THREADS_PER_SM = 2048
@@ -59,7 +57,7 @@ def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
 
 
 def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
-    """vectorized: elements lie such that eight can be loaded at once."""
+    """vectorized: eight elements can be loaded at once."""
     flag = str(vectorized).lower()
     if cut == BLOCK_ROWS:
         return Kernel(_SOURCE, f"quantize_128x128_kernel<{INPUTS[dtype]}, {flag}>")
@@ -68,70 +66,52 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
     )
 
 
-def kernels_of(dtype: torch.dtype) -> list[Kernel]:
-    """All kernels that inputs of this dtype can need."""
-    cuts = (_FEW_ROWS, _MANY_ROWS, BLOCK_ROWS)
-    return [kernel_of(cut, dtype, vectorized) for cut in cuts for vectorized in (True, False)]
-
-
 def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
     """Those of 1x128 for up to `max_rows` rows, which may lie anywhere."""
-    cuts = dict.fromkeys((_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms)))
+    cuts = (_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms))
     flags = (True, False) if k % 8 == 0 else (False,)
-    return list({kernel_of(cut, dtype, flag): None for cut in cuts for flag in flags})
+    return list(dict.fromkeys(kernel_of(cut, dtype, flag) for cut in cuts for flag in flags))
 
 
 def launch_quantize(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    ue8m0: bool,
-    *,
-    programmatic: bool,
-    cut: Cut | None,
-) -> None:
-    """Quantize x, which has elements, into data and scale_inv: one kernel on the current stream.
+    x: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, ue8m0: bool, cut: Cut | None
+) -> Quantized:
+    """Quantize x into data and scale_inv, by one kernel on the current stream if x has elements.
 
-    programmatic: it may be launched before the stream's previous kernel ends, and then waits.
     cut: `BLOCK_ROWS` for 128x128 blocks, any other for 1x128; None: `cut_1x128` chooses.
     """
-    x = _readable(x)
-    address = x.data_ptr()
-    key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, programmatic, cut)
-    launch = prepared(
-        key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, programmatic, cut)
-    )
-    launch_all((launch,), x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x as at most three axes, the last one contiguous; a copy only where strides cannot say it."""
-    if x.ndim > 3:
-        x = x.flatten(0, -3)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if data.numel():
+        if x.ndim > 3:
+            x = x.flatten(0, -3)
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            x = x.contiguous()
+        address = x.data_ptr()
+        key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, cut)
+        launch = prepared(key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, cut))
+        launch_all((launch,), x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
+    return data, scale_inv
 
 
 def prepare_quantize(
     x: torch.Tensor,
     scale_pitch: int,
     ue8m0: bool,
-    programmatic: bool,
     cut: Cut | None,
     sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
 ) -> Launch:
-    """sources: the addresses of x, data and scales.
+    """The launch for x [rows, K] or [matrices, rows, K], whose layout and alignment count.
 
-    x: [rows, K] or [matrices, rows, K], of which layout and alignment count.
     scale_pitch: from one k-block's scales to the next, in elements.
+    cut: as in `launch_quantize`.
+    sources: the addresses of x, data and scales.
     """
-    device_index = x.get_device()
+    driver, device_index = current_driver(), x.get_device()
     x = x[(None,) * (3 - x.ndim)]
     num_matrices, num_rows, k = x.shape
     matrix_bytes, row_bytes, _ = (stride * x.element_size() for stride in x.stride())
     num_k_blocks = num_blocks(k)
     if cut is None:
-        num_sms = current_driver().num_sms(device_index)
-        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, num_sms)
+        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, driver.num_sms(device_index))
     num_row_tiles = ceil_div(num_rows, cut.rows)
     num_tiles = num_matrices * num_row_tiles * num_k_blocks
     if max(num_tiles, num_rows) > _MAX_TILES:
@@ -155,10 +135,9 @@ def prepare_quantize(
     )
     of_x, of_data, of_scales = sources
     return Launch(
-        current_driver().load(kernel_of(cut, x.dtype, vectorized), device_index),
+        driver.load(kernel_of(cut, x.dtype, vectorized), device_index),
         ceil_div(num_tiles * cut.lanes, cut.threads),
         cut.threads,
         (arguments,),
         pointers(_Arguments, x=of_x, data=of_data, scale_inv=of_scales),
-        programmatic=programmatic,
     )

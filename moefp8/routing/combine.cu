@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
     Eight<Input::kBFloat16> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // Whatever a choice without a row reads: no load has a condition, so that all are in flight at once.
+      // A choice without a row reads any row: no load has a condition, so that all are in flight at once.
       values[i].load_once(args.y + max(rows[i], 0) * args.y_row_bytes, column);
     }
 #pragma unroll

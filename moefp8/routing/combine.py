@@ -1,10 +1,9 @@
 """Sum the rows of every token, each times its weight. T tokens, k choices, R rows, H hidden.
 
-`GroupedExperts` ends with the same bodies: on a Hopper GPU with `combine.cu`, elsewhere with
-`combine_rows`.
+`GroupedExperts` ends with `combine.cu` on a Hopper GPU and with `combine_rows` elsewhere, too.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C
@@ -12,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register
+from ..kernels.common.registry import register_inputs
 from ..kernels.jit import Source, launch_all
 from .combine_launch import CombineSources, prepare_combine
 from .plan import RoutingPlan
@@ -42,7 +41,7 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     rows = y.flatten(0, -2)
     inputs = rows, plan.token_to_row, top_k_weights
     if forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None:
-        return combine_rows(*_checked(*inputs))  # of operations that transforms know
+        return _body(CombineInputs(*inputs))  # made of operations that transforms know
     if torch.is_grad_enabled() and (y.requires_grad or top_k_weights.requires_grad):
         return _Combine.apply(*inputs)
     return _combine(*inputs)
@@ -51,11 +50,9 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
 def combine_rows(
     rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The numerics, in PyTorch: rows [R, H], token_to_row int32 [T, k], of which -1 is no row."""
+    """The numerics, in PyTorch: rows [R, H], int32 token_to_row [T, k], where -1 is no row."""
     num_tokens, top_k = token_to_row.shape
     result = torch.zeros(num_tokens, rows.shape[-1], dtype=torch.float32, device=rows.device)
-    if num_tokens == 0:
-        return result.to(rows.dtype)
     for choice in range(top_k):
         row = token_to_row[:, choice]
         weight = top_k_weights[:, choice, None].float()
@@ -72,15 +69,15 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d rows[r] is the sum of weights[t, j] * grad[t], d weights[t, j] is rows[r] . grad[t].
+        """Where token_to_row[t, j] == r, rows[r] gets weights[t, j] * grad[t] from t and j.
 
-        Over all t and j with token_to_row[t, j] == r.
+        The gradient of weights[t, j] is rows[r] . grad[t].
         """
         rows, token_to_row, weights = ctx.saved_tensors
         grad = grads[0].float()
         of_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         of_weights = torch.zeros_like(weights)
-        for choice in range(token_to_row.shape[1] if len(rows) else 0):
+        for choice in range(token_to_row.shape[1]):
             row, is_here = token_to_row[:, choice], token_to_row[:, choice, None] >= 0
             at = row.clamp(min=0)
             term = weights[:, choice, None].float() * grad
@@ -93,23 +90,26 @@ class _Combine(torch.autograd.Function):
 # ---- The op ----
 
 
-def _checked(
-    rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class CombineInputs(NamedTuple):
+    """What the op takes: rows [R, H], token_to_row int32 [T, k], top_k_weights [T, k]."""
+
+    rows: torch.Tensor
+    token_to_row: torch.Tensor
+    top_k_weights: torch.Tensor
+
+
+def _allocate(inputs: CombineInputs) -> torch.Tensor:
+    """Check, then allocate the result. Also the fake body."""
+    rows, token_to_row, top_k_weights = inputs
     check_tensor(_OP, "top_k_weights", top_k_weights, FLOATS, 2)
     check_same_device(_OP, y=rows, top_k_weights=top_k_weights, plan=token_to_row)
     check_shape(_OP, "top_k_weights", top_k_weights, token_to_row.shape, "[T, k]")
-    return rows, token_to_row, top_k_weights
-
-
-def _allocate(*inputs: torch.Tensor) -> torch.Tensor:
-    """Check, then allocate the result. Also the fake body."""
-    rows, token_to_row, _ = _checked(*inputs)
     return rows.new_empty(token_to_row.shape[0], rows.shape[1])
 
 
-def _body(*inputs: torch.Tensor) -> torch.Tensor:
-    return combine_rows(*_checked(*inputs))
+def _body(inputs: CombineInputs) -> torch.Tensor:
+    _allocate(inputs)
+    return combine_rows(*inputs)
 
 
 def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> bool:
@@ -120,34 +120,32 @@ def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> b
     return rows.dtype == torch.bfloat16 and aligned and whole and in_order
 
 
-def _launch(
-    rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def _launch(inputs: CombineInputs) -> torch.Tensor:
     """One kernel on the current stream; nothing waits for it."""
-    out = _allocate(rows, token_to_row, top_k_weights)
+    out, (rows, _, weights) = _allocate(inputs), inputs
     if out.numel():
-        key = (_OP, layout_of(rows), layout_of(token_to_row), layout_of(top_k_weights))
-        launch = prepared(key, lambda: _prepare(rows, top_k_weights))
-        tensors = (rows, token_to_row, top_k_weights, out)
-        launch_all((launch,), rows.get_device(), tuple([x.data_ptr() for x in tensors]))
+        launch = prepared(
+            (_OP, *map(layout_of, inputs)),
+            lambda: prepare_combine(
+                weights,
+                rows.shape[1],
+                y_row_pitch=rows.stride(0),
+                out_is_aligned=True,
+                sources=_SOURCES,
+            ),
+        )
+        addresses = tuple([x.data_ptr() for x in (*inputs, out)])
+        launch_all((launch,), rows.get_device(), addresses)
     return out
 
 
-def _prepare(rows: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-    return prepare_combine(
-        top_k_weights,
-        rows.shape[1],
-        y_row_pitch=rows.stride(0),
-        out_is_aligned=True,
-        sources=_SOURCES,
-    )
-
-
-_combine = register(
-    f"{_OP}(Tensor rows, Tensor token_to_row, Tensor top_k_weights) -> Tensor",
-    _body,
-    _allocate,
-    _launch,
+_combine = register_inputs(
+    _OP,
+    CombineInputs,
+    "Tensor",
+    cpu=_body,
+    fake=_allocate,
+    hopper=_launch,
     cuda=_body,
     hopper_takes=_has_kernel,
 )

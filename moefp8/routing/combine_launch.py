@@ -17,9 +17,8 @@ from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointe
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
-_COLUMNS = 8  # of a thread: 16 B of BF16
-_VECTOR_BYTES = 16
-_MAX_UNITS = 2**31 - 2**10  # `Divisor` holds for as many, and for the idle threads of the last CTA
+_COLUMNS = 8  # a thread owns as many: 16 B of BF16
+_MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
 
 
 class _Arguments(ctypes.Structure):
@@ -37,18 +36,13 @@ class _Arguments(ctypes.Structure):
 
 
 def threads_of(num_units: int, num_sms: int) -> int:
-    """Of a CTA; few where there are few, so that many SMs work."""
+    """How many a CTA has: few where there are few units, so that many SMs work."""
     return next((n for n in (256, 128, 64) if num_units >= n * num_sms), 32)
 
 
 def kernel_of(weights_dtype: torch.dtype, vectorized: bool) -> Kernel:
-    """vectorized: the result lies such that eight elements can be stored at once."""
+    """vectorized: eight elements of the result can be stored at once."""
     return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
-
-
-def kernels_of() -> list[Kernel]:
-    """All kernels that a combine can need."""
-    return [kernel_of(dtype, vectorized) for dtype in INPUTS for vectorized in (True, False)]
 
 
 class CombineSources(NamedTuple):
@@ -76,24 +70,19 @@ def prepare_combine(
         y: bf16 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its next
             multiple of 8 elements, is read too.
         token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
-        weights: [T, k] as the tensor `weights`, of which the layout counts.
+        weights: [T, k] like the tensor `weights`, whose layout counts.
         out: bf16 [T, H], contiguous; T and H at least 1.
 
     Args:
-        y_row_pitch: in elements, a multiple of 8.
+        y_row_pitch: in elements, a multiple of 8 and at least H.
         out_is_aligned: whether out lies at a multiple of 16 bytes.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before
             it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
 
     Raises:
-        ValueError: `y` is not aligned, or there are more elements than a kernel counts.
+        ValueError: there are more elements than a kernel counts.
         JitError: it cannot be compiled or loaded.
     """
-    if sources.y.plus % _VECTOR_BYTES or y_row_pitch % _COLUMNS or y_row_pitch < hidden_size:
-        raise ValueError(
-            f"{_OP}: rows of y must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got byte {sources.y.plus} and pitch {y_row_pitch}"
-        )
     num_tokens, top_k = weights.shape
     units = ceil_div(hidden_size, _COLUMNS)
     num_units = num_tokens * units

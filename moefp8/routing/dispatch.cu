@@ -1,7 +1,7 @@
 // Plan, quantize and dispatch on Hopper: each token goes to the rows of its experts.
 //
-// Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and
-// quantize it once, and write its codes and its scale to each row of the token.
+// Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and quantize it once, and
+// write its codes and its scale to each row of the token.
 #include "fp8.cuh"
 #include "plan.cuh"
 
@@ -20,16 +20,16 @@ struct Arguments {
   uint32_t hidden_size, num_k_blocks;
   uint32_t part_blocks;     // k-blocks of a CTA
   uint32_t num_parts;       // CTAs of a chunk of tokens
-  uint32_t group;           // k-blocks that follow each other in the order of work, of all tokens of the chunk: 2^n
+  uint32_t group;           // k-blocks that all tokens of the chunk have behind them before the next ones begin: 2^n
   Divisor parts, in_group;  // num_parts; blocks of a group
   uint32_t num_chunks;
-  uint32_t* counts;  // of each chunk, if a kernel before has counted: [chunks, slots / 2]
+  uint32_t* counts;  // [chunks, slots / 2], if a kernel before has counted
   int* zeros;        // [2], for the kernels that follow
 };
 
-// The block that a thread has a share in. All CTAs work along K, some k-blocks of all their tokens at a time, so that
-// scales which lie side by side, of different tokens, are written at about the same time. What lies past the last
-// token or k-block is the last one again, which then is written twice.
+// The block that a thread has a share in. All CTAs work along K, on some k-blocks of all their tokens at a time, so
+// that scales of different tokens, which lie side by side, are written at about the same time. A block past the last
+// token or k-block is the last one again, which is then written twice.
 struct Block {
   uint32_t token, k_block;  // of the chunk; of x
   uint32_t width;           // 128, or less at the end of a row
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
   plan.count_chunk(args.counts, blockIdx.x);
 }
 
-// rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; and the plan.
+// rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t. The kernel writes the plan, too.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
 // Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more; if kRanks 2 B for
 // each slot and warp that ranks choices.
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
 template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
-  constexpr bool kRanks = kIsCounted && !kMerges;  // of few choices, it takes longer than one warp with all of them
+  constexpr bool kRanks = kIsCounted && !kMerges;  // to rank few choices takes longer than one warp takes for all
   extern __shared__ __align__(16) int memory[];
   const Routing& routing = args.routing;
   const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.num_parts;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   const uint32_t num_tokens = plan.end - plan.begin;
   const uint32_t num_blocks = ceil_div(args.part_blocks, args.group) * args.in_group.value;
   const uint32_t lane = threadIdx.x % kLanes, column = lane * kColumns, step = blockDim.x / kLanes;
-  // Where the scale of each choice lies in its column: only in the masked layout elsewhere than its codes.
+  // Where the scale of each choice lies in its column: in the masked layout that is not where its codes lie.
   int* const scale_rows = plan.rows + (kMerges ? num_tokens * routing.rows_of_token : 0);
 
   struct Held {

@@ -26,19 +26,14 @@ def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     if x.ndim < 1 or x.shape[0] != num_tokens:
         raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
     check_same_device("dispatch", x=x, plan=plan.row_to_token)
-    if num_tokens == 0:
-        return x.new_zeros((*plan.row_shape, *x.shape[1:]))  # masked, there may be rows
     return dispatch_rows(x, plan.row_to_token).view(*plan.row_shape, *x.shape[1:])
 
 
 def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
-    """[R, ...]: row r is x[row_to_token[r]], or zeros where that is -1. T is at least 1."""
-    if x.dtype.itemsize == 1:  # FP8 has few ops of its own
-        return _rows(x.view(torch.uint8), row_to_token).view(x.dtype)
-    return _rows(x, row_to_token)
-
-
-def _rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
-    rows = x.index_select(0, row_to_token.clamp(min=0))
-    is_padding = (row_to_token < 0).view(-1, *[1] * (x.ndim - 1))
-    return rows.masked_fill_(is_padding, 0)
+    """[R, ...]: row r is x[row_to_token[r]], or zeros where that is -1."""
+    if len(x) == 0:  # in the masked layout there may be rows all the same
+        return x.new_zeros(len(row_to_token), *x.shape[1:])
+    values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few ops of its own
+    rows = values.index_select(0, row_to_token.clamp(min=0))
+    rows.masked_fill_((row_to_token < 0).view(-1, *[1] * (x.ndim - 1)), 0)
+    return rows if values is x else rows.view(x.dtype)

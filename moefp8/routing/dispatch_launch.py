@@ -5,7 +5,6 @@ T tokens, k choices each, E experts, H hidden, R rows.
 
 import ctypes
 from ctypes import c_int64, c_uint32, c_void_p
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +23,16 @@ from .plan_launch import (
     num_slots_of,
     routing_of,
     shared_bytes,
+    tokens_of_chunk,
 )
 
 _OP = "dispatch"
 _SOURCE = Path(__file__).with_name("dispatch.cu")
-_VECTOR_BYTES = 16  # that a thread loads at once, if they are aligned
-_LANES = 8  # that hold a block of 128 elements
+_VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
+_LANES = 8  # so many threads hold a block of 128 elements
 _COUNT_THREADS = 128
-_MANY_CHOICES = 2**13  # more than that many take longer to count for each CTA than a kernel does
-_MIN_BLOCKS = 8  # of a CTA: one with fewer would plan more than it quantizes
+_MANY_CHOICES = 2**13  # a kernel counts more in less time than each CTA counts them
+_MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
 
 
 class _Arguments(ctypes.Structure):
@@ -55,11 +55,9 @@ class _Arguments(ctypes.Structure):
 class Cut(NamedTuple):
     """How the kernels are cut.
 
-    tokens: of a chunk.
-    k_blocks: of each of its tokens, that a CTA owns.
-    group: of k-blocks, that all tokens of the chunk have behind them before the next ones begin.
-    threads: of a CTA.
-    is_counted: whether a kernel before counts the choices of each chunk.
+    A CTA has `threads`, and owns `k_blocks` of each of the `tokens` of a chunk. It works on `group`
+    of these k-blocks of all its tokens before the next ones. `is_counted`: a kernel before it
+    counts the choices of each chunk.
     """
 
     tokens: int
@@ -73,16 +71,16 @@ def cut_dispatch(
     num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
 ) -> Cut:
     """About one CTA for each SM: it has a chunk of tokens, or of few tokens only a part."""
-    chunk = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
+    chunk = tokens_of_chunk(num_tokens, top_k, num_sms)
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
     k_blocks = ceil_div(num_k_blocks, max(1, parts))
     at_once = max(1, MAX_THREADS // _LANES // chunk)
     group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
     num_choices = num_tokens * top_k
-    threads = max(round_up(chunk * group * _LANES, WARP), min(num_choices // 2, 512))
-    is_counted = _is_counted(num_choices, num_experts)
-    threads = MAX_THREADS if is_counted else min(MAX_THREADS, round_up(threads, WARP))
-    return Cut(chunk, k_blocks, group, threads, is_counted)
+    if _is_counted(num_choices, num_experts):
+        return Cut(chunk, k_blocks, group, MAX_THREADS, is_counted=True)
+    threads = max(chunk * group * _LANES, min(num_choices // 2, 512))
+    return Cut(chunk, k_blocks, group, min(MAX_THREADS, round_up(threads, WARP)), is_counted=False)
 
 
 def _is_counted(num_choices: int, num_experts: int) -> bool:
@@ -99,32 +97,20 @@ def count_kernel_of(*, masked: bool) -> Kernel:
     return Kernel(_SOURCE, f"count_kernel<{str(masked).lower()}>")
 
 
-def kernels_of(dtype: torch.dtype) -> list[Kernel]:
-    """All kernels that inputs of this dtype can need."""
-    flags = (True, False)
-    return [
-        *(count_kernel_of(masked=masked) for masked in flags),
-        *(
-            kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
-            for vectorized, masked, is_counted in product(flags, repeat=3)
-        ),
-    ]
-
-
 def needed_kernels(
     dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
 ) -> list[Kernel]:
     """Those of up to `max_choices` choices; tokens may lie anywhere."""
-    found = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
-    for vectorized in (True, False) if hidden_size % 8 == 0 else (False,):
-        for is_counted in (True, False) if found else (False,):
-            flags = {"vectorized": vectorized, "masked": masked, "is_counted": is_counted}
-            found.append(kernel_of(dtype, **flags))
-    return found
+    counts = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
+    return counts + [
+        kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
+        for vectorized in ((True, False) if hidden_size % 8 == 0 else (False,))
+        for is_counted in ((True, False) if counts else (False,))
+    ]
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Of the memory that `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
+    """How much memory `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
     num_places = num_tokens * round_up(top_k, 4)
     num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
     return num_chunks * num_slots_of(num_experts) * 2
@@ -141,9 +127,9 @@ class DispatchSources(NamedTuple):
     routing: RoutingSources
 
     def pointers(self) -> list[Pointer]:
-        *_, routing = self
-        named = {name: source for name, source in self._asdict().items() if name != "routing"}
-        return pointers(_Arguments, **named) + routing.pointers(_Arguments.routing.offset)
+        named = self._asdict()
+        del named["routing"]
+        return pointers(_Arguments, **named) + self.routing.pointers(_Arguments.routing.offset)
 
 
 def prepare_dispatch(
@@ -155,41 +141,31 @@ def prepare_dispatch(
     row_pitch: int,
     scale_pitch: int,
     sources: DispatchSources,
-    programmatic: bool = False,
 ) -> tuple[Launch, ...]:
-    """Quantize every token once, as `quantize_1x128`, into its rows; and the plan.
+    """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
-    One kernel, or of many tokens two, of which the first counts choices. What `sources` name:
+    That is one kernel, or two for many tokens: the first counts choices. What `sources` name:
 
-        x: [T, H] as the tensor `x`, of which layout and alignment count; T and H at least 1.
+        x: [T, H] like the tensor `x`, whose layout and alignment count; T and H at least 1.
         rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
             next multiple of 16, may be written too.
         row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
-            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i].
+            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i]. Fewer than 2**31.
         counts: `most_count_bytes` of memory, at a multiple of 4.
         zeros: int32 [2], which become zeros: counters of the kernels that follow.
-        routing: ids [T, k] as the tensor `ids`, of which one out of range has no row;
+        routing: ids [T, k] like the tensor `ids`; one out of range has no row.
             expert_offsets, tokens_per_expert, token_to_row int32 [E + 1], [E], [T, k], contiguous.
 
     Args:
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
-        row_pitch: in bytes, a multiple of 16.
-        programmatic: it may be launched before the stream's previous kernel ends, and then waits.
+        row_pitch: in bytes, a multiple of 16 and at least H.
 
     Raises:
-        ValueError: more choices, rows or scales than a kernel counts, or rows that are not aligned.
+        ValueError: more choices or rows than a kernel counts.
         JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
     """
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_k_blocks = num_blocks(hidden_size)
-    if (sources.rows.plus | row_pitch) % _VECTOR_BYTES or row_pitch < hidden_size:
-        raise ValueError(
-            f"{_OP}: rows must begin at multiples of {_VECTOR_BYTES} bytes and hold H = "
-            f"{hidden_size}, got byte {sources.rows.plus} and pitch {row_pitch}"
-        )
-    num_scales = num_k_blocks * scale_pitch * (1 if max_m is None else num_experts)
-    if num_scales >= 2**31:
-        raise ValueError(f"{_OP}: one call takes fewer than 2**31 scales, got {num_scales}")
     driver, device_index = current_driver(), x.get_device()
     num_sms = driver.num_sms(device_index)
     cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
@@ -213,26 +189,25 @@ def prepare_dispatch(
     )
     vectorized = hidden_size % 8 == 0 and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
     masked = max_m is not None
+    shared = shared_bytes(routing, 2 if masked else 1)
+
+    def launch(kernel: Kernel, grid: int, threads: int, *, programmatic: bool) -> Launch:
+        return Launch(
+            driver.load(kernel, device_index),
+            grid,
+            threads,
+            (arguments,),
+            sources.pointers(),
+            shared_bytes=shared,
+            programmatic=programmatic,
+        )
+
     kernel = kernel_of(x.dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
-    shared, pointers_of_both = shared_bytes(routing, 2 if masked else 1), sources.pointers()
-    dispatch = Launch(
-        driver.load(kernel, device_index),
-        num_chunks * parts,
-        cut.threads,
-        (arguments,),
-        pointers_of_both,
-        shared_bytes=shared,
-        programmatic=programmatic or cut.is_counted,
-    )
+    grid = num_chunks * parts
     if not cut.is_counted:
-        return (dispatch,)
-    count = Launch(
-        driver.load(count_kernel_of(masked=masked), device_index),
-        num_chunks,
-        _COUNT_THREADS,
-        (arguments,),
-        pointers_of_both,
-        shared_bytes=shared,
-        programmatic=programmatic,
+        return (launch(kernel, grid, cut.threads, programmatic=False),)
+    count = count_kernel_of(masked=masked)
+    return (
+        launch(count, num_chunks, _COUNT_THREADS, programmatic=False),
+        launch(kernel, grid, cut.threads, programmatic=True),
     )
-    return count, dispatch

@@ -8,7 +8,7 @@ struct Arguments {
   uint32_t num_rows;
 };
 
-// All maps of `build_plan`, see routing_plan.py.
+// All maps of `build_plan`: see plan.py.
 // Grid: a CTA of up to 1024 threads owns a chunk of tokens, or none, and shares in the padding.
 // Shared memory: 8 B for each slot and 4 B for each place of a row in the chunk.
 // Barriers: zeros, counts and experts are each complete before they are read.

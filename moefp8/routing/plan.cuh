@@ -1,13 +1,13 @@
-// The routing plan on the device: T tokens, k choices each, E experts; which row each choice has.
+// The routing plan on the device, which says what row each choice has: T tokens, k choices each, E experts.
 //
-// A CTA owns a chunk of neighbouring tokens and finds their rows alone: it counts the choices of all
-// tokens, so that no CTA waits for another; of many tokens, each chunk's were counted by a kernel before.
-// Within an expert, rows keep the order of the tokens.
+// A CTA owns a chunk of neighbouring tokens and finds their rows alone: it counts the choices of all tokens, so that no
+// CTA waits for another. Of many tokens, a kernel before has counted the choices of each chunk. Within an expert, rows
+// keep the order of the tokens.
 #pragma once
 #include "divisor.cuh"
 
 struct Routing {
-  const uint8_t* ids;                 // int32 or int64 [T, k]; one that is of no expert has no row
+  const uint8_t* ids;                 // int32 or int64 [T, k]; an id of no expert has no row
   int64_t token_bytes, choice_bytes;  // from one to the next in ids
   int* tokens_per_expert;             // [E]
   int* expert_offsets;                // [E + 1]
@@ -16,16 +16,16 @@ struct Routing {
   uint32_t is_wide;            // whether ids are int64
   uint32_t chunk;              // tokens of a CTA
   uint32_t max_m;              // rows of each expert; 0: as many as it has tokens
-  Divisor alignment;           // without max_m, of which the rows of an expert are a multiple
+  Divisor alignment;           // without max_m, the rows of an expert are a multiple of this
   uint32_t num_slots;          // more than E, a multiple of 128
   Divisor of_k;                // k
   uint32_t rows_of_token;      // places for its rows in shared memory: at least k, a multiple of 4
-  uint32_t tokens_at_once;     // whose choices a warp holds: as many as fit, at least one
+  uint32_t tokens_at_once;     // a warp holds the choices of so many: as many as fit, at least one
   uint32_t reciprocal_of_k;    // lane / k == lane * reciprocal_of_k >> 16
   uint32_t num_rankers;        // warps of a CTA that rank choices: see `Plan`
 
-  // E if there is none.
-  __device__ uint32_t expert(uint32_t index) const {  // of all choices
+  // The expert of a choice, counted over all tokens or within its token; E if there is none.
+  __device__ uint32_t expert(uint32_t index) const {
     const uint32_t token = of_k.quotient(index);
     return expert(token, index - token * top_k);
   }
@@ -35,7 +35,7 @@ struct Routing {
     return min(static_cast<uint64_t>(expert), static_cast<uint64_t>(num_experts));
   }
 
-  // Where the segment of an expert ends whose last row ends at `end`.
+  // Where a segment ends that begins at `first_row`, and whose last used row ends at `end`.
   template <bool kAligned>
   __device__ uint32_t segment_end(uint32_t first_row, uint32_t end) const {
     if (max_m) return first_row + max_m;
@@ -71,8 +71,8 @@ struct Choice {
   }
 };
 
-// The part of the plan that a CTA knows, in shared memory. Its steps follow each other. Choices of one expert by one
-// token share a row if kMerges, which costs more; else each has its own.
+// The part of the plan that a CTA knows, in shared memory. Its steps follow each other. If kMerges, the choices of one
+// expert by one token share a row, which costs more; else each has its own.
 template <bool kMerges>
 struct Plan {
   const Routing& routing;
@@ -91,7 +91,7 @@ struct Plan {
         rows(memory + 2 * routing.num_slots),
         ranked(reinterpret_cast<uint16_t*>(rows + routing.chunk * routing.rows_of_token)) {}
 
-  // 1. All threads: zeros; no rows.
+  // 1. All threads: there are no counts and no rows yet.
   __device__ void clear() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < 2 * routing.num_slots; i += blockDim.x) next_row[i] = 0;
@@ -101,7 +101,7 @@ struct Plan {
   }
 
   // 2. All threads, of many choices and unless kMerges: how many choices of the chunk named the same expert before each
-  // of them. No other CTA is asked, so that it can be done before what others count is there.
+  // of them. This asks no other CTA, so it can be done before the counts of others are there.
   __device__ void rank() const {
     const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     if (warp < routing.num_rankers) {
@@ -134,13 +134,13 @@ struct Plan {
     }
   }
 
-  // 3. All threads: counts the choices of each expert, kAhead at once. Shared memory takes one a cycle.
+  // 3. All threads: count the choices of each expert, kAhead at once. Shared memory takes one a cycle.
   template <int kAhead>
   __device__ void count() const {
     count<kAhead>(0, routing.num_tokens);
     __syncthreads();
   }
-  // Or in two kernels: those of each chunk, two experts in a word;
+  // Or in two kernels: the first counts those of each chunk, and writes the counts of two experts into a word.
   __device__ void count_chunk(uint32_t* counts, uint32_t chunk) const {
     count<1>(begin, end);
     __syncthreads();
@@ -148,7 +148,7 @@ struct Plan {
     for (uint32_t i = threadIdx.x; i < routing.num_slots / 2; i += blockDim.x)
       counts[chunk * (routing.num_slots / 2) + i] = end_row[2 * i] | end_row[2 * i + 1] << 16;
   }
-  // then their sums. A thread adds up those of some chunks for two experts.
+  // The second sums them up: a thread adds those of some chunks for two experts.
   __device__ void add_chunks(const uint32_t* counts, uint32_t chunk, uint32_t num_chunks) const {
     constexpr int kAtOnce = 8;
     const uint32_t columns = routing.num_slots / 2, step = blockDim.x / columns;  // the host sees to it: at least 1
@@ -174,7 +174,7 @@ struct Plan {
     __syncthreads();
   }
 
-  // 4. One warp: the first row of each expert. The first CTA writes what is of no token.
+  // 4. One warp: the first row of each expert. The first CTA writes what belongs to no token.
   template <bool kAligned>
   __device__ void find_experts() const {
     constexpr int kAtOnce = 4;
@@ -219,7 +219,7 @@ struct Plan {
     if constexpr (kMerges) find_merged_rows(visit);
     else find_rows_of_each(visit);
   }
-  // Or, where choices are ranked, all threads after a barrier.
+  // Or, where choices are ranked, all threads do so after a barrier.
   template <class Visit>
   __device__ void find_ranked_rows(const Visit& visit) const {
 #pragma unroll 1
@@ -239,7 +239,7 @@ struct Plan {
     return index + routing.of_k.quotient(index) * (routing.rows_of_token - routing.top_k);
   }
   __device__ uint32_t choices_of_chunk() const { return (end - begin) * routing.top_k; }
-  // Of these, what a warp ranks.
+  // How many of these a warp ranks.
   __device__ uint32_t share() const { return ceil_div(choices_of_chunk(), kWarp * routing.num_rankers) * kWarp; }
   template <int kAhead>
   __device__ void count(uint32_t from, uint32_t to) const {
@@ -285,7 +285,7 @@ struct Plan {
     }
   }
 
-  // A warp reads choices of kAhead times `tokens_at_once` tokens at once.
+  // A warp reads the choices of kAhead times `tokens_at_once` tokens at once.
   template <int kAhead>
   __device__ void count_merged(uint32_t from, uint32_t to) const {
     const uint32_t step = blockDim.x / kWarp * routing.tokens_at_once;
@@ -324,7 +324,7 @@ struct Plan {
         const uint32_t expert = choice.exists ? routing.expert(choice.token, choice.choice) : routing.num_experts;
         const uint32_t first = choice.first_lane(expert), same = __match_any_sync(0xffffffff, expert);
         const bool is_named_before = choice.is_named_before(routing, first_choice, expert);
-        // Of the lanes with this expert, those whose choice has a row of its own.
+        // The lanes with this expert whose choice has a row of its own.
         const uint32_t own = __ballot_sync(0xffffffff, lane == first && !is_named_before) & same;
         int row = -1;
         if (expert < routing.num_experts) {

@@ -1,14 +1,19 @@
-"""The routing plan, and the moves it describes: dispatch to expert rows, combine back to tokens.
+"""Which row of which expert each choice of the router gets.
 
-T tokens, k choices each, E experts, R rows. Maps read from_to; -1 is padding.
+T tokens, k choices each, E experts, R rows. Maps read from_to; -1 is padding. Every expert owns one
+segment of rows; within it, rows keep the order of the tokens. All shapes follow from T, k and E, so
+nothing has to be read back from the device.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
-from . import plan_op as ops
+from ..kernels.common.checks import check_choices, check_tensor
+from ..kernels.common.registry import register_inputs
+from .plan_launch import OP, Maps, PlanInputs, launch_plan
 
 Layout = Literal["contiguous", "masked"]
 
@@ -18,8 +23,7 @@ class RoutingPlan:
     """Where every choice of the router lives in the expert layout.
 
     Contiguous: the R rows of all experts follow one another. Masked: every expert has `max_m`
-    rows, so R = E * max_m. Within an expert, rows keep the order of the tokens. R follows from
-    T, k and E alone, so it does not depend on the routing.
+    rows, so R = E * max_m.
 
     Attributes:
         tokens_per_expert: int32 [E]; the `masked_m` of the masked GEMM.
@@ -79,9 +83,92 @@ def build_plan(
         max_m = top_k_index.shape[0] if max_m is None else max_m
     elif max_m is not None:
         raise ValueError(f"build_plan: max_m is for 'masked' only, got {max_m}")
-    tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row = ops.build_plan(
-        top_k_index, num_experts, alignment, max_m
-    )
-    return RoutingPlan(
-        tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row, max_m
-    )
+    maps: Maps = _build_plan(top_k_index, num_experts, alignment, max_m)
+    return RoutingPlan(*maps, max_m)
+
+
+# ---- The op ----
+
+
+def _allocate(inputs: PlanInputs) -> Maps:
+    """Check, then allocate the maps. Also the fake body."""
+    top_k_index, num_experts, alignment, max_m = inputs
+    check_tensor(OP, "top_k_index", top_k_index, (torch.int32, torch.int64), 2)
+    num_tokens, top_k = top_k_index.shape
+    if top_k < 1:
+        raise ValueError(f"{OP}: top_k_index must be [T, k] with k of at least 1, got k = 0")
+    for name, value in (("num_experts", num_experts), ("alignment", alignment)):
+        if value < 1:
+            raise ValueError(f"{OP}: {name} must be at least 1, got {value}")
+    if max_m is None:  # as many as any routing needs
+        num_choices = num_tokens * top_k
+        num_rows = num_choices + min(num_experts, num_choices) * (alignment - 1)
+        num_rows = num_rows // alignment * alignment
+    elif max_m >= num_tokens:
+        num_rows = num_experts * max_m
+    else:
+        raise ValueError(
+            f"{OP}: max_m must be at least T = {num_tokens}, since every token may choose the same "
+            f"expert, got {max_m}"
+        )
+    shapes = [(num_experts,), (num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, top_k)]
+    return Maps(*(top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes))
+
+
+def build_maps(
+    top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: int | None
+) -> Maps:
+    """The numerics, in PyTorch. Ids outside of [0, E] count as E."""
+    maps = _allocate(PlanInputs(top_k_index, num_experts, alignment, max_m))
+    tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row = maps
+    top_k, num_rows, device = top_k_index.shape[1], row_to_token.shape[0], top_k_index.device
+
+    # 1. The expert of every choice; E where it has no row of its own. A token that names one
+    #    expert twice gets one row there, which the combine reads twice.
+    first_same = (top_k_index[:, :, None] == top_k_index[:, None, :]).int().argmax(dim=-1)
+    is_first = first_same == torch.arange(top_k, device=device)
+    is_here = (top_k_index >= 0) & (top_k_index < num_experts)
+    expert = torch.where(is_first & is_here, top_k_index, num_experts).long().flatten()
+
+    # 2. Segments: their sizes, and where each starts.
+    ones = torch.ones_like(expert)
+    counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, ones)
+    tokens_per_expert.copy_(counts[:num_experts])
+    if max_m is None:
+        segment_rows = (counts[:num_experts] + alignment - 1) // alignment * alignment
+    else:
+        segment_rows = torch.full_like(counts[:num_experts], max_m)
+    expert_offsets.copy_(pad(segment_rows.cumsum(0), (1, 0)))
+
+    # 3. The row of every choice: the start of its segment plus its rank among that expert's.
+    order = expert.argsort(stable=True)
+    sorted_expert = expert[order]
+    rank = ones.cumsum(0) - 1 - (counts.cumsum(0) - counts)[sorted_expert]
+    has_row = sorted_expert < num_experts
+    row = torch.where(has_row, expert_offsets[sorted_expert] + rank, num_rows)
+
+    # 4. The maps both ways; slot R collects the choices that have no row.
+    for row_map, value in ((row_to_token, order // top_k), (row_to_expert, sorted_expert)):
+        row_map.copy_(expert.new_full((num_rows + 1,), -1).scatter_(0, row, value)[:num_rows])
+    choice_to_row = torch.empty_like(expert).scatter_(0, order, torch.where(has_row, row, -1))
+    token_to_row.copy_(choice_to_row.view(top_k_index.shape).gather(1, first_same))
+    return maps
+
+
+def _cpu(inputs: PlanInputs) -> Maps:
+    """The only body that checks the ids: on a GPU that would cost a synchronisation."""
+    _allocate(inputs)
+    check_choices(OP, inputs.top_k_index, inputs.num_experts)
+    return build_maps(*inputs)
+
+
+_build_plan = register_inputs(
+    OP,
+    PlanInputs,
+    "(Tensor tokens_per_expert, Tensor expert_offsets, Tensor row_to_token, "
+    "Tensor row_to_expert, Tensor token_to_row)",
+    cpu=_cpu,
+    fake=_allocate,
+    hopper=lambda inputs: launch_plan(inputs, _allocate(inputs)),
+    cuda=lambda inputs: build_maps(*inputs),
+)

@@ -1,4 +1,4 @@
-"""Launch `plan.cu`, which builds a routing plan, on a Hopper GPU; and what `plan.cuh` asks.
+"""Launch `plan.cu`, which builds a routing plan, on a Hopper GPU; and what `plan.cuh` is given.
 
 T tokens, k choices each, E experts, R rows.
 """
@@ -24,14 +24,35 @@ from ..kernels.jit import (
     pointers,
 )
 
+OP = "build_plan"
 _SOURCE = Path(__file__).with_name("plan.cu")
 WARP = 32
-_SLOTS = 128  # of experts, that a warp reads at once
+_SLOTS = 128  # a warp reads the counts of as many experts at once
 MAX_THREADS = 1024
-MAX_CHOICES = 2**13  # of a chunk, k rounded up to 4: 64 KiB of shared memory say where they go
-_FEW_CHOICES = 512  # to count which no more threads are worth while
+_MIN_THREADS = 128
+_FEW_CHOICES = 512  # each has a thread that counts it; for up to twice as many, more do not pay
+MAX_CHOICES = 2**13  # of a chunk, with k rounded up to 4: their rows take 64 KiB of shared memory
 _MOST_RANKED = 2**14  # slots times warps that rank choices: 32 KiB of shared memory
-_PADDING_OF_CTA = 2**12  # rows that a CTA may fill up
+_PADDING_OF_CTA = 2**12  # a CTA fills up to as many rows
+
+
+class Maps(NamedTuple):
+    """The tensors of a `RoutingPlan`."""
+
+    tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    row_to_token: torch.Tensor
+    row_to_expert: torch.Tensor
+    token_to_row: torch.Tensor
+
+
+class PlanInputs(NamedTuple):
+    """What the op takes: see `routing.build_plan`. max_m: None in the contiguous layout."""
+
+    top_k_index: torch.Tensor
+    num_experts: int
+    alignment: int
+    max_m: int | None
 
 
 class Routing(ctypes.Structure):
@@ -67,15 +88,17 @@ class Cut(NamedTuple):
     ahead: int
 
 
-def cut_plan(num_tokens: int, top_k: int, num_sms: int, min_threads: int = 128) -> Cut:
+def tokens_of_chunk(num_tokens: int, top_k: int, num_sms: int) -> int:
     """One chunk for each SM, or more where its rows would not fit into shared memory."""
-    tokens = max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
-    num_choices = num_tokens * top_k
-    threads = max(min_threads, min(round_up(num_choices, WARP), _FEW_CHOICES))
-    ahead = 1
+    return max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
+
+
+def cut_plan(num_tokens: int, top_k: int, num_sms: int) -> Cut:
+    tokens, num_choices = tokens_of_chunk(num_tokens, top_k, num_sms), num_tokens * top_k
+    threads = max(_MIN_THREADS, min(round_up(num_choices, WARP), _FEW_CHOICES))
     if num_choices > 2 * threads:
-        threads, ahead = MAX_THREADS, 4
-    return Cut(tokens, min(threads, MAX_THREADS), ahead)
+        return Cut(tokens, MAX_THREADS, ahead=4)
+    return Cut(tokens, threads, ahead=1)
 
 
 class RoutingSources(NamedTuple):
@@ -88,7 +111,7 @@ class RoutingSources(NamedTuple):
 
     def pointers(self, at: int) -> list[Pointer]:
         """Those in a `Routing` that lies `at` bytes into the kernel's only argument."""
-        return pointers(Routing, 0, at, **self._asdict())
+        return pointers(Routing, at=at, **self._asdict())
 
 
 def routing_of(
@@ -102,9 +125,12 @@ def routing_of(
 ) -> Routing:
     """A `Routing` without its addresses.
 
-    ids: [T, k] int32 or int64, of which the layout counts.
-    chunk: tokens of a CTA. num_warps: of a CTA that ranks its choices, as many as are useful do;
-    0: none does. All else as in `build_plan`.
+    Args:
+        op: named by errors.
+        chunk: tokens of a CTA.
+        ids: int32 or int64 [T, k], whose layout is read and no value.
+        num_experts, max_m, alignment: as in `build_plan`.
+        num_warps: of a CTA whose warps rank its choices, as many of them as are useful; else 0.
     """
     num_tokens, top_k = ids.shape
     num_slots = num_slots_of(num_experts)
@@ -140,50 +166,35 @@ def num_slots_of(num_experts: int) -> int:
 
 
 def shared_bytes(routing: Routing, words_of_choice: int = 1) -> int:
-    """`words_of_choice`: for each choice of a chunk."""
+    """What a CTA needs: `words_of_choice` for each choice of its chunk, and its counts."""
     words_of_chunk = routing.chunk * routing.rows_of_token * words_of_choice
     return routing.num_slots * (8 + 2 * routing.num_rankers) + 4 * words_of_chunk
 
 
-def kernel_of(cut: Cut) -> Kernel:
-    return Kernel(_SOURCE, f"plan_kernel<{cut.ahead}>")
+def kernel_of(ahead: int) -> Kernel:
+    return Kernel(_SOURCE, f"plan_kernel<{ahead}>")
 
 
-def kernels_of() -> list[Kernel]:
-    """All kernels that a plan can need."""
-    return [kernel_of(Cut(1, 128, ahead)) for ahead in (1, 4)]
+def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
+    """Fill the maps by one kernel on the current stream; nothing waits for it."""
+    ids = inputs.top_k_index
+    key = (OP, layout_of(ids), inputs[1:])
+    launch = prepared(key, lambda: _prepare(inputs, num_rows=maps.row_to_token.numel()))
+    launch_all((launch,), ids.get_device(), tuple([x.data_ptr() for x in (ids, *maps)]))
+    return maps
 
 
-def launch_plan(
-    op: str,
-    top_k_index: torch.Tensor,
-    num_experts: int,
-    alignment: int,
-    max_m: int | None,
-    maps: tuple[torch.Tensor, ...],
-) -> None:
-    """Fill the maps, in the order of the op's schema: one kernel on the current stream."""
-    num_rows = maps[2].shape[0]
-    key = (op, layout_of(top_k_index), num_experts, alignment, max_m)
-    launch = prepared(
-        key, lambda: _prepare(op, top_k_index, num_experts, alignment, max_m, num_rows)
-    )
-    addresses = tuple([x.data_ptr() for x in (top_k_index, *maps)])
-    launch_all((launch,), top_k_index.get_device(), addresses)
-
-
-def _prepare(
-    op: str, ids: torch.Tensor, num_experts: int, alignment: int, max_m: int | None, num_rows: int
-) -> Launch:
+def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
+    ids, num_experts, alignment, max_m = inputs
     (num_tokens, top_k), device_index, driver = ids.shape, ids.get_device(), current_driver()
     num_sms = driver.num_sms(device_index)
     cut = cut_plan(num_tokens, top_k, num_sms)
-    routing = routing_of(op, cut.tokens, ids, num_experts, max_m, alignment)
+    routing = routing_of(OP, cut.tokens, ids, num_experts, max_m, alignment)
     of_ids, of_counts, of_offsets, row_to_token, row_to_expert, token_to_row = map(Source, range(6))
     sources = RoutingSources(of_ids, of_counts, of_offsets, token_to_row)
     num_chunks = ceil_div(num_tokens, cut.tokens)
     return Launch(
-        driver.load(kernel_of(cut), device_index),
+        driver.load(kernel_of(cut.ahead), device_index),
         max(num_chunks, min(num_sms, ceil_div(num_rows, _PADDING_OF_CTA)), 1),
         cut.threads,
         (_Arguments(routing=routing, num_rows=num_rows),),

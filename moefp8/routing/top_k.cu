@@ -67,7 +67,7 @@ struct Candidates {
     }
   }
 
-  // The best expert of the warp, of equals the one with the lowest id.
+  // The best expert of the warp: of equals, the one with the lowest id.
   __device__ uint32_t take_best() {
     const uint32_t key = __reduce_max_sync(kAllLanes, best);
     const uint32_t taken = __reduce_min_sync(kAllLanes, best == key ? best_expert : kAllLanes);
@@ -92,8 +92,8 @@ struct Groups {
   uint32_t strengths[kItems * kWarp];
 };
 
-// Chooses k times and writes experts and weights. score(logit) is a weight before the k are divided by
-// (their sum + epsilon), if that is asked for. The sum takes them in order, as the CPU body does.
+// Chooses k times and writes experts and weights. score(logit) is a weight. If that is asked for, the k weights are
+// divided by (their sum + epsilon); they are summed in order, as by the CPU body.
 template <Input kInput, int kItems, class Score>
 __device__ void choose(const Arguments& args, const Token<kInput>& token, Candidates<kItems>& candidates,
                        Choice<kItems>& choice, float epsilon, const Score& score) {

@@ -1,15 +1,22 @@
 """The router's choice: which experts a token goes to, and with which weight.
 
 T tokens, E experts. Everything is FP32. Of equal scores the lowest expert id wins, and NaN is the
-largest score, on every device and every time. A Hopper GPU chooses among up to 512 experts by one
-kernel; among more, as other GPUs do, by PyTorch's operations, with a warning.
+largest score, on every device and every time. On a Hopper GPU one kernel chooses among up to 512
+experts. PyTorch's operations choose among more, and on other GPUs, with a warning.
 """
 
+from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from . import top_k_op as kernels
+from ..kernels.common.checks import check_same_device
+from ..kernels.common.registry import register_inputs
+from .top_k_launch import TopKInputs, can_launch, launch_top_k, softmax_inputs
+
+Chosen = tuple[torch.Tensor, torch.Tensor]  # the tensors of a `TopK`
+_SOFTMAX, _SIGMOID = "softmax_topk", "sigmoid_group_topk"
 
 
 class TopK(NamedTuple):
@@ -27,9 +34,8 @@ class TopK(NamedTuple):
 def softmax_topk(logits: torch.Tensor, k: int, renormalize: bool) -> TopK:
     """Softmax over all experts, then the k best (Qwen3-MoE, Mixtral).
 
-    Choice: the k largest logits, which are those of the largest softmax; so experts whose logits
-    differ are no tie, however equal the softmax rounds them. A row with NaN or +Inf has weights
-    of NaN.
+    The k largest logits are chosen: experts whose logits differ are no tie, even where their
+    softmax is rounded to one number. A row with NaN or +Inf has weights of NaN.
 
     Args:
         logits: [T, E], any float dtype.
@@ -53,9 +59,9 @@ def sigmoid_group_topk(
 ) -> TopK:
     """DeepSeek-V3's choice: sigmoid scores, a bias that steers but does not weigh, group limits.
 
-    Choice: of `sigmoid(logits) + bias`, the `topk_groups` groups whose two best experts have the
-    largest sum stay; the scores of other experts count as -Inf, and the k best win. Weights:
-    `sigmoid(logits)` of the winners, divided by (their sum + 1e-20) if `renormalize`, times
+    The score of an expert is `sigmoid(logits) + bias`. The `topk_groups` groups whose two best
+    scores have the largest sum stay, all other scores become -Inf, and the k best win. Their
+    weights are `sigmoid(logits)`, divided by (their sum + 1e-20) if `renormalize`, times
     `scaling_factor` (arXiv:2412.19437, section 2.1.2). The sigmoid is rounded correctly but for
     1e-5 ulp; it and the weights are equal bit for bit on every device.
 
@@ -70,16 +76,14 @@ def sigmoid_group_topk(
         TypeError: `logits` is not of a float dtype.
         ValueError: sizes that contradict one another, by name.
     """
-    groups = num_groups, topk_groups
-    return TopK(*_SigmoidTopK.apply(logits, bias, k, *groups, renormalize, scaling_factor))
+    inputs = logits, bias, k, num_groups, topk_groups, renormalize, scaling_factor
+    return TopK(*_SigmoidTopK.apply(*inputs))
 
 
 class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, k: int, renormalize: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        index, weights = kernels.softmax_topk(logits, k, renormalize)
+    def forward(ctx: Any, logits: torch.Tensor, k: int, renormalize: bool) -> Chosen:
+        index, weights = _softmax_op(logits, k, renormalize)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
         ctx.renormalize = renormalize
@@ -98,10 +102,8 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 class _SigmoidTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        index, weights = kernels.sigmoid_group_topk(logits, bias, *rest)
+    def forward(ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Chosen:
+        index, weights = _sigmoid_op(logits, bias, *rest)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
         ctx.rest = rest
@@ -121,6 +123,131 @@ class _SigmoidTopK(torch.autograd.Function):
 
 
 def _grad_of_parts(grad: torch.Tensor, x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The gradient in x of `x / (x.sum(-1) + epsilon)`, of which `grad` is that of the result."""
+    """The gradient in x of `x / (x.sum(-1) + epsilon)`, whose result has the gradient `grad`."""
     total = x.sum(dim=-1, keepdim=True) + epsilon
     return (grad - (grad * x).sum(dim=-1, keepdim=True) / total) / total
+
+
+# ---- The ops ----
+
+
+def check_choice(op: str, num_experts: int, k: int, num_groups: int, topk_groups: int) -> None:
+    """Raise ValueError, naming `op`, unless k of E experts can be chosen under the group limit."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"{op}: top_k must be in [1, E] = [1, {num_experts}], got {k}")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"{op}: num_groups must divide E = {num_experts}, got {num_groups}")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(
+            f"{op}: topk_groups must be in [1, num_groups] = [1, {num_groups}], got {topk_groups}"
+        )
+    open_experts = topk_groups * (num_experts // num_groups)
+    if k > open_experts:
+        raise ValueError(
+            f"{op}: top_k must be at most the {open_experts} experts of {topk_groups} groups, "
+            f"got {k}"
+        )
+
+
+def _allocate(op: str, inputs: TopKInputs) -> Chosen:
+    """Check, then allocate experts and weights. Also the fake body."""
+    logits, bias, k, num_groups, topk_groups, *_ = inputs
+    if logits.ndim != 2:
+        raise ValueError(f"{op}: logits must be [T, E], got shape {list(logits.shape)}")
+    if not logits.is_floating_point():
+        raise TypeError(f"{op}: logits must be a float dtype, got {logits.dtype}")
+    num_tokens, num_experts = logits.shape
+    check_choice(op, num_experts, k, num_groups, topk_groups)
+    check_same_device(op, logits=logits, bias=bias)
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"{op}: bias must be [E] = {[num_experts]}, got {list(bias.shape)}")
+    index = logits.new_empty((num_tokens, k), dtype=torch.int64)
+    return index, logits.new_empty((num_tokens, k), dtype=torch.float32)
+
+
+def _launch(op: str, inputs: TopKInputs) -> Chosen:
+    chosen = _allocate(op, inputs)
+    if inputs.logits.numel():
+        launch_top_k(op, inputs, *chosen)
+    return chosen
+
+
+# ---- In PyTorch ----
+
+
+def _stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
+    # torch.topk breaks ties differently from call to call and device to device.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+def _sum(weights: torch.Tensor) -> torch.Tensor:
+    """[T, 1]: added in the order of the choices, as the kernel does."""
+    return reduce(torch.add, weights.split(1, dim=1))
+
+
+# ln(2)^i / i!, the Taylor series of 2^x: |x| <= 1/2 leaves an error of 2.2e-13.
+_EXP2_TERMS = list(accumulate(range(1, 11), lambda x, i: x * 0.6931471805599453 / i, initial=1.0))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of fp32 x, rounded once from FP64: as accurate as can be but for 1e-5 ulp.
+
+    PyTorch's own sigmoids differ from device to device. These operations are exactly rounded and
+    never contracted: `sigmoid.cuh` has the same ones.
+    """
+    power = x.abs().clamp(max=128).double() * -1.4426950408889634  # beyond, FP32 has 0 and 1
+    whole = power.round()
+    fraction = power - whole
+    e = torch.full_like(power, _EXP2_TERMS[-1])  # exp(-|x|) = 2^power
+    for term in _EXP2_TERMS[-2::-1]:
+        e = e.mul_(fraction).add_(term)
+    e = e.mul_((whole.long() + 1023 << 52).view(torch.float64))
+    positive = 1 / (1 + e)
+    return torch.where(x < 0, e * positive, positive).float()
+
+
+def _softmax_topk(inputs: TopKInputs) -> Chosen:
+    _allocate(_SOFTMAX, inputs)
+    logits = inputs.logits.float()
+    index = _stable_topk(logits, inputs.k)
+    weights = logits.softmax(dim=-1).gather(1, index)
+    return index, weights / _sum(weights) if inputs.renormalize else weights
+
+
+def _sigmoid_group_topk(inputs: TopKInputs) -> Chosen:
+    _allocate(_SIGMOID, inputs)
+    logits, bias, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
+    scores = _sigmoid(logits.float())
+    for_choice = scores if bias is None else scores + bias.float()
+    if topk_groups < num_groups:
+        by_group = for_choice.unflatten(1, (num_groups, -1))
+        best_two = by_group.sort(dim=-1, descending=True).values[..., :2]
+        chosen_groups = _stable_topk(best_two.sum(dim=-1), topk_groups)
+        is_open = torch.zeros_like(by_group[..., 0], dtype=torch.bool)
+        is_open = is_open.scatter(1, chosen_groups, True)
+        for_choice = by_group.masked_fill(~is_open[..., None], float("-inf")).flatten(1)
+    index = _stable_topk(for_choice, k)
+    weights = scores.gather(1, index)
+    if renormalize:
+        weights = weights / (_sum(weights) + 1e-20)
+    return index, weights * scaling_factor
+
+
+_softmax_op = register_inputs(
+    _SOFTMAX,
+    softmax_inputs,
+    "(Tensor, Tensor)",
+    cpu=_softmax_topk,
+    fake=partial(_allocate, _SOFTMAX),
+    hopper=partial(_launch, _SOFTMAX),
+    hopper_takes=can_launch,
+)
+_sigmoid_op = register_inputs(
+    _SIGMOID,
+    TopKInputs,
+    "(Tensor, Tensor)",
+    cpu=_sigmoid_group_topk,
+    fake=partial(_allocate, _SIGMOID),
+    hopper=partial(_launch, _SIGMOID),
+    hopper_takes=can_launch,
+)

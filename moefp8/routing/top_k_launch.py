@@ -1,7 +1,4 @@
-"""Launch `top_k.cu`, the router's choice, on a Hopper GPU.
-
-Launches are kept as `kernels/common/prepared.py` says.
-"""
+"""Launch `top_k.cu`, the router's choice, on a Hopper GPU."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_uint32, c_void_p
@@ -32,10 +29,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class Choice(NamedTuple):
-    """What is chosen: `op` is "softmax_topk" or "sigmoid_group_topk", the rest its arguments."""
+class TopKInputs(NamedTuple):
+    """What `sigmoid_group_topk` takes: see `routing.sigmoid_group_topk`."""
 
-    op: str
+    logits: torch.Tensor
+    bias: torch.Tensor | None
     k: int
     num_groups: int
     topk_groups: int
@@ -43,76 +41,66 @@ class Choice(NamedTuple):
     scaling_factor: float
 
 
+def softmax_inputs(logits: torch.Tensor, k: int, renormalize: bool) -> TopKInputs:
+    """What `softmax_topk` takes, as its kernel is given it: see `routing.softmax_topk`."""
+    return TopKInputs(logits, None, k, 1, 1, renormalize, 1.0)
+
+
 def can_launch(logits: torch.Tensor, *_: object) -> bool:
-    """Whether there is a kernel for as many experts; what is no matrix, its checks refuse."""
+    """Whether a kernel chooses among as many experts. The op's checks refuse what is no matrix."""
     return logits.ndim != 2 or logits.shape[1] <= MAX_EXPERTS
 
 
 def kernel_of(op: str, num_experts: int, dtype: torch.dtype) -> Kernel:
-    items = ceil_div(num_experts, _WARP)
-    return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {items}>")
+    return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {ceil_div(num_experts, _WARP)}>")
 
 
-def launch_top_k(
-    choice: Choice,
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    programmatic: bool,
-) -> None:
+def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torch.Tensor) -> None:
     """Write the choice of each token into index and weights: one kernel on the current stream.
 
     Logits of other dtypes than bf16, fp16 and fp32 are copied first, and so is a bias that is not
-    contiguous fp32. programmatic: as in `Launch`.
+    contiguous fp32. There is at least one token.
     """
-    if not index.numel():
-        return
+    logits, bias = inputs[:2]
     if logits.dtype not in INPUTS:
         logits = logits.float()
     if bias is not None:
         bias = bias.float().contiguous()
-    key = (choice, layout_of(logits), bias is None, programmatic)
-    launch = prepared(key, lambda: _prepare(choice, logits, bias is not None, programmatic))
-    addresses = (
-        logits.data_ptr(),
-        index.data_ptr(),
-        weights.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+    key = (op, layout_of(logits), inputs[2:])
+    launch = prepared(key, lambda: _prepare(op, inputs._replace(logits=logits)))
+    tensors = logits, bias, index, weights
+    addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     launch_all((launch,), logits.get_device(), addresses)
 
 
-def _prepare(choice: Choice, logits: torch.Tensor, has_bias: bool, programmatic: bool) -> Launch:
+def _prepare(op: str, inputs: TopKInputs) -> Launch:
+    logits, _, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
     num_tokens, num_experts = logits.shape
-    row_stride, expert_stride = logits.stride()
-    group_lanes = 1 << (max(1, _WARP // choice.num_groups).bit_length() - 1)
+    row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())
     arguments = _Arguments(
-        row_bytes=row_stride * logits.element_size(),
-        expert_bytes=expert_stride * logits.element_size(),
+        row_bytes=row_bytes,
+        expert_bytes=expert_bytes,
         num_tokens=num_tokens,
         num_experts=num_experts,
-        top_k=choice.k,
-        num_groups=choice.num_groups,
-        topk_groups=choice.topk_groups,
-        group_lanes=group_lanes,
-        renormalize=choice.renormalize,
-        scaling_factor=choice.scaling_factor,
+        top_k=k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_lanes=1 << (max(1, _WARP // num_groups).bit_length() - 1),
+        renormalize=renormalize,
+        scaling_factor=scaling_factor,
     )
     driver, device_index = current_driver(), logits.get_device()
     warps = min(_MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
     return Launch(
-        driver.load(kernel_of(choice.op, num_experts, logits.dtype), device_index),
+        driver.load(kernel_of(op, num_experts, logits.dtype), device_index),
         ceil_div(num_tokens, warps),
         warps * _WARP,
         (arguments,),
         pointers(
             _Arguments,
             logits=Source(0),
-            top_k_index=Source(1),
-            top_k_weights=Source(2),
-            bias=Source(3) if has_bias else None,
+            bias=Source(1),
+            top_k_index=Source(2),
+            top_k_weights=Source(3),
         ),
-        programmatic=programmatic,
     )

@@ -5,8 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.routing import RoutingPlan, combine, dispatch, sigmoid_group_topk, softmax_topk
-from moefp8.routing import plan_op as routing_plan
+from moefp8.routing import (
+    RoutingPlan,
+    build_plan,
+    combine,
+    dispatch,
+    sigmoid_group_topk,
+    softmax_topk,
+)
 from tests import naive
 from tests.fuzz import cases as fuzz
 from tests.fuzz import layers as fuzz_layers
@@ -28,10 +34,11 @@ LAYOUTS = st.sampled_from(((1, None), (4, None), (128, None), (1, 0), (1, 3)))
 def build(ids: torch.Tensor, num_experts: int, layout: tuple[int, int | None]) -> RoutingPlan:
     """`layout` is the alignment, and how many rows each expert has beyond T."""
     alignment, spare = layout
-    max_m = None if spare is None else len(ids) + spare
     if ids.device.type == "cpu":
         ids = known_to_cpu(ids, num_experts)
-    return RoutingPlan(*routing_plan.build_plan(ids, num_experts, alignment, max_m), max_m)
+    if spare is None:
+        return build_plan(ids, num_experts, alignment=alignment)
+    return build_plan(ids, num_experts, "masked", max_m=len(ids) + spare)
 
 
 @on_cpu_and_gpu

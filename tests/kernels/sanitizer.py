@@ -15,8 +15,7 @@ from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
-from moefp8.routing.plan_op import launch_build_plan
-from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
+from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from tests.functional.cases import EXPERTS_FAMILIES
 from tests.kernels.gemm.cases import choosing, filled
 from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, launch, routing_of
@@ -118,9 +117,9 @@ def run_top_k(dtype: torch.dtype) -> None:
         logits = torch.zeros(9, num_experts + 1, dtype=dtype, device="cuda")[:, 1:]
         bias = torch.zeros(num_experts, device="cuda")
         groups = num_groups, (num_groups + 1) // 2
-        index = launch_sigmoid_group_topk(logits, bias, k, *groups, True, 2.5)[0].cpu()
+        index = sigmoid_group_topk(logits, bias, k, *groups, True, 2.5)[0].cpu()
         wrong = int((index != torch.arange(k)).sum())
-        index = launch_softmax_topk(logits, k, True)[0].cpu()
+        index = softmax_topk(logits, k, True)[0].cpu()
         wrong += int((index != torch.arange(k)).sum())
         tell(f"top-k of {num_experts}, {dtype}", wrong)
 
@@ -131,7 +130,10 @@ def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> Non
     ids = ids_of(kind, num_tokens, top_k, 9).cuda()
     weights = torch.ones(num_tokens, top_k, device="cuda")
     for max_m in (None, num_tokens):
-        launch_build_plan(ids, 9, 1 if max_m else 4, max_m)
+        if max_m:
+            build_plan(ids, 9, "masked")
+        else:
+            build_plan(ids, 9, alignment=4)
         check_dispatch(run_dispatch(x, ids, 9, max_m), x, ids, 9, max_m)
         plan = plan_of(ids, 9, max_m)
         y = torch.ones(len(plan.row_to_token), hidden_size, dtype=torch.bfloat16, device="cuda")

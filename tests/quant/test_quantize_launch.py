@@ -22,7 +22,9 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_variant_compiles_and_spills_nothing(dtype):
-    kernels = room.kernels_of(dtype)
+    kernels = room.needed_kernels(dtype, 2**20, 128, NUM_SMS)
+    kernels += [room.kernel_of(room.BLOCK_ROWS, dtype, vectorized) for vectorized in (True, False)]
+    assert len(kernels) == 6
     for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
@@ -64,12 +66,12 @@ def test_few_rows_are_spread_over_the_sms(num_rows, num_k_blocks):
 
 def test_launch_says_where_everything_lies(gpu):
     x = torch.randn(3, 10, 1024).bfloat16()[:, :9, :520]
-    data, scale_inv = launch_quantize_1x128(x, True, programmatic=True, cut=Cut(4, 8, 64))
+    data, scale_inv = launch_quantize_1x128(x, True, cut=Cut(4, 8, 64))
     (launch,) = gpu.launched
     arguments = launch.arguments
     assert launch.kernel.name == "quantize_1x128_kernel<Input::kBFloat16, 4, 8, true>"
     assert (launch.grid, launch.block) == (-(-3 * 3 * 5 * 8 // 64), 64)
-    assert (launch.stream, launch.programmatic) == (7, True)
+    assert launch.stream == 7
     assert (arguments.x, arguments.data) == (x.data_ptr(), data.data_ptr())
     assert arguments.scale_inv == scale_inv.data_ptr()
     assert (arguments.matrix_bytes, arguments.row_bytes) == (2 * 10 * 1024, 2 * 1024)
@@ -90,16 +92,16 @@ def test_all_matrices_go_in_one_launch(gpu):
 
 def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
     for x in torch.randn(2, 16, 256).unbind():
-        assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+        assert_right(x)
     assert len(gpu.prepared()) == 1
     others = (x[:8], False), (x.bfloat16(), False), (x[:, 1:], False), (x, True)
     for arguments in others:
-        assert same(quantize_1x128(*arguments), quantize_1x128.overload(*arguments))
+        assert_right(*arguments)
     assert len(gpu.prepared()) == 1 + len(others)
 
 
-def same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
-    return all(map(same_bits, ours, expected))
+def assert_right(x: torch.Tensor, ue8m0: bool = False) -> None:
+    assert all(map(same_bits, quantize_1x128(x, ue8m0), quantize_1x128.overload(x, ue8m0)))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 5), (0,), (2, 3, 0)])
@@ -130,7 +132,7 @@ def test_nothing_is_launched_for_nothing(gpu, shape):
 )
 def test_strides_are_read_as_they_are(gpu, make, vectorized, copied):
     x = make().uniform_() if 0 not in make().stride() else make()
-    assert same(quantize_1x128(x, False), quantize_1x128.overload(x, False))
+    assert_right(x)
     (launch,) = gpu.launched
     assert launch.kernel.name.endswith(", true>" if vectorized else ", false>")
     assert (launch.arguments.x != x.data_ptr()) == copied
@@ -139,5 +141,5 @@ def test_strides_are_read_as_they_are(gpu, make, vectorized, copied):
 def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
     x = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**31, 1)
     with pytest.raises(ValueError, match=r"got \[1, 2147483648, 1\].*split the tensor"):
-        room.prepare_quantize(x, 4, False, False, None)
+        room.prepare_quantize(x, 4, False, None)
     assert gpu.kernels == []

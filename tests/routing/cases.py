@@ -1,7 +1,6 @@
 """Inputs of dispatch and combine, the buffers that they fill, and what these must hold."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,10 +10,12 @@ from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
 from moefp8.routing.combine_launch import CombineSources, prepare_combine
 from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
+from moefp8.routing.plan import build_maps
 from moefp8.routing.plan_launch import RoutingSources
-from moefp8.routing.plan_op import build_maps
 
 _GUARD = 64
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 POISON = 0x7F  # a code, and in each byte of a scale or of a map
 
 
@@ -51,76 +52,54 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.T
     return torch.full((size,), POISON, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-@dataclass
-class Dispatched:
-    rows: torch.Tensor  # uint8 [R, pitch]
-    row_scales: torch.Tensor  # [..., num_k_blocks, scale_pitch]
-    expert_offsets: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    token_to_row: torch.Tensor
-    zeros: torch.Tensor  # int32 [2 + _GUARD]
-    counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
-    launches: tuple[Launch, ...]
-    sources: tuple[torch.Tensor, torch.Tensor]  # x and ids
-
-    def launch(self, launches: tuple[Launch, ...]) -> None:
-        filled = (self.rows, self.row_scales, self.expert_offsets, self.tokens_per_expert)
-        filled += (self.token_to_row, self.zeros, self.counts)
-        addresses = tuple(x.data_ptr() for x in (*self.sources, *filled))
-        launch_all(launches, self.rows.get_device(), addresses)
-
-
-_X, _IDS, _ROWS, _ROW_SCALES, _OFFSETS, _COUNTS_OF_EXPERTS, _TO_ROW, _ZEROS, _COUNTS = map(
-    Source, range(9)
-)
+# In this order a call gives the addresses.
 DISPATCH_SOURCES = DispatchSources(
-    x=_X,
-    rows=_ROWS,
-    row_scales=_ROW_SCALES,
-    counts=_COUNTS,
-    zeros=_ZEROS,
-    routing=RoutingSources(
-        ids=_IDS,
-        tokens_per_expert=_COUNTS_OF_EXPERTS,
-        expert_offsets=_OFFSETS,
-        token_to_row=_TO_ROW,
-    ),
+    *map(Source, range(5)), routing=RoutingSources(*map(Source, range(5, 9)))
 )
 COMBINE_SOURCES = CombineSources(*map(Source, range(4)))
 
 
+class Dispatched(NamedTuple):
+    """The tensors of a dispatch as `DISPATCH_SOURCES` has them, and its kernels."""
+
+    x: torch.Tensor
+    rows: torch.Tensor  # uint8 [R, pitch]
+    row_scales: torch.Tensor  # [..., num_k_blocks, scale_pitch]
+    counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
+    zeros: torch.Tensor  # int32 [2 + _GUARD]
+    ids: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    token_to_row: torch.Tensor
+    launches: tuple[Launch, ...]
+
+    def launch(self, launches: tuple[Launch, ...]) -> None:
+        *tensors, _ = self
+        addresses = tuple(x.data_ptr() for x in tensors)
+        launch_all(launches, self.x.get_device(), addresses)
+
+
 def run_dispatch(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    num_experts: int,
-    max_m: int | None,
-    programmatic: bool = False,
+    x: torch.Tensor, ids: torch.Tensor, num_experts: int, max_m: int | None
 ) -> Dispatched:
-    (num_tokens, hidden_size), top_k, device = x.shape, ids.shape[1], x.device
+    (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
     pitch, num_k_blocks = round_up(hidden_size, 16) + 16, num_blocks(hidden_size)
     scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
     matrices = () if max_m is None else (num_experts,)
     count_bytes = most_count_bytes(num_tokens, top_k, num_experts)
+    pitches = {"row_pitch": pitch, "scale_pitch": scale_pitch}
     done = Dispatched(
-        poisoned((num_rows, pitch), torch.uint8, device),
-        poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, device),
-        poisoned((num_experts + 1,), torch.int32, device),
-        poisoned((num_experts,), torch.int32, device),
-        poisoned((num_tokens, top_k), torch.int32, device),
-        poisoned((2 + _GUARD,), torch.int32, device),
-        poisoned((count_bytes + _GUARD,), torch.uint8, device),
-        prepare_dispatch(
-            x,
-            ids,
-            num_experts,
-            max_m,
-            row_pitch=pitch,
-            scale_pitch=scale_pitch,
-            sources=DISPATCH_SOURCES,
-            programmatic=programmatic,
-        ),
-        (x, ids),
+        x,
+        poisoned((num_rows, pitch), torch.uint8, x.device),
+        poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, x.device),
+        poisoned((count_bytes + _GUARD,), torch.uint8, x.device),
+        poisoned((2 + _GUARD,), torch.int32, x.device),
+        ids,
+        poisoned((num_experts,), torch.int32, x.device),
+        poisoned((num_experts + 1,), torch.int32, x.device),
+        poisoned((num_tokens, top_k), torch.int32, x.device),
+        prepare_dispatch(x, ids, num_experts, max_m, **pitches, sources=DISPATCH_SOURCES),
     )
     done.launch(done.launches)
     return done

@@ -1,22 +1,24 @@
 """The kernels of plan, dispatch and combine, without a GPU: how they are cut, what they compute."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source, compile_kernels
-from moefp8.routing import combine_launch, dispatch_launch
-from moefp8.routing import plan_launch as routing_plan_launch
-from moefp8.routing import plan_op as routing_plan
+from moefp8.kernels.jit import compile_kernels
+from moefp8.routing import combine_launch, dispatch_launch, plan_launch
+from moefp8.routing.plan import build_maps
+from moefp8.routing.plan_launch import Maps, PlanInputs
 from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.routing.cases import (
-    COMBINE_SOURCES,
-    DISPATCH_SOURCES,
+    DTYPES,
+    KINDS,
     check_dispatch,
     expected_combine,
     ids_of,
@@ -26,14 +28,19 @@ from tests.routing.cases import (
     run_dispatch,
 )
 
-DTYPES = torch.bfloat16, torch.float16, torch.float32
-OF_DISPATCH = [kernel for dtype in DTYPES for kernel in dispatch_launch.kernels_of(dtype)]
+FLAGS = True, False
+OF_DISPATCH = [
+    kernel
+    for dtype, masked in product(DTYPES, FLAGS)
+    for kernel in dispatch_launch.needed_kernels(
+        dtype, hidden_size=8, masked=masked, num_experts=8, max_choices=2**20
+    )
+]
 MODULES = {
-    routing_plan_launch: routing_plan_launch.kernels_of(),
+    plan_launch: [plan_launch.kernel_of(ahead) for ahead in (1, 4)],
     dispatch_launch: list(dict.fromkeys(OF_DISPATCH)),
-    combine_launch: combine_launch.kernels_of(),
+    combine_launch: [combine_launch.kernel_of(x, flag) for x, flag in product(DTYPES, FLAGS)],
 }
-KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
 
 # ---- Compiling ----
 
@@ -66,8 +73,8 @@ def test_each_block_of_each_token_has_a_cta(shape):
     cut = dispatch_launch.cut_dispatch(*shape)
     chunks, parts = -(-num_tokens // cut.tokens), -(-num_k_blocks // cut.k_blocks)
     assert (cut.threads % 32, 32 <= cut.threads <= 1024) == (0, True)
-    assert cut.tokens * top_k <= routing_plan_launch.MAX_CHOICES
-    if num_tokens * top_k <= num_sms * routing_plan_launch.MAX_CHOICES // 2:
+    assert cut.tokens * top_k <= plan_launch.MAX_CHOICES
+    if num_tokens * top_k <= num_sms * plan_launch.MAX_CHOICES // 2:
         assert chunks * parts <= num_sms
     if parts > 1:
         assert cut.k_blocks >= 8
@@ -81,7 +88,7 @@ def test_each_block_of_each_token_has_a_cta(shape):
 def test_counts_of_all_chunks_have_room(shape):
     num_tokens, top_k, num_experts, *_ = shape
     cut = dispatch_launch.cut_dispatch(*shape)
-    slots = routing_plan_launch.num_slots_of(num_experts)
+    slots = plan_launch.num_slots_of(num_experts)
     assert cut.is_counted == (num_tokens * top_k > 2**13 and num_experts < 1024)
     if cut.is_counted:  # a thread for each two experts
         assert (cut.threads, slots // 2 <= 512) == (1024, True)
@@ -91,9 +98,9 @@ def test_counts_of_all_chunks_have_room(shape):
 
 @given(num_tokens=st.integers(0, 2**20), top_k=st.integers(1, 9000))
 def test_a_plan_fits_into_shared_memory(num_tokens, top_k):
-    cut = routing_plan_launch.cut_plan(num_tokens, top_k, NUM_SMS)
+    cut = plan_launch.cut_plan(num_tokens, top_k, NUM_SMS)
     assert cut.tokens >= 1
-    assert cut.tokens == 1 or cut.tokens * top_k <= routing_plan_launch.MAX_CHOICES
+    assert cut.tokens == 1 or cut.tokens * top_k <= plan_launch.MAX_CHOICES
     assert cut.threads in range(128, 1025, 32)
 
 
@@ -124,25 +131,22 @@ def test_lanes_find_their_token(top_k):
 
 def routing_of(
     top_k: int, num_experts: int = 8, max_m: int | None = None, num_warps: int = 0
-) -> routing_plan_launch.Routing:
+) -> plan_launch.Routing:
     """Of five tokens, in chunks of two."""
     ids = torch.zeros(5, top_k, dtype=torch.int64)
-    return routing_plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)
+    return plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)
 
 
 @pytest.mark.parametrize("num_experts", [1, 127, 128, 384])
-def test_slots_hold_all_experts_and_one_more(num_experts):
-    routing = routing_of(4, num_experts)
-    assert routing.num_slots % 128 == 0
-    assert num_experts < routing.num_slots <= num_experts + 128
-    assert routing_plan_launch.shared_bytes(routing, 2) == 8 * (routing.num_slots + 2 * 4)
-
-
 @pytest.mark.parametrize(("top_k", "places"), [(1, 4), (4, 4), (5, 8), (8, 8), (10, 12), (41, 44)])
-def test_rows_of_a_token_can_be_read_four_at_once(top_k, places):
-    routing = routing_of(top_k)
-    assert routing.rows_of_token == places
-    assert routing_plan_launch.shared_bytes(routing) == 8 * routing.num_slots + 4 * 2 * places
+def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places, num_experts):
+    """The rows of a token are read four at once."""
+    routing = routing_of(top_k, num_experts)
+    assert (routing.num_slots % 128, routing.rows_of_token) == (0, places)
+    assert num_experts < routing.num_slots <= num_experts + 128
+    for words in (1, 2):
+        expected = 8 * routing.num_slots + 4 * 2 * places * words
+        assert plan_launch.shared_bytes(routing, words) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
     """Of two tokens."""
     routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
     assert (routing.num_rankers, without.num_rankers) == (rankers, 0)
-    more = (routing_plan_launch.shared_bytes(x) for x in (routing, without))
+    more = (plan_launch.shared_bytes(x) for x in (routing, without))
     assert next(more) - next(more) == 2 * rankers * routing.num_slots
 
 
@@ -205,11 +209,10 @@ def test_plan_equals_the_portable_body(
     on_cpu.sms = 5
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     max_m = None if spare is None else num_tokens + spare
-    expected = routing_plan.build_maps(ids, num_experts, alignment, max_m)
-    ours = tuple(poisoned(x.shape, x.dtype, "cpu") for x in expected)
-    routing_plan_launch.launch_plan("op", ids, num_experts, alignment, max_m, ours)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    expected = build_maps(ids, num_experts, alignment, max_m)
+    ours = Maps(*(poisoned(x.shape, x.dtype, "cpu") for x in expected))
+    plan_launch.launch_plan(PlanInputs(ids, num_experts, alignment, max_m), ours)
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,18 +247,15 @@ def test_dispatch_equals_its_parts(
     check_dispatch(done, x, ids, num_experts, max_m)
 
 
-@pytest.mark.parametrize("programmatic", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "names"),
     [(2730, 4, ["dispatch"]), (2731, 4, ["count", "dispatch"]), (2731, 1024, ["dispatch"])],
 )
-def test_of_many_choices_a_kernel_before_counts(
-    on_cpu, num_tokens, num_experts, names, programmatic
-):
+def test_of_many_choices_a_kernel_before_counts(on_cpu, num_tokens, num_experts, names):
     x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, 3, num_experts)
-    run_dispatch(x, ids, num_experts, None, programmatic)
+    run_dispatch(x, ids, num_experts, None)
     assert [made.kernel.name.split("_")[0] for made in on_cpu.launched] == names
-    assert [made.programmatic for made in on_cpu.launched] == [programmatic, True][: len(names)]
+    assert [made.programmatic for made in on_cpu.launched] == [False, True][: len(names)]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -286,29 +286,3 @@ def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_s
     weights = torch.rand(top_k, num_tokens).to(weights_dtype).T
     ours = run_combine(y, hidden_size, plan, weights)
     assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights))
-
-
-@pytest.mark.parametrize(("plus", "pitch"), [(0, 24), (8, 32), (0, 16)])
-def test_rows_must_be_aligned_and_hold_a_token(on_cpu, plus, pitch):
-    x, ids, rows = torch.randn(3, 24), torch.zeros(3, 1, dtype=torch.int64), Source(2, plus)
-    told = rf"must begin at .* got byte {plus} and pitch"
-    with pytest.raises(ValueError, match=f"dispatch: rows {told} {pitch}"):
-        dispatch_launch.prepare_dispatch(
-            x,
-            ids,
-            2,
-            None,
-            row_pitch=pitch,
-            scale_pitch=4,
-            sources=DISPATCH_SOURCES._replace(rows=rows),
-        )
-    pitch = 28 if pitch == 24 else pitch  # elements of 2 bytes
-    with pytest.raises(ValueError, match=f"combine: rows of y {told} {pitch}"):
-        combine_launch.prepare_combine(
-            x,
-            24,
-            y_row_pitch=pitch,
-            out_is_aligned=True,
-            sources=COMBINE_SOURCES._replace(y=rows),
-        )
-    assert on_cpu.kernels == []

@@ -8,9 +8,11 @@ import torch
 from moefp8.kernels import jit
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, dispatch
-from moefp8.routing import plan_op as routing_plan
+from moefp8.routing.plan import build_maps
 from tests.gpu import NEEDS_GPU, no_synchronisation
 from tests.routing.cases import (
+    DTYPES,
+    KINDS,
     check_dispatch,
     expected_combine,
     ids_of,
@@ -20,8 +22,7 @@ from tests.routing.cases import (
 )
 
 pytestmark = NEEDS_GPU
-DTYPES = torch.bfloat16, torch.float16, torch.float32
-KINDS = "distinct", "repeated", "out of range", "one expert", "nowhere"
+build_plan_op = torch.ops.moefp8.build_plan.default
 TOKENS = 1, 2, 16, 129, 1000, 5000
 EXPERTS_AND_K = (1, 1), (8, 2), (128, 8), (256, 8), (384, 10), (1024, 6), (64, 40)
 
@@ -39,10 +40,10 @@ def test_plan_equals_the_cpu(num_tokens, num_experts, top_k):
         if max_m is not None and num_experts * max_m > 2**20:
             continue
         ids = ids_of(kind, num_tokens, top_k, num_experts)
-        expected = routing_plan.build_maps(ids, num_experts, alignment, max_m)
+        expected = build_maps(ids, num_experts, alignment, max_m)
         on_gpu = as_ids(ids, (torch.int32, torch.int64)[alignment == 1], alignment == 5)
         with no_synchronisation():
-            ours = routing_plan.build_plan(on_gpu, num_experts, alignment, max_m)
+            ours = build_plan_op(on_gpu, num_experts, alignment, max_m)
         for mine, theirs in zip(ours, expected, strict=True):
             assert torch.equal(mine.cpu(), theirs), (kind, alignment, max_m)
 
@@ -144,7 +145,7 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # of the last, choices are counted
 def test_launched_early_it_waits(num_tokens):
-    """Dispatch and combine behind kernels that write what they read."""
+    """Behind kernels that write what dispatch and combine read."""
     ids = ids_of("distinct", num_tokens, 4, 16).cuda()
     plan = plan_of(ids, 16, None)
     weights = torch.rand(num_tokens, 4, device="cuda")
@@ -152,7 +153,7 @@ def test_launched_early_it_waits(num_tokens):
         source = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
         x = torch.full_like(source, torch.nan)
         x.copy_(source)
-        check_dispatch(run_dispatch(x, ids, 16, None, True), source, ids, 16, None)
+        check_dispatch(run_dispatch(x, ids, 16, None), source, ids, 16, None)
         rows = torch.randn(num_tokens * 4, 2048, device="cuda").bfloat16()
         token_to_row = plan.token_to_row.cuda()
         torch.cuda.synchronize()
@@ -171,10 +172,10 @@ def test_a_graph_follows_the_ids(num_tokens):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         done = run_dispatch(x, ids, 9, None)
-        maps = routing_plan.build_plan(ids, 9, 4, None)
+        maps = build_plan_op(ids, 9, 4, None)
     for kind in KINDS:
         ids.copy_(ids_of(kind, num_tokens, 3, 9))
         graph.replay()
         check_dispatch(done, x, ids, 9, None)
-        for mine, theirs in zip(maps, routing_plan.build_maps(ids.cpu(), 9, 4, None), strict=True):
+        for mine, theirs in zip(maps, build_maps(ids.cpu(), 9, 4, None), strict=True):
             assert torch.equal(mine.cpu(), theirs)

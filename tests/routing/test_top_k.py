@@ -15,8 +15,7 @@ from moefp8 import TopKRouter
 from moefp8.kernels import jit
 from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
-from moefp8.routing import top_k_op as top_k
-from moefp8.routing.top_k_op import launch_softmax_topk
+from moefp8.routing.top_k import _sigmoid
 from tests import naive
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
@@ -67,24 +66,64 @@ def assert_same_choice(ours, expected, ulps: int) -> None:
 
 # ---- In PyTorch ----
 
-ODD = st.sampled_from((NAN, INF, -INF, 0.0, -0.0, 1.0, 1.5, 1e-40, 3e38))
+ODD = st.sampled_from((NAN, INF, -INF, 0.0, -0.0, 1.0, 1.5, 1e-40, 3e38))  # ties are common
 
 
-@given(data=st.data(), dtype=st.sampled_from(DTYPES))
-def test_choices_with_nan_and_inf_equal_plain_python(data, dtype):
+@given(
+    data=st.data(),
+    value=st.sampled_from((ODD, st.floats(-20, 20, width=32))),
+    dtype=st.sampled_from(DTYPES),
+    renormalize=st.booleans(),
+    factor=st.sampled_from((1.0, 2.5)),
+)
+def test_choices_equal_plain_python(data, value, dtype, renormalize, factor):
     num_groups, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     num_experts, topk_groups = num_groups * size, data.draw(st.integers(1, num_groups))
     k = data.draw(st.integers(1, topk_groups * size))
-    drawn = st.lists(ODD, min_size=num_experts, max_size=num_experts)
-    logits = torch.tensor([data.draw(drawn)]).to(dtype)
-    bias = torch.tensor(data.draw(drawn))
-    index, weights = softmax_topk(logits, k, False)
-    assert index[0].tolist() == naive.best(logits[0].tolist(), k)
-    expected = logits.float().softmax(dim=-1).gather(1, index)
-    torch.testing.assert_close(weights, expected, equal_nan=True)
-    index, _ = sigmoid_group_topk(logits, bias, k, num_groups, topk_groups)
-    biased = (logits[0].float().sigmoid() + bias).tolist()
-    assert index[0].tolist() == naive.group_choice(biased, k, num_groups, topk_groups)
+    drawn = st.lists(value, min_size=num_experts, max_size=num_experts)
+    logits, bias = torch.tensor([data.draw(drawn)]).to(dtype), torch.tensor(data.draw(drawn))
+    ours = softmax_topk(logits, k, renormalize)
+    assert_close_choice(ours, *naive.softmax_topk(logits[0].tolist(), k, renormalize))
+    ours = sigmoid_group_topk(logits, bias, k, num_groups, topk_groups, renormalize, factor)
+    scores = logits[0].double().sigmoid().float()
+    index = naive.group_choice((scores + bias).tolist(), k, num_groups, topk_groups)
+    expected = scores[index] * factor  # which the bias does not change
+    total = scores[index].sum() + 1e-20 if renormalize else 1.0
+    assert_close_choice(ours, index, expected / total)
+
+
+def assert_close_choice(ours, index, weights) -> None:
+    """Of a single token."""
+    assert ours.top_k_index[0].tolist() == index
+    expected = torch.as_tensor(weights, dtype=torch.float32)
+    torch.testing.assert_close(
+        ours.top_k_weights[0], expected, rtol=1e-5, atol=1e-7, equal_nan=True
+    )
+
+
+def test_sigmoid_group_topk_at_deepseek_size():
+    logits, bias = torch.randn(50, 256), torch.randn(256) * 0.1
+    for token in logits:
+        ours = sigmoid_group_topk(token[None], bias, 8, 8, 4, True, 2.5)
+        arguments = (token.tolist(), bias.tolist(), 8, 8, 4, True, 2.5)
+        assert_close_choice(ours, *naive.sigmoid_group_topk(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: softmax_topk(x, 9, True), r"softmax_topk: top_k .* \[1, E\] = \[1, 8\], got 9"),
+        (lambda x: softmax_topk(x, 0, True), "got 0"),
+        (lambda x: softmax_topk(x[0], 2, True), r"logits must be \[T, E\], got shape \[8\]"),
+        (lambda x: sigmoid_group_topk(x, None, 2, 3), "num_groups must divide E = 8, got 3"),
+        (lambda x: sigmoid_group_topk(x, None, 2, 4, 5), r"topk_groups must be in .*got 5"),
+        (lambda x: sigmoid_group_topk(x, None, 3, 4, 1), "the 2 experts of 1 groups, got 3"),
+        (lambda x: sigmoid_group_topk(x, x[0, :3], 2), r"bias must be \[E\] = \[8\], got \[3\]"),
+    ],
+)
+def test_bad_choices_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(4, 8))
 
 
 def test_experts_of_closed_groups_follow_when_only_minus_infinity_is_left():
@@ -106,7 +145,7 @@ def samples() -> torch.Tensor:
 
 def test_sigmoid_is_rounded_correctly():
     x = samples()
-    ours, e = top_k._sigmoid(x), x.double().exp()
+    ours, e = _sigmoid(x), x.double().exp()
     exact = torch.where(x < 0, e / (1 + e), 1 / (1 + 1 / e))
     exponent = torch.frexp(exact).exponent.clamp(min=-125)
     errors = (ours.double() - exact).abs() / torch.exp2(exponent.double() - 24)
@@ -215,7 +254,7 @@ def test_the_kernels_sigmoid_is_bit_equal(on_cpu):
     y = torch.empty_like(x)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
     on_cpu.sigmoids(*pointers, ctypes.c_int64(x.numel()))
-    assert torch.equal(y.nan_to_num(7.0), top_k._sigmoid(x).nan_to_num(7.0))
+    assert torch.equal(y.nan_to_num(7.0), _sigmoid(x).nan_to_num(7.0))
 
 
 @pytest.fixture
@@ -256,12 +295,10 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, dtype):
         logits_of(num_tokens, 64, dtype)[:, 3:43],
         logits_of(40, num_tokens, dtype).T,
     ):
-        ours = launch_softmax_topk(logits, 3, True, programmatic=True)
-        assert_same_choice(ours, SOFTMAX(logits, 3, True), 0)
+        assert_same_choice(softmax_topk(logits, 3, True), SOFTMAX(logits, 3, True), 0)
         rest = (bias_of(80)[::2], 3, 8, 2, False, 2.5)
         assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
-    assert [x.programmatic for x in gpu.launched] == [True, False] * 3
-    assert {x.stream for x in gpu.launched} == {7}
+    assert [x.stream for x in gpu.launched] == [7] * 6
 
 
 def test_a_launch_is_prepared_once_for_each_layout(gpu):
@@ -273,10 +310,10 @@ def test_a_launch_is_prepared_once_for_each_layout(gpu):
     softmax_topk(logits[:4], 2, True)
     softmax_topk(logits.half(), 2, True)
     assert len(gpu.prepared()) == 5
-    for bias in (None, *torch.randn(2, 16)):  # whether there is one counts
+    for bias in (None, *torch.randn(2, 16)):
         rest = (bias, 2, 4, 2, True, 1.0)
         assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
-    assert len(gpu.prepared()) == 7
+    assert len(gpu.prepared()) == 6
 
 
 def test_nothing_is_launched_for_no_token(gpu):
@@ -323,9 +360,9 @@ def test_choices_on_a_gpu_equal_the_cpu(num_experts, dtype):
 def test_sigmoid_on_a_gpu_is_bit_equal():
     x = samples()
     ours = sigmoid_group_topk(x[:, None].cuda(), None, 1, renormalize=False).top_k_weights
-    assert torch.equal(ours[:, 0].cpu().nan_to_num(7.0), top_k._sigmoid(x).nan_to_num(7.0))
-    ours = top_k._sigmoid(x.cuda())
-    assert torch.equal(ours.cpu().nan_to_num(7.0), top_k._sigmoid(x).nan_to_num(7.0))
+    assert torch.equal(ours[:, 0].cpu().nan_to_num(7.0), _sigmoid(x).nan_to_num(7.0))
+    ours = _sigmoid(x.cuda())
+    assert torch.equal(ours.cpu().nan_to_num(7.0), _sigmoid(x).nan_to_num(7.0))
 
 
 @on_gpu

@@ -121,6 +121,8 @@ _SCHEMA_TYPES = {
     torch.Tensor | None: "Tensor?",
     Written: "Tensor(a!)",
     int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
     float | None: "float?",
     bool: "bool",
 }
@@ -128,25 +130,26 @@ _SCHEMA_TYPES = {
 
 def register_inputs(
     name: str,
-    inputs: type[Any],
+    inputs: Callable[..., Any],
     returns: str,
     *,
-    cpu: Callable[[Any], Any],
-    fake: Callable[[Any], Any],
-    hopper: Callable[[Any], Any],
+    hopper_takes: Callable[..., bool] | None = None,
+    **bodies: Callable[[Any], Any],
 ) -> "Op":
     """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
 
-    The schema follows from their annotations, and each body takes one such tuple.
+    The schema follows from their annotations, and each body takes one such tuple. Instead of the
+    class, inputs may be a function that makes one of the op's arguments.
     """
     fields = get_type_hints(inputs, include_extras=True)
+    fields.pop("return", None)
     told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
 
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *args: body(inputs(*args))
 
-    bodies = map(taking_inputs, (cpu, fake, hopper))
-    return register(f"{name}({told}) -> {returns}", *bodies)
+    taking = {device: taking_inputs(body) for device, body in bodies.items()}
+    return register(f"{name}({told}) -> {returns}", **taking, hopper_takes=hopper_takes)
 
 
 def _written(name: str) -> dict[int, str]:
