@@ -16,6 +16,7 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.moe_cases import MODELS
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, device_us_many
+from moefp8.functional.expert_configs import experts_configs
 from moefp8.kernels.gemm.tuned import Dense, Experts, Layer
 from moefp8.tuning import tune as tuning
 from moefp8.tuning.clock import us_in_turns
@@ -55,7 +56,7 @@ def _again(call_with: Any, layer: Layer, found: tuning.Measured, base: Any) -> d
     if is_dense:
         default = base.dense(found.tokens, *layer)
     else:
-        default = base.experts(tuning._sizes(layer, found.tokens))  # type: ignore[arg-type]
+        default = experts_configs(base, tuning._sizes(layer, found.tokens))  # type: ignore[arg-type]
     calls = {"default_us": call_with(default), "tuned_us": call_with(found.config)}
     us = us_in_turns(calls, 25)
     flush_bytes = FLUSH_BYTES if is_dense else LONG_FLUSH_BYTES

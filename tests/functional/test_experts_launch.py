@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.functional import experts_launch
-from moefp8.functional.expert_configs import Sizes, mean_load
+from moefp8.functional.expert_configs import (
+    Sizes,
+    choose_experts_configs,
+    experts_configs,
+    mean_load,
+)
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import num_blocks, round_up
-from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.tuned import ConfigSource
 from moefp8.routing.dispatch_launch import most_count_bytes
@@ -180,8 +184,8 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens(
 ):
     layer = Sizes(num_tokens, top_k, num_experts, 256, 128, False)
     assert mean_load(layer) == (active, load)
-    expected = heuristic.choose_experts_configs(load, active, 256, 128, NUM_SMS)
-    assert ConfigSource(NUM_SMS, NUM_SMS).experts(layer) == expected
+    expected = choose_experts_configs(load, active, 256, 128, NUM_SMS)
+    assert experts_configs(ConfigSource(NUM_SMS, NUM_SMS), layer) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
     """Then tiles of 192; of one group, whose tokens are counted, other ones."""
 
     def tails_and_rows(tokens) -> set[tuple[int, int]]:
-        both = heuristic.choose_experts_configs(tokens, groups, h, i, NUM_SMS)
+        both = choose_experts_configs(tokens, groups, h, i, NUM_SMS)
         return {(config.tail, config.wgmma_m) for config in both}
 
     assert tails_and_rows(129) == tails_and_rows(most) == {(24, 128)}

@@ -4,13 +4,14 @@ It imports no more than `sanitizer` may need.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 import torch
 
 from moefp8 import kernels
+from moefp8.functional import expert_configs
 from moefp8.kernels import fp8_gemm_nt, jit, round_up
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
@@ -178,20 +179,23 @@ def choosing(config: GemmConfig | None = None, gate_up: GemmConfig | None = None
     None: they have those that the heuristic chooses. What this thread has prepared is forgotten,
     before and after.
     """
-    choose_both = heuristic.choose_experts_configs
+    choose_both = expert_configs.choose_experts_configs
 
     def choose_others(*shape: int) -> tuple[GemmConfig, GemmConfig]:
         chosen = choose_both(*shape)
         return gate_up or chosen[0], config or chosen[1]
 
-    instead = {"choose_experts_configs": choose_others}
-    if config is not None:
-        names = "choose_config", "choose_grouped_config"
-        instead |= dict.fromkeys(names, lambda *shape: config)
     prepared = jit.current_driver().prepared()
     prepared.clear()
     try:
-        with mock.patch.multiple(heuristic, **instead):
+        with ExitStack() as stack:
+            stack.enter_context(
+                mock.patch.object(expert_configs, "choose_experts_configs", choose_others)
+            )
+            if config is not None:
+                names = "choose_config", "choose_grouped_config"
+                instead = dict.fromkeys(names, lambda *shape: config)
+                stack.enter_context(mock.patch.multiple(heuristic, **instead))
             yield
     finally:
         prepared.clear()

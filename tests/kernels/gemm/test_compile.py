@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
+from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
@@ -59,7 +60,7 @@ EXPERTS = {  # E, k, H, I
 def experts_configs() -> list[GemmConfig]:
     """All that are chosen for gate and up, and for down."""
     pairs = (
-        heuristic.choose_experts_configs(load, groups, h, i, num_sms)
+        choose_experts_configs(load, groups, h, i, num_sms)
         for e, k, h, i in EXPERTS.values()
         for load, groups, num_sms in itertools.product(range(1, 4097), (1, k, e), (1, NUM_SMS))
     )
@@ -147,7 +148,7 @@ def assert_fits(config: GemmConfig, most_ctas: int) -> None:
     num_sms=st.integers(1, 200),
 )
 def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms):
-    both = heuristic.choose_experts_configs(tokens, num_groups, h, i, num_sms)
+    both = choose_experts_configs(tokens, num_groups, h, i, num_sms)
     assert [config.gate_up for config in both] == [True, False]
     for config in both:
         assert_fits(config, min(2, num_sms))

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moefp8.functional.expert_configs import Sizes
+from moefp8.functional.expert_configs import (
+    Sizes,
+    all_experts_configs,
+    all_gate_up_configs,
+    experts_configs,
+    gate_up_config,
+)
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.gemm import heuristic, tuned
@@ -16,6 +22,7 @@ from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
+from moefp8.tuning.keep import keep
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import filled
 
@@ -32,7 +39,7 @@ FOUND = {
 def table(own_cache, monkeypatch):
     """Kept in a cache folder of this test, and forgotten in memory."""
     tuned.measured.cache_clear()
-    tuned.keep(0, FOUND)
+    keep(0, FOUND)
     yield
     tuned.measured.cache_clear()
 
@@ -41,9 +48,9 @@ def table(own_cache, monkeypatch):
 def test_what_is_kept_is_found():
     assert tuned.measured(0).found == FOUND
     other = {Dense(8, 8): {8: None}}
-    tuned.keep(0, other)
+    keep(0, other)
     assert tuned.measured(0).found == FOUND | other
-    assert tuned.keep(0, {LINEAR: {8: FLAT}}).endswith(tuned.file_name(0))
+    assert keep(0, {LINEAR: {8: FLAT}}).endswith(tuned.file_name(0))
     assert tuned.measured(0).found[LINEAR] == {8: FLAT}
 
 
@@ -64,9 +71,9 @@ def test_choices_are_the_tables_or_the_heuristic_s():
         assert configs.dense(m, *LINEAR) == without.dense(m, *LINEAR)
         assert without.dense(m, *LINEAR) == heuristic.choose_config(m, *LINEAR, NUM_SMS)
     sizes = Sizes(20, 2, 4, 256, 128, masked=False)
-    assert configs.experts(sizes) == PAIR
-    assert without.experts(sizes) != PAIR
-    assert configs.experts(sizes._replace(masked=True)) != PAIR
+    assert experts_configs(configs, sizes) == PAIR
+    assert experts_configs(without, sizes) != PAIR
+    assert experts_configs(configs, sizes._replace(masked=True)) != PAIR
 
 
 @pytest.mark.usefixtures("table")
@@ -128,7 +135,7 @@ def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
     with pytest.warns(UserWarning, match=told) as warned:
         assert tuned.measured(0).found == {}
     assert len(str(warned[0].message)) < 1000
-    tuned.keep(0, FOUND)
+    keep(0, FOUND)
     assert tuned.measured(0).found == FOUND
 
 
@@ -212,7 +219,7 @@ def test_what_is_compared_begins_with_the_heuristic_s_choice():
     for tokens in (1, 32, 1024, 8192):
         sizes = Sizes(tokens, 8, 128, 2048, 768, masked=False)
         both = tuning._experts_configs(sizes, base)
-        assert (both[0][0], both[1][0]) == base.experts(sizes)
+        assert (both[0][0], both[1][0]) == experts_configs(base, sizes)
         for configs, gate_up in zip(both, (True, False), strict=True):
             assert len(set(configs)) == len(configs) >= 2
             assert all(c.grouped and c.gate_up == gate_up and c.stages >= 2 for c in configs)
@@ -233,8 +240,8 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
     configs = ConfigSource(num_sms, num_sms, table)
     for masked in (True, False):
         sizes = Sizes(most, layer[1], layer[0], *layer[2:], masked)
-        each = {configs.experts(sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
-        assert configs.all_experts(sizes) == each
+        each = {experts_configs(configs, sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
+        assert all_experts_configs(configs, sizes) == each
 
 
 @pytest.mark.parametrize("num_sms", [1, 132])
@@ -242,5 +249,5 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
 @pytest.mark.parametrize("most", [1, 200, 20000])
 def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
     configs = ConfigSource(num_sms, num_sms)
-    each = {configs.gate_up(tokens, h, i) for tokens in range(1, most + 1)}
-    assert configs.all_gate_up(most, h, i) == each
+    each = {gate_up_config(configs, tokens, h, i) for tokens in range(1, most + 1)}
+    assert all_gate_up_configs(configs, most, h, i) == each

@@ -8,6 +8,7 @@ from typing import Any
 import cuda.pathfinder
 import pytest
 
+from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
@@ -21,7 +22,7 @@ YIELD, REUSE = 1 << 45, 7 << 58
 def kernels() -> dict[str, jit.Kernel]:
     """Tokens as rows and as columns; one math warpgroup, two, and three."""
     dense = {m: heuristic.choose_config(m, 4096, 7168, 132) for m in (16, 128, 4096)}
-    gate_up, down = heuristic.choose_experts_configs(128, 256, 7168, 2048, 132)
+    gate_up, down = choose_experts_configs(128, 256, 7168, 2048, 132)
     return {
         **{f"dense, {m} tokens": kernel_of(config, None) for m, config in dense.items()},
         "gate and up": kernel_of(gate_up, None, GroupLayout.OFFSETS),
