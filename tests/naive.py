@@ -59,7 +59,7 @@ def values(data: torch.Tensor, scale_inv: torch.Tensor, block_rows: int) -> torc
     """fp64 [M, K]: every element times the scale of its block, found by its own indices."""
     m, k = data.shape
     if m == 0 or k == 0:
-        return torch.zeros(m, k, dtype=torch.float64)
+        return torch.zeros(m, k, dtype=torch.float64, device=data.device)
     rows, columns = (torch.arange(size, device=data.device) for size in (m, k))
     return decode(data) * scale_inv.double()[rows // block_rows][:, columns // 128]
 
