@@ -128,7 +128,7 @@ class Worker:
         self._checkout = checkout
         paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--work", "."],
+            [sys.executable, __file__, "--work"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -167,17 +167,16 @@ def measure(this: Worker, other: Worker) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path)
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help=f"store it in {RESULTS.name}")
-    options = parser.parse_args()
-    if options.work:
+    if sys.argv[1:] == ["--work"]:
         work()
         return
     from benchmarks.circumstances import circumstances, require_gpu
 
     require_gpu("benchmarks.versions")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--json", action="store_true", help=f"store it in {RESULTS.name}")
+    options = parser.parse_args()
     rows = measure(Worker(ROOT), Worker(options.other.resolve()))
     for mode in MODES:
         ratios = [row["ratio"] for row in rows if row["mode"] == mode]

@@ -100,7 +100,8 @@ def test_experts_of_transformers_are_those_of_the_cpu(family):
     expected = run(experts, "moefp8", *inputs)
     on_gpu = copy.deepcopy(experts).cuda()
     ours = run(on_gpu, "moefp8", *(x.cuda() for x in inputs))
-    assert_matches_reference(ours.cpu(), expected, 2e-2)
+    # An activation that rounds to the neighbouring E4M3 code is an eighth off; I is only 192.
+    assert_matches_reference(ours.cpu(), expected, 3e-2)
 
 
 @pytest.mark.parametrize("make", [fp8_experts, lambda sizes: decorated(norm=True)])
