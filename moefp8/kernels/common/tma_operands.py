@@ -58,14 +58,6 @@ def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def are_aligned(addresses: tuple[int, ...]) -> bool:
-    """For tensors whose strides are known to fit."""
-    together = 0
-    for address in addresses:
-        together |= address
-    return together % TMA_BYTES == 0
-
-
 def box_of(
     x: torch.Tensor,
     dtype: torch.dtype,

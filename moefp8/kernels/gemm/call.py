@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, ceil_div
-from ..common.prepared import layout_of
-from ..common.tma_operands import are_aligned
+from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
 from ..jit import Launch, Source, current_driver, launch_all
 from . import heuristic
 from .config import GroupLayout
@@ -53,11 +51,12 @@ def launch_gemm(call: GemmCall) -> None:
     Operands that TMA cannot address are copied first, and d is written through a copy.
     Raises what `call.check` does, JitError, or OutOfMemoryError.
     """
-    op, _, operands, bias, group_layout, bounds, *options = call
-    tensors = [*operands, *(x for x in (bias, bounds) if x is not None)]
+    op, _, operands, _, group_layout, _, *options = call
+    tensors = _tensors(call)
     driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
-    layouts = tuple([layout_of(x) for x in tensors])
-    aligned = are_aligned((addresses[0], addresses[1], addresses[2], addresses[4]))
+    layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
+    of_a, of_a_scales, of_b, _, of_d = addresses[:5]
+    aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
     key = (op, layouts, aligned, group_layout, *options, driver.max_sms)
     launch = driver.prepared().get(key)
     if launch is None:
@@ -95,8 +94,8 @@ def _first_launch(call: GemmCall) -> Launch | None:
     return None
 
 
-def _tensors(call: GemmCall) -> list[torch.Tensor | None]:
-    return [*call.operands, call.bias, call.bounds]
+def _tensors(call: GemmCall) -> list[torch.Tensor]:
+    return [x for x in (*call.operands, call.bias, call.bounds) if x is not None]
 
 
 def _write_empty_sums(call: GemmCall) -> None:
