@@ -294,7 +294,18 @@ def host_time_table(results: Results) -> str:
     return table([f"us of the host, {results['cpu']}, {results['gpu']}", *kinds], lines)
 
 
+def versions_table(results: Results) -> str:
+    """Microseconds of both checkouts, and how many times as fast as the other one this is."""
+    of_case: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        cell = f"{row['us']:.1f}, {row['other_us']:.1f} ({row['ratio']:.2f})"
+        of_case.setdefault(row["case"], []).append(cell)
+    about = f"{results['commit']} beside {results['other']}, {results['gpu']}, us"
+    return table([about, "graph", "eager"], ([case, *cells] for case, cells in of_case.items()))
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "versions": versions_table,
     "headlines": headlines.headlines,
     "host_time": host_time_table,
     "interleaving": interleaving_table,
