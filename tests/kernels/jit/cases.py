@@ -1,4 +1,4 @@
-"""A small kernel with headers, a made-up one, other processes that want them, and calls that fail."""
+"""A small kernel with headers and a made-up one, processes that want them, calls that fail."""
 
 import os
 import subprocess

@@ -8,11 +8,11 @@ import pytest
 from moefp8.cli.main import main
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
-from tests.kernels.jit.cases import CUBIN, forget
+from tests.kernels.jit.cases import CUBIN, ENTRY, forget
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
-SIZE = len(CUBIN.to_bytes("key"))
+SIZE = len(ENTRY)
 
 
 def get(key: str) -> None:
@@ -27,24 +27,12 @@ def kept(folder: Path) -> set[str]:
     return {path.stem for path in folder.glob("*.cubin")}
 
 
-@pytest.fixture
-def three_fit(monkeypatch):
+def test_kernels_that_were_used_longest_ago_go_and_nothing_else(folder, monkeypatch):
     monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(3 * SIZE))
-
-
-@pytest.mark.usefixtures("three_fit")
-def test_what_was_used_longest_ago_goes(folder):
+    jit.write_beside_kernels("tuned.json", b" " * 10 * SIZE)
     for key in "abcad":
         get(key)
     assert kept(folder) == {"a", "c", "d"}
-
-
-@pytest.mark.usefixtures("three_fit")
-def test_only_kernels_go(folder):
-    jit.write_beside_kernels("tuned.json", b" " * 10 * SIZE)
-    for key in "abcd":
-        get(key)
-    assert kept(folder) == {"b", "c", "d"}
     assert jit.read_beside_kernels("tuned.json") == b" " * 10 * SIZE
 
 
