@@ -1,13 +1,16 @@
-"""The cache of kernels that is damaged, somebody else's, or elsewhere: whose code do we run."""
+"""The folder of the cache of kernels: whose code we run, where it lies, and how much of it."""
 
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from moefp8.cli.main import main
+from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import (
     CUBIN,
@@ -177,3 +180,56 @@ def test_a_folder_that_is_removed_comes_back(folder, builds):
     assert builds == ["before", "during", "after"]
     assert files_in(folder) == ["after.cubin"]
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# How much
+
+
+@pytest.fixture
+def get_later(folder, get) -> Callable[[str], None]:
+    """`get(key)`, one second after the last one."""
+
+    def get_later(key: str) -> None:
+        for path in folder.glob("*.cubin"):
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+        get(key)
+
+    return get_later
+
+
+def kept(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.cubin")}
+
+
+def test_kernels_that_were_used_longest_ago_go_and_nothing_else(folder, get_later, monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(3 * len(ENTRY)))
+    jit.write_beside_kernels("tuned.json", b" " * 10 * len(ENTRY))
+    for key in "abcad":
+        get_later(key)
+    assert kept(folder) == {"a", "c", "d"}
+    assert jit.read_beside_kernels("tuned.json") == b" " * 10 * len(ENTRY)
+
+
+def test_a_kernel_that_is_more_than_the_bound_stays(folder, get_later, monkeypatch):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "1")
+    get_later("a")
+    get_later("b")
+    assert kept(folder) == {"b"}
+
+
+@pytest.mark.parametrize("told", [None, "0"])
+def test_without_a_low_bound_all_stay(folder, get_later, monkeypatch, told):
+    if told:
+        monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
+    for key in "abcdefgh":
+        get_later(key)
+    assert kept(folder) == set("abcdefgh")
+
+
+@pytest.mark.parametrize("told", ["-1", "1GB", "", "1.5", "²"])
+def test_a_bound_that_is_no_number_is_refused(get, monkeypatch, capsys, told):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
+    with pytest.raises(jit.JitError, match="MOEFP8_CACHE_MAX_BYTES must be a number of bytes"):
+        get("a")
+    assert main(["info"]) == 0
+    assert "MOEFP8_CACHE_MAX_BYTES must be" in capsys.readouterr().out
