@@ -4,7 +4,6 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,7 @@ import pytest
 from moefp8.cli.main import main
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
-from tests.kernels.jit.cases import (
-    CUBIN,
-    ENTRY,
-    STRANGER,
-    files_in,
-    only_entry,
-    run_python,
-)
+from tests.kernels.jit.cases import CUBIN, ENTRY, STRANGER, files_in, only_entry, run_python
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
@@ -27,28 +19,19 @@ pytestmark = pytest.mark.usefixtures("fresh_jit")
 # Whose code we run
 
 
-def cut_off(path, monkeypatch):
-    path.write_bytes(ENTRY[:-1])
+CHANGES = {
+    "cut off": lambda path: path.write_bytes(ENTRY[:-1]),
+    "something else": lambda path: path.write_bytes(b"?"),
+    "a link": lambda path: path.symlink_to(path.rename(path.parent.parent / "elsewhere")),
+    "writable by others": lambda path: path.chmod(0o606),
+}
 
 
-def something_else(path, monkeypatch):
-    path.write_bytes(b"?")
-
-
-def a_link(path, monkeypatch):
-    path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(path.parent.parent / "elsewhere")
-
-
-def writable_by_others(path, monkeypatch):
-    path.chmod(0o606)
-
-
-@pytest.mark.parametrize("change", [cut_off, something_else, a_link, writable_by_others])
-def test_an_entry_that_is_not_as_we_wrote_it_is_replaced(folder, builds, get, monkeypatch, change):
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_entry_that_is_not_as_we_wrote_it_is_replaced(folder, builds, get, change):
     get()
     path = only_entry(folder)
-    change(path, monkeypatch)
+    CHANGES[change](path)
     assert get() == CUBIN
     assert builds == ["key", "key"]
     assert only_entry(folder).read_bytes() == ENTRY
@@ -185,45 +168,22 @@ def test_a_folder_that_is_removed_comes_back(folder, builds):
 # How much
 
 
-@pytest.fixture
-def get_later(folder, get) -> Callable[[str], None]:
-    """`get(key)`, one second after the last one."""
-
-    def get_later(key: str) -> None:
-        for path in folder.glob("*.cubin"):
-            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
-        get(key)
-
-    return get_later
-
-
-def kept(folder: Path) -> set[str]:
-    return {path.stem for path in folder.glob("*.cubin")}
-
-
-def test_kernels_that_were_used_longest_ago_go_and_nothing_else(folder, get_later, monkeypatch):
-    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(3 * len(ENTRY)))
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"), [(3 * len(ENTRY), "acd"), (1, "d"), (0, "abcd"), (None, "abcd")]
+)
+def test_kernels_that_were_used_longest_ago_go_and_nothing_else(
+    folder, get, monkeypatch, max_bytes, expected
+):
+    """Above the bound as well as below it, the newest one stays."""
+    if max_bytes is not None:
+        monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(max_bytes))
     jit.write_beside_kernels("tuned.json", b" " * 10 * len(ENTRY))
     for key in "abcad":
-        get_later(key)
-    assert kept(folder) == {"a", "c", "d"}
+        for path in folder.glob("*.cubin"):  # the last key was asked for a second ago
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+        get(key)
+    assert {path.stem for path in folder.glob("*.cubin")} == set(expected)
     assert jit.read_beside_kernels("tuned.json") == b" " * 10 * len(ENTRY)
-
-
-def test_a_kernel_that_is_more_than_the_bound_stays(folder, get_later, monkeypatch):
-    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", "1")
-    get_later("a")
-    get_later("b")
-    assert kept(folder) == {"b"}
-
-
-@pytest.mark.parametrize("told", [None, "0"])
-def test_without_a_low_bound_all_stay(folder, get_later, monkeypatch, told):
-    if told:
-        monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
-    for key in "abcdefgh":
-        get_later(key)
-    assert kept(folder) == set("abcdefgh")
 
 
 @pytest.mark.parametrize("told", ["-1", "1GB", "", "1.5", "²"])
