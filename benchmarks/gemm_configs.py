@@ -16,10 +16,11 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.gemm import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import Call, device_us_many
-from moefp8.kernels import ceil_div, get_num_sms, jit, round_up
+from moefp8.kernels import get_num_sms, jit, round_up
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_launch
+from moefp8.kernels.gemm import operands as gemm_operands
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import Source
 
@@ -67,17 +68,13 @@ def possible(case: Case) -> list[GemmConfig]:
 def call_of(config: GemmConfig, operands: Operands) -> Call:
     """With this configuration, whatever would be chosen."""
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
-    given = gemm_launch.Operands(*operands.a, *operands.b, d)
-    matrices = gemm_launch.fitting_operands(given, False, keep_d=False)
-    launch = gemm_launch.prepare_gemm(
-        config,
-        matrices,
+    given = gemm_operands.Operands(*operands.a, *operands.b, d)
+    matrices = gemm_operands.fitting_operands(given, False, keep_d=False)
+    sources, sms = (
         gemm_launch.GemmSources(*map(Source, range(5))),
-        num_sms=num_sms,
-        all_sms=num_sms,
-        token_tiles=ceil_div(len(d), config.tile[0]),
-        tokens=len(d),
+        gemm_launch.Sms(num_sms, num_sms),
     )
+    launch = gemm_launch.prepare_gemm(config, matrices, sources, sms, len(d), programmatic=False)
 
     def run() -> torch.Tensor:
         jit.launch_all((launch,), d.get_device(), tuple(x.data_ptr() for x in matrices))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import kernels
-from ..kernels.common.checks import check_contiguous_gemm, check_shape, check_tensor
+from ..kernels.common.checks import check_shape, check_tensor
+from ..kernels.gemm.grouped import ContiguousInputs, check_contiguous
 from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
@@ -155,7 +156,7 @@ def _contiguous(name: str, *, transposed_b: bool = False) -> Gemm:
             layout = _groups_of_rows(name, layout, x[0], w[0])
         # By position, releases before June 2026 have expected_m_for_psum_layout in its place.
         if ensure_zero_padding is not False:
-            check_contiguous_gemm(name, x[0], x[1], w[0], w[1], d, layout, None)
+            check_contiguous(ContiguousInputs(*x, *w, d, layout, None), name)
             _zero_where_groups_end(d, layout, len(w[0]))
         kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
 

@@ -23,8 +23,16 @@ from ..kernels.common.blocks import ceil_div, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
-from ..kernels.gemm.grouped_launch import most_token_tiles, prepare_grouped
-from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, Operands, num_clusters
+from ..kernels.gemm.launch import (
+    GateUp,
+    GemmSources,
+    GroupsOfTokens,
+    Sms,
+    most_token_tiles,
+    num_clusters,
+    prepare_gemm,
+)
+from ..kernels.gemm.operands import Operands
 from ..kernels.gemm.tuned import Pair, config_source_of
 from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
@@ -35,7 +43,7 @@ from .workspace import (
     Weights,
     Workspace,
     fitting_weights,
-    operands_in,
+    operands_of,
     scale_pitch,
     split_weights,
 )
@@ -98,15 +106,15 @@ def launch_experts(
     if found.launches is None:
         _launch_parts(found.num_parts, check, tokens, projections, limit, masked, y)
         return y
-    memory = driver.workspace(found.launches.workspace_bytes, x.device)
     if found.fits:
-        weights = (gate, gate_scales, gate + found.up, gate_scales + found.up_scales)
-        addresses = (*addresses[:3], *weights, *addresses[5:], y.data_ptr(), memory.data_ptr())
+        weights: tuple[int, ...] = (
+            *(gate, gate_scales, gate + found.up, gate_scales + found.up_scales),
+            *addresses[5:],
+        )
     else:
         copies = fitting_weights(split_weights(projections))
-        of_copies = [z.data_ptr() for z in copies]
-        addresses = (*addresses[:3], *of_copies, y.data_ptr(), memory.data_ptr())
-    found.launches(x.get_device(), addresses)
+        weights = tuple([z.data_ptr() for z in copies])
+    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr()))
     return y
 
 
@@ -146,14 +154,14 @@ def _prepare(
     split = split_weights(projections)
     fitting = fitting_weights(split)
     configs = config_source_of(x.get_device())
-    sms = configs.num_sms, configs.all_sms
-    pair = configs.experts(sizes)
     return _Prepared(
         1,
         up=split.up.data_ptr() - split.gate.data_ptr(),
         up_scales=split.up_scale_inv.data_ptr() - split.gate_scale_inv.data_ptr(),
         fits=all(a is b for a, b in zip(fitting, split, strict=True)),
-        launches=prepare_experts(sizes, tokens, fitting, limit, pair, sms, y_is_aligned),
+        launches=prepare_experts(
+            sizes, tokens, fitting, limit, configs.experts(sizes), configs.sms, y_is_aligned
+        ),
     )
 
 
@@ -163,13 +171,13 @@ def prepare_experts(
     weights: Weights,
     limit: float,
     configs: Pair,
-    sms: tuple[int, int],
+    sms: Sms,
     y_is_aligned: bool = True,
 ) -> Launches:
     """All kernels of a layer, for a call's addresses in the order of the tokens, of `Weights`, of
     y [T, H] and of the workspace.
 
-    weights: which fit. sms: as `busy_sms`.
+    weights: which fit.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -216,72 +224,67 @@ def _in_memory(offset: int) -> Source:
 
 
 def _prepare_gemms(
-    sizes: Sizes, weights: Weights, limit: float, configs: Pair, sms: tuple[int, int]
+    sizes: Sizes, weights: Weights, limit: float, configs: Pair, sms: Sms
 ) -> tuple[Launch, Launch]:
     at, (_, rows) = Workspace.of(sizes), sizes.matrix
-    h, i = sizes.hidden_size, sizes.intermediate_size
-    memory = current_driver().workspace(at.size, weights.gate.device)  # of which the layout counts
-    gate_up, down = operands_in(memory, sizes, weights)
+    gate_up, down = operands_of(sizes, weights)
     bounds = _in_memory(at.counts if sizes.masked else at.offsets)
     layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
     load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
     # With fewer tokens, nobody can guess which experts have none.
     expected_tiles = configs[0].token_tiles(load) if load >= 4 else 0
-    first_counter, second_counter = (
-        _in_memory(at.tile_counters + offset)
-        if takes_tiles(config, sizes, operands, n, sms)
-        else None
-        for config, operands, n, offset in ((configs[0], gate_up, i, 0), (configs[1], down, h, 4))
-    )
-    of_activated, of_scales = _in_memory(at.activated), _in_memory(at.activated_scales)
-    first = prepare_grouped(
+
+    def prepare(
+        config: GemmConfig,
+        operands: Operands,
+        sources: GemmSources,
+        groups: GroupsOfTokens,
+        counter: int,
+        gate_up: GateUp | None = None,
+    ) -> Launch:
+        takes = takes_tiles(config, sizes, operands, groups, sms)
+        tile_counter = _in_memory(at.tile_counters + counter) if takes else None
+        sources = sources._replace(bounds=bounds, tile_counter=tile_counter)
+        return prepare_gemm(config, operands, sources, sms, load, groups=groups, gate_up=gate_up)
+
+    activated, activated_scales = _in_memory(at.activated), _in_memory(at.activated_scales)
+    tokens, token_scales = _in_memory(at.tokens), _in_memory(at.token_scales)
+    first = prepare(
         configs[0],
         gate_up,
         GemmSources(
-            a=_in_memory(at.tokens),
-            a_scale_inv=_in_memory(at.token_scales),
+            a=tokens,
+            a_scale_inv=token_scales,
             b=_GATE,
             b_scale_inv=_GATE_SCALES,
-            d=of_activated,
-            bounds=bounds,
+            d=activated,
             up=_UP,
             up_scale_inv=_UP_SCALES,
-            d_scale_inv=of_scales,
-            tile_counter=first_counter,
+            d_scale_inv=activated_scales,
         ),
         GroupsOfTokens(layout, sizes.num_experts, expected_tiles),
-        load,
-        sms,
+        counter=0,
         gate_up=GateUp(limit, scale_pitch(rows)),
     )
-    second = prepare_grouped(
+    results = _in_memory(at.results)
+    second = prepare(
         configs[1],
         down,
-        GemmSources(
-            a=of_activated,
-            a_scale_inv=of_scales,
-            b=_DOWN,
-            b_scale_inv=_DOWN_SCALES,
-            d=_in_memory(at.results),
-            bounds=bounds,
-            tile_counter=second_counter,
-        ),
+        GemmSources(activated, activated_scales, _DOWN, _DOWN_SCALES, results),
         GroupsOfTokens(layout, sizes.num_experts, bounds_ready=True),
-        load,
-        sms,
+        counter=4,
     )
     return first, second
 
 
 def takes_tiles(
-    config: GemmConfig, sizes: Sizes, operands: Operands, n: int, sms: tuple[int, int]
+    config: GemmConfig, sizes: Sizes, operands: Operands, groups: GroupsOfTokens, sms: Sms
 ) -> bool:
     """Whether clusters take tiles from a counter.
 
     They do where there are more tiles than clusters, and unequal ones; else a counter costs time.
     """
-    active, load = mean_load(sizes)
+    (active, load), n = mean_load(sizes), operands.b.shape[1]
     num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
-    layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
-    most = most_token_tiles(config, layout, operands)
+    most = most_token_tiles(config, groups, operands)
     return load > 1 and num_tiles > num_clusters(config, most, n, sms)

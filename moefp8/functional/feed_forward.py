@@ -21,10 +21,9 @@ from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.config import GroupLayout
-from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.dense_launch import launch_gemm
-from ..kernels.gemm.grouped_launch import prepare_grouped
-from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, Operands, check_sizes
+from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
+from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, prepare_gemm
+from ..kernels.gemm.operands import Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Launch, Source, current_driver, launch_all
 from ..quant.quantize import launch_quantize_1x128
@@ -84,7 +83,7 @@ def _body(inputs: FeedForwardInputs) -> torch.Tensor:
 def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
-    Each starts while the one before it ends, and loads weights meanwhile: see `launch_linear`.
+    Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
     """
     y = _allocate(inputs)
     x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
@@ -101,7 +100,8 @@ def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
     operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
     _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit)
-    launch_gemm(activated, scales, down, down_scale_inv, y, None, programmatic=True)
+    of_down = DenseInputs(activated, scales, down, down_scale_inv, y, None)
+    launch_dense(of_down, programmatic=True)
     return y
 
 
@@ -127,24 +127,16 @@ def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> 
     (m, h), i = operands.a.shape, operands.b.shape[0]
     check_sizes(_OP, m, i, h)
     configs = config_source_of(operands.a.get_device())
-    a, a_scale_inv, b, b_scale_inv, d, of_up, of_up_scales, of_scales = map(Source, range(8))
     config = configs.gate_up(m, h, i)
-    return prepare_grouped(
+    of_operands = GemmSources(*map(Source, range(5)))
+    of_up, of_up_scales, of_scales = map(Source, range(5, 8))
+    return prepare_gemm(
         config,
         Operands(*(x[None] for x in operands)),
-        GemmSources(
-            a,
-            a_scale_inv,
-            b,
-            b_scale_inv,
-            d,
-            up=of_up,
-            up_scale_inv=of_up_scales,
-            d_scale_inv=of_scales,
-        ),
-        GroupsOfTokens(GroupLayout.OFFSETS, 1, config.token_tiles(m), bounds_ready=True),
+        of_operands._replace(up=of_up, up_scale_inv=of_up_scales, d_scale_inv=of_scales),
+        configs.sms,
         m,
-        (configs.num_sms, configs.all_sms),
+        groups=GroupsOfTokens(GroupLayout.OFFSETS, 1, config.token_tiles(m), bounds_ready=True),
         gate_up=GateUp(limit, scales.stride(1) if scales.shape[1] > 1 else round_up(m, 4)),
     )
 

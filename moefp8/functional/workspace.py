@@ -10,7 +10,7 @@ import torch
 from ..kernels.common.blocks import E4M3, num_blocks, round_up, round_up_to_tma
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.experts_sizes import Sizes
-from ..kernels.gemm.launch import Operands
+from ..kernels.gemm.operands import Operands
 from ..routing.dispatch_launch import most_count_bytes
 
 _ALIGNMENT = 256
@@ -102,28 +102,26 @@ def fitting_weights(weights: Weights) -> Weights:
     return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
 
 
-def operands_in(memory: torch.Tensor, sizes: Sizes, weights: Weights) -> tuple[Operands, Operands]:
+def operands_of(sizes: Sizes, weights: Weights) -> tuple[Operands, Operands]:
     """The operands of the GEMM of gate and up, with gate as b, and of that of down.
 
-    memory: uint8 [Workspace.of(sizes).size], in which their tokens and results lie.
+    Tokens and results lie as in the workspace, but have no memory.
     """
-    at, (matrices, rows) = Workspace.of(sizes), sizes.matrix
+    matrices, rows = sizes.matrix
     h, i, pitch = sizes.hidden_size, sizes.intermediate_size, scale_pitch(rows)
 
-    def rows_at(offset: int, columns: int, row_pitch: int, dtype: torch.dtype) -> torch.Tensor:
+    def matrix(columns: int, row_pitch: int, dtype: torch.dtype) -> torch.Tensor:
         shape, strides = (matrices, rows, columns), (rows * row_pitch, row_pitch, 1)
-        return memory[offset:].view(dtype).as_strided(shape, strides)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
-    def scales_at(offset: int, columns: int) -> torch.Tensor:
+    def scales(columns: int) -> torch.Tensor:
         shape, strides = (matrices, rows, columns), (columns * pitch, 1, pitch)
-        return memory[offset:].view(torch.float32).as_strided(shape, strides)
+        return torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
 
-    tokens = rows_at(at.tokens, h, round_up(h, 16), E4M3)
-    activated = rows_at(at.activated, i, round_up(i, 16), E4M3)
-    results = rows_at(at.results, h, round_up(h, 8), torch.bfloat16)
-    token_scales = scales_at(at.token_scales, num_blocks(h))
-    activated_scales = scales_at(at.activated_scales, num_blocks(i))
+    tokens = matrix(h, round_up(h, 16), E4M3), scales(num_blocks(h))
+    activated = matrix(i, round_up(i, 16), E4M3), scales(num_blocks(i))
+    results = matrix(h, round_up(h, 8), torch.bfloat16)
     return (
-        Operands(tokens, token_scales, weights.gate, weights.gate_scale_inv, activated),
-        Operands(activated, activated_scales, weights.down, weights.down_scale_inv, results),
+        Operands(*tokens, weights.gate, weights.gate_scale_inv, activated[0]),
+        Operands(*activated, weights.down, weights.down_scale_inv, results),
     )

@@ -18,7 +18,8 @@ from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.experts_sizes import Sizes, mean_load
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import GemmSources, Operands, fitting_operands, kernel_of, prepare_gemm
+from ..kernels.gemm.launch import GemmSources, kernel_of, prepare_gemm
+from ..kernels.gemm.operands import Operands, fitting_operands
 from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
 from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
 from ..layers import GroupedExperts
@@ -177,16 +178,8 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """A GEMM with each of the operands: a single short one would drown in what events cost."""
-    m = operands[0].a.shape[0]
-    launch = prepare_gemm(
-        config,
-        operands[0],
-        GemmSources(*map(Source, range(5))),
-        num_sms=base.num_sms,
-        all_sms=base.all_sms,
-        token_tiles=ceil_div(m, config.tile[0]),
-        tokens=m,
-    )
+    m, sources = operands[0].a.shape[0], GemmSources(*map(Source, range(5)))
+    launch = prepare_gemm(config, operands[0], sources, base.sms, m, programmatic=False)
     return _call_of(partial(launch_all, (launch,), torch.cuda.current_device()), operands)
 
 
@@ -238,11 +231,8 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
     tokens, y = (x, index, top_k_weights), torch.empty_like(x)
 
     def call_with(configs: Pair) -> Call:
-        launches = prepare_experts(
-            sizes, tokens, weights, math.inf, configs, (base.num_sms, base.all_sms)
-        )
-        memory = current_driver().workspace(launches.workspace_bytes, x.device)
-        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, memory)])
+        launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
+        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y)])
 
     return call_with
 

@@ -86,7 +86,7 @@ class FakeDriver(jit.Driver):
     def runs_our_kernels(self, device_index: int) -> bool:
         return True
 
-    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, num_bytes: int, stream: int) -> int:
         """Of each size the same memory, of NaN and never written before."""
         found = self._guarded.get(num_bytes)
         if found is None:
@@ -95,7 +95,10 @@ class FakeDriver(jit.Driver):
         found.fill_(0xFF)
         first = self._first_of(found)
         self.workspaces.append(found[first : first + num_bytes])
-        return self.workspaces[-1]
+        return self.workspaces[-1].data_ptr()
+
+    def free(self, address: int) -> None:
+        """It is for the next one of its size."""
 
     @staticmethod
     def _first_of(found: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from moefp8.kernels import E4M3, num_blocks
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import BIASES, GROUPED_PLACES, GROUPED_SCALE_PLACES, NAN, stacked
 

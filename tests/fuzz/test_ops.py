@@ -15,7 +15,7 @@ from moefp8.functional.linear import fp8_linear
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.experts_sizes import Sizes
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive

@@ -10,13 +10,12 @@ from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import empty_tma_aligned, fp8_gemm_nt, jit, set_num_sms
 from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
-from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.routing.plan_op import launch_build_plan
 from moefp8.routing.top_k_op import launch_sigmoid_group_topk, launch_softmax_topk
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
-from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, routing_of
+from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, launch_grouped_gemm, routing_of
 from tests.routing.cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
 
 # Of gemm.cu; 0 stages: as many as fit.

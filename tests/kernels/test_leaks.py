@@ -4,7 +4,6 @@ import ctypes
 import sys
 
 import pytest
-import torch
 
 from moefp8.kernels import jit
 from tests.fakes.emulator import FakeDriver
@@ -41,8 +40,11 @@ class IdleDriver(FakeDriver):
     def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
         return jit.Function(kernel, device_index, ctypes.c_void_p(1), 232448)
 
-    def workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        return 1 << 20
+
+    def free(self, address: int) -> None:
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

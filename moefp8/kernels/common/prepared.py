@@ -35,12 +35,14 @@ def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Launches:
-    """Kernels in a row, and how many bytes of memory lie between them, which a call allocates.
+    """Kernels in a row, with memory between them that lives as long as a call.
 
     From the third call on a stream on, they are one call of the driver, unless a graph is being
     captured: docs/design/jit.md. What is called but once or twice, as with ever-new numbers of
     tokens, makes no graph. Each stream has a graph of its own, since no graph runs twice at once:
     on two streams, one would wait for the other.
+
+    workspace_bytes: of that memory, whose address comes behind those of a call.
     """
 
     def __init__(self, launches: Sequence[Launch], workspace_bytes: int) -> None:
@@ -54,9 +56,16 @@ class Launches:
         driver = current_driver()
         if device_index != driver.current_device():
             with driver.on_device(device_index):
-                self._run(driver, driver.current_stream(device_index), addresses)
+                self._call(driver, driver.current_stream(device_index), addresses)
         else:
-            self._run(driver, driver.current_stream(device_index), addresses)
+            self._call(driver, driver.current_stream(device_index), addresses)
+
+    def _call(self, driver: Driver, stream: int, addresses: tuple[int, ...]) -> None:
+        workspace = driver.allocate(self.workspace_bytes, stream)
+        try:
+            self._run(driver, stream, (*addresses, workspace))
+        finally:
+            driver.free(workspace)
 
     def _run(self, driver: Driver, stream: int, addresses: tuple[int, ...]) -> None:
         is_capturing = driver.is_capturing()

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import _C
@@ -113,9 +113,13 @@ class Op:
         return not any_watches() and (self._takes is None or self._takes(*args))
 
 
+Written = Annotated[torch.Tensor, "written"]  # an argument that an op writes
+
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
+    Written: "Tensor(a!)",
+    int: "SymInt",
     float | None: "float?",
     bool: "bool",
 }
@@ -134,7 +138,7 @@ def register_inputs(
 
     The schema follows from their annotations, and each body takes one such tuple.
     """
-    fields = get_type_hints(inputs)
+    fields = get_type_hints(inputs, include_extras=True)
     told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
 
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:

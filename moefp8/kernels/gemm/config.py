@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 
 from ..common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
@@ -60,66 +60,66 @@ class GemmConfig:
 
     # ---- Warpgroups and clusters ----
 
-    @property
+    @cached_property
     def stacked(self) -> bool:
         """Whether a math warpgroup has 64 rows of gate and 64 rows of up."""
         return self.gate_up and self.swap_ab
 
-    @property
+    @cached_property
     def row_warpgroups(self) -> int:
         """Math warpgroups without that of the tail."""
         return self.wgmma_m // 64 // (self.parts if self.stacked else 1)
 
-    @property
+    @cached_property
     def math_warpgroups(self) -> int:
         return self.row_warpgroups + (self.tail > 0)
 
-    @property
+    @cached_property
     def threads(self) -> int:
         return (self.math_warpgroups + 1) * 128
 
-    @property
+    @cached_property
     def shares_scale_with_peer(self) -> bool:
         """Whether the other CTA of the cluster has the other 64 of 128 outputs with one scale."""
         return self.gate_up and self.outputs < BLOCK
 
-    @property
+    @cached_property
     def tiles_per_cluster(self) -> int:
         """Tiles of the same tokens that the CTAs of a cluster compute side by side."""
         return 2 if self.shares_scale_with_peer else self.multicast
 
-    @property
+    @cached_property
     def cluster(self) -> int:
         """How many CTAs it has."""
         return self.tiles_per_cluster * self.split_k
 
     # ---- Tiles ----
 
-    @property
+    @cached_property
     def tile_tokens(self) -> int:
         """Tokens of a CTA's tile without a tail: from one tile of a group to the next."""
         return self.wgmma_n if self.swap_ab else self.wgmma_m
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """Tokens of a CTA's tile: the last one of a group has the tail, too."""
         return self.tile_tokens + self.tail
 
-    @property
+    @cached_property
     def tile_weights(self) -> int:
         return self.wgmma_m if self.swap_ab else self.wgmma_n
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """Values that a CTA's tile computes for each token."""
         return self.tile_weights // (2 if self.gate_up else 1)
 
-    @property
+    @cached_property
     def cta_tile(self) -> tuple[int, int]:
         """(tokens, weights) of the tile of one CTA, without a tail."""
         return self.tile_tokens, self.tile_weights
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int]:
         """(tokens, weights) of the tile of one cluster, without a tail."""
         return self.tile_tokens, self.tile_weights * self.tiles_per_cluster
@@ -134,7 +134,7 @@ class GemmConfig:
 
     # ---- Loads ----
 
-    @property
+    @cached_property
     def weight_pieces(self) -> list[int]:
         """The weights of a tile: whole blocks, then powers of two; see `TileCoord`."""
         if self.gate_up:
@@ -143,17 +143,17 @@ class GemmConfig:
         pieces = [self.tile_weights - rest, *(1 << i for i in range(6, -1, -1) if rest >> i & 1)]
         return [x for x in pieces if x]
 
-    @property
+    @cached_property
     def num_weight_pieces(self) -> int:
         """Each is one TMA load of a k-block."""
         return len(self.weight_pieces)
 
-    @property
+    @cached_property
     def weight_scales(self) -> int:
         """Scales of a tile's weights in a k-block: no piece but the first has more than one."""
         return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)
 
-    @property
+    @cached_property
     def begins_anywhere(self) -> bool:
         """Whether a tile may begin at any token.
 
@@ -162,7 +162,7 @@ class GemmConfig:
         """
         return self.grouped and not self.swap_ab
 
-    @property
+    @cached_property
     def num_token_boxes(self) -> int:
         """For tokens that end in the tile: only as many times 64 are loaded, or with a tail all."""
         return self.math_warpgroups if self.begins_anywhere else 1
@@ -177,7 +177,7 @@ class GemmConfig:
         sizes = [min(64 * i, tokens) for i in range(1, boxes + 1)] if boxes > 1 else [tokens]
         return [x // 2 if self.multicast > 1 else min(m, x) for x in sizes]
 
-    @property
+    @cached_property
     def token_scales(self) -> int:
         """Scales in one row of their box, which may begin up to three tokens before the tile."""
         return self.most_tokens + (4 if self.begins_anywhere else 0)
@@ -194,36 +194,36 @@ class GemmConfig:
 
     # ---- Stores ----
 
-    @property
+    @cached_property
     def slice_owners(self) -> int:
         """CTAs that get a slice of the sums of a divided K: as many as get equal slices."""
         groups = self.wgmma_n // 8
         return max(x for x in range(1, self.split_k + 1) if groups % x == 0)
 
-    @property
+    @cached_property
     def store_n(self) -> int:
         """Columns that are stored at once: of a part, or of such a slice."""
         return self.wgmma_n // (1 if self.stacked else self.parts * self.slice_owners)
 
-    @property
+    @cached_property
     def store_box_weights(self) -> int:
         """Of d in one TMA store."""
         if self.gate_up:
             return self.outputs
         return 64 if self.swap_ab else gcd(self.store_n, 64)
 
-    @property
+    @cached_property
     def store_box_tokens(self) -> int:
         return self.store_n if self.swap_ab else 64
 
-    @property
+    @cached_property
     def store_box(self) -> tuple[int, int]:
         """(weights, tokens)"""
         return self.store_box_weights, self.store_box_tokens
 
     # ---- Resources ----
 
-    @property
+    @cached_property
     def accumulators(self) -> int:
         """FP32 registers of a thread that hold sums or products."""
         products = self.num_product_buffers * self.k_blocks_per_stage * self.wgmma_n
@@ -231,7 +231,7 @@ class GemmConfig:
             return (self.wgmma_n * self.parts + products) // 2
         return self.wgmma_n // 2 + products // self.parts // 2
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """As `sizeof(Shared<C>)` in pipeline.cuh, which the kernel asserts."""
         stage = self.stages * self.k_blocks_per_stage
@@ -255,7 +255,7 @@ class GemmConfig:
 
     # ---- The kernel ----
 
-    @property
+    @cached_property
     def interleaving(self) -> str:
         """Which FFMAs of a promotion yield, see `jit.interleave`; empty: as the compiler says.
 

@@ -1,19 +1,16 @@
 """Dense FP8 GEMM: d = dequantize(a) @ dequantize(b).T + bias, in BF16."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import (
-    BLOCK,
-    num_blocks,
-)
-from ..common.checks import check_dense_gemm, check_pairs
+from ..common.blocks import BLOCK, num_blocks
+from ..common.checks import check_bias
 from ..common.fp8 import e4m3_to_float
-from ..common.registry import register
-from .dense_launch import launch_gemm
-
-Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
+from ..common.registry import Written, register_inputs
+from .call import GemmCall, launch_gemm
+from .operands import Operand, Operands, check_operands, check_pairs
 
 _OP = "fp8_gemm_nt"
 
@@ -34,35 +31,54 @@ def block_scaled_matmul(
     a_values = e4m3_to_float(a)
     for block in range(num_blocks(k)):
         columns = slice(block * BLOCK, min((block + 1) * BLOCK, k))
-        partial = a_values[:, columns] @ e4m3_to_float(b[:, columns]).T
+        products = a_values[:, columns] @ e4m3_to_float(b[:, columns]).T
         b_scale = b_scale_inv[:, block].repeat_interleave(BLOCK)[:n]
-        result.addcmul_(partial, a_scale_inv[:, block, None] * b_scale)
+        result.addcmul_(products, a_scale_inv[:, block, None] * b_scale)
     return result
 
 
-_check = partial(check_dense_gemm, _OP)
+class DenseInputs(NamedTuple):
+    """What `fp8_gemm_nt` takes, pairs apart."""
+
+    a: torch.Tensor
+    a_scale_inv: torch.Tensor
+    b: torch.Tensor
+    b_scale_inv: torch.Tensor
+    d: Written
+    bias: torch.Tensor | None
 
 
-def _body(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    _check(a, a_scale_inv, b, b_scale_inv, d, bias)
-    result = block_scaled_matmul(a, a_scale_inv, b, b_scale_inv)
+def _check(inputs: DenseInputs) -> None:
+    *operands, bias = inputs
+    check_operands(_OP, Operands(*operands), (2, 2), bias=bias)
+    check_bias(_OP, bias, len(inputs.b))
+
+
+def _body(inputs: DenseInputs) -> None:
+    _check(inputs)
+    *operands, d, bias = inputs
+    result = block_scaled_matmul(*operands)
     d.copy_(result if bias is None else result + bias.float())
 
 
-_fp8_gemm_nt = register(
-    f"{_OP}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
-    "Tensor? bias) -> ()",
-    _body,
-    _check,
-    launch_gemm,
-)
+def launch_dense(
+    inputs: DenseInputs, *, programmatic: bool = False, d_is_padded: bool = False
+) -> None:
+    """`fp8_gemm_nt` on a Hopper GPU; the options are those of `GemmCall`."""
+    *operands, bias = inputs
+    launch_gemm(
+        GemmCall(
+            _OP,
+            partial(_check, inputs),
+            Operands(*operands),
+            bias,
+            programmatic=programmatic,
+            d_is_padded=d_is_padded,
+        )
+    )
+
+
+_fp8_gemm_nt = register_inputs(_OP, DenseInputs, "()", cpu=_body, fake=_check, hopper=launch_dense)
 
 
 def fp8_gemm_nt(

@@ -6,24 +6,22 @@ slab [max_m, K] of which the first `masked_m[g]` rows count.
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from ..common.blocks import BLOCK
-from ..common.checks import check_contiguous_gemm, check_masked_gemm, check_pairs
-from ..common.registry import register
+from ..common.checks import check_shape, check_tensor
+from ..common.registry import Written, register_inputs
+from .call import GemmCall, launch_gemm
 from .config import GroupLayout
-from .dense import Operand, block_scaled_matmul, check_recipe
-from .grouped_launch import launch_grouped_gemm
-from .launch import Operands
+from .dense import block_scaled_matmul, check_recipe
+from .operands import Operand, Operands, check_operands, check_pairs
 
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 _MASKED = "m_grouped_fp8_gemm_nt_masked"
 
 Segment = tuple[int, int, int]  # group, first row, end row
-
-_check_contiguous = partial(check_contiguous_gemm, _CONTIGUOUS)
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
@@ -64,97 +62,110 @@ def _segments_of_offsets(expert_offsets: torch.Tensor, num_rows: int) -> list[Se
     return [(group, start, end) for group, (start, end) in segments if end > start]
 
 
-def _contiguous(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor | None,
-    expert_offsets: torch.Tensor | None,
-) -> None:
-    _check_contiguous(a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets)
+class ContiguousInputs(NamedTuple):
+    """What `m_grouped_fp8_gemm_nt_contiguous` takes, pairs apart."""
+
+    a: torch.Tensor
+    a_scale_inv: torch.Tensor
+    b: torch.Tensor
+    b_scale_inv: torch.Tensor
+    d: Written
+    grouped_layout: torch.Tensor | None
+    expert_offsets: torch.Tensor | None
+
+
+def check_contiguous(inputs: ContiguousInputs, op: str = _CONTIGUOUS) -> None:
+    """All that a contiguous GEMM asks of its arguments but their values."""
+    *operands, grouped_layout, expert_offsets = inputs
+    groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
+    check_operands(op, Operands(*operands), (2, 3), **groups)
+    if (grouped_layout is None) == (expert_offsets is None):
+        came = "neither" if grouped_layout is None else "both"
+        raise ValueError(f"{op}: give grouped_layout or expert_offsets, got {came}")
+    if grouped_layout is not None:
+        check_tensor(op, "grouped_layout", grouped_layout, (torch.int32,), 1)
+        check_shape(op, "grouped_layout", grouped_layout, [len(inputs.a)], "[M]")
+    if expert_offsets is not None:
+        check_tensor(op, "expert_offsets", expert_offsets, (torch.int32,), 1)
+        check_shape(op, "expert_offsets", expert_offsets, [len(inputs.b) + 1], "[G + 1]")
+
+
+def _contiguous(inputs: ContiguousInputs) -> None:
+    check_contiguous(inputs)
+    a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets = inputs
     segments = []
     if expert_offsets is not None:
-        segments = _segments_of_offsets(expert_offsets, a.shape[0])
+        segments = _segments_of_offsets(expert_offsets, len(a))
     elif grouped_layout is not None:
-        segments = _segments_of_layout(grouped_layout, b.shape[0])
+        segments = _segments_of_layout(grouped_layout, len(b))
     for group, start, end in segments:
         rows = slice(start, end)
         d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
 
 
-def _check_masked(*arguments: Any) -> None:
-    *operands, _ = arguments  # expected_m may be anything
-    check_masked_gemm(_MASKED, *operands)
+def _launch_contiguous(inputs: ContiguousInputs) -> None:
+    *operands, grouped_layout, expert_offsets = inputs
+    layout = GroupLayout.ROWS if expert_offsets is None else GroupLayout.OFFSETS
+    bounds = grouped_layout if expert_offsets is None else expert_offsets
+    check = partial(check_contiguous, inputs)
+    if bounds is None or (grouped_layout is not None and expert_offsets is not None):
+        check()  # which raises
+    launch_gemm(GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds))
 
 
-def _masked(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: int,
-) -> None:
-    _check_masked(a, a_scale_inv, b, b_scale_inv, d, masked_m, expected_m)
-    counts, max_m = masked_m.tolist(), a.shape[1]
+class MaskedInputs(NamedTuple):
+    """What `m_grouped_fp8_gemm_nt_masked` takes, pairs apart."""
+
+    a: torch.Tensor
+    a_scale_inv: torch.Tensor
+    b: torch.Tensor
+    b_scale_inv: torch.Tensor
+    d: Written
+    masked_m: torch.Tensor
+    expected_m: int
+
+
+def _check_masked(inputs: MaskedInputs) -> None:
+    *operands, masked_m, _ = inputs  # expected_m may be anything
+    check_operands(_MASKED, Operands(*operands), (3, 3), masked_m=masked_m)
+    num_groups, g_of_b = len(inputs.a), len(inputs.b)
+    if num_groups != g_of_b:
+        raise ValueError(f"{_MASKED}: G must be equal in a and b, got {num_groups} and {g_of_b}")
+    check_tensor(_MASKED, "masked_m", masked_m, (torch.int32,), 1)
+    check_shape(_MASKED, "masked_m", masked_m, [num_groups], "[G]")
+
+
+def _masked(inputs: MaskedInputs) -> None:
+    _check_masked(inputs)
+    *operands, d, masked_m, _ = inputs
+    counts, max_m = masked_m.tolist(), d.shape[1]
     for group, m in enumerate(counts):
         if not 0 <= m <= max_m:
             raise ValueError(
                 f"{_MASKED}: masked_m must be in [0, max_m] = [0, {max_m}], got {m} for group "
                 f"{group}"
             )
-    for group, m in enumerate(counts):
-        operands = (a[group, :m], a_scale_inv[group, :m], b[group], b_scale_inv[group])
-        d[group, :m] = block_scaled_matmul(*operands)
+    for group, (m, a, a_scale_inv, *of_b) in enumerate(zip(counts, *operands, strict=True)):
+        d[group, :m] = block_scaled_matmul(a[:m], a_scale_inv[:m], *of_b)
 
 
-def _launch_contiguous(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor | None,
-    expert_offsets: torch.Tensor | None,
-) -> None:
-    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-    if expert_offsets is not None and grouped_layout is None:
-        launch_grouped_gemm(_CONTIGUOUS, GroupLayout.OFFSETS, operands, expert_offsets)
-    elif grouped_layout is not None and expert_offsets is None:
-        launch_grouped_gemm(_CONTIGUOUS, GroupLayout.ROWS, operands, grouped_layout)
-    else:
-        _check_contiguous(*operands, grouped_layout, expert_offsets)
+def _launch_masked(inputs: MaskedInputs) -> None:
+    *operands, masked_m, expected_m = inputs
+    check = partial(_check_masked, inputs)
+    layout, expected_m = GroupLayout.MASKED, max(1, expected_m)
+    launch_gemm(GemmCall(_MASKED, check, Operands(*operands), None, layout, masked_m, expected_m))
 
 
-def _launch_masked(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    d: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: int,
-) -> None:
-    operands = Operands(a, a_scale_inv, b, b_scale_inv, d)
-    launch_grouped_gemm(_MASKED, GroupLayout.MASKED, operands, masked_m, max(1, expected_m))
-
-
-_contiguous_op = register(
-    f"{_CONTIGUOUS}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
-    "Tensor? grouped_layout, Tensor? expert_offsets) -> ()",
-    _contiguous,
-    _check_contiguous,
-    _launch_contiguous,
+_contiguous_op = register_inputs(
+    _CONTIGUOUS,
+    ContiguousInputs,
+    "()",
+    cpu=_contiguous,
+    fake=check_contiguous,
+    hopper=_launch_contiguous,
 )
-_masked_op = register(
-    f"{_MASKED}(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor(a!) d, "
-    "Tensor masked_m, SymInt expected_m) -> ()",
-    _masked,
-    _check_masked,
-    _launch_masked,
+_masked_op = register_inputs(
+    _MASKED, MaskedInputs, "()", cpu=_masked, fake=_check_masked, hopper=_launch_masked
 )
 
 

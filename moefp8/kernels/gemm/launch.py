@@ -1,7 +1,4 @@
-"""Prepare a launch of `gemm.cu`: what the kernel is given, and operands that TMA can address.
-
-M tokens, N weights, K; G groups.
-"""
+"""Prepare a launch of `gemm.cu`: what the kernel is given. M tokens, N weights, K; G groups."""
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
@@ -12,20 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import E4M3, TMA_BYTES, ceil_div, num_blocks, tma_aligned
-from ..common.tma_operands import box_of, empty_fitting, fits, fitting
+from ..common.blocks import BLOCK, E4M3, ceil_div, num_blocks
+from ..common.tma_operands import box_of
 from ..jit import (
+    MAP_BYTES,
     Kernel,
     Launch,
     Pointer,
     Source,
     current_driver,
     fields,
+    join_maps,
     pointers,
     tensor_map,
-    tensor_map_array,
 )
 from .config import GemmConfig, GroupLayout, usable_ctas
+from .operands import Operands
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 BIASES = {
@@ -34,19 +33,7 @@ BIASES = {
     torch.bfloat16: "kBFloat16",
     torch.float16: "kHalf",
 }
-_MAX_SIZE = 2**31 - 2**10  # coordinates are int, also those of the last tile's end
 _MAX_TOKEN_BOXES = 4
-_MAP_BYTES = 128
-
-
-class Operands(NamedTuple):
-    """Matrices that TMA can address, 2-D, or of a grouped GEMM 3-D."""
-
-    a: torch.Tensor
-    a_scale_inv: torch.Tensor
-    b: torch.Tensor
-    b_scale_inv: torch.Tensor
-    d: torch.Tensor
 
 
 class GemmSources(NamedTuple):
@@ -91,6 +78,13 @@ class GateUp(NamedTuple):
 
     limit: float
     d_scale_pitch: int
+
+
+class Sms(NamedTuple):
+    """How many SMs of a GPU may be busy, and how many it has."""
+
+    busy: int
+    all: int
 
 
 class Groups(ctypes.Structure):
@@ -146,32 +140,31 @@ def prepare_gemm(
     config: GemmConfig,
     operands: Operands,
     sources: GemmSources,
-    *,
-    num_sms: int,
-    all_sms: int,
-    token_tiles: int,
+    sms: Sms,
     tokens: int,
+    *,
     bias: torch.dtype | None = None,
     groups: GroupsOfTokens | None = None,
     gate_up: GateUp | None = None,
-    programmatic: bool = False,
+    programmatic: bool = True,
 ) -> Launch:
     """A launch for operands that lie as these do, wherever `sources` say.
 
-    operands: of which layouts count, and that they fit (`fitting_operands`); if `config.gate_up`, b
-        and its scales are gate's, up's lie alike, and d is E4M3.
-    num_sms, of all_sms: how many may be busy.
-    token_tiles: how many tiles of tokens there are at most.
+    operands: of which layouts count, and that they fit (`fitting_operands`); of a grouped GEMM all
+        have three dimensions. If `config.gate_up`, b and its scales are gate's, up's lie alike, and
+        d is E4M3.
     tokens: how many tokens a group has, about.
+    bias: its dtype; it is contiguous.
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
     (m, k), n = a.shape[-2:], b.shape[-2]
-    driver, device_index = current_driver(), a.get_device()
+    driver, device_index = current_driver(), b.get_device()
+    token_tiles = most_token_tiles(config, groups, operands)
     weight_tiles = config.weight_tiles(n)
     rows, columns = token_tiles, weight_tiles
     if config.swap_ab:
         rows, columns = columns, rows
-    clusters = num_clusters(config, token_tiles, n, (num_sms, all_sms))
+    clusters = num_clusters(config, token_tiles, n, sms)
     num_band = min(band(config, tokens, k), token_tiles)
     boxes = config.token_boxes(m)
     stage_bytes = [config.stage_bytes(box) for box in boxes]
@@ -204,23 +197,14 @@ def prepare_gemm(
         arguments.activation = Activation(limit=gate_up.limit, pitch=gate_up.d_scale_pitch)
     # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
     l2_bytes = 128 if tokens <= 64 else 256
+    scale_box = config.token_scales, config.k_blocks_per_stage
     maps = (
-        tensor_map_array(
-            [tensor_map(a.data_ptr(), *box_of(a, E4M3, (128, x), 128, l2_bytes)) for x in boxes]
+        join_maps(tensor_map(*box_of(a, E4M3, (128, x), 128, l2_bytes)) for x in boxes),
+        tensor_map(*box_of(a_scale_inv.mT, torch.float32, scale_box, 0)),
+        join_maps(
+            tensor_map(*box_of(b, E4M3, (128, x), 128, l2_bytes)) for x in config.weight_pieces
         ),
-        tensor_map(
-            a_scale_inv.data_ptr(),
-            *box_of(
-                a_scale_inv.mT, torch.float32, (config.token_scales, config.k_blocks_per_stage), 0
-            ),
-        ),
-        tensor_map_array(
-            [
-                tensor_map(b.data_ptr(), *box_of(b, E4M3, (128, x), 128, l2_bytes))
-                for x in config.weight_pieces
-            ]
-        ),
-        tensor_map(d.data_ptr(), *box_of(d, d.dtype, config.store_box, _swizzle_of(config, d))),
+        tensor_map(*box_of(d, d.dtype, config.store_box, _swizzle_of(config, d))),
     )
     return Launch(
         driver.load(
@@ -248,9 +232,9 @@ def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) ->
     if sources.up is not None:
         weights = [sources.b, sources.up]
     return [
-        *(Pointer(0, i * _MAP_BYTES, sources.a) for i in range(num_token_boxes)),
+        *(Pointer(0, i * MAP_BYTES, sources.a) for i in range(num_token_boxes)),
         Pointer(1, 0, sources.a_scale_inv),
-        *(Pointer(2, i * _MAP_BYTES, x) for i, x in enumerate(weights)),
+        *(Pointer(2, i * MAP_BYTES, x) for i, x in enumerate(weights)),
         Pointer(3, 0, sources.d),
         *pointers(Arguments, 4, weight_scales=sources.b_scale_inv, bias=sources.bias),
         *pointers(
@@ -271,15 +255,27 @@ def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) ->
     ]
 
 
-def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: tuple[int, int]) -> int:
-    """One for each tile if CTAs divide K; else as many as run at a time, and these walk.
+def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, operands: Operands) -> int:
+    """How many tiles of tokens any routing can need."""
+    m, tokens = operands.a.shape[-2], config.tile[0]
+    if groups is None:
+        return ceil_div(m, tokens)
+    num_groups = len(operands.b)
+    if groups.layout == GroupLayout.MASKED:
+        return num_groups * ceil_div(m, tokens)
+    if groups.layout == GroupLayout.ROWS:
+        return ceil_div(m, BLOCK) * ceil_div(BLOCK, tokens)
+    # Each group that has a token takes up to two tiles more than its share: one that begins before
+    # it, at a multiple of 16 bytes in each row of scales, and one that ends after it.
+    return m // tokens + 2 * min(num_groups, m)
 
-    sms: how many may be busy, and how many the GPU has.
-    """
-    num_tiles, (num_sms, all_sms) = token_tiles * config.weight_tiles(n), sms
+
+def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
+    """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
+    num_tiles = token_tiles * config.weight_tiles(n)
     if config.split_k > 1:
         return num_tiles
-    num_ctas = usable_ctas(config, num_sms, num_sms == all_sms)
+    num_ctas = usable_ctas(config, sms.busy, sms.busy == sms.all)
     return min(num_tiles, max(1, num_ctas // config.cluster))
 
 
@@ -295,30 +291,6 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     if config.swap_ab or config.grouped:
         return 1
     return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
-
-
-# ---- Operands ----
-
-
-def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> Operands:
-    """Each operand itself, or a copy in memory that TMA can address; for d a twin.
-
-    Scales of activations lie as `empty_tma_aligned` says. `a` from `quantize_1x128` is copied if
-    16 does not divide K, `d` if 8 does not divide N. keep_d: not all of d will be written.
-    """
-    a, a_scale_inv, b, b_scale_inv, d = operands
-    if not fits(a_scale_inv.mT):
-        a_scale_inv = tma_aligned(a_scale_inv)
-    # A store moves whole units of 16 bytes, also at the end of a row.
-    ends_even = d.shape[-1] * d.element_size() % TMA_BYTES == 0
-    if not (fits(d) and (ends_even or d_is_padded)):
-        d = empty_fitting(d).copy_(d) if keep_d else empty_fitting(d)
-    return Operands(fitting(a), a_scale_inv, fitting(b), b_scale_inv, d)
-
-
-def check_sizes(op: str, m: int, n: int, k: int) -> None:
-    if max(m, n, k) > _MAX_SIZE:
-        raise ValueError(f"{op}: M, N and K must be at most {_MAX_SIZE}, got {m}, {n} and {k}")
 
 
 # ---- How many SMs may be busy ----
@@ -354,8 +326,7 @@ def get_num_sms() -> int:
     return driver.num_sms(torch.cuda.current_device())
 
 
-def busy_sms(device_index: int) -> tuple[int, int]:
-    """How many SMs of a GPU may be busy, and how many it has."""
+def busy_sms(device_index: int) -> Sms:
     driver = current_driver()
     all_sms = driver.num_sms(device_index)
-    return min(all_sms, driver.max_sms or all_sms), all_sms
+    return Sms(min(all_sms, driver.max_sms or all_sms), all_sms)

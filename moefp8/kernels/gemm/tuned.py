@@ -20,7 +20,7 @@ from ..jit import read_beside_kernels, source_digest, write_beside_kernels
 from . import heuristic
 from .config import GemmConfig, is_possible, with_most_stages
 from .experts_sizes import Sizes, choose_configs, deciding_numbers
-from .launch import SOURCE, busy_sms
+from .launch import SOURCE, Sms, busy_sms
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
 
@@ -78,6 +78,10 @@ class ConfigSource:
     num_sms: int
     all_sms: int
     table: Table = NOTHING
+
+    @property
+    def sms(self) -> Sms:
+        return Sms(self.num_sms, self.all_sms)
 
     def dense(self, m: int, n: int, k: int) -> GemmConfig:
         tuned = self.table.look_up(Dense(n, k), heuristic.deciding_size(m))

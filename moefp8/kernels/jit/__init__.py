@@ -11,9 +11,10 @@ from .fields import fields
 from .graph import LaunchGraph
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
 from .launch import Launch, Pointer, Source, launch_all, pointers
-from .tma import TensorMaps, tensor_map, tensor_map_array
+from .tma import MAP_BYTES, TensorMaps, join_maps, tensor_map
 
 __all__ = [
+    "MAP_BYTES",
     "Cubin",
     "Driver",
     "Function",
@@ -30,13 +31,13 @@ __all__ = [
     "compiler_description",
     "current_driver",
     "fields",
+    "join_maps",
     "launch_all",
     "pointers",
     "max_cache_bytes",
     "read_beside_kernels",
     "source_digest",
     "tensor_map",
-    "tensor_map_array",
     "using",
     "write_beside_kernels",
 ]

@@ -7,6 +7,7 @@ writes into it. `kernels/common/prepared.py` keeps them so.
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -39,6 +40,16 @@ class Config(Structure):
         (c_void_p, "stream attributes"),
         (c_uint, "num_attributes"),
     )
+
+
+@lru_cache(64)
+def _attributes(cluster: int, programmatic: bool) -> ctypes.Array[Attribute]:
+    found = []
+    if cluster > 1:
+        found.append(Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+    if programmatic:
+        found.append(Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
+    return (Attribute * len(found))(*found)
 
 
 _Place = tuple[int, int]  # a word or the address of a map, and bytes behind an address
@@ -89,22 +100,6 @@ class Launch:
     Raises JitError, here or when called.
     """
 
-    __slots__ = (
-        "_addresses",
-        "_block",
-        "_config",
-        "_driver",
-        "_function",
-        "_handle",
-        "_keep",
-        "_launch",
-        "_parameters",
-        "_places",
-        "_what",
-        "_words",
-        "pick",  # of a call's addresses, those that the arguments hold
-    )
-
     def __init__(
         self,
         function: Function,
@@ -122,21 +117,14 @@ class Launch:
                 f"{function}: shared_bytes must be at most {function.max_shared_bytes}, "
                 f"got {shared_bytes}"
             )
-        attributes = []
-        if cluster > 1:
-            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
-        if programmatic:
-            attributes.append(Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
-        array = (Attribute * len(attributes))(*attributes)
-        first = ctypes.addressof(array) if attributes else None
+        self._attributes = attributes = _attributes(cluster, programmatic)
+        first = ctypes.addressof(attributes) if len(attributes) else None
         self._config = Config(grid, 1, 1, block, 1, 1, shared_bytes, 0, first, len(attributes))
-        self._driver = current_driver()
-        self._function = function
-        self._handle = function.handle
+        self._driver, self.function = current_driver(), function
+        self._handle, self._cluster = function.handle, cluster
         self._launch = self._driver.library.cuLaunchKernelEx
-        self._what = (grid, block, shared_bytes, cluster)
         self._addresses: tuple[int, ...] = ()
-        starts, memory = self._lay_out(arguments)
+        starts = self._lay_out(arguments)
         # Addresses in structures are words that are written; those in tensor maps are words too
         # where the driver's own way to replace them does just that.
         places: dict[int, tuple[list[_Place], list[_Place]]] = {}
@@ -148,26 +136,26 @@ class Launch:
             else:
                 words.append((start // _WORD, plus))
         self._places = [(which, *of_which) for which, of_which in places.items()]
-        self._keep = (array, memory)
+        # Of a call's addresses, those that the arguments hold.
         self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*places) if places else len
 
-    def _lay_out(self, arguments: Sequence[Argument]) -> tuple[list[int], object]:
-        """Copy the arguments into one block: where each begins in it, and the memory of all."""
-        starts, size = [], 0
+    def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
+        """Copy the arguments into one block of memory: where each begins in it."""
+        block, starts = bytearray(), []
         for x in arguments:
-            alignment = _ALIGNMENT if isinstance(x, TensorMaps) else 16
-            starts.append(-(-size // alignment) * alignment)
-            size = starts[-1] + ctypes.sizeof(x.memory if isinstance(x, TensorMaps) else x)
-        size = -(-size // _WORD) * _WORD
-        memory = ctypes.create_string_buffer(size + _ALIGNMENT)
-        self._block = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
-        for start, x in zip(starts, arguments, strict=True):
-            held = x.memory if isinstance(x, TensorMaps) else x
-            ctypes.memmove(self._block + start, ctypes.addressof(held), ctypes.sizeof(held))
-        words = (ctypes.c_uint64 * (size // _WORD)).from_address(self._block)
-        self._words = memoryview(words).cast("B").cast("Q")
+            data = x.data if isinstance(x, TensorMaps) else bytes(x)
+            block += bytes(-len(block) % _ALIGNMENT)
+            starts.append(len(block))
+            block += data
+        block += bytes(-len(block) % _WORD)
+        memory = ctypes.create_string_buffer(len(block) + _ALIGNMENT)
+        begin = -ctypes.addressof(memory) % _ALIGNMENT
+        view = memoryview(memory).cast("B")[begin : begin + len(block)]  # it keeps the memory alive
+        view[:] = block
+        self._words = view.cast("Q")
+        self._block = ctypes.addressof(memory) + begin
         self._parameters = (c_void_p * len(starts))(*(self._block + x for x in starts))
-        return starts, memory
+        return starts
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
@@ -196,11 +184,8 @@ class Launch:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(CTAs, threads of each, bytes of dynamic shared memory)"""
-        return self._what[:3]
-
-    @property
-    def function(self) -> Function:
-        return self._function
+        config = self._config
+        return config.grid_x, config.block_x, config.shared_bytes
 
     @property
     def handle(self) -> int | None:
@@ -214,7 +199,7 @@ class Launch:
 
     def _replace_address(self, at: int, address: int) -> None:
         """Of the tensor map that lies at `at`."""
-        driver, function = self._driver, self._function
+        driver, function = self._driver, self.function
         replace = driver.library.cuTensorMapReplaceAddress
         result = driver.in_context(function.device_index, lambda: int(replace(at, address)))
         driver.check(result, f"{function}: a tensor map cannot have its address {address:#x}")
@@ -225,7 +210,7 @@ class Launch:
         If the context was destroyed since the kernel was loaded, so were the tensors that this call
         was given: it fails, and later ones load the kernel again.
         """
-        function, driver = self._function, self._driver
+        function, driver = self.function, self._driver
         if not function.handle:
             driver.restore(function)
             result = self._again()
@@ -235,8 +220,8 @@ class Launch:
             if result == INVALID_HANDLE and driver.is_lost(function):
                 result = CONTEXT_IS_DESTROYED
         if result:
-            grid, block, shared_bytes, cluster = self._what
-            what = f"{grid=}, {block=}, {shared_bytes=}, {cluster=}"
+            grid, block, shared_bytes = self.shape
+            what = f"{grid=}, {block=}, {shared_bytes=}, cluster={self._cluster}"
             driver.check(result, f"{function}: cannot be launched with {what}")
 
     def _again(self) -> int:

@@ -16,15 +16,21 @@ from moefp8.kernels import (
     num_blocks,
     tma_aligned,
 )
+from moefp8.kernels.gemm.call import GemmCall, launch_gemm
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 UNTOUCHED = 77.0  # what d holds before
 _ALIGNMENT = 128  # of groups named by rows
+
+
+def launch_grouped_gemm(op, layout, operands, bounds, expected_m=None, **options) -> None:
+    """The launcher of the grouped GEMMs, with options that their ops do not have."""
+    call = GemmCall(op, lambda: None, operands, None, layout, bounds, expected_m)
+    launch_gemm(call._replace(**options))
 
 
 class Segment(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.dense_launch import launch_gemm
+from moefp8.kernels.gemm.dense import DenseInputs, launch_dense
 from moefp8.kernels.gemm.launch import band
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, gemm_shapes
@@ -126,7 +126,9 @@ def test_every_family_is_right(name, monkeypatch):
         made = case(m, n, k, BIASES[i % 4], octaves=i % 3 * 10)
         launch_and_compare(made)
         d, alone = made.arguments[4], made.arguments[4].clone()
-        launch_gemm(*made.arguments[:4], d.fill_(NAN), made.arguments[5], programmatic=True)
+        launch_dense(
+            DenseInputs(*made.arguments[:4], d.fill_(NAN), made.arguments[5]), programmatic=True
+        )
         assert torch.equal(d, alone)
 
 

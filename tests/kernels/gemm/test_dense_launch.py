@@ -9,7 +9,7 @@ from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.dense_launch import launch_gemm
+from moefp8.kernels.gemm.dense import DenseInputs, launch_dense
 from moefp8.testing import gemm_shapes
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
@@ -177,8 +177,8 @@ def test_whatever_decides_a_launch_is_in_its_key(gpu):
         lambda: run_gemm(*pairs, d),
         lambda: run_gemm(*pairs, d, bias),
         lambda: run_gemm(*pairs, d, bias.bfloat16()),
-        lambda: launch_gemm(*pairs, d, None, programmatic=True),
-        lambda: launch_gemm(*pairs, d, None, d_is_padded=True),
+        lambda: launch_dense(DenseInputs(*pairs, d, None), programmatic=True),
+        lambda: launch_dense(DenseInputs(*pairs, d, None), d_is_padded=True),
         lambda: run_gemm(wide, *pairs[1:], d),
         lambda: run_gemm(*pairs[:3], halves[:, :2], d),
         lambda: run_gemm(a[:5], a_scale_inv[:5], b, b_scale_inv, d[:5]),
@@ -258,7 +258,7 @@ def test_sizes_beyond_the_coordinates_are_refused():
     )
     a_scale_inv, b_scale_inv = (kernels.empty_tma_aligned([rows, 1], "meta") for rows in (2**31, 1))
     with pytest.raises(ValueError, match=r"M, N and K must be at most .* got 2147483648, 8 and 16"):
-        launch_gemm(a, a_scale_inv, a[:8], b_scale_inv, d, None)
+        launch_dense(DenseInputs(a, a_scale_inv, a[:8], b_scale_inv, d, None))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference, sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
@@ -24,6 +23,7 @@ from tests.kernels.gemm.grouped_cases import (
     by_offsets,
     expected_of,
     launch,
+    launch_grouped_gemm,
     masked,
     operands,
     routing_of,

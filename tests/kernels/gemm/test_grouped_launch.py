@@ -9,8 +9,7 @@ from moefp8 import kernels
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.grouped_launch import launch_grouped_gemm
-from moefp8.kernels.gemm.launch import Operands
+from moefp8.kernels.gemm.operands import Operands
 from moefp8.testing import sizes
 from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
@@ -24,6 +23,7 @@ from tests.kernels.gemm.grouped_cases import (
     expected_of,
     launch,
     launch_and_compare,
+    launch_grouped_gemm,
     masked,
     only_groups_are_written,
     operands,

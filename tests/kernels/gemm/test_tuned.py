@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefp8.functional.experts import experts
-from moefp8.functional.linear import launch_linear
+from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.experts_sizes import Sizes
@@ -80,7 +80,7 @@ def test_launchers_take_them(gpu, monkeypatch):
 
     def kernels() -> list[str]:
         gpu.kernels.clear()
-        launch_linear(torch.zeros(60, LINEAR.k).bfloat16(), weight, scales, None)
+        fp8_linear(torch.zeros(60, LINEAR.k).bfloat16(), weight, scales, None)
         e, k, h, i = EXPERTS
         gate_up = torch.zeros(e, 2 * i, h).to(torch.float8_e4m3fn), torch.zeros(e, 2, 2)
         down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
