@@ -25,10 +25,8 @@ from tests.hf.model_cases import BLOCKS as OF_COMPRESSED_TENSORS
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
-OTHERS = [
-    *(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted((REPOSITORY / "docs" / "design").glob("*.md")),
-]
+DESIGN = sorted((REPOSITORY / "docs" / "design").glob("*.md"))
+OTHERS = [*(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")), *DESIGN]
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PYTHON, ON_GPU, BASH, OUTPUT = "python", "python gpu", "bash", ""
 
@@ -54,10 +52,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(REPOSITORY).with_suffix(""))
 
 
-def needs_gpu(page: Path) -> bool:
-    return any(block.kind == ON_GPU for block in blocks_of(page))
-
-
 def scripts() -> Iterator[Any]:
     """What runs in one namespace: a block of the README, a whole page of docs."""
     for block in blocks_of(README):
@@ -73,7 +67,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def write_checkpoints(text: str) -> None:
-    """Those that text names, into the current directory."""
+    """Write those that text names into the current directory."""
     if re.search("CHECKPOINT|ORIGINAL", text):
         original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3")
         original.rename("ORIGINAL")
@@ -91,7 +85,7 @@ def write_checkpoints(text: str) -> None:
 
 
 def run_blocks(blocks: list[Block], has_gpu: bool) -> None:
-    """From the top of the page to its end."""
+    """Run what stands on a page, from its top to its end."""
     write_checkpoints("".join(block.text for block in blocks))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
@@ -105,12 +99,10 @@ def run_blocks(blocks: list[Block], has_gpu: bool) -> None:
 
 
 def run_line(line: str) -> None:
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.removeprefix("python -m "), comments=True)
     if words[:1] == ["make"]:
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert {*words[1:]} <= {*targets}, line
-    elif words[:3] == ["python", "-m", "moefp8"]:
-        run_command(words[3:], line)
     elif words[:1] == ["moefp8"]:
         run_command(words[1:], line)
     elif words:
@@ -136,7 +128,9 @@ def test_blocks_run(blocks):
 
 @on_gpu
 @pytest.mark.usefixtures("_in_an_empty_folder")
-@pytest.mark.parametrize("page", [page for page in PAGES if needs_gpu(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if f"```{ON_GPU}\n" in page.read_text()], ids=name_of
+)
 def test_blocks_run_on_a_gpu(page):
     run_blocks(blocks_of(page), has_gpu=True)
     torch.cuda.synchronize()
@@ -160,12 +154,18 @@ def test_a_wrong_block_fails(kind, text):
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
-def test_pages_say_what_needs_a_gpu(page):
+def test_blocks_keep_to_the_rules(page):
+    """Pages say what needs a GPU, and install nothing from an index that lacks it.
+
+    Property tests have no deadline: hypothesis gives a call 200 ms, and the first may compile.
+    """
     lines = page.read_text().splitlines()
     for block in blocks_of(page):
         assert block.kind in (PYTHON, ON_GPU, BASH, OUTPUT)
         if block.kind == ON_GPU:
             assert lines[block.line - 3].endswith("needs a GPU:"), block.text
+        assert block.text.count("@given(") == block.text.count("deadline=None"), block.text
+    assert not re.search(r"pip install \S*moefp8", page.read_text())
 
 
 def test_the_readme_shows_every_use_and_links_its_page():
@@ -186,24 +186,11 @@ def test_first_pages_are_short(page, most):
     assert (REPOSITORY / page).read_text().count("\n") <= most
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
-def test_property_tests_have_no_deadline(page):
-    """hypothesis gives a call 200 ms; the first one may compile kernels."""
-    for block in blocks_of(page):
-        assert block.text.count("@given(") == block.text.count("deadline=None"), block.text
-
-
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
-def test_nothing_is_installed_from_an_index_that_lacks_it(page):
-    assert not re.search(r"pip install \S*moefp8", page.read_text())
-
-
 # Names of code
 
 CODE = re.compile(
     r"`(k[A-Z]\w+|[A-Z][a-z]+[A-Z]\w+|[a-z]+(?:_[a-z0-9]+)+|[a-z]\w+(?:/\w+)*\.(?:cuh?|py))`"
 )
-DESIGN = [REPOSITORY / "docs" / "hopper-fp8-gemm.md", *(REPOSITORY / "docs/design").glob("*.md")]
 
 
 def unknown_names(text: str) -> list[str]:
@@ -224,7 +211,8 @@ def unknown_names(text: str) -> list[str]:
 
 
 def test_design_pages_name_what_the_code_has():
-    assert unknown_names("".join(page.read_text() for page in DESIGN)) == []
+    pages = [REPOSITORY / "docs" / "hopper-fp8-gemm.md", *DESIGN]
+    assert unknown_names("".join(page.read_text() for page in pages)) == []
 
 
 def test_unknown_names_are_found():

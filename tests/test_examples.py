@@ -36,10 +36,8 @@ def test_generate_writes_loads_and_compares_both_families():
     assert max(exact) < 6e-3
     assert max(close) < 0.5
     assert output.count("generated 4 tokens at") == 2
-    assert (
-        len(re.findall(r"loaded [\d.]+ MiB in [\d.]+ s, 5\d% of the [\d.]+ MiB of BF16", output))
-        == 2
-    )
+    loaded = r"loaded [\d.]+ MiB in [\d.]+ s, 5\d% of the [\d.]+ MiB of BF16"
+    assert len(re.findall(loaded, output)) == 2
 
 
 def test_tokens_per_second_are_those_of_a_warm_model():

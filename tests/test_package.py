@@ -44,6 +44,11 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 OUTSIDE = {"torch", "cuda", "einops", "safetensors", "hypothesis"}
+ALSO = {  # of a room, or of a file
+    "hf": {"accelerate", "transformers"},
+    "skeleton.py": {"accelerate", "transformers"},
+    "untrusted.py": {"huggingface_hub"},  # which is told to be offline
+}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -78,11 +83,8 @@ def test_imports_point_down(path):
         if head == "moefp8" and room != "__init__":
             assert may_import(room, room_of(rest)), f"{path.name} imports {name}"
         elif head != "moefp8":
-            is_told = room == "hf" or path.name == "skeleton.py"
-            known = OUTSIDE | {"accelerate", "transformers"} if is_told else OUTSIDE
-            if path.name == "untrusted.py":  # where it is told to be offline
-                known = OUTSIDE | {"huggingface_hub"}
-            assert head in known or head in sys.stdlib_module_names, f"{path.name} imports {name}"
+            known = OUTSIDE | ALSO.get(path.name, ALSO.get(room, set())) | sys.stdlib_module_names
+            assert head in known, f"{path.name} imports {name}"
 
 
 def test_the_arrow_test_sees_an_upward_arrow(tmp_path):

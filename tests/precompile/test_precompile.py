@@ -1,12 +1,11 @@
 """`precompile`: what launchers load is what was compiled ahead, for all numbers of tokens."""
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import moefp8
@@ -67,49 +66,49 @@ class Idle(Emulator):
         pass
 
 
+def kernels_of(model: nn.Module, max_tokens: int = 64, **options) -> set[jit.Kernel]:
+    return set(ahead.kernels_of(model, max_tokens, **options))
+
+
 @pytest.fixture(scope="module", params=["auto", "masked"])
 def model(request) -> Model:
     return Model(request.param)
 
 
-@given(tokens=st.integers(1, MAX_TOKENS))
-def test_launchers_need_nothing_else(model, tokens):
-    expected = set(ahead.kernels_of(model, MAX_TOKENS, dtype=torch.bfloat16))
+def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
+    """And nothing else but kernels for tokens that lie unaligned."""
     with emulated(library=Idle()) as gpu:
-        run(model, tokens)
-    assert gpu.kernels
-    assert set(gpu.kernels) - expected == set()
-
-
-def test_every_kernel_is_needed_by_some_number_of_tokens(model):
-    """But those of tokens that lie unaligned."""
-    with emulated(library=Idle()) as gpu:
-        for tokens in (
-            *range(1, 130),
-            *range(130, 513, 21),
-            *range(513, MAX_TOKENS, 45),
-            MAX_TOKENS,
-        ):
+        for tokens in (*range(1, 130), *range(130, 513, 21), *range(513, MAX_TOKENS, 45)):
             run(model, tokens)
-    named = set(ahead.kernels_of(model, MAX_TOKENS)) - set(gpu.kernels)
+        run(model, MAX_TOKENS)
+    assert set(gpu.kernels) - kernels_of(model, MAX_TOKENS) == set()
+    named = kernels_of(model, MAX_TOKENS) - set(gpu.kernels)
     unaligned = re.compile(r"quantize_1x128_kernel<.*, false>|dispatch_kernel<\S+ false, ")
     other_weights = re.compile(r"combine_kernel<Input::kBFloat16")
     rest = [k.name for k in named if not (unaligned.match(k.name) or other_weights.match(k.name))]
     assert len(rest) <= 2, rest
 
 
-@pytest.mark.usefixtures("fresh_jit")
-def test_after_it_the_first_request_compiles_nothing(monkeypatch, capsys):
-    model = Model()
-    done = moefp8.precompile(model, 20, progress=True)
-    assert done.num_kernels == len(ahead.kernels_of(model, 20)) > 15
-    assert f"{done.num_kernels}/{done.num_kernels} kernels" in capsys.readouterr().err
-    forget()  # as a new process
+@pytest.fixture
+def compile_no_more(fresh_jit, monkeypatch) -> Callable[[], None]:
+    """Its call is as the start of a new process, in which it is an error to compile."""
 
     def compile_anything(self, program, options):
         raise AssertionError(f"{program.expression} is compiled")
 
-    monkeypatch.setattr(Nvrtc, "compile", compile_anything)
+    def compile_no_more():
+        forget()
+        monkeypatch.setattr(Nvrtc, "compile", compile_anything)
+
+    return compile_no_more
+
+
+def test_after_it_the_first_request_compiles_nothing(compile_no_more, capsys):
+    model = Model()
+    done = moefp8.precompile(model, 20, progress=True)
+    assert done.num_kernels == len(ahead.kernels_of(model, 20)) > 15
+    assert f"{done.num_kernels}/{done.num_kernels} kernels" in capsys.readouterr().err
+    compile_no_more()
     with emulated(library=Idle()) as gpu:
         for tokens in range(1, 21):
             run(model, tokens)
@@ -121,17 +120,11 @@ def test_after_it_the_first_request_compiles_nothing(monkeypatch, capsys):
 
 
 @on_gpu
-@pytest.mark.usefixtures("fresh_jit")
 @torch.inference_mode()
-def test_on_a_gpu_the_first_request_compiles_nothing(monkeypatch):
+def test_on_a_gpu_the_first_request_compiles_nothing(compile_no_more):
     model = Model().cuda()
     moefp8.precompile(model, 300)
-    forget()
-
-    def compile_anything(self, program, options):
-        raise AssertionError(f"{program.expression} is compiled")
-
-    monkeypatch.setattr(Nvrtc, "compile", compile_anything)
+    compile_no_more()
     for tokens in (1, 2, 7, 33, 64, 65, 129, 300):
         for linear in model.linears:
             linear(torch.randn(tokens, linear.in_features, device="cuda").bfloat16())
@@ -153,7 +146,7 @@ def test_dtypes_are_those_of_the_model():
             self.linear = FP8Linear(128, 128, bias=False)
 
     def inputs(model: nn.Module, **options) -> set[str]:
-        names = (kernel.name for kernel in ahead.kernels_of(model, 1, **options))
+        names = (kernel.name for kernel in kernels_of(model, **options))
         return {match[1] for name in names if (match := re.search(r"quantize.*Input::(\w+)", name))}
 
     assert inputs(Mixed(torch.float16)) == {"kHalf"}
@@ -163,45 +156,32 @@ def test_dtypes_are_those_of_the_model():
 
 
 def test_top_k_is_found_beside_the_experts_or_in_the_config():
-    def choices(model: nn.Module, **options) -> set:
-        return set(ahead.kernels_of(model, 64, **options))
-
     experts = GroupedExperts(64, 128, 128, device="meta")
     with pytest.raises(ValueError, match="top_k="):
-        ahead.kernels_of(experts, 64)
-    expected = choices(experts, top_k=8)
-    assert expected != choices(experts, top_k=1)
+        kernels_of(experts)
+    expected = kernels_of(experts, top_k=8)
+    assert expected != kernels_of(experts, top_k=1)
     beside = nn.ModuleDict({"gate": TopKRouter(128, 64, 8, device="meta"), "experts": experts})
-    assert choices(beside) > expected  # and the router's
+    assert kernels_of(beside) > expected  # and the router's
     told = nn.ModuleDict({"experts": experts})
     with pytest.raises(ValueError, match="GroupedExperts experts: nothing beside it says"):
-        ahead.kernels_of(told, 64)
+        kernels_of(told)
     told.config = SimpleNamespace(num_experts_per_tok=8)
-    assert choices(told) == expected
+    assert kernels_of(told) == expected
     told.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=8))
-    assert choices(told) == expected
+    assert kernels_of(told) == expected
 
 
 def test_models_without_our_layers_need_nothing():
-    done = moefp8.precompile(nn.Linear(8, 8), 100)
-    assert done.num_kernels == 0
+    assert moefp8.precompile(nn.Linear(8, 8), 100).num_kernels == 0
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": 1, "num_sms": 0}, "num_sms must be at least 1, got 0"),
-        ({"max_tokens": 1, "top_k": -1}, "top_k must be at least 1, got -1"),
-        ({"max_tokens": 1, "num_threads": 0}, "num_threads must be at least 1, got 0"),
-    ],
+    ("name", "value"), [("max_tokens", 0), ("num_sms", 0), ("top_k", -1), ("num_threads", 0)]
 )
-def test_wrong_numbers_are_refused(options, error):
-    with pytest.raises(ValueError, match=error):
-        moefp8.precompile(FP8Linear(8, 8), **options)
-
-
-def test_a_wrong_dtype_is_refused():
+def test_wrong_arguments_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+        moefp8.precompile(FP8Linear(8, 8), **{"max_tokens": 1, name: value})
     with pytest.raises(TypeError, match=r"bf16, fp16 or fp32, got torch\.float64"):
         moefp8.precompile(FP8Linear(8, 8), 1, dtype=torch.float64)
 
@@ -219,14 +199,13 @@ def test_tuned_choices_are_among_them(monkeypatch, tokens):
     found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
     configs = tuned.ConfigSource(132, 132, tuned.Table(found))
     monkeypatch.setattr(ahead, "_config_sources", lambda num_sms: [configs])
-    kernels = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2)
+    model = nn.ModuleList([linear, experts])
     expected = {kernel_of(flat, None), *(kernel_of(x, None, GroupLayout.OFFSETS) for x in pair)}
-    assert expected <= set(kernels)
+    assert expected <= kernels_of(model, top_k=2)
     monkeypatch.undo()
-    by_default = ahead.kernels_of(nn.ModuleList([linear, experts]), 64, top_k=2, num_sms=132)
-    assert not expected & set(by_default)
+    assert not expected & kernels_of(model, top_k=2, num_sms=132)
 
 
 def test_other_numbers_of_sms_need_other_kernels():
     linear = FP8Linear(7168, 2048, bias=False, device="meta")
-    assert set(ahead.kernels_of(linear, 2000)) != set(ahead.kernels_of(linear, 2000, num_sms=78))
+    assert kernels_of(linear, 2000) != kernels_of(linear, 2000, num_sms=78)

@@ -4,13 +4,7 @@ The compiler is NVRTC, which torch brings along; compiled kernels stay in the us
 The driver is called through ctypes. No compiler, driver or folder is touched before first use.
 """
 
-from .cache import (
-    cache_folder,
-    cache_state,
-    max_cache_bytes,
-    read_beside_kernels,
-    write_beside_kernels,
-)
+from .cache import cache_state, max_cache_bytes, read_beside_kernels, write_beside_kernels
 from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
 from .fields import fields
@@ -31,7 +25,6 @@ __all__ = [
     "Pointer",
     "Source",
     "TensorMaps",
-    "cache_folder",
     "cache_state",
     "compile_kernel",
     "compile_kernels",

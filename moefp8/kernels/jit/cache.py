@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,22 +226,15 @@ def _open_plainly(path: str, flags: int) -> int:
 def _publish(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb", opener=_create_readable) as file:
+        # Others may read it, if the folder is open to them and unless the umask forbids it. They
+        # may never write, as they could under a umask of 002: we would not run such an entry.
+        with open(temporary, "xb", opener=partial(os.open, mode=0o644)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _create_readable(path: str, flags: int) -> int:
-    """Let others read, if the folder is open to them and unless the umask forbids it.
-
-    They may never write, as they could under a umask of 002: we would not run such an entry.
-    """
-    return os.open(path, flags, 0o644)
+    finally:
+        temporary.unlink(missing_ok=True)  # it exists no more, unless something failed
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def compile_kernels(
 
     num_threads = min(num_threads or num_processors(), len(kernels)) or 1
     with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(compile_one, kernels))  # after an error or Ctrl-C it begins no more
+        return list(pool.map(compile_one, kernels))  # an error or Ctrl-C cancels what waits
 
 
 def num_processors() -> int:

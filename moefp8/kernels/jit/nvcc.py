@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cubin import CompileError, Cubin, JitError, Program
-from .elf import entry_points
 
 
 class Nvcc:
@@ -49,7 +48,9 @@ def _entry_point(image: bytes, expression: str) -> str:
     """The mangled name of `a::kernel<...>`, in which `6kernel` is a part."""
     name = expression.partition("<")[0].split("::")[-1].strip()
     part = re.compile(rf"(?<!\d){len(name)}{name}")
-    found = [symbol for symbol in entry_points(image) if part.search(symbol)]
+    # A cubin has a section of constants for each kernel, and for nothing else.
+    kernels = {match.decode() for match in re.findall(rb"\.nv\.constant0\.(\w+)", image)}
+    found = [symbol for symbol in kernels if part.search(symbol)]
     if len(found) != 1:
         raise CompileError(f"expected one kernel {name} in nvcc's output, got {found}")
     return found[0]

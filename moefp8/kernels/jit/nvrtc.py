@@ -97,7 +97,12 @@ def _load() -> tuple[ctypes.CDLL, str]:
     except (ImportError, RuntimeError, OSError) as error:
         raise JitError(_NO_NVRTC.format(error)) from error
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-    _load_builtins(lib, path)
+    # NVRTC opens its builtins by name alone, and 13.0 does not look beside itself for them.
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    builtins = path.resolve().with_name(f"libnvrtc-builtins.so.{major.value}.{minor.value}")
+    if builtins.exists():
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     return lib, str(path)
 
 
@@ -115,12 +120,3 @@ def _found() -> str:
     from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
     return str(load_nvidia_dynamic_lib("nvrtc").abs_path)
-
-
-def _load_builtins(lib: ctypes.CDLL, path: Path) -> None:
-    """NVRTC opens its builtins by name alone, and 13.0 does not look beside itself for them."""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    name = f"libnvrtc-builtins.so.{major.value}.{minor.value}"
-    if (builtins := path.resolve().with_name(name)).exists():
-        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)

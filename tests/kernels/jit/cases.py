@@ -1,4 +1,4 @@
-"""A kernel with headers, a made-up one, other processes that want them, and calls that fail."""
+"""A small kernel with headers and a made-up one, processes that want them, calls that fail."""
 
 import os
 import subprocess
@@ -76,9 +76,9 @@ def fail(
     return failed
 
 
-# `room` is the JIT room, and what compiles needs no torch. `get(key)` takes a made-up kernel from
-# the cache, and `fill(numbers)` compiles kernels of the source in argv[2]; what is not found there,
-# is told. A hang ends in an error.
+# `room` is the JIT room, which works without torch. `get(key)` takes a made-up kernel from the
+# cache, and `fill(numbers)` gives the symbols of kernels of the source in argv[2]; both tell what
+# is built because it is not there. A hang ends in an error.
 _BEGIN = """
 import os, pathlib, signal, sys, threading, time, types
 signal.alarm(60)
@@ -109,9 +109,6 @@ def exit_code_of_child(function):
         os._exit(function())
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
-_END = """
-assert "torch" not in sys.modules
-"""
 
 
 def start_python(
@@ -121,8 +118,9 @@ def start_python(
 
     within: a command that runs a command.
     """
+    code = f"{_BEGIN}{code}\nassert 'torch' not in sys.modules"
     ignoring = ("-W", "ignore::DeprecationWarning")  # Python dislikes forks amid threads
-    command = [*within, sys.executable, *ignoring, "-c", f"{_BEGIN}{code}{_END}"]
+    command = [*within, sys.executable, *ignoring, "-c", code]
     command += [str(Path(jit.__file__).parent), *map(str, arguments)]
     out, err = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(command, text=True, stdin=stdin, stdout=out, stderr=err)

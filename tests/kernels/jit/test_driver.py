@@ -10,12 +10,22 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import launch
-from tests.kernels.jit.cases import write_kernel
+from tests.kernels.jit.cases import symbol_of, write_kernel
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
 STREAM = 0x7F00_DEAD_BEE0
 MAP_BYTES = 128
+FUNCTION = 0x7F00_0000_3000
+WRITES = {  # what functions write where their first argument points to, by the others
+    "cuDriverGetVersion": lambda fake: 12080,
+    "cuDeviceGet": lambda fake, index: index,
+    "cuDeviceGetAttribute": lambda fake, attribute, device: fake.attributes[attribute],
+    "cuDevicePrimaryCtxRetain": lambda fake, device: 0x7F00_0000_1000 + device.value,
+    "cuModuleLoadData": lambda fake, image: {b"\x7fELF": 0x7F00_0000_2000}[image[:4]],
+    "cuModuleGetFunction": lambda fake, module, symbol: {symbol_of(3).encode(): FUNCTION}[symbol],
+    "cuFuncGetAttribute": lambda fake, attribute, function: {1: 48}[attribute],
+}
 
 
 class FakeLibcuda:
@@ -30,44 +40,24 @@ class FakeLibcuda:
         self.fails: dict[str, list[int]] = {}
         self.launched: list[tuple] = []
         self.maps: list[list] = []
-        self.capability = {75: 9, 76: 0}
+        self.attributes = {75: 9, 76: 0, 97: 232448}
 
     def __getattr__(self, name):
-        answer = getattr(type(self), f"_{name}", lambda self, *arguments: None)
-
         def call(*arguments):
             self.calls.append(name)
             if self.fails.get(name):
                 return self.fails[name].pop(0)
-            answer(self, *arguments)
+            if name in WRITES:
+                out, *others = arguments
+                out._obj.value = WRITES[name](self, *others)
+            elif answer := getattr(type(self), f"_{name}", None):
+                answer(self, *arguments)
             return 0
 
         return call
 
     def _cuGetErrorName(self, result, out):
         out._obj.value = b"CUDA_ERROR_FAKE"
-
-    def _cuDriverGetVersion(self, out):
-        out._obj.value = 12080
-
-    def _cuDeviceGet(self, out, index):
-        out._obj.value = index
-
-    def _cuDeviceGetAttribute(self, out, attribute, device):
-        out._obj.value = {97: 232448, **self.capability}[attribute]
-
-    def _cuDevicePrimaryCtxRetain(self, out, device):
-        out._obj.value = 0x7F00_0000_1000 + device.value
-
-    def _cuModuleLoadData(self, out, image):
-        assert image.startswith(b"\x7fELF")
-        out._obj.value = 0x7F00_0000_2000
-
-    def _cuModuleGetFunction(self, out, module, symbol):
-        out._obj.value = 0x7F00_0000_3000 if symbol == b"_ZN1a4fillILi3EEEvPff" else 0
-
-    def _cuFuncGetAttribute(self, out, attribute, function):
-        out._obj.value = {1: 48}[attribute]
 
     def _cuLaunchKernelEx(self, config, function, parameters, extra):
         assert extra is None
@@ -134,7 +124,7 @@ def test_load_once_per_kernel_and_gpu(tmp_path, fake):
     kernel = write_kernel(tmp_path)
     function = load(kernel)
     assert load(kernel) is function
-    assert function.handle.value == 0x7F00_0000_3000
+    assert function.handle.value == FUNCTION
     assert jit.current_driver().primary_context(0) == 0x7F00_0000_1000
     assert function.max_shared_bytes == 232448 - 48
     load(kernel, 1)
@@ -160,7 +150,7 @@ def test_load_once_per_kernel_and_gpu(tmp_path, fake):
 )
 def test_a_failed_load_says_what_to_do(tmp_path, fake, result, capability, error, told):
     fake.fails["cuModuleLoadData"] = [result]
-    fake.capability[75] = capability
+    fake.attributes[75] = capability
     kernel = write_kernel(tmp_path)
     with pytest.raises(error, match=told):
         load(kernel)
@@ -205,7 +195,7 @@ def test_a_launch_is_one_call(tmp_path, fake):
     grid = (config.grid_x, config.grid_y, config.grid_z)
     block = (config.block_x, config.block_y, config.block_z)
     assert (grid, block, config.shared_bytes) == ((132, 1, 1), (384, 1, 1), 1000)
-    assert (function, len(parameters)) == (0x7F00_0000_3000, 1)
+    assert (function, len(parameters)) == (FUNCTION, 1)
     attributes = (launch.Attribute * config.num_attributes).from_address(config.attributes)
     found = [(x.id, list(x.value), x.rest) for x in attributes]
     assert found == [(4, [2, 1, 1], b""), (6, [1, 0, 0], b"")]
@@ -309,13 +299,23 @@ def test_a_thread_without_the_context_launches_too(tmp_path, fake, result):
     assert len(fake.launched) == 1
 
 
-@pytest.mark.parametrize("results", [[1], [400, 400]])
-def test_a_failed_launch_names_kernel_and_configuration(tmp_path, fake, results):
+@pytest.mark.parametrize(
+    ("results", "told"),
+    [
+        ([1], ""),
+        ([400, 400], ""),  # the handle of a stream is lost, for instance
+        *(([result], ".*restart the process") for result in (214, 700, 719)),
+    ],
+)
+def test_a_failed_launch_names_kernel_and_configuration(tmp_path, fake, results, told):
     prepared = make_launch(tmp_path, cluster=4)
     fake.fails["cuLaunchKernelEx"] = list(results)
-    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*grid=132.*cluster=4.*FAKE"):
+    named = rf"fill<3> on cuda:0: .*grid=132.*cluster=4.*FAKE \({results[0]}\){told}"
+    with pytest.raises(jit.JitError, match=named):
         prepared(STREAM, ())
     assert fake.launched == []
+    prepared(STREAM, ())
+    assert fake.calls.count("cuModuleLoadData") == 1  # the context is not lost
 
 
 LOSSES = {
@@ -335,30 +335,12 @@ def test_after_the_loss_of_a_context_kernels_are_loaded_again(tmp_path, fake, lo
     fake.fails["cuLaunchKernelEx"] = [400]  # for want of a function
     prepared(STREAM, ())
     other(STREAM, ())
-    assert [function for _, function, _ in fake.launched] == [0x7F00_0000_3000] * 2
+    assert [function for _, function, _ in fake.launched] == [FUNCTION] * 2
     for name in ("cuModuleLoadData", "cuFuncSetAttribute", "cuDevicePrimaryCtxRetain"):
         assert fake.calls.count(name) == 2
     assert fake.calls.count("cuCtxPopCurrent_v2") == fake.calls.count("cuCtxPushCurrent_v2") - (
         "cuCtxPushCurrent_v2" in LOSSES[loss]
     )
-
-
-def test_another_lost_handle_is_no_loss_of_the_context(tmp_path, fake):
-    """That of a stream, for instance."""
-    prepared = make_launch(tmp_path)
-    fake.fails["cuLaunchKernelEx"] = [400, 400]
-    with pytest.raises(jit.JitError, match=r"cannot be launched with .*FAKE \(400\)"):
-        prepared(STREAM, ())
-    prepared(STREAM, ())
-    assert fake.calls.count("cuModuleLoadData") == 1
-
-
-@pytest.mark.parametrize("result", [214, 700, 719])
-def test_what_fails_for_good_says_so(tmp_path, fake, result):
-    prepared = make_launch(tmp_path)
-    fake.fails["cuLaunchKernelEx"] = [result]
-    with pytest.raises(jit.JitError, match=rf"FAKE \({result}\).*restart the process"):
-        prepared(STREAM, ())
 
 
 def test_too_much_shared_memory_is_refused_at_once(tmp_path, fake):
@@ -390,20 +372,22 @@ def test_what_a_tensor_map_is_encoded_of(fake):
     assert found[3] == [7168, 100]
     assert found[4][:1] == [7168]
     assert found[5:] == [[128, 64], [1, 1], 0, 3, 3, 0]
-
-
-@pytest.mark.parametrize(("l2_bytes", "number"), [(64, 1), (128, 2), (256, 3)])
-def test_what_l2_fetches_at_a_time(fake, l2_bytes, number):
-    jit.tensor_map(**GOOD, l2_bytes=l2_bytes)
-    assert fake.maps[0][-2] == number
+    assert jit.tensor_map(**GOOD) is made
 
 
 @pytest.mark.parametrize(
-    ("dtype", "number"), [(torch.uint8, 0), (torch.float32, 7), (torch.bfloat16, 9)]
+    ("change", "place", "number"),
+    [
+        ({"l2_bytes": 64}, -2, 1),
+        ({"l2_bytes": 128}, -2, 2),
+        ({"dtype": torch.uint8}, 0, 0),
+        ({"dtype": torch.float32, "box": (32, 64)}, 0, 7),
+        ({"dtype": torch.bfloat16, "box": (64, 64)}, 0, 9),
+    ],
 )
-def test_data_types_of_tensor_maps(fake, dtype, number):
-    jit.tensor_map(dtype, (64,), (), (16,), 0)
-    assert fake.maps[0][0] == number
+def test_numbers_of_cuda_h_in_tensor_maps(fake, change, place, number):
+    jit.tensor_map(**{**GOOD, **change})
+    assert fake.maps[0][place] == number
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 import errno
 import os
-import resource
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moefp8.kernels import jit
 from tests.kernels.jit.cases import (
@@ -18,73 +15,21 @@ from tests.kernels.jit.cases import (
     STRANGER,
     fail,
     files_in,
-    forget,
-    only_entry,
     run_python,
-    symbol_of,
     write_kernel,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
 
-# Damage
-
-
-@given(st.integers(0, 8 * len(ENTRY) - 1))
-def test_every_bit_counts(bit):
-    data = bytearray(ENTRY)
-    data[bit // 8] ^= 1 << (bit % 8)
-    assert jit.Cubin.from_bytes("key", bytes(data)) is None
-
-
-@given(st.integers(0, len(ENTRY) - 1))
-def test_every_byte_counts(length):
-    assert jit.Cubin.from_bytes("key", ENTRY[:length]) is None
-
-
-def test_an_entry_under_another_kernel_s_key_is_refused():
+def test_every_byte_of_an_entry_counts():
     assert jit.Cubin.from_bytes("key", ENTRY) == CUBIN
     assert jit.Cubin.from_bytes("yek", ENTRY) is None
-
-
-def flip(at: int):
-    def flipped(data: bytes) -> bytes:
-        data = bytearray(data)
-        data[at] ^= 1
-        return bytes(data)
-
-    return flipped
-
-
-DAMAGES = {
-    "checksum": flip(0),
-    "length of symbol": flip(32),
-    "length of log": flip(47),
-    "symbol": flip(48),
-    "log": flip(48 + len(symbol_of(3))),
-    "image": flip(-1),
-    "all but the end": lambda data: data[:-1],
-    "half of the header": lambda data: data[:40],
-    "nothing": lambda data: b"",
-    "something else": lambda data: b"?",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_replaced(tmp_path, folder, compiles, damage):
-    kernel = write_kernel(tmp_path)
-    cubin = jit.compile_kernel(kernel)
-    path = only_entry(folder)
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    forget()
-    again = jit.compile_kernel(kernel)
-    assert (again.image, again.symbol) == (cubin.image, cubin.symbol)
-    assert len(compiles) == 2
-    forget()
-    assert jit.compile_kernel(kernel) == again
-    assert len(compiles) == 2
-    assert only_entry(folder) == path
+    for at in range(len(ENTRY)):
+        changed = bytearray(ENTRY)
+        changed[at] ^= 1 << at % 8
+        assert jit.Cubin.from_bytes("key", bytes(changed)) is None
+        assert jit.Cubin.from_bytes("key", ENTRY[:at]) is None
 
 
 # Folders that are of no use
@@ -117,11 +62,6 @@ def a_link_to_nowhere(folder, monkeypatch):
 def open_to_all(folder, monkeypatch):
     folder.mkdir()
     folder.chmod(0o707)
-
-
-def open_to_the_group(folder, monkeypatch):
-    folder.mkdir()
-    folder.chmod(0o770)
 
 
 def owned_by_another(folder, monkeypatch):
@@ -169,7 +109,6 @@ def read_only(folder, monkeypatch):
         (home_of_nobody, "home directory"),
         (a_link_to_nowhere, "File exists.*link"),
         (open_to_all, "others may write to .*cache; chmod go-w it"),
-        (open_to_the_group, "others may write to .*cache; chmod go-w it"),
         (owned_by_another, "cache belongs to another user .uid "),
         (full_when_flushed, "cache: .*No space left"),
         (full_when_renamed, "cache: .*quota"),
@@ -239,12 +178,3 @@ def test_a_read_only_disk(folder, get):
     assert "symbolsymbolsymbol\n" in output
     assert "Read-only file system" in output
     assert files_in(folder) == ["key.cubin"]
-
-
-def test_a_limit_on_the_size_of_files(folder):
-    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (1000, 1000))\n"
-    output = run_python(limit + TWO_KERNELS)
-    assert output.count("built\n") == 2
-    assert output.count("UserWarning: moefp8") == 1
-    assert "File too large" in output
-    assert files_in(folder) == []

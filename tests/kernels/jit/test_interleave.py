@@ -1,9 +1,9 @@
 """`jit.interleave` against what nvdisasm reads in the same cubins, instruction by instruction."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import cuda.pathfinder
 import pytest
@@ -17,6 +17,7 @@ from moefp8.kernels.jit.elf import code_ranges
 from moefp8.kernels.jit.interleave import interleaved, promotions
 
 YIELD, REUSE = 1 << 45, 7 << 58
+Instruction = tuple[str, list[str]]  # opcode and operands
 
 
 def kernels() -> dict[str, jit.Kernel]:
@@ -38,38 +39,33 @@ def image(request, tmp_path_factory) -> bytes:
         return jit.compile_kernel(kernels()[request.param]).image
 
 
-def disassembled(image: bytes, folder: Path) -> list[tuple[str, list[str]]]:
-    """Opcode and operands of every instruction, in the order of the file."""
+def disassembled(image: bytes, folder: Path) -> list[Instruction]:
+    """Every instruction, in the order of the file."""
     nvdisasm = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
     assert nvdisasm, "make test installs nvidia-cuda-nvdisasm"
     (folder / "image.cubin").write_bytes(image)
     command = [nvdisasm, "-json", str(folder / "image.cubin")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (function,) = json.loads(text)[1]
-    return [_parts(x) for x in function["sass-instructions"]]
-
-
-def _parts(instruction: dict[str, Any]) -> tuple[str, list[str]]:
-    operands = instruction.get("operands", "")
-    return instruction["opcode"], operands.split(",") if operands else []
+    return [(x["opcode"], x.get("operands", "").split(",")) for x in function["sass-instructions"]]
 
 
 def is_promotion(opcode: str, operands: list[str]) -> bool:
     """`FFMA R4, R5, R6.reuse, R4`"""
     registers = [x.removesuffix(".reuse") for x in operands]
-    of_registers = all(x[0] == "R" and x[1:].isdigit() for x in registers)
+    of_registers = all(re.fullmatch(r"R\d+", x) for x in registers)
     return opcode == "FFMA" and of_registers and registers[0] == registers[3]
 
 
-def runs_in(instructions: list[tuple[str, list[str]]], least: int = 4) -> list[list[int]]:
-    """Indices of promotions that follow one another."""
+def runs_in(instructions: list[Instruction]) -> list[list[int]]:
+    """Indices of four promotions or more that follow one another."""
     runs: list[list[int]] = [[]]
     for i, instruction in enumerate(instructions):
         if is_promotion(*instruction):
             runs[-1].append(i)
         elif runs[-1]:
             runs.append([])
-    return [run for run in runs if len(run) >= least]
+    return [run for run in runs if len(run) >= 4]
 
 
 def test_the_runs_are_those_that_nvdisasm_shows(image, tmp_path):
@@ -91,8 +87,8 @@ def test_only_yield_and_reuse_of_promotions_change(image, tmp_path, pattern):
     made = interleaved(image, pattern)
     ((begin, _),) = code_ranges(image)
     before, after = disassembled(image, tmp_path), disassembled(made, tmp_path)
-    runs = runs_in(before)
-    for run in runs:
+    restored = bytearray(made)
+    for run in runs_in(before):
         for i, at in enumerate(run):
             place = slice(begin + at * 16, begin + at * 16 + 16)
             old, new = (int.from_bytes(x[place], "little") >> 64 for x in (image, made))
@@ -100,32 +96,21 @@ def test_only_yield_and_reuse_of_promotions_change(image, tmp_path, pattern):
             assert bool(new & YIELD) == goes_on
             assert (old ^ new) & ~(YIELD | REUSE) == 0
             assert image[place][:8] == made[place][:8]
-            check_reuse(before[at], after[at], after[at + 1], goes_on)
-    inside = {at for run in runs for at in run}
-    outside = [i for i in range(len(before)) if i not in inside]
-    assert [before[i] for i in outside] == [after[i] for i in outside]
-    untouched = bytearray(made)
-    for at in inside:
-        place = slice(begin + at * 16, begin + at * 16 + 16)
-        untouched[place] = image[place]
-    assert bytes(untouched) == image
+            check_reuse(before[at][1], after[at][1], after[at + 1][1], goes_on)
+            restored[place] = image[place]
+    assert bytes(restored) == image
 
 
-def check_reuse(
-    before: tuple[str, list[str]],
-    after: tuple[str, list[str]],
-    following: tuple[str, list[str]],
-    goes_on: bool,
-) -> None:
-    """What yields keeps nothing; what goes on keeps what the next instruction reads there."""
-    plain = [x.removesuffix(".reuse") for x in before[1]]
-    assert [x.removesuffix(".reuse") for x in after[1]] == plain
-    kept = [x for x in after[1] if x.endswith(".reuse")]
+def check_reuse(before: list[str], after: list[str], following: list[str], goes_on: bool) -> None:
+    """What yields keeps no operand; what goes on keeps what the next instruction reads there."""
+    plain = [x.removesuffix(".reuse") for x in before]
+    assert [x.removesuffix(".reuse") for x in after] == plain
+    kept = [x for x in after if x.endswith(".reuse")]
     if not goes_on:
         assert kept == []
-    elif kept and kept != [x for x in before[1] if x.endswith(".reuse")]:
+    elif kept and kept != [x for x in before if x.endswith(".reuse")]:
         assert kept == [f"{plain[2]}.reuse"]
-        assert following[1][2].removesuffix(".reuse") == plain[2]
+        assert following[2].removesuffix(".reuse") == plain[2]
 
 
 def test_twice_is_as_once(image):
@@ -149,18 +134,15 @@ def gemm_source(folder: Path) -> Path:
 # How a kernel asks for it
 
 
-@pytest.mark.parametrize(("setting", "is_on"), [(None, True), ("1", True), ("0", False)])
-def test_it_can_be_switched_off(monkeypatch, setting, is_on):
+def test_it_can_be_switched_off(monkeypatch):
     kernel = kernels()["dense, 4096 tokens"]
     monkeypatch.setenv("MOEFP8_INTERLEAVE", "0")
     plain = jit.compile_kernel(kernel).image
-    if setting is None:
-        monkeypatch.delenv("MOEFP8_INTERLEAVE")
-    else:
-        monkeypatch.setenv("MOEFP8_INTERLEAVE", setting)
-    expected = interleaved(plain, kernel.interleaving) if is_on else plain
-    assert expected != plain or not is_on
-    assert jit.compile_kernel(kernel).image == expected
+    monkeypatch.setenv("MOEFP8_INTERLEAVE", "1")
+    made = jit.compile_kernel(kernel).image
+    assert made == interleaved(plain, kernel.interleaving) != plain
+    monkeypatch.delenv("MOEFP8_INTERLEAVE")
+    assert jit.compile_kernel(kernel).image == made
 
 
 @pytest.mark.usefixtures("fresh_jit")

@@ -1,4 +1,4 @@
-"""The cache of kernels that is somebody else's, or elsewhere: whose code do we run."""
+"""The folder of the cache of kernels: whose code we run, where it lies, and how much of it."""
 
 import os
 import shutil
@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from moefp8.cli.main import main
+from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
-from tests.kernels.jit.cases import (
-    CUBIN,
-    ENTRY,
-    STRANGER,
-    files_in,
-    only_entry,
-    run_python,
-)
+from tests.kernels.jit.cases import CUBIN, ENTRY, STRANGER, files_in, only_entry, run_python
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
 
@@ -24,43 +19,19 @@ pytestmark = pytest.mark.usefixtures("fresh_jit")
 # Whose code we run
 
 
-def a_link(path, monkeypatch):
-    path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(path.parent.parent / "elsewhere")
+CHANGES = {
+    "cut off": lambda path: path.write_bytes(ENTRY[:-1]),
+    "something else": lambda path: path.write_bytes(b"?"),
+    "a link": lambda path: path.symlink_to(path.rename(path.parent.parent / "elsewhere")),
+    "writable by others": lambda path: path.chmod(0o606),
+}
 
 
-def writable_by_the_group(path, monkeypatch):
-    path.chmod(0o660)
-
-
-def writable_by_others(path, monkeypatch):
-    path.chmod(0o606)
-
-
-def given_by_another(path, monkeypatch):
-    if os.geteuid() == 0:
-        os.chown(path, STRANGER, -1)
-        return
-    real = os.fstat
-
-    def fstat(descriptor):
-        status = real(descriptor)
-        ours = path.exists() and os.path.samestat(status, stolen)
-        return os.stat_result([*status[:4], STRANGER if ours else status[4], *status[5:]])
-
-    stolen = path.stat()
-    monkeypatch.setattr(os, "fstat", fstat)
-
-
-@pytest.mark.parametrize(
-    "change", [a_link, writable_by_the_group, writable_by_others, given_by_another]
-)
-def test_an_entry_that_others_may_have_written_is_replaced(
-    folder, builds, get, monkeypatch, change
-):
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_entry_that_is_not_as_we_wrote_it_is_replaced(folder, builds, get, change):
     get()
     path = only_entry(folder)
-    change(path, monkeypatch)
+    CHANGES[change](path)
     assert get() == CUBIN
     assert builds == ["key", "key"]
     assert only_entry(folder).read_bytes() == ENTRY
@@ -192,3 +163,33 @@ def test_a_folder_that_is_removed_comes_back(folder, builds):
     assert builds == ["before", "during", "after"]
     assert files_in(folder) == ["after.cubin"]
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# How much
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"), [(3 * len(ENTRY), "acd"), (1, "d"), (0, "abcd"), (None, "abcd")]
+)
+def test_kernels_that_were_used_longest_ago_go_and_nothing_else(
+    folder, get, monkeypatch, max_bytes, expected
+):
+    """Above the bound as well as below it, the newest one stays."""
+    if max_bytes is not None:
+        monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", str(max_bytes))
+    jit.write_beside_kernels("tuned.json", b" " * 10 * len(ENTRY))
+    for key in "abcad":
+        for path in folder.glob("*.cubin"):  # the last key was asked for a second ago
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+        get(key)
+    assert {path.stem for path in folder.glob("*.cubin")} == set(expected)
+    assert jit.read_beside_kernels("tuned.json") == b" " * 10 * len(ENTRY)
+
+
+@pytest.mark.parametrize("told", ["-1", "1GB", "", "1.5", "²"])
+def test_a_bound_that_is_no_number_is_refused(get, monkeypatch, capsys, told):
+    monkeypatch.setenv("MOEFP8_CACHE_MAX_BYTES", told)
+    with pytest.raises(jit.JitError, match="MOEFP8_CACHE_MAX_BYTES must be a number of bytes"):
+        get("a")
+    assert main(["info"]) == 0
+    assert "MOEFP8_CACHE_MAX_BYTES must be" in capsys.readouterr().out
