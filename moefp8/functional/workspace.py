@@ -22,9 +22,9 @@ class Workspace(NamedTuple):
 
     tokens: int
     token_scales: int
+    results: int
     activated: int
     activated_scales: int
-    results: int
     offsets: int
     counts: int
     token_to_row: int
@@ -50,19 +50,8 @@ class Workspace(NamedTuple):
         starts = [0]
         for length in lengths:
             starts.append(round_up(starts[-1] + length, _ALIGNMENT))
-        tokens, activated, scales, offsets, counts, token_to_row, tile_counters, size = starts
-        return cls(
-            tokens=tokens,
-            token_scales=tokens + token_bytes,
-            activated=activated,
-            activated_scales=scales,
-            results=tokens,
-            offsets=offsets,
-            counts=counts,
-            token_to_row=token_to_row,
-            tile_counters=tile_counters,
-            size=size,
-        )
+        tokens, *rest = starts
+        return cls(tokens, tokens + token_bytes, tokens, *rest)
 
 
 def scale_pitch(rows: int) -> int:

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..kernels.gemm.tuned import BROKEN, Config, Layer, Table, file_name, measured, stored
+from ..kernels.gemm.tuned import (
+    BROKEN,
+    Config,
+    Layer,
+    Table,
+    checksum,
+    file_name,
+    measured,
+    stored,
+)
 from ..kernels.jit import write_beside_kernels
 
 
@@ -16,7 +25,7 @@ def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) 
     except BROKEN:
         before = {}
     data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
-    path = write_beside_kernels(file_name(device_index), data)
+    path = write_beside_kernels(file_name(device_index), checksum(data) + b"\n" + data)
     measured.cache_clear()
     return str(path)
 

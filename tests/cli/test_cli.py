@@ -280,7 +280,7 @@ def test_bench_times_and_tunes(tmp_path, capsys):
     ratios = [float(x) for x in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)", out, re.MULTILINE)]
     assert len(ratios) == 12 + 8
     assert min(ratios) >= 1  # by default, nothing is faster than what was chosen
-    (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.json")
+    (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.txt")
     assert str(path) in out
     assert set(map(type, tuned.measured(0).found)) == {tuned.Dense, tuned.Experts}
     tuned.measured.cache_clear()

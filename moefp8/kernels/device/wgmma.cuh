@@ -35,8 +35,8 @@ __device__ inline void pin_registers(float (&d)[kSize]) {
 template <int kN>
 __device__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate);
 
-// An instruction names each of its registers, so there is one definition for each N: REGISTERS_j and
-// OPERANDS_j are the first 4 j accumulators; after them come a, b and accumulate.
+// An instruction names each of its registers, so there is one definition for each N that a tile may
+// have: REGISTERS_j and OPERANDS_j are the first 4 j accumulators; after them come a, b and accumulate.
 #define REGISTERS_1 "%0, %1, %2, %3"
 #define REGISTERS_2 REGISTERS_1 ", %4, %5, %6, %7"
 #define REGISTERS_3 REGISTERS_2 ", %8, %9, %10, %11"
@@ -61,14 +61,6 @@ __device__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulat
 #define REGISTERS_22 REGISTERS_21 ", %84, %85, %86, %87"
 #define REGISTERS_23 REGISTERS_22 ", %88, %89, %90, %91"
 #define REGISTERS_24 REGISTERS_23 ", %92, %93, %94, %95"
-#define REGISTERS_25 REGISTERS_24 ", %96, %97, %98, %99"
-#define REGISTERS_26 REGISTERS_25 ", %100, %101, %102, %103"
-#define REGISTERS_27 REGISTERS_26 ", %104, %105, %106, %107"
-#define REGISTERS_28 REGISTERS_27 ", %108, %109, %110, %111"
-#define REGISTERS_29 REGISTERS_28 ", %112, %113, %114, %115"
-#define REGISTERS_30 REGISTERS_29 ", %116, %117, %118, %119"
-#define REGISTERS_31 REGISTERS_30 ", %120, %121, %122, %123"
-#define REGISTERS_32 REGISTERS_31 ", %124, %125, %126, %127"
 #define OPERANDS_1 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define OPERANDS_2 OPERANDS_1, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define OPERANDS_3 OPERANDS_2, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
@@ -93,14 +85,6 @@ __device__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulat
 #define OPERANDS_22 OPERANDS_21, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
 #define OPERANDS_23 OPERANDS_22, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
 #define OPERANDS_24 OPERANDS_23, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define OPERANDS_25 OPERANDS_24, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
-#define OPERANDS_26 OPERANDS_25, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
-#define OPERANDS_27 OPERANDS_26, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
-#define OPERANDS_28 OPERANDS_27, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
-#define OPERANDS_29 OPERANDS_28, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
-#define OPERANDS_30 OPERANDS_29, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
-#define OPERANDS_31 OPERANDS_30, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
-#define OPERANDS_32 OPERANDS_31, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 #define DEFINE_WGMMA(kN, j, a_operand, b_operand, accumulate_operand)                            \
   template <>                                                                                     \
@@ -127,20 +111,8 @@ DEFINE_WGMMA(104, 13, 52, 53, 54)
 DEFINE_WGMMA(112, 14, 56, 57, 58)
 DEFINE_WGMMA(120, 15, 60, 61, 62)
 DEFINE_WGMMA(128, 16, 64, 65, 66)
-DEFINE_WGMMA(136, 17, 68, 69, 70)
 DEFINE_WGMMA(144, 18, 72, 73, 74)
-DEFINE_WGMMA(152, 19, 76, 77, 78)
 DEFINE_WGMMA(160, 20, 80, 81, 82)
-DEFINE_WGMMA(168, 21, 84, 85, 86)
 DEFINE_WGMMA(176, 22, 88, 89, 90)
-DEFINE_WGMMA(184, 23, 92, 93, 94)
 DEFINE_WGMMA(192, 24, 96, 97, 98)
-DEFINE_WGMMA(200, 25, 100, 101, 102)
-DEFINE_WGMMA(208, 26, 104, 105, 106)
-DEFINE_WGMMA(216, 27, 108, 109, 110)
-DEFINE_WGMMA(224, 28, 112, 113, 114)
-DEFINE_WGMMA(232, 29, 116, 117, 118)
-DEFINE_WGMMA(240, 30, 120, 121, 122)
-DEFINE_WGMMA(248, 31, 124, 125, 126)
-DEFINE_WGMMA(256, 32, 128, 129, 130)
 #undef DEFINE_WGMMA

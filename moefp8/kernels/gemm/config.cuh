@@ -85,7 +85,8 @@ struct GemmConfig {
 
 template <GemmConfig C>
 __host__ __device__ constexpr bool is_valid() {
-  static_assert(C.wgmma_m % 64 == 0 && C.wgmma_n <= 256 && C.part_n % 8 == 0, "WGMMA, TMA boxes");
+  static_assert(C.wgmma_m % 64 == 0 && C.wgmma_n <= 256, "TMA boxes");
+  static_assert(C.part_n % (C.part_n > 128 ? 16 : 8) == 0 && C.part_n <= 192, "wgmma.cuh");
   static_assert(C.math_warpgroups <= 3, "registers");
   static_assert(C.token_scales <= 256, "TMA boxes");
   static_assert(C.stages >= C.num_product_buffers, "a product may wait for the stage after that of the one before it");

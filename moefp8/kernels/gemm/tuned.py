@@ -10,7 +10,7 @@ import json
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 
 from ..jit import read_beside_kernels, source_digest
 from . import heuristic
-from .config import GemmConfig, is_possible, with_most_stages
+from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
 
 Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
@@ -98,9 +98,7 @@ def config_source_of(device_index: int) -> ConfigSource:
 
 # ---- The file ----
 
-BROKEN = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
-_MOST = 1024  # of any number in a configuration; larger ones would be computed with for long
-_MAX_QUOTE = 200
+BROKEN = (OSError, ValueError)
 
 
 @cache
@@ -111,7 +109,7 @@ def measured(device_index: int) -> Table:
     except BROKEN as error:
         warnings.warn(
             f"moefp8: {file_name(device_index)} in the cache folder cannot be used "
-            f"({ascii(error)[:_MAX_QUOTE]}), so the heuristic chooses; `python -m moefp8 bench "
+            f"({error}), so the heuristic chooses; `python -m moefp8 bench "
             "--tune` writes it anew",
             UserWarning,
             stacklevel=2,
@@ -120,18 +118,27 @@ def measured(device_index: int) -> Table:
 
 
 def stored(device_index: int) -> Table:
-    """Raises one of `BROKEN`."""
+    """Raises one of `BROKEN`. tuning/keep.py writes the file: a checksum, then what it is of."""
     data = read_beside_kernels(file_name(device_index))
-    return NOTHING if data is None else table_from(json.loads(data))
+    if data is None:
+        return NOTHING
+    told, _, table = data.partition(b"\n")
+    if told != checksum(table):
+        raise ValueError("its checksum does not hold")
+    return _table_from(json.loads(table))
+
+
+def checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 def file_name(device_index: int) -> str:
     """Of this kind of GPU, and of the kernels as they are: others would have other times."""
     if not torch.cuda.is_available():
-        return "tuned-without-gpu.json"
+        return "tuned-without-gpu.txt"
     of = torch.cuda.get_device_properties(device_index)
     gpu = "".join(c if c.isalnum() else "-" for c in of.name).lower()
-    return f"tuned-{gpu}-{of.multi_processor_count}-{_digest()}.json"
+    return f"tuned-{gpu}-{of.multi_processor_count}-{_digest()}.txt"
 
 
 @cache
@@ -139,41 +146,16 @@ def _digest() -> str:
     return hashlib.sha256(source_digest(SOURCE).encode()).hexdigest()[:12]
 
 
-def table_from(data: Iterable[Mapping[str, Any]]) -> Table:
-    """Raises one of `BROKEN` for what `to_json` in tuning/keep.py did not give."""
+def _table_from(data: Iterable[Mapping[str, Any]]) -> Table:
     found: dict[Layer, Mapping[int, Config | None]] = {}
     for entry in data:
         of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
-        layer: Layer = of(**{name: int(entry[name]) for name in of._fields})
-        of_sizes = {int(size): _config(x, layer) for size, x in entry["tokens"].items()}
-        found[layer] = dict(sorted(of_sizes.items()))
+        of_sizes = {int(size): _config(x) for size, x in entry["tokens"].items()}
+        found[of(**{name: entry[name] for name in of._fields})] = dict(sorted(of_sizes.items()))
     return Table(found)
 
 
-def _config(data: Any, layer: Layer) -> Config | None:
-    if data is None:
-        return None
-    if isinstance(layer, Dense):
-        return _possible(GemmConfig(**data), layer.k, grouped=False, gate_up=False)
-    gate_up, down = (GemmConfig(**x) for x in data)
-    return (
-        _possible(gate_up, layer.hidden_size, grouped=True, gate_up=True),
-        _possible(down, layer.intermediate_size, grouped=True, gate_up=False),
-    )
-
-
-def _possible(config: GemmConfig, k: int, *, grouped: bool, gate_up: bool) -> GemmConfig:
-    """It is one that could have been measured. Raises ValueError."""
-    if not all(map(_is_meant, fields(config), astuple(config))):
-        raise ValueError(f"{config} is no configuration: its numbers are 1 to {_MOST}")
-    fits = config.wgmma_m % 64 == config.wgmma_n % 8 == 0
-    fits = fits and (config.stages >= 2 if grouped else is_possible(config, k))
-    is_kind = (config.grouped, config.gate_up) == (grouped, gate_up)
-    if not (fits and is_kind) or config != with_most_stages(config):
-        raise ValueError(f"{config} is no configuration for K = {k}")
-    return config
-
-
-def _is_meant(told: Field[Any], value: Any) -> bool:
-    least = 0 if told.name == "tail" else 1
-    return type(value) is told.type and (told.type is bool or least <= value <= _MOST)
+def _config(data: Any) -> Any:
+    if isinstance(data, list):
+        return tuple(map(_config, data))
+    return None if data is None else GemmConfig(**data)

