@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.common.registry import runs_our_kernels
 from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
+from ..kernels.jit import current_driver
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep
 from ..tuning.tune import time_layer, tune_layer
@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     for layer in layers:
         if min(layer) < 1:
             raise ValueError(f"all sizes must be at least 1, got {layer}")
-    if not torch.cuda.is_available() or not runs_our_kernels(torch.cuda.current_device()):
-        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    has_gpu, driver = torch.cuda.is_available(), current_driver()
+    if not (has_gpu and driver.runs_our_kernels(torch.cuda.current_device())):
+        found = torch.cuda.get_device_name() if has_gpu else "none"
         raise ValueError(f"needs a Hopper GPU (H100, H200) and a torch built for CUDA, got {found}")
     print(f"{torch.cuda.get_device_name()}, times in microseconds", flush=True)
     for layer in layers:

@@ -11,7 +11,6 @@ import torch
 
 from .. import __version__
 from ..checkpoint.errors import printable
-from ..kernels.common.registry import runs_our_kernels
 from ..kernels.gemm.tuned import file_name, measured
 from ..kernels.jit import (
     JitError,
@@ -47,7 +46,7 @@ def _facts() -> dict[str, list[str]]:
         compiler, has_compiler = compiler_description(), True
     except JitError as error:
         compiler, has_compiler = str(error), False
-    hopper = [i for i in range(torch.cuda.device_count()) if runs_our_kernels(i)]
+    hopper = [i for i in range(torch.cuda.device_count()) if current_driver().runs_our_kernels(i)]
     names = sorted(x for x in os.environ if x.startswith("MOEFP8_") or x in _CUDA_SETTINGS)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     found = {
@@ -86,7 +85,7 @@ def _gpus() -> Iterator[str]:
         what = f"cuda:{i} {of.name}, compute capability {of.major}.{of.minor}"
         size = f"{of.multi_processor_count} SMs, {of.total_memory / 2**30:.0f} GiB"
         slow = "PyTorch's operations, slow: the kernels are for compute capability 9.0 (Hopper)"
-        where = "moefp8's kernels" if runs_our_kernels(i) else slow
+        where = "moefp8's kernels" if current_driver().runs_our_kernels(i) else slow
         yield f"{what}, {size}: runs {where}"
 
 

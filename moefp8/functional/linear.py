@@ -103,8 +103,7 @@ def _launch(inputs: LinearInputs) -> torch.Tensor:
         )
         return y
     bias_address = 0 if bias is None else bias.data_ptr()
-    scales_address = weight_scale_inv.data_ptr()
-    addresses = (x_address, weight_address, scales_address, y.data_ptr(), bias_address)
+    addresses = (x_address, weight_address, weight_scale_inv.data_ptr(), y.data_ptr(), bias_address)
     found(x.get_device(), addresses)
     return y
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..kernels.common.checks import FLOATS
-from ..kernels.common.registry import runs_our_kernels
 from ..kernels.gemm.tuned import ConfigSource, config_source_of
 from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
@@ -151,7 +150,7 @@ def _config_sources(num_sms: int | None) -> list[ConfigSource]:
     Without such a GPU it is the heuristic's for num_sms, or for the most common number.
     """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    hoppers = [i for i in gpus if runs_our_kernels(i)]
+    hoppers = [i for i in gpus if current_driver().runs_our_kernels(i)]
     if num_sms is not None:
         hoppers = [i for i in hoppers if current_driver().num_sms(i) == num_sms]
     found = {config_source_of(i): None for i in hoppers}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.common.inputs import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div
+from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.common.inputs import INPUTS
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 _OP = "combine"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.common.inputs import INPUTS
 from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
 from .plan_launch import (
     MAX_CHOICES,

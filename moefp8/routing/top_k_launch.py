@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div
-from ..kernels.common.inputs import INPUTS
+from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
 

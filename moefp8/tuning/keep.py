@@ -5,16 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..kernels.gemm.tuned import (
-    BROKEN,
-    Config,
-    Layer,
-    Table,
-    checksum,
-    file_name,
-    measured,
-    stored,
-)
+from ..kernels.gemm.tuned import BROKEN, Config, Layer, Table, checksum, file_name, measured, stored
 from ..kernels.jit import write_beside_kernels
 
 

@@ -15,7 +15,7 @@ import torch
 from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.common import fp8
-from moefp8.kernels.common.inputs import INPUTS
+from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch

@@ -6,10 +6,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 
-from ...kernels import BLOCK, e4m3_to_float, round_up
+from ...kernels import e4m3_to_float
 from ...kernels.common.blocks import E4M3_MAX
+from ...kernels.common.fp8 import blocks_128x128
 from ...layers import Conversion
 from ...quant import BlockScaled
 
@@ -97,8 +98,8 @@ class ErrorSums:
         largest = max(abs(float(x)) for x in torch.aminmax(w))
         factor = math.ldexp(1.0, min(-math.frexp(largest)[1], 126)) if largest else 1.0
         scale = q.scale_inv * factor
-        exact = _blocks(w.float() * factor)
-        difference = _blocks(e4m3_to_float(q.data)).mul_(scale[:, None, :, None]).sub_(exact)
+        exact = blocks_128x128(w.float() * factor)
+        difference = blocks_128x128(e4m3_to_float(q.data)).mul_(scale[:, None, :, None]).sub_(exact)
         self._error_squared += _sum_of_squares(difference) / factor**2
         self._norm_squared += _sum_of_squares(exact) / factor**2
         largest_errors = reduce(difference.abs_(), "nb r kb c -> nb kb", "max")
@@ -107,14 +108,6 @@ class ErrorSums:
     def report(self, key: str, shape: tuple[int, ...]) -> WeightReport:
         error = math.sqrt(self._error_squared / self._norm_squared) if self._norm_squared else 0.0
         return WeightReport(key, shape, error, self._max_error)
-
-
-def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, K] -> [row blocks, 128, column blocks, 128], with zeros at the edges."""
-    padding = [round_up(size, BLOCK) - size for size in x.shape]
-    if any(padding):
-        x = torch.nn.functional.pad(x, (0, padding[1], 0, padding[0]))
-    return rearrange(x, "(nb r) (kb c) -> nb r kb c", r=BLOCK, c=BLOCK)
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:

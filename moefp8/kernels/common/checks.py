@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# The float types that kernels read, by their names of `Input` in device/input.cuh.
+INPUTS = {
+    torch.bfloat16: "Input::kBFloat16",
+    torch.float16: "Input::kHalf",
+    torch.float32: "Input::kFloat",
+}
+FLOATS = tuple(INPUTS)
 
 
 def check_tensor(

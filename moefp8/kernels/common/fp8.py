@@ -13,14 +13,16 @@ import math
 
 import torch
 from einops import rearrange, reduce
+from torch.nn import functional as F
 
-from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks, round_up
+from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks
 
 
 def quantize_1x128(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] -> e4m3 [..., K], and fp32 [..., ceil(K/128)] as `empty_tma_aligned` says."""
     *rows, k = x.shape
-    blocks = rearrange(_pad_to_blocks(x), "... (k_blocks block) -> ... k_blocks block", block=BLOCK)
+    padded = F.pad(x.float(), (0, -k % BLOCK)) if k % BLOCK else x.float()
+    blocks = rearrange(padded, "... (k_blocks block) -> ... k_blocks block", block=BLOCK)
     scale_inv = empty_tma_aligned([*(rows or [1]), num_blocks(k)], x.device)
     scale_inv = scale_inv if rows else scale_inv[0]
     scale_inv.copy_(_scale_from_amax(blocks.abs().amax(dim=-1), ue8m0))
@@ -31,12 +33,18 @@ def quantize_1x128(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, 
 def quantize_128x128(w: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """w [N, K] -> e4m3 [N, K], and fp32 [ceil(N/128), ceil(K/128)]."""
     n, k = w.shape
-    padded = _pad_to_blocks(w, rows=True)
-    amax = reduce(padded.abs(), "(nb r) (kb c) -> nb kb", "max", r=BLOCK, c=BLOCK)
-    scale_inv = _scale_from_amax(amax, ue8m0)
-    blocks = rearrange(padded, "(nb r) (kb c) -> nb r kb c", r=BLOCK, c=BLOCK)
+    blocks = blocks_128x128(w.float())
+    scale_inv = _scale_from_amax(reduce(blocks.abs(), "nb r kb c -> nb kb", "max"), ue8m0)
     quantized = _to_e4m3(blocks / scale_inv[:, None, :, None])
     return rearrange(quantized, "nb r kb c -> (nb r) (kb c)")[:n, :k], scale_inv
+
+
+def blocks_128x128(x: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [row blocks, 128, column blocks, 128], with zeros at the edges."""
+    n, k = x.shape
+    if n % BLOCK or k % BLOCK:
+        x = F.pad(x, (0, -k % BLOCK, 0, -n % BLOCK))
+    return rearrange(x, "(nb r) (kb c) -> nb r kb c", r=BLOCK, c=BLOCK)
 
 
 def _scale_from_amax(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
@@ -53,18 +61,6 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
     # Before torch 2.12 the cast does not saturate: 448.01 may become NaN. The sign of a NaN, which
     # the cast keeps, depends on the processor and on where in its vectors the element lies.
     return scaled.clamp_(-E4M3_MAX, E4M3_MAX).nan_to_num_(nan=math.nan).to(E4M3)
-
-
-def _pad_to_blocks(x: torch.Tensor, rows: bool = False) -> torch.Tensor:
-    """fp32, with zeros up to a multiple of 128 columns, and of 128 rows if `rows`."""
-    shape = [*x.shape[:-1], round_up(x.shape[-1], BLOCK)]
-    if rows:
-        shape[-2] = round_up(shape[-2], BLOCK)
-    if shape == list(x.shape):
-        return x.float()
-    padded = x.new_zeros(shape, dtype=torch.float32)
-    padded[tuple(slice(size) for size in x.shape)] = x
-    return padded
 
 
 def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:

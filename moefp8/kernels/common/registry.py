@@ -88,10 +88,7 @@ class Op:
     """
 
     def __init__(
-        self,
-        overload: Any,
-        direct: Callable[..., Any] | None,
-        takes: Callable[..., bool] | None,
+        self, overload: Any, direct: Callable[..., Any] | None, takes: Callable[..., bool] | None
     ) -> None:
         self.overload, self._direct, self._takes = overload, direct, takes
 
@@ -217,7 +214,7 @@ def _on_gpu(
         if device_index < 0:  # another argument is on a GPU: the check of the body tells
             return isolated(*args)
         takes = hopper_takes is None or hopper_takes(*args)
-        if hopper is not None and takes and runs_our_kernels(device_index):
+        if hopper is not None and takes and current_driver().runs_our_kernels(device_index):
             return hopper(*args)
         if cuda is not None:
             return cuda(*args)
@@ -225,11 +222,6 @@ def _on_gpu(
         return isolated(*args)
 
     return on_gpu
-
-
-def runs_our_kernels(device_index: int) -> bool:
-    """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
-    return current_driver().runs_our_kernels(device_index)
 
 
 @cache

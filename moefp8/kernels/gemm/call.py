@@ -84,8 +84,7 @@ def _first_launch(call: GemmCall) -> Launch | None:
         bounds=None if call.bounds is None else call.bounds.contiguous(),
     )
     if all(x is y for x, y in zip(_tensors(fitting), _tensors(call), strict=True)):
-        layout = call.group_layout
-        return _prepare_dense(call) if layout is None else _prepare_grouped(call, layout)
+        return _prepare(call)
     twin = fitting.operands.d
     is_padded = call.d_is_padded or twin is not d
     launch_gemm(fitting._replace(programmatic=False, d_is_padded=is_padded))
@@ -113,42 +112,37 @@ def _write_empty_sums(call: GemmCall) -> None:
     d.masked_fill_(rows[..., None], 0)
 
 
-def _prepare_dense(call: GemmCall) -> Launch:
-    (m, k), n = call.operands.a.shape, len(call.operands.b)
-    check_sizes(call.op, m, n, k)
-    configs = config_source_of(call.operands.a.get_device())
-    return prepare_gemm(
-        configs.dense(m, n, k),
-        call.operands,
-        _SOURCES if call.bias is None else _SOURCES._replace(bias=Source(5)),
-        configs.sms,
-        m,
-        bias=None if call.bias is None else call.bias.dtype,
-        programmatic=call.programmatic,
-    )
-
-
-def _prepare_grouped(call: GemmCall, group_layout: GroupLayout) -> Launch:
-    operands = call.operands
-    if group_layout != GroupLayout.MASKED:
+def _prepare(call: GemmCall) -> Launch:
+    layout, operands = call.group_layout, call.operands
+    if layout in (GroupLayout.OFFSETS, GroupLayout.ROWS):
         a, a_scale_inv, b, b_scale_inv, d = operands
         operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
-    (_, m, k), (num_groups, n, _) = operands.a.shape, operands.b.shape
+    (m, k), n = operands.a.shape[-2:], operands.b.shape[-2]
     check_sizes(call.op, m, n, k)
-    sms = config_source_of(operands.a.get_device()).sms
-    num_segments, limit = num_groups, m
-    if group_layout == GroupLayout.ROWS:  # each block of them is as a group of its own
-        num_segments, limit = ceil_div(m, BLOCK), BLOCK
-    tokens = min(call.expected_m or ceil_div(m, num_groups), limit)
-    config = heuristic.choose_grouped_config(
-        tokens, limit, num_segments, n, k, sms.busy, sms.busy == sms.all
-    )
+    configs = config_source_of(operands.b.get_device())
+    groups = None
+    if layout is None:
+        tokens, config = m, configs.dense(m, n, k)
+    else:
+        num_segments, limit = len(operands.b), m
+        tokens = call.expected_m or ceil_div(m, num_segments)
+        if layout == GroupLayout.ROWS:  # each block of them is as a group of its own
+            num_segments, limit = ceil_div(m, BLOCK), BLOCK
+        tokens, (busy, all_sms) = min(tokens, limit), configs.sms
+        config = heuristic.choose_grouped_config(
+            tokens, limit, num_segments, n, k, busy, busy == all_sms
+        )
+        groups = GroupsOfTokens(layout, num_segments, config.token_tiles(tokens))
     return prepare_gemm(
         config,
         operands,
-        _SOURCES._replace(bounds=Source(5)),
-        sms,
+        _SOURCES._replace(
+            bias=None if call.bias is None else Source(5),
+            bounds=None if call.bounds is None else Source(5),
+        ),
+        configs.sms,
         tokens,
-        groups=GroupsOfTokens(group_layout, num_segments, config.token_tiles(tokens)),
+        bias=None if call.bias is None else call.bias.dtype,
+        groups=groups,
         programmatic=call.programmatic,
     )

@@ -150,13 +150,7 @@ _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
 
 @lru_cache(16384)
 def choose_grouped_config(
-    tokens: int,
-    limit: int,
-    num_groups: int,
-    n: int,
-    k: int,
-    num_sms: int,
-    all_sms: bool = True,
+    tokens: int, limit: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool = True
 ) -> GemmConfig:
     """For groups of `tokens` tokens, about, each with weights [N, K].
 

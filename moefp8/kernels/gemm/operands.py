@@ -8,12 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import E4M3, TMA_BYTES, num_blocks, tma_aligned
-from ..common.checks import (
-    check_rows_contiguous,
-    check_same_device,
-    check_shape,
-    check_tensor,
-)
+from ..common.checks import check_rows_contiguous, check_same_device, check_shape, check_tensor
 from ..common.tma_operands import empty_fitting, fits, fitting
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)

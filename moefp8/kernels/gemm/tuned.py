@@ -108,9 +108,8 @@ def measured(device_index: int) -> Table:
         return stored(device_index)
     except BROKEN as error:
         warnings.warn(
-            f"moefp8: {file_name(device_index)} in the cache folder cannot be used "
-            f"({error}), so the heuristic chooses; `python -m moefp8 bench "
-            "--tune` writes it anew",
+            f"moefp8: {file_name(device_index)} in the cache folder cannot be used ({error}), so "
+            "the heuristic chooses; `python -m moefp8 bench --tune` writes it anew",
             UserWarning,
             stacklevel=2,
         )
@@ -138,12 +137,8 @@ def file_name(device_index: int) -> str:
         return "tuned-without-gpu.txt"
     of = torch.cuda.get_device_properties(device_index)
     gpu = "".join(c if c.isalnum() else "-" for c in of.name).lower()
-    return f"tuned-{gpu}-{of.multi_processor_count}-{_digest()}.txt"
-
-
-@cache
-def _digest() -> str:
-    return hashlib.sha256(source_digest(SOURCE).encode()).hexdigest()[:12]
+    digest = checksum(source_digest(SOURCE).encode()).decode()[:12]
+    return f"tuned-{gpu}-{of.multi_processor_count}-{digest}.txt"
 
 
 def _table_from(data: Iterable[Mapping[str, Any]]) -> Table:

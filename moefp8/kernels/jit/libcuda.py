@@ -38,6 +38,7 @@ _WAYS_OUT = {
 }
 _CAPTURE_MODE_RELAXED = 2
 _HANDLE = POINTER(c_void_p)
+_SIZES, _MODES = [POINTER(c_uint64)] * 2 + [POINTER(c_uint32)] * 2, [c_int] * 4
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -65,20 +66,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),
     "cuGraphDestroy": (c_void_p,),
-    "cuTensorMapEncodeTiled": (
-        c_void_p,  # the map
-        c_int,  # data type
-        c_uint32,  # rank
-        c_void_p,  # address
-        POINTER(c_uint64),  # sizes
-        POINTER(c_uint64),  # strides
-        POINTER(c_uint32),  # box
-        POINTER(c_uint32),  # strides of elements
-        c_int,  # interleave
-        c_int,  # swizzle
-        c_int,  # L2 promotion
-        c_int,  # out-of-bounds fill
-    ),
+    # The map, data type, rank, address; sizes, strides, box, strides of elements; four modes.
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint32, c_void_p, *_SIZES, *_MODES),
 }
 
 

@@ -11,12 +11,7 @@ import torch
 from .driver import Driver, current_driver
 
 # CUtensorMapDataType of cuda.h. TMA copies e4m3 as bytes.
-_DATA_TYPES = {
-    torch.float8_e4m3fn: 0,
-    torch.uint8: 0,
-    torch.float32: 7,
-    torch.bfloat16: 9,
-}
+_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.uint8: 0, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _INTERLEAVE_NONE = 0
 _L2_PROMOTIONS = {64: 1, 128: 2, 256: 3}

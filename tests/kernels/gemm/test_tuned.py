@@ -155,17 +155,14 @@ def test_without_a_file_the_heuristic_chooses():
 def test_another_kernel_source_has_another_file(monkeypatch):
     before = tuned.file_name(0)
     monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
-    tuned._digest.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     name = tuned.file_name(0)
-    tuned._digest.cache_clear()
     assert name != before
     assert name.startswith("tuned-nvidia-h200-132-")
     monkeypatch.setattr(tuned, "source_digest", lambda source: "another")
     assert tuned.file_name(0) != name
-    tuned._digest.cache_clear()
 
 
 # Measuring
