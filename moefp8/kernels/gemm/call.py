@@ -4,7 +4,7 @@ Nothing here reads what the device holds: a launch depends on shapes alone, and 
 serves all routings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,27 +44,40 @@ class GemmCall(NamedTuple):
     programmatic: bool = False
     d_is_padded: bool = False
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of a launch's addresses."""
+        return [x for x in (*self.operands, self.bias, self.bounds) if x is not None]
 
-def launch_gemm(call: GemmCall) -> None:
+    def launch(self) -> None:
+        launch_gemm(self.tensors, (self.op, *self[4:5], *self[6:]), lambda: self)
+
+
+def launch_gemm(
+    tensors: Sequence[torch.Tensor], options: Hashable, describe: Callable[[], GemmCall]
+) -> None:
     """One kernel on the current stream; nothing waits for it.
 
     Operands that TMA cannot address are copied first, and d is written through a copy.
-    Raises what `call.check` does, JitError, or OutOfMemoryError.
+
+    tensors: `GemmCall.tensors`.
+    options: tells apart calls whose tensors lie alike.
+    describe: called for layouts that are new.
+
+    Raises what `GemmCall.check` does, JitError, or OutOfMemoryError.
     """
-    op, _, operands, _, group_layout, _, *options = call
-    tensors = _tensors(call)
     driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
     layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
     of_a, of_a_scales, of_b, _, of_d = addresses[:5]
     aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
-    key = (op, layouts, aligned, group_layout, *options, driver.max_sms)
+    key = (options, layouts, aligned, driver.max_sms)
     launch = driver.prepared().get(key)
     if launch is None:
-        launch = _first_launch(call)
+        launch = _first_launch(describe())
         if launch is None:
             return
         driver.keep(key, launch)
-    launch_all((launch,), operands.a.get_device(), addresses)
+    launch_all((launch,), layouts[0][3], addresses)
 
 
 @torch.no_grad()
@@ -83,18 +96,14 @@ def _first_launch(call: GemmCall) -> Launch | None:
         bias=None if call.bias is None else call.bias.contiguous(),
         bounds=None if call.bounds is None else call.bounds.contiguous(),
     )
-    if all(x is y for x, y in zip(_tensors(fitting), _tensors(call), strict=True)):
+    if all(x is y for x, y in zip(fitting.tensors, call.tensors, strict=True)):
         return _prepare(call)
     twin = fitting.operands.d
     is_padded = call.d_is_padded or twin is not d
-    launch_gemm(fitting._replace(programmatic=False, d_is_padded=is_padded))
+    fitting._replace(programmatic=False, d_is_padded=is_padded).launch()
     if twin is not d:
         d.copy_(twin)
     return None
-
-
-def _tensors(call: GemmCall) -> list[torch.Tensor]:
-    return [x for x in (*call.operands, call.bias, call.bounds) if x is not None]
 
 
 def _write_empty_sums(call: GemmCall) -> None:

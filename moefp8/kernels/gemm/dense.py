@@ -65,9 +65,10 @@ def launch_dense(
     inputs: DenseInputs, *, programmatic: bool = False, d_is_padded: bool = False
 ) -> None:
     """`fp8_gemm_nt` on a Hopper GPU; the options are those of `GemmCall`."""
-    *operands, bias = inputs
-    launch_gemm(
-        GemmCall(
+
+    def describe() -> GemmCall:
+        *operands, bias = inputs
+        return GemmCall(
             _OP,
             partial(_check, inputs),
             Operands(*operands),
@@ -75,7 +76,9 @@ def launch_dense(
             programmatic=programmatic,
             d_is_padded=d_is_padded,
         )
-    )
+
+    tensors = [x for x in inputs if x is not None]
+    launch_gemm(tensors, (_OP, programmatic, d_is_padded), describe)
 
 
 _fp8_gemm_nt = register_inputs(_OP, DenseInputs, "()", cpu=_body, fake=_check, hopper=launch_dense)

@@ -110,7 +110,11 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     check = partial(check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # which raises
-    launch_gemm(GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds))
+    launch_gemm(
+        [x for x in inputs if x is not None],
+        (_CONTIGUOUS, layout),
+        lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds),
+    )
 
 
 class MaskedInputs(NamedTuple):
@@ -151,9 +155,13 @@ def _masked(inputs: MaskedInputs) -> None:
 
 def _launch_masked(inputs: MaskedInputs) -> None:
     *operands, masked_m, expected_m = inputs
-    check = partial(_check_masked, inputs)
     layout, expected_m = GroupLayout.MASKED, max(1, expected_m)
-    launch_gemm(GemmCall(_MASKED, check, Operands(*operands), None, layout, masked_m, expected_m))
+    check = partial(_check_masked, inputs)
+    launch_gemm(
+        inputs[:6],
+        (_MASKED, expected_m),
+        lambda: GemmCall(_MASKED, check, Operands(*operands), None, layout, masked_m, expected_m),
+    )
 
 
 _contiguous_op = register_inputs(

@@ -17,7 +17,7 @@ from moefp8.kernels import (
     num_blocks,
     tma_aligned,
 )
-from moefp8.kernels.gemm.call import GemmCall, launch_gemm
+from moefp8.kernels.gemm.call import GemmCall
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from tests import naive
@@ -33,7 +33,7 @@ _ALIGNMENT = 128  # of groups named by rows
 def launch_grouped_gemm(op, layout, operands, bounds, expected_m=None, **options) -> None:
     """The launcher of the grouped GEMMs, with options that their ops do not have."""
     call = GemmCall(op, lambda: None, operands, None, layout, bounds, expected_m)
-    launch_gemm(call._replace(**options))
+    call._replace(**options).launch()
 
 
 class Segment(NamedTuple):
@@ -249,7 +249,7 @@ def launch(
     if routing.layout is not None:
         bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
         call = call._replace(group_layout=routing.layout, bounds=bounds, expected_m=expected_m)
-    launch_gemm(call)
+    call.launch()
 
 
 def launch_and_compare(
