@@ -17,28 +17,28 @@ CHECKPOINT = {"checkpoint/errors", "checkpoint/arguments", "checkpoint/files"}  
 
 # Rooms and what each may import: arrows point down only.
 ALLOWED = {
-    "kernels/jit": {"kernels/jit"},
+    "system": {"system"},
+    "kernels/jit": {"kernels/jit", "system"},
     "kernels/common": {"kernels/common", "kernels/jit"},
     "kernels": {"kernels"},
     "quant": {"kernels", "quant"},
     "routing": {"kernels", "routing"},
     "functional": {"kernels", "quant", "routing", "functional"},
-    "layers": {"kernels", "quant", "routing", "functional", "layers", "progress"},
+    "layers": {"kernels", "quant", "routing", "functional", "layers", "system"},
     "distributed": {"kernels", "layers", "distributed"},
     "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},
     "checkpoint/errors": set(),
     "checkpoint/arguments": {"checkpoint/errors"},
-    "checkpoint/files": {*CHECKPOINT, "kernels", "progress"},
+    "checkpoint/files": {*CHECKPOINT, "kernels", "system"},
     "checkpoint/model": {*CHECKPOINT, "checkpoint/model", "kernels", "layers"},
     **{
-        room: {room, *CHECKPOINT, "checkpoint/model", "kernels", "quant", "layers", "progress"}
+        room: {room, *CHECKPOINT, "checkpoint/model", "kernels", "quant", "layers", "system"}
         for room in (f"checkpoint/{name}" for name in ("load", "save", "inspect", "quantize"))
     },
     "checkpoint": {"checkpoint"},
-    "progress": {"progress"},
-    "precompile": {"kernels", "quant", "routing", "functional", "layers", "progress", "precompile"},
-    "tuning": {"kernels", "functional", "layers", "quant", "progress", "tuning"},
+    "precompile": {"kernels", "quant", "routing", "functional", "layers", "system", "precompile"},
+    "tuning": {"kernels", "functional", "layers", "quant", "system", "tuning"},
     "cli": {"kernels", "layers", "checkpoint", "precompile", "tuning", "cli", "__version__"},
     "hf": {"kernels", "quant", "routing", "functional", "layers", "checkpoint", "hf"},
     "__main__": {"cli"},

@@ -15,7 +15,7 @@ from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
 from ..layers.router import TOP_K_NAMES
-from ..progress import Progress
+from ..system.progress import Progress
 from .variants import Demand, Experts, FeedForward, Layer, Linear, Router
 
 DEFAULT_SMS = 132  # of H100 SXM, H200 and GH200; an H100 PCIe has 114, an H20 78

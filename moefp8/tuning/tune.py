@@ -23,8 +23,8 @@ from ..kernels.gemm.operands import Operands, fitting_operands
 from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
 from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
 from ..layers import GroupedExperts
-from ..progress import Progress
 from ..quant import quantize_1x128, quantize_128x128
+from ..system.progress import Progress
 from .clock import us_in_turns
 
 C = TypeVar("C", bound=Hashable)

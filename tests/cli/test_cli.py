@@ -21,7 +21,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
 from moefp8.kernels.jit import cache
 from moefp8.precompile import layers as ahead
-from moefp8.progress import Progress
+from moefp8.system.progress import Progress
 from tests.checkpoint.inspect.cases import E4M3, EXPERT, LINEAR, headers_only
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import CUBIN

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from ...kernels.jit.once import lock_of_threads_and_forks
+from ...system.threads import lock_of_threads_and_forks
 
 T = TypeVar("T")
 

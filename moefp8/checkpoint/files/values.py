@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...progress import Progress
+from ...system.progress import Progress
 from ..errors import failing_as
 from .header import TORCH_DTYPES, Entry
 from .reading import Files, read_into

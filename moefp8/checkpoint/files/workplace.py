@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...kernels.jit.cache import require_ours, try_lock
-from ...kernels.jit.once import lock_of_threads_and_forks
+from ...system.files import require_ours, try_lock
+from ...system.threads import lock_of_threads_and_forks
 from ..errors import CheckpointError
 from .safe_read import open_regular, read_object
 from .target import check_free, sync, write_json

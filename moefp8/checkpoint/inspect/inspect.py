@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...progress import Progress
+from ...system.progress import Progress
 from ..errors import CheckpointError
 from ..files.header import FP8, SCALE_DTYPES, Entry
 from ..files.names import folded

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...progress import Progress
+from ...system.progress import Progress
 from ..arguments import usable_device
 from ..errors import CheckpointError, failing_as, raise_if_any
 from ..files.header import Entry

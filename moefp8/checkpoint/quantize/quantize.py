@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...layers.conversion.choose import patterns_of
-from ...progress import Progress
+from ...system.progress import Progress
 from ..arguments import usable_device
 from ..errors import CheckpointError
 from ..files.config import FP8_QUANTIZATION, config_path

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...kernels.jit.once import lock_of_threads_and_forks
+from ...system.threads import lock_of_threads_and_forks
 from ..errors import quoted
 
 _MAX_COUNT = 1 << 20  # XLM has 200,000 n_words; others count far less

@@ -1,36 +1,35 @@
 """Compiled kernels, kept in memory and in the user's cache folder.
 
-A kernel is one file, named by its key and checked by a checksum. One atomic rename publishes it, so
-readers see all of it or nothing, and whoever is second replaces it by the same bytes. The lock of a
-kernel only saves work: processes that cannot have it compile the same kernel and publish the same
-entry.
+A kernel is one file, named by its key and checked by a checksum; it is code that we run, so nobody
+else may write to the folder. One atomic rename publishes it, so readers see all of it or nothing,
+and whoever is second replaces it by the same bytes. The lock of a kernel only saves work: processes
+that cannot have it compile the same kernel and publish the same entry.
 """
 
 import itertools
 import os
 import re
-import secrets
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ...system.files import (
+    leftovers,
+    make_private,
+    publish,
+    read_ours,
+    require_private,
+    try_lock,
+)
+from ...system.threads import Once
 from .cubin import Cubin, JitError
-from .once import Once
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
 _MAX_BYTES = 1 << 30  # a kernel takes 60 KiB: this holds one version's kernels for many models
-_MAX_FILE_BYTES = 16 << 20  # larger files are not read; what is tuned takes less than a kernel
 
 _memory: Once[str, Cubin] = Once()
 _disk_fails = False  # then others cannot publish either, and to wait for them is in vain
@@ -60,7 +59,7 @@ def cache_folder() -> Path:
 def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
     try:
         folder = cache_folder()
-        _make_private(folder)
+        make_private(folder)
     except (OSError, JitError) as error:
         _warn(str(error))
         return build()
@@ -77,8 +76,8 @@ def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubi
     max_bytes = max_cache_bytes()
     cubin = build()
     try:
-        _make_private(path.parent)  # it may have been removed meanwhile
-        _publish(path, cubin.to_bytes(key))
+        make_private(path.parent)  # it may have been removed meanwhile
+        publish(path, cubin.to_bytes(key))
         _disk_fails = False
         _forget_unused(path, max_bytes)
     except OSError as error:
@@ -131,7 +130,7 @@ def cache_state() -> CacheState:
     folder = None
     try:
         folder = cache_folder()
-        _require_private(folder)
+        require_private(folder)
     except FileNotFoundError as error:  # it will be made, but not if it is relative to nothing
         return CacheState(folder, 0, 0, None if folder else str(error))
     except (OSError, JitError) as error:
@@ -147,94 +146,31 @@ def read_beside_kernels(name: str) -> bytes | None:
     """
     try:
         folder = cache_folder()
-        _require_private(folder)
+        require_private(folder)
     except (OSError, JitError):
         return None
     with suppress(FileNotFoundError):
-        return _read_ours(folder / name)
+        return read_ours(folder / name)
     return None
 
 
 def write_beside_kernels(name: str, data: bytes) -> Path:
     """Write all of it or nothing. Raises OSError."""
     folder = cache_folder()
-    _make_private(folder)
-    _publish(folder / name, data)
+    make_private(folder)
+    publish(folder / name, data)
     return folder / name
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder unless it exists. It holds code that we run, so others must not write to it.
-
-    One that exists keeps its mode, and may be on a read-only disk. Raises OSError.
-    """
-    try:
-        _require_private(folder)
-    except FileNotFoundError:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_private(folder)
-
-
-def _require_private(folder: Path) -> None:
-    status = folder.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{folder} is no directory")
-    require_ours(folder, status)
-
-
-def require_ours(path: Path, status: os.stat_result) -> None:
-    """Raises PermissionError unless the file is ours or root's, and only its owner may write to it.
-
-    Root may change all of our files anyway, and builds container images.
-    """
-    if os.name != "posix":
-        return
-    if status.st_uid not in (0, os.geteuid()):
-        raise PermissionError(f"{path} belongs to another user (uid {status.st_uid})")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write to {path}; chmod go-w it")
 
 
 def _read(path: Path, key: str) -> Cubin | None:
     """The entry, or None if there is none, or one that we must not run."""
     try:
-        data = _read_ours(path)
+        data = read_ours(path)
     except OSError:
         return None
     with suppress(OSError):  # on a read-only disk, or not ours
         os.utime(path, follow_symlinks=False)  # last used
     return Cubin.from_bytes(key, data)
-
-
-def _read_ours(path: Path) -> bytes:
-    """Raises OSError if there is no file, it never ends, or somebody else may have written it."""
-    with open(path, "rb", opener=_open_plainly) as file:
-        status = os.fstat(file.fileno())
-        require_ours(path, status)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
-        if status.st_size > _MAX_FILE_BYTES:
-            raise OSError(f"{path} has {status.st_size:,} bytes, above {_MAX_FILE_BYTES:,}")
-        return file.read(status.st_size)
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    """Follow no symbolic link, which may lead anywhere, and do not wait for the end of a pipe."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-
-
-def _publish(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
-    try:
-        # Others may read it, if the folder is open to them and unless the umask forbids it. They
-        # may never write, as they could under a umask of 002: we would not run such an entry.
-        with open(temporary, "xb", opener=partial(os.open, mode=0o644)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # it exists no more, unless something failed
 
 
 @contextmanager
@@ -248,7 +184,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         # Processes that were killed left temporary files; as a rule, who writes one has the lock.
         with suppress(OSError):
-            for temporary in path.parent.glob(f".{path.stem}.*.tmp"):
+            for temporary in leftovers(path):
                 temporary.unlink(missing_ok=True)
         yield
     finally:
@@ -258,8 +194,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: Path) -> int | None:
-    """A descriptor that holds the lock until it is closed, be it by this process's death."""
-    if fcntl is None or _disk_fails:
+    """As `try_lock`; None where no lock is to be had."""
+    if _disk_fails:
         return None
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
@@ -272,20 +208,6 @@ def _wait_for(lock: Path) -> int | None:
                 lock.unlink()
             break
     return None
-
-
-def try_lock(lock: Path) -> int:
-    """Raises BlockingIOError if another process has it, OSError if nobody can."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        # Not flock: its locks are inherited by forked children, which may outlive a killed parent.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink == 0:
-            raise BlockingIOError("its holder has removed it; others lock a new file by now")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _warn(cause: str) -> None:

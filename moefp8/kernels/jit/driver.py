@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...system.threads import Once
 from .cubin import Cubin
 from .kernel import ARCHITECTURE, Kernel, compile_kernel
 from .libcuda import INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION, Libcuda
-from .once import Once
 
 P = TypeVar("P")
 

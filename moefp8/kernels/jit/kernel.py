@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...system.threads import ForksWait, Once
 from .cache import cached
 from .cubin import CompileError, Cubin, JitError, Program
 from .interleave import VERSION, interleaved
 from .nvcc import Nvcc
 from .nvrtc import Nvrtc
-from .once import ForksWait, Once
 
 ARCHITECTURE = "sm_90a"
 OPTIONS = (

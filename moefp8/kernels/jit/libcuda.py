@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from ...system.threads import Once
 from .cubin import JitError
-from .once import Once
 
 OUT_OF_MEMORY: Final = 2
 INVALID_IMAGE: Final = 200

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...progress import Progress
+from ...system.progress import Progress
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import FixedDtypeModule

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import moefp8
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 
@@ -76,16 +77,17 @@ def fail(
     return failed
 
 
-# `room` is the JIT room, which works without torch. `get(key)` takes a made-up kernel from the
-# cache, and `fill(numbers)` gives the symbols of kernels of the source in argv[2]; both tell what
-# is built because it is not there. A hang ends in an error.
+# The JIT room works without torch, which its package and those around it import. `get(key)` takes a
+# made-up kernel from the cache, and `fill(numbers)` gives the symbols of kernels of the source in
+# argv[2]; both tell what is built because it is not there. A hang ends in an error.
 _BEGIN = """
 import os, pathlib, signal, sys, threading, time, types
 signal.alarm(60)
-room = types.ModuleType("room")
-room.__path__ = [sys.argv[1]]
-sys.modules["room"] = room
-from room import cache, cubin, kernel, once
+for name in ("moefp8", "moefp8.kernels", "moefp8.kernels.jit"):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [os.path.join(sys.argv[1], *name.split(".")[1:])]
+from moefp8.kernels.jit import cache, cubin, kernel
+from moefp8.system.threads import Once
 def tell(line):
     os.write(1, f"{line}\\n".encode())  # whole, whichever threads and children write too
 def build():
@@ -121,7 +123,7 @@ def start_python(
     code = f"{_BEGIN}{code}\nassert 'torch' not in sys.modules"
     ignoring = ("-W", "ignore::DeprecationWarning")  # Python dislikes forks amid threads
     command = [*within, sys.executable, *ignoring, "-c", code]
-    command += [str(Path(jit.__file__).parent), *map(str, arguments)]
+    command += [str(Path(moefp8.__file__).parent), *map(str, arguments)]
     out, err = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(command, text=True, stdin=stdin, stdout=out, stderr=err)
 

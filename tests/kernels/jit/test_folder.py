@@ -59,27 +59,6 @@ def test_a_pipe_is_no_entry(folder, get, content):
     assert path.read_bytes() == ENTRY
 
 
-@pytest.mark.parametrize(
-    ("owner", "mode", "told"),
-    [
-        (1000, 0o100644, None),
-        (0, 0o100644, None),
-        (0, 0o40755, None),
-        (1001, 0o100644, "another user"),
-        (0, 0o100664, "others may write"),
-        (1000, 0o100646, "others may write"),
-    ],
-)
-def test_root_may_own_what_we_run(monkeypatch, owner, mode, told):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    status = os.stat_result([mode, 1, 1, 1, owner, 1, 1, 0, 0, 0])
-    if told:
-        with pytest.raises(PermissionError, match=told):
-            cache.require_ours(Path("entry"), status)
-    else:
-        cache.require_ours(Path("entry"), status)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_cache_of_root_s_is_read_by_others(get, builds, monkeypatch):
     """As in a container whose image holds a warm cache. pytest's own folders are private."""

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,6 @@ import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
-from moefp8.kernels.jit.once import ForksWait, Once
 from tests.kernels.jit.cases import (
     CUBIN,
     files_in,
@@ -45,13 +43,6 @@ def test_different_keys_build_at_the_same_time():
     build = lambda: (both.wait(timeout=10), CUBIN)[1]  # noqa: E731
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: cache.cached(key, build), ["one", "other"]))
-
-
-def test_a_failed_build_is_tried_again():
-    once: Once[str, int] = Once()
-    with pytest.raises(ZeroDivisionError):
-        once.get("key", lambda: 1 // 0)
-    assert once.get("key", lambda: 1) == 1
 
 
 # Forks
@@ -108,7 +99,7 @@ tell(codes)
 
 def test_a_fork_while_a_thread_builds():
     code = """
-values, building, end = once.Once(), threading.Event(), threading.Event()
+values, building, end = Once(), threading.Event(), threading.Event()
 build = lambda: (building.set(), end.wait(20), "parent")[-1]
 thread = threading.Thread(target=lambda: values.get("key", build))
 thread.start()
@@ -119,42 +110,6 @@ thread.join()
 tell(values.get("key", None))
 """
     assert run_python(code) == "7\nparent\n"
-
-
-def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
-    order = []
-    forks_wait = ForksWait()
-    within, end, late_has_begun = threading.Event(), threading.Event(), threading.Event()
-
-    def first():
-        with forks_wait:
-            within.set()
-            end.wait(10)
-            order.append("first")
-
-    def fork():
-        forks_wait._empty()
-        order.append("fork")
-        late_has_begun.wait(10)
-        time.sleep(0.05)
-        forks_wait._door.release()
-
-    def late():
-        late_has_begun.set()
-        with forks_wait:
-            order.append("late")
-
-    threads = [threading.Thread(target=target) for target in (first, fork, late)]
-    threads[0].start()
-    within.wait(10)
-    threads[1].start()
-    while not forks_wait._door.locked():
-        time.sleep(0.001)
-    threads[2].start()
-    end.set()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert order == ["first", "fork", "late"]
 
 
 def test_a_fork_waits_until_the_compiler_is_found():

@@ -12,7 +12,7 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache, kernel
-from moefp8.kernels.jit.once import Once
+from moefp8.system.threads import Once
 from tests.kernels.jit.cases import SOURCE, forget, only_entry, symbol_of, write_kernel
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")

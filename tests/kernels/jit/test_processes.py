@@ -1,6 +1,7 @@
 """The cache of kernels among processes, some of which are killed."""
 
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moefp8.kernels.jit import cache
+from moefp8.system import files
 from tests.kernels.jit.cases import (
     CUBIN,
     fail,
@@ -189,9 +191,9 @@ time.sleep(100)
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, None])
 def test_a_file_system_or_a_whole_system_without_locks(folder, builds, get, monkeypatch, code):
     if code:
-        fail(monkeypatch, cache.fcntl, "lockf", code)
+        fail(monkeypatch, fcntl, "lockf", code)
     else:
-        monkeypatch.setattr(cache, "fcntl", None)
+        monkeypatch.setattr(files, "fcntl", None)
     assert get() == get() == CUBIN
     assert builds == ["key"]
     assert files_in(folder) == ["key.cubin"]
@@ -199,7 +201,7 @@ def test_a_file_system_or_a_whole_system_without_locks(folder, builds, get, monk
 
 def test_a_lock_file_that_was_removed_is_no_lock(folder, get, monkeypatch):
     """Its holder was done after we had opened it."""
-    real, calls = cache.fcntl.lockf, []
+    real, calls = fcntl.lockf, []
 
     def lockf(descriptor, how):
         calls.append(how)
@@ -207,7 +209,7 @@ def test_a_lock_file_that_was_removed_is_no_lock(folder, get, monkeypatch):
             (folder / ".key.lock").unlink()
         real(descriptor, how)
 
-    monkeypatch.setattr(cache.fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "lockf", lockf)
     get()
     assert len(calls) == 2
 

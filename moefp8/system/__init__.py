@@ -1,0 +1,1 @@
+"""What rooms share of the operating system: files, threads and forks, the terminal."""
