@@ -20,9 +20,9 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps

@@ -16,7 +16,6 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting, lying_as
@@ -26,6 +25,7 @@ from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, prepare_g
 from ..kernels.gemm.operands import Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Launch, Source, current_driver, launch_all
+from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .expert_configs import gate_up_config
 from .experts import check_limit, swiglu

@@ -13,7 +13,6 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.fp8 import quantize_1x128
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fits
@@ -22,6 +21,7 @@ from ..kernels.gemm.launch import GemmSources, prepare_gemm
 from ..kernels.gemm.operands import Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
 from ..kernels.jit import Source, current_driver
+from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from ..quant.quantize_launch import prepare_quantize
 

@@ -8,12 +8,12 @@ from .common.blocks import (
     BLOCK,
     E4M3,
     ceil_div,
+    e4m3_to_float,
     empty_tma_aligned,
     num_blocks,
     round_up,
     tma_aligned,
 )
-from .common.fp8 import e4m3_to_float
 from .gemm.dense import fp8_gemm_nt
 from .gemm.grouped import (
     get_mk_alignment_for_contiguous_layout,

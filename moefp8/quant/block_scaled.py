@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, E4M3, num_blocks
+from ..kernels.common.blocks import BLOCK, E4M3, e4m3_to_float, num_blocks
 from ..kernels.common.checks import check_same_device, check_tensor
-from ..kernels.common.fp8 import e4m3_to_float
 from . import quantize as ops
 
 

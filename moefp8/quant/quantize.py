@@ -1,14 +1,14 @@
 """Quantize to E4M3 with one FP32 scale per 1x128 or 128x128 block: the ops, a body per device.
 
-The numerics are those of `kernels/common/fp8.py`.
+The numerics are those of `numerics.py`.
 """
 
 import torch
 
-from ..kernels.common import fp8
 from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..kernels.common.registry import register
+from . import numerics
 from .quantize_launch import BLOCK_ROWS, Cut, Quantized, launch_quantize
 
 
@@ -29,7 +29,7 @@ def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
 
 def _quantize_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
     _check("quantize_1x128", "x", x, 1, "[..., K]")
-    return fp8.quantize_1x128(x, ue8m0)
+    return numerics.quantize_1x128(x, ue8m0)
 
 
 def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
@@ -46,7 +46,7 @@ def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
     # One matrix at a time: the FP32 copies of all experts at once would not fit.
     for matrix, *outputs in zip(*matrices, strict=True):
-        for output, found in zip(outputs, fp8.quantize_128x128(matrix, ue8m0), strict=True):
+        for output, found in zip(outputs, numerics.quantize_128x128(matrix, ue8m0), strict=True):
             output.copy_(found)
     return data, scale_inv
 

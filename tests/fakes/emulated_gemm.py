@@ -15,10 +15,10 @@ import torch
 from moefp8 import kernels
 from moefp8.functional import experts
 from moefp8.kernels import jit
-from moefp8.kernels.common import fp8
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.dense import block_scaled_matmul
 from moefp8.kernels.gemm.launch import BIASES
+from moefp8.quant import numerics
 from tests.gpu import NUM_SMS
 
 
@@ -149,7 +149,7 @@ class GemmEmulator:
             if made.config.gate_up:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
                 activated = experts.swiglu(result, others, activation.limit)
-                data, scale_inv = fp8.quantize_1x128(activated, False)
+                data, scale_inv = numerics.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T
             else:

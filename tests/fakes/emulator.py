@@ -14,12 +14,11 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.common import fp8
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import quantize_launch
+from moefp8.quant import numerics, quantize_launch
 from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
@@ -194,6 +193,13 @@ class Emulator(GemmEmulator):
         assert (list(ones), interleave) == ([1] * rank, 0)
         dtype, swizzle = dtypes[dtype], 16 << swizzle if swizzle else 0
         assert strides[0] >= shape[0] * dtype.itemsize  # rows do not overlap
+        # The rules of cuTensorMapEncodeTiled.
+        assert all(1 <= x <= 1 << 32 for x in shape)
+        assert all(x % 16 == 0 and 0 <= x < 1 << 40 for x in strides[: rank - 1])
+        assert all(1 <= x <= 256 for x in box)
+        inner = box[0] * dtype.itemsize
+        assert inner % 16 == 0
+        assert not swizzle or inner <= swizzle
         pitches = [stride // dtype.itemsize for stride in strides[: rank - 1]]
         words = (ctypes.c_uint64 * 16).from_address(at)
         words[0], words[1] = address, len(self.maps)
@@ -320,7 +326,7 @@ class Emulator(GemmEmulator):
             assert made.programmatic
         source_strides = [x.x_row_bytes // dtype.itemsize, 1]
         source = memory(x.x, dtype, [routing.num_tokens, h], source_strides)
-        data, scale_inv = fp8.quantize_1x128(source, False)
+        data, scale_inv = numerics.quantize_1x128(source, False)
         plan = self.plan(routing)
         (rows,) = torch.nonzero(plan.row_to_token >= 0, as_tuple=True)
         tokens, num_rows = plan.row_to_token[rows], len(plan.row_to_token)

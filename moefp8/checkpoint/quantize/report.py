@@ -10,9 +10,9 @@ from einops import reduce
 
 from ...kernels import e4m3_to_float
 from ...kernels.common.blocks import E4M3_MAX
-from ...kernels.common.fp8 import blocks_128x128
 from ...layers import Conversion
 from ...quant import BlockScaled
+from ...quant.numerics import blocks_128x128
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,10 @@ contract of TMA: columns are contiguous, addresses and both strides multiples of
 do not overlap.
 """
 
-from typing import NamedTuple
-
 import torch
 
+from ..jit import Box
 from .blocks import TMA_BYTES, round_up_to_tma
-
-
-class Box(NamedTuple):
-    """What `jit.tensor_map` needs beside the address, to move boxes of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # innermost first, as all here
-    strides_bytes: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle_bytes: int
-    l2_bytes: int = 256
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -58,13 +46,7 @@ def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def box_of(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    box: tuple[int, int],
-    swizzle_bytes: int,
-    l2_bytes: int = 256,
-) -> Box:
+def box_of(x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int, l2_bytes: int = 256) -> Box:
     """For boxes of (columns, rows) of x, which fits."""
     pitch = _pitch(x)
     strides, boxes = [pitch], list(box)
@@ -73,9 +55,8 @@ def box_of(
         boxes.append(1)
     size = x.element_size()
     shape = tuple(reversed(x.shape))
-    return Box(
-        dtype, shape, tuple(y * size for y in strides), tuple(boxes), swizzle_bytes, l2_bytes
-    )
+    strides_bytes = tuple(y * size for y in strides)
+    return Box(x.dtype, shape, strides_bytes, tuple(boxes), swizzle_bytes, l2_bytes)
 
 
 def _pitch(x: torch.Tensor) -> int:

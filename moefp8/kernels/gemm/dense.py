@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, num_blocks
+from ..common.blocks import BLOCK, e4m3_to_float, num_blocks
 from ..common.checks import check_bias
-from ..common.fp8 import e4m3_to_float
 from ..common.registry import Written, register_inputs
 from .call import GemmCall, launch_gemm
 from .operands import Operand, Operands, check_operands, check_pairs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, E4M3, ceil_div, num_blocks
+from ..common.blocks import BLOCK, ceil_div, num_blocks
 from ..common.tma_operands import box_of
 from ..jit import (
     MAP_BYTES,
@@ -199,12 +199,10 @@ def prepare_gemm(
     l2_bytes = 128 if tokens <= 64 else 256
     scale_box = config.token_scales, config.k_blocks_per_stage
     maps = (
-        join_maps(tensor_map(*box_of(a, E4M3, (128, x), 128, l2_bytes)) for x in boxes),
-        tensor_map(*box_of(a_scale_inv.mT, torch.float32, scale_box, 0)),
-        join_maps(
-            tensor_map(*box_of(b, E4M3, (128, x), 128, l2_bytes)) for x in config.weight_pieces
-        ),
-        tensor_map(*box_of(d, d.dtype, config.store_box, _swizzle_of(config, d))),
+        join_maps(tensor_map(box_of(a, (128, x), 128, l2_bytes)) for x in boxes),
+        tensor_map(box_of(a_scale_inv.mT, scale_box, 0)),
+        join_maps(tensor_map(box_of(b, (128, x), 128, l2_bytes)) for x in config.weight_pieces),
+        tensor_map(box_of(d, config.store_box, _swizzle_of(config, d))),
     )
     return Launch(
         driver.load(

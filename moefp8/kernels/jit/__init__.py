@@ -11,10 +11,11 @@ from .fields import fields
 from .graph import LaunchGraph
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
 from .launch import Launch, Pointer, Source, launch_all, pointers
-from .tma import MAP_BYTES, TensorMaps, join_maps, tensor_map
+from .tma import MAP_BYTES, Box, TensorMaps, join_maps, tensor_map
 
 __all__ = [
     "MAP_BYTES",
+    "Box",
     "Cubin",
     "Driver",
     "Function",

@@ -1,10 +1,10 @@
 """Tensor maps: how the tensor memory accelerator (TMA) finds a box of a tensor."""
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from ctypes import c_uint32, c_uint64
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +21,22 @@ _ALIGNMENT = 128  # cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
 _SOME_ADDRESS, _OTHER_ADDRESS = 1 << 20, 3 << 20
 
 
+class Box(NamedTuple):
+    """What a tensor map says beside an address: copies move boxes of a tensor.
+
+    shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
+    swizzle_bytes: 0, 32, 64 or 128.
+    l2_bytes: what the L2 cache fetches from memory at a time: 64, 128 or 256.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+    l2_bytes: int = 256
+
+
 class TensorMaps(NamedTuple):
     """One CUtensorMap, or some behind each other, as one argument of a kernel.
 
@@ -35,25 +51,13 @@ class TensorMaps(NamedTuple):
     begin_with_address: bool
 
 
-def tensor_map(
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides_bytes: Sequence[int],
-    box: Sequence[int],
-    swizzle_bytes: int,
-    l2_bytes: int = 256,
-) -> TensorMaps:
-    """The map of a tensor whose copies move boxes; zeros beyond its edges.
+def tensor_map(of: Box) -> TensorMaps:
+    """The map of a tensor; zeros beyond its edges.
 
-    shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
-    swizzle_bytes: 0, 32, 64 or 128.
-    l2_bytes: what the L2 cache fetches from memory at a time: 64, 128 or 256.
-
-    Raises ValueError or TypeError if a rule of the TMA is broken (CUDA driver API,
-    cuTensorMapEncodeTiled), and JitError without a driver.
+    Raises JitError if a rule of the TMA is broken (CUDA driver API, cuTensorMapEncodeTiled), and
+    without a driver.
     """
-    layout = dtype, tuple(shape), tuple(strides_bytes), tuple(box), swizzle_bytes, l2_bytes
-    return _encode(current_driver(), *layout)
+    return _encode(current_driver(), of)
 
 
 def join_maps(maps: Iterable[TensorMaps]) -> TensorMaps:
@@ -63,16 +67,8 @@ def join_maps(maps: Iterable[TensorMaps]) -> TensorMaps:
 
 
 @lru_cache(4096)
-def _encode(
-    driver: Driver,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides_bytes: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle_bytes: int,
-    l2_bytes: int,
-) -> TensorMaps:
-    _check(dtype, shape, strides_bytes, box, swizzle_bytes, l2_bytes)
+def _encode(driver: Driver, of: Box) -> TensorMaps:
+    dtype, shape, strides_bytes, box, swizzle_bytes, l2_bytes = of
     rank = len(shape)
     device_index = driver.current_device()  # any GPU will do
     encode = driver.library.cuTensorMapEncodeTiled
@@ -95,48 +91,9 @@ def _encode(
     )
     result = driver.in_context(device_index, lambda: int(encode(*arguments)))
     if result:
-        of = f"{dtype} {list(shape)}, strides {list(strides_bytes)} bytes, box {list(box)}"
         driver.check(result, f"tensor_map: {of}")
     data = ctypes.string_at(at, MAP_BYTES)
     result = driver.in_context(device_index, lambda: int(replace(at, _OTHER_ADDRESS)))
     twin = _OTHER_ADDRESS.to_bytes(8, "little") + data[8:]
     begins = data[:8] == _SOME_ADDRESS.to_bytes(8, "little")
     return TensorMaps(data, not result and begins and ctypes.string_at(at, MAP_BYTES) == twin)
-
-
-def _check(dtype: torch.dtype, *layout: Any) -> None:
-    if dtype not in _DATA_TYPES:
-        allowed = ", ".join(str(x).removeprefix("torch.") for x in _DATA_TYPES)
-        raise TypeError(f"tensor_map: dtype must be one of {allowed}, got {dtype}")
-    for rule, holds, came in _rules(dtype.itemsize, *layout):
-        if not holds:
-            shown = list(came) if isinstance(came, tuple) else came
-            raise ValueError(f"tensor_map: {rule}, got {shown}")
-
-
-def _rules(
-    itemsize: int,
-    shape: tuple[int, ...],
-    strides_bytes: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle_bytes: int,
-    l2_bytes: int,
-) -> Iterator[tuple[str, bool, object]]:
-    """Each rule of the TMA, whether it holds, and what came."""
-    rank = len(shape)
-    yield "shape must have 1 to 5 dimensions", 1 <= rank <= 5, shape
-    rule = "box must be as long as shape, and strides_bytes one shorter"
-    holds = len(strides_bytes) + 1 == len(box) == rank
-    yield rule, holds, (shape, strides_bytes, box)
-    rule = "sizes must be 1 to 2**32 (nothing to copy? launch nothing)"
-    yield rule, min(shape) >= 1 and max(shape) <= 1 << 32, shape
-    rule = "strides_bytes must be multiples of 16 below 2**40 (pad the rows)"
-    holds = all(0 <= stride < 1 << 40 and stride % 16 == 0 for stride in strides_bytes)
-    yield rule, holds, strides_bytes
-    yield "sides of box must be 1 to 256", min(box) >= 1 and max(box) <= 256, box
-    yield "swizzle_bytes must be 0, 32, 64 or 128", swizzle_bytes in _SWIZZLES, swizzle_bytes
-    yield "l2_bytes must be 64, 128 or 256", l2_bytes in _L2_PROMOTIONS, l2_bytes
-    inner = box[0] * itemsize
-    yield "the inner side of box must be a multiple of 16 bytes", inner % 16 == 0, inner
-    rule = f"the inner side of box must be at most swizzle_bytes = {swizzle_bytes}"
-    yield rule, not swizzle_bytes or inner <= swizzle_bytes, f"{inner} bytes"

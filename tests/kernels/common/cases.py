@@ -8,8 +8,8 @@ import torch
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
-from moefp8.kernels.common import fp8
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.quant import numerics
 from tests.kernels.gemm import grouped_cases
 from tests.layers.cases import assert_matches_up_to_codes
 
@@ -47,7 +47,7 @@ def gemm(layout: GroupLayout | None) -> Callable[[int], Sample]:
 
 def linear(m: int) -> Sample:
     x, bias = torch.randn(m, 256).bfloat16(), torch.randn(48)
-    weight = fp8.quantize_128x128(torch.randn(48, 256), False)
+    weight = numerics.quantize_128x128(torch.randn(48, 256), False)
     expected = fp8_linear.overload(x, *weight, bias)
     return Sample(lambda: fp8_linear(x, *weight, bias), expected, 2)
 

@@ -1,4 +1,4 @@
-"""FP8 numbers in PyTorch: quantize to E4M3 with one FP32 scale per block, and read E4M3 codes.
+"""How PyTorch quantizes to E4M3 with one FP32 scale per block, on any device.
 
 `scale_inv = max(amax, 1e-4) / 448` multiplies to dequantize (DeepSeek-V3, arXiv:2412.19437,
 section 3.3); `data = x / scale_inv`, rounded to the nearest even E4M3. With `ue8m0` the scale is
@@ -6,7 +6,7 @@ first rounded up to a power of two, so that no value overflows. NaN and Inf make
 NaN, and no other: a NaN makes its scale NaN, an Inf makes it Inf, which leaves the other elements
 zeros that keep their signs. The code of a NaN is 0x7f.
 
-`device/fp8.cuh` is the same for kernels.
+`kernels/device/fp8.cuh` is the same for kernels.
 """
 
 import math
@@ -15,7 +15,14 @@ import torch
 from einops import rearrange, reduce
 from torch.nn import functional as F
 
-from .blocks import BLOCK, E4M3, E4M3_MAX, MIN_AMAX, empty_tma_aligned, num_blocks
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    MIN_AMAX,
+    empty_tma_aligned,
+    num_blocks,
+)
 
 
 def quantize_1x128(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,16 +68,3 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
     # Before torch 2.12 the cast does not saturate: 448.01 may become NaN. The sign of a NaN, which
     # the cast keeps, depends on the processor and on where in its vectors the element lies.
     return scaled.clamp_(-E4M3_MAX, E4M3_MAX).nan_to_num_(nan=math.nan).to(E4M3)
-
-
-def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
-    """Every E4M3 code, NaN included, as the fp32 number it stands for.
-
-    Equal to `x.float()`, and 3 times as fast on a CPU, where PyTorch casts one element at a time:
-    the seven magnitude bits of E4M3 (bias 7) are the upper magnitude bits of FP16 (bias 15), so a
-    shift gives the number divided by 2**8.
-    """
-    bits = x.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    # Code 0x7f is NaN: adding 0x80 to its magnitude 0x3f80, and to no other, carries into bit 14.
-    nan = bits.bitwise_and(0x3FFF).add_(0x80).bitwise_and_(0x4000)
-    return bits.bitwise_or_(nan).view(torch.float16).float().mul_(2.0**8)
