@@ -52,7 +52,7 @@ def _attributes(cluster: int, programmatic: bool) -> ctypes.Array[Attribute]:
     return (Attribute * len(found))(*found)
 
 
-_Place = tuple[int, int]  # a word or the address of a map, and bytes behind an address
+_Place = tuple[int, int, int]  # a word or the address of a map; a `Source`
 
 
 class Source(NamedTuple):
@@ -127,17 +127,17 @@ class Launch:
         starts = self._lay_out(arguments)
         # Addresses in structures are words that are written; those in tensor maps are words too
         # where the driver's own way to replace them does just that.
-        places: dict[int, tuple[list[_Place], list[_Place]]] = {}
+        self._places: list[_Place] = []
+        self._opaque_maps: list[_Place] = []
         for argument, offset, (which, plus) in pointers:
             maps, start = arguments[argument], starts[argument] + offset
-            words, opaque_maps = places.setdefault(which, ([], []))
             if isinstance(maps, TensorMaps) and not maps.begin_with_address:
-                opaque_maps.append((self._block + start, plus))
+                self._opaque_maps.append((self._block + start, which, plus))
             else:
-                words.append((start // _WORD, plus))
-        self._places = [(which, *of_which) for which, of_which in places.items()]
+                self._places.append((start // _WORD, which, plus))
+        held = {which for _, which, _ in self._places + self._opaque_maps}
         # Of a call's addresses, those that the arguments hold.
-        self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*places) if places else len
+        self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*held) if held else len
 
     def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
         """Copy the arguments into one block of memory: where each begins in it."""
@@ -169,16 +169,12 @@ class Launch:
 
     def write(self, addresses: tuple[int, ...]) -> None:
         """Write the addresses of a call into the arguments."""
-        before, self._addresses = self._addresses, ()  # until all are written
+        self._addresses = ()  # until all are written
         words = self._words
-        for which, of_words, opaque_maps in self._places:
-            address = addresses[which]
-            if before and address == before[which]:
-                continue
-            for word, plus in of_words:
-                words[word] = address + plus
-            for at, plus in opaque_maps:
-                self._replace_address(at, address + plus)
+        for word, which, plus in self._places:
+            words[word] = addresses[which] + plus
+        for at, which, plus in self._opaque_maps:
+            self._replace_address(at, addresses[which] + plus)
         self._addresses = addresses
 
     @property
