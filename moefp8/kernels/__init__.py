@@ -1,7 +1,7 @@
 """Raw tensors in, raw tensors out: one registered torch op per kernel, with DeepGEMM's names.
 
-No module, no autograd, no policy; DeepGEMM's other names are in `moefp8.deep_gemm`. Whatever the
-device, the numerics are those of `gemm.block_scaled_matmul`.
+There is no module, autograd or policy here; DeepGEMM's other names are in `moefp8.deep_gemm`. On
+every device the numerics are those of `gemm.dense.block_scaled_matmul`.
 """
 
 from .common.blocks import (

@@ -1,7 +1,7 @@
 """How PyTorch quantizes to E4M3 with one FP32 scale per block, on any device.
 
 `scale_inv = max(amax, 1e-4) / 448` multiplies to dequantize (DeepSeek-V3, arXiv:2412.19437,
-section 3.3); `data = x / scale_inv`, rounded to the nearest even E4M3. With `ue8m0` the scale is
+section 3.3); `data = x / scale_inv` in E4M3, rounded to nearest even. With `ue8m0` the scale is
 first rounded up to a power of two, so that no value overflows. NaN and Inf make their own block
 NaN, and no other: a NaN makes its scale NaN, an Inf makes it Inf, which leaves the other elements
 zeros that keep their signs. The code of a NaN is 0x7f.
@@ -55,7 +55,7 @@ def blocks_128x128(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_from_amax(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
-    # By a tensor: on a GPU, PyTorch divides by a number by multiplying with its reciprocal.
+    # The divisor is a tensor because on a GPU PyTorch divides by numbers through reciprocals.
     scale_inv = amax.clamp(min=MIN_AMAX) / amax.new_full((), E4M3_MAX)
     if not ue8m0:
         return scale_inv

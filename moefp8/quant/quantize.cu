@@ -12,10 +12,10 @@ struct Arguments {
   uint8_t* data;                    // [matrices, rows, K]
   float* scale_inv;                 // 1x128: [matrices, K/128, pitch], rows innermost
                                     // 128x128: [matrices, rows/128, K/128]
-  int64_t matrix_bytes, row_bytes;  // from one to the next in x
+  int64_t matrix_bytes, row_bytes;  // the pitches of matrices and of rows in x
   int64_t k, pitch;
   uint32_t num_matrices, num_rows;
-  Divisor num_k_blocks, num_row_tiles;  // of a row; of a matrix
+  Divisor num_k_blocks, num_row_tiles;  // how many a row has, and a matrix
   uint32_t ue8m0;                       // whether scales are rounded up to powers of two
 };
 
@@ -39,11 +39,11 @@ struct Part {
   static constexpr int kVectors = kBlock / 8 / kLanes;
 
   Eight<kInput> x[kRows][kVectors];
-  uint32_t width;     // of the block: 128, or less at the end of the rows
-  uint32_t num_rows;  // of kRows, how many exist
+  uint32_t width;     // columns of the block: 128, or less at the end of the rows
+  uint32_t num_rows;  // how many of kRows exist
 
   // No load has a condition, so that all are in flight at once: a row that does not exist repeats the
-  // last one, which no largest magnitude notices.
+  // last one, which changes no largest magnitude.
   __device__ Part(const Arguments& args, const Tile& tile, uint32_t first_row) {
     const int64_t first_column = static_cast<int64_t>(tile.k_block) * kBlock;
     width = min(args.k - first_column, static_cast<int64_t>(kBlock));
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(256) quantize_1x128_kernel(const __grid_consta
     for (int i = 0; i < kRows; ++i) amax[i] = max(amax[i], __shfl_xor_sync(0xffffffff, amax[i], distance));
   }
   uint8_t* target = part.target(args, tile, first_row);
-  float scale_inv = 0;  // of the lane-th row
+  float scale_inv = 0;  // the scale of the lane-th row
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const Scale scale(amax[i], args.ue8m0);

@@ -44,7 +44,7 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     data, scale_inv = _allocate_128x128(w, ue8m0)
     matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
-    # One matrix at a time: the FP32 copies of all experts at once would not fit.
+    # One matrix is quantized at a time, since FP32 copies of all experts would not fit.
     for matrix, *outputs in zip(*matrices, strict=True):
         for output, found in zip(outputs, numerics.quantize_128x128(matrix, ue8m0), strict=True):
             output.copy_(found)
@@ -54,7 +54,7 @@ def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 def launch_quantize_1x128(x: torch.Tensor, ue8m0: bool, cut: Cut | None = None) -> Quantized:
     """`quantize_1x128` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
-    cut: instead of that of `cut_1x128`.
+    cut: taken instead of what `cut_1x128` chooses.
     """
     return launch_quantize(x, *_allocate_1x128(x, ue8m0), ue8m0, cut)
 

@@ -48,7 +48,7 @@ _THREADS_PER_SM = 2048
 
 
 def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
-    """For `num_rows` rows, of all matrices together."""
+    """The cut for `num_rows` rows, of all matrices together."""
     num_threads = num_rows * num_k_blocks * _FEW_ROWS.lanes
     if num_threads > num_sms * _THREADS_PER_SM:
         return _MANY_ROWS
@@ -67,7 +67,7 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
 
 
 def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
-    """Those of 1x128 for up to `max_rows` rows, which may lie anywhere."""
+    """The kernels of 1x128 for up to `max_rows` rows, which may lie anywhere."""
     cuts = (_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms))
     flags = (True, False) if k % 8 == 0 else (False,)
     return list(dict.fromkeys(kernel_of(cut, dtype, flag) for cut in cuts for flag in flags))
@@ -101,7 +101,7 @@ def prepare_quantize(
 ) -> Launch:
     """The launch for x [rows, K] or [matrices, rows, K], whose layout and alignment count.
 
-    scale_pitch: from one k-block's scales to the next, in elements.
+    scale_pitch: the distance from one k-block's scales to the next, in elements.
     cut: as in `launch_quantize`.
     sources: the addresses of x, data and scales.
     """

@@ -6,20 +6,20 @@
 
 struct Arguments {
   const uint8_t* y;         // bf16 [R, H]
-  int64_t y_row_bytes;      // from one row to the next
+  int64_t y_row_bytes;      // the pitch of rows
   const int* token_to_row;  // [T, k]; -1: no row
   const uint8_t* weights;   // [T, k]
   int64_t weight_token_bytes, weight_choice_bytes;
   uint8_t* out;  // bf16 [T, H]
   uint32_t num_tokens, top_k, hidden_size;
-  Divisor units;  // of eight columns, in a row
+  Divisor units;  // how many units of eight columns a row has
 };
 
 // out[t] = sum of weights[t, j] * y[token_to_row[t, j]] over j: products and sums each rounded to FP32.
 // Grid: a thread owns eight neighbouring columns of a token; neighbouring threads the next ones.
 // Shared memory: none.
 // Barriers: none.
-// Alignment: y and its rows of 16 B; vectorized if out is too and H is a multiple of 8; else any.
+// Alignment: y and its rows are at multiples of 16 B; vectorized if out is too and H is one of 8; else any.
 template <Input kWeights, bool kVectorized>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Arguments args) {
   constexpr int kAtOnce = 8;  // choices whose rows are in flight together
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
       rows[i] = token_to_row[choice];
       weights[i] = load_float<kWeights>(token_weights + choice * args.weight_choice_bytes);
     }
-    if (first == 0) {  // plan and weights are older than the previous kernel
+    if (first == 0) {  // plan and top_k_weights are older than the previous kernel
       wait_for_previous_kernel();
       let_next_kernel_start();
     }

@@ -23,8 +23,8 @@ _SOURCES = CombineSources(*map(Source, range(4)))
 def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Sum the rows of every token, each times its weight, in FP32 and in the order of the choices.
 
-    Deterministic: no atomics. Padding rows are never read into a result, whatever they hold, and
-    a choice without a row counts as zero, whatever its weight. Differentiable.
+    It is deterministic, without atomics, and differentiable. Padding rows are never read into a
+    result, whatever they hold. A choice without a row counts as zero, whatever its weight.
 
     Args:
         y: [R, H] or [E, max_m, H], as `dispatch` returns; bf16, fp16 or fp32.
@@ -41,7 +41,7 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     rows = y.flatten(0, -2)
     inputs = rows, plan.token_to_row, top_k_weights
     if forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None:
-        return _body(CombineInputs(*inputs))  # made of operations that transforms know
+        return _body(CombineInputs(*inputs))  # it is made of operations that transforms know
     if torch.is_grad_enabled() and (y.requires_grad or top_k_weights.requires_grad):
         return _Combine.apply(*inputs)
     return _combine(*inputs)
@@ -121,7 +121,7 @@ def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> b
 
 
 def _launch(inputs: CombineInputs) -> torch.Tensor:
-    """One kernel on the current stream; nothing waits for it."""
+    """Launch one kernel on the current stream; nothing waits for it."""
     out, (rows, _, weights) = _allocate(inputs), inputs
     if out.numel():
         launch = prepared(

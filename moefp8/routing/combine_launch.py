@@ -63,7 +63,7 @@ def prepare_combine(
     sources: CombineSources,
     programmatic: bool = False,
 ) -> Launch:
-    """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine`.
+    """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine` does.
 
     What `sources` name:
 
@@ -80,7 +80,7 @@ def prepare_combine(
             it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
 
     Raises:
-        ValueError: there are more elements than a kernel counts.
+        ValueError: there are more elements than a kernel can count.
         JitError: it cannot be compiled or loaded.
     """
     num_tokens, top_k = weights.shape

@@ -12,18 +12,18 @@ constexpr int kColumns = kBlock / kLanes;
 struct Arguments {
   Routing routing;
   const uint8_t* x;        // [T, H]
-  int64_t x_row_bytes;     // from one row to the next
+  int64_t x_row_bytes;     // the pitch of its rows
   uint8_t* rows;           // [R, H]
-  int64_t row_pitch;       // from one row to the next, in bytes
+  int64_t row_pitch;       // their pitch, in bytes
   float* row_scales;       // [H/128, pitch]; with max_m [E, H/128, pitch]; rows innermost
   uint32_t scale_pitch;
   uint32_t hidden_size, num_k_blocks;
   uint32_t part_blocks;     // k-blocks of a CTA
   uint32_t num_parts;       // CTAs of a chunk of tokens
   uint32_t group;           // k-blocks that all tokens of the chunk have behind them before the next ones begin: 2^n
-  Divisor parts, in_group;  // num_parts; blocks of a group
+  Divisor parts, in_group;  // they divide by num_parts, and by the blocks of a group
   uint32_t num_chunks;
-  uint32_t* counts;  // [chunks, slots / 2], if a kernel before has counted
+  uint32_t* counts;  // [chunks, slots / 2], if an earlier kernel has counted
   int* zeros;        // [2], for the kernels that follow
 };
 
@@ -31,7 +31,7 @@ struct Arguments {
 // that scales of different tokens, which lie side by side, are written at about the same time. A block past the last
 // token or k-block is the last one again, which is then written twice.
 struct Block {
-  uint32_t token, k_block;  // of the chunk; of x
+  uint32_t token, k_block;  // counted in the chunk, and in x
   uint32_t width;           // 128, or less at the end of a row
 
   __device__ Block(const Arguments& args, uint32_t index, uint32_t num_tokens, uint32_t part) {
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
 // Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more; if kRanks 2 B for
 // each slot and warp that ranks choices.
 // Barriers: zeros, ranks, counts, experts and rows are each complete before they are read; 8 lanes meet in shuffles.
-// Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is one of 8; else any.
+// Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is a multiple of 8; else any.
 template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
-  constexpr bool kRanks = kIsCounted && !kMerges;  // to rank few choices takes longer than one warp takes for all
+  constexpr bool kRanks = kIsCounted && !kMerges;  // ranking few choices takes longer than one warp takes for all
   extern __shared__ __align__(16) int memory[];
   const Routing& routing = args.routing;
   const uint32_t chunk = args.parts.quotient(blockIdx.x), part = blockIdx.x - chunk * args.num_parts;

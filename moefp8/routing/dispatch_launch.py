@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_name("dispatch.cu")
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _LANES = 8  # so many threads hold a block of 128 elements
 _COUNT_THREADS = 128
-_MANY_CHOICES = 2**13  # a kernel counts more in less time than each CTA counts them
+_MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by each CTA
 _MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
 
 
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
 def cut_dispatch(
     num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
 ) -> Cut:
-    """About one CTA for each SM: it has a chunk of tokens, or of few tokens only a part."""
+    """The cut into about one CTA for each SM, which has a chunk, or part of a small one."""
     chunk = tokens_of_chunk(num_tokens, top_k, num_sms)
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
     k_blocks = ceil_div(num_k_blocks, max(1, parts))
@@ -100,7 +100,7 @@ def count_kernel_of(*, masked: bool) -> Kernel:
 def needed_kernels(
     dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
 ) -> list[Kernel]:
-    """Those of up to `max_choices` choices; tokens may lie anywhere."""
+    """The kernels for up to `max_choices` choices; tokens may lie anywhere."""
     counts = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
     return counts + [
         kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
@@ -149,19 +149,19 @@ def prepare_dispatch(
         x: [T, H] like the tensor `x`, whose layout and alignment count; T and H at least 1.
         rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
             next multiple of 16, may be written too.
-        row_scales: fp32; that of row r and k-block b at [b * scale_pitch + r], with max_m that of
-            row i of expert e at [(e * ceil(H/128) + b) * scale_pitch + i]. Fewer than 2**31.
+        row_scales: fewer than 2**31 in fp32. Row r and k-block b have [b * scale_pitch + r]; with
+            max_m, row i and k-block b of expert e have [(e * ceil(H/128) + b) * scale_pitch + i].
         counts: `most_count_bytes` of memory, at a multiple of 4.
         zeros: int32 [2], which become zeros: counters of the kernels that follow.
-        routing: ids [T, k] like the tensor `ids`; one out of range has no row.
-            expert_offsets, tokens_per_expert, token_to_row int32 [E + 1], [E], [T, k], contiguous.
+        routing: ids [T, k] like the tensor `ids`; one out of range has no row. expert_offsets,
+            tokens_per_expert, token_to_row are int32 [E + 1], [E], [T, k], contiguous.
 
     Args:
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
         row_pitch: in bytes, a multiple of 16 and at least H.
 
     Raises:
-        ValueError: more choices or rows than a kernel counts.
+        ValueError: there are more choices or rows than a kernel can count.
         JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
     """
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]

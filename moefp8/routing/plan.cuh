@@ -1,14 +1,14 @@
 // The routing plan on the device, which says what row each choice has: T tokens, k choices each, E experts.
 //
 // A CTA owns a chunk of neighbouring tokens and finds their rows alone: it counts the choices of all tokens, so that no
-// CTA waits for another. Of many tokens, a kernel before has counted the choices of each chunk. Within an expert, rows
-// keep the order of the tokens.
+// CTA waits for another. Where tokens are many, an earlier kernel has counted the choices of each chunk. Within an
+// expert, rows keep the order of the tokens.
 #pragma once
 #include "divisor.cuh"
 
 struct Routing {
   const uint8_t* ids;                 // int32 or int64 [T, k]; an id of no expert has no row
-  int64_t token_bytes, choice_bytes;  // from one to the next in ids
+  int64_t token_bytes, choice_bytes;  // the distances from one to the next in ids
   int* tokens_per_expert;             // [E]
   int* expert_offsets;                // [E + 1]
   int* token_to_row;                  // [T, k]
@@ -46,7 +46,7 @@ struct Routing {
 // The choice of a lane: a warp holds those of `tokens_at_once` tokens, or 32 of one token.
 struct Choice {
   uint32_t token, choice;
-  uint32_t held_token;  // of those that the warp holds
+  uint32_t held_token;  // its index among those that the warp holds
   bool exists;
 
   __device__ Choice(const Routing& routing, uint32_t first_token, uint32_t first_choice, uint32_t end) {
@@ -77,7 +77,7 @@ template <bool kMerges>
 struct Plan {
   const Routing& routing;
   const uint32_t begin, end;  // the tokens of this CTA
-  int* const next_row;     // [slots]: how many tokens before `begin` it has; then, where the next one goes
+  int* const next_row;     // [slots]: how many tokens before `begin` an expert has; then, where its next goes
   int* const end_row;      // [slots]: how many others it has; then, the end of its rows
   int* const rows;         // [end - begin, rows_of_token]: experts and ranks; then rows, -1 if there is none
   uint16_t* const ranked;  // [num_rankers, slots]: how many choices the warps before have ranked
@@ -100,8 +100,8 @@ struct Plan {
     __syncthreads();
   }
 
-  // 2. All threads, of many choices and unless kMerges: how many choices of the chunk named the same expert before each
-  // of them. This asks no other CTA, so it can be done before the counts of others are there.
+  // 2. All threads, where choices are many and unless kMerges: how many choices of the chunk named the same expert
+  // before each of them. This asks no other CTA, so it can be done before the counts of others are there.
   __device__ void rank() const {
     const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     if (warp < routing.num_rankers) {
@@ -151,7 +151,7 @@ struct Plan {
   // The second sums them up: a thread adds those of some chunks for two experts.
   __device__ void add_chunks(const uint32_t* counts, uint32_t chunk, uint32_t num_chunks) const {
     constexpr int kAtOnce = 8;
-    const uint32_t columns = routing.num_slots / 2, step = blockDim.x / columns;  // the host sees to it: at least 1
+    const uint32_t columns = routing.num_slots / 2, step = blockDim.x / columns;  // the host sees to it: step > 0
     const uint32_t column = threadIdx.x % columns, first = threadIdx.x / columns;
     uint32_t before[2] = {}, after[2] = {};
 #pragma unroll 1
@@ -180,7 +180,7 @@ struct Plan {
     constexpr int kAtOnce = 4;
     const uint32_t lane = threadIdx.x % kWarp, share = routing.num_slots / kWarp;
     const uint32_t first = lane * share, last = first + share;
-    uint32_t size = 0;  // of this lane's segments
+    uint32_t size = 0;  // rows of this lane's segments
 #pragma unroll 1
     for (uint32_t i = first; i < last; i += kAtOnce) {
 #pragma unroll

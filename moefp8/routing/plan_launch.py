@@ -30,8 +30,8 @@ WARP = 32
 _SLOTS = 128  # a warp reads the counts of as many experts at once
 MAX_THREADS = 1024
 _MIN_THREADS = 128
-_FEW_CHOICES = 512  # each has a thread that counts it; for up to twice as many, more do not pay
-MAX_CHOICES = 2**13  # of a chunk, with k rounded up to 4: their rows take 64 KiB of shared memory
+_FEW_CHOICES = 512  # each has a thread that counts it; up to twice as many need no more threads
+MAX_CHOICES = 2**13  # a chunk has no more, k rounded up to 4: at most 64 KiB of shared memory
 _MOST_RANKED = 2**14  # slots times warps that rank choices: 32 KiB of shared memory
 _PADDING_OF_CTA = 2**12  # a CTA fills up to as many rows
 
@@ -110,7 +110,7 @@ class RoutingSources(NamedTuple):
     token_to_row: Source
 
     def pointers(self, at: int) -> list[Pointer]:
-        """Those in a `Routing` that lies `at` bytes into the kernel's only argument."""
+        """The pointers in a `Routing` that lies `at` bytes into the kernel's only argument."""
         return pointers(Routing, at=at, **self._asdict())
 
 
@@ -126,11 +126,11 @@ def routing_of(
     """A `Routing` without its addresses.
 
     Args:
-        op: named by errors.
+        op: the name that errors tell.
         chunk: tokens of a CTA.
         ids: int32 or int64 [T, k], whose layout is read and no value.
         num_experts, max_m, alignment: as in `build_plan`.
-        num_warps: of a CTA whose warps rank its choices, as many of them as are useful; else 0.
+        num_warps: how many a CTA has, if as many of them as are useful rank its choices; else 0.
     """
     num_tokens, top_k = ids.shape
     num_slots = num_slots_of(num_experts)

@@ -1,11 +1,11 @@
-// The router's choice on Hopper: the k best of E experts for each token, and their weights.
+// The router's choice on Hopper: the k best of E experts for each token, and top_k_weights.
 //
 // A warp owns a token. A lane holds every 32nd expert as an integer that rises with the expert's score;
 // then, k times, the warp finds the largest one and takes it out.
 #include "input.cuh"
 #include "sigmoid.cuh"
 
-constexpr int kMaxWarps = 4;  // of a CTA
+constexpr int kMaxWarps = 4;  // the most that a CTA has
 constexpr uint32_t kAllLanes = 0xffffffff;
 
 struct Arguments {
@@ -13,16 +13,16 @@ struct Arguments {
   const float* bias;               // [E] or null
   int64_t* top_k_index;            // [T, k]
   float* top_k_weights;            // [T, k]
-  int64_t row_bytes, expert_bytes;  // from one to the next in logits
+  int64_t row_bytes, expert_bytes;  // the distances from one to the next in logits
   int64_t num_tokens;
   uint32_t num_experts, top_k;
   uint32_t num_groups, topk_groups;
-  uint32_t group_lanes;  // that find the best two of a group: a power of two
+  uint32_t group_lanes;  // how many find the best two of a group: a power of two
   uint32_t renormalize;
   float scaling_factor;
 };
 
-// Keys lie in the order of the numbers: equal numbers have equal keys, -0 that of +0, NaN the largest.
+// Keys lie in the order of the numbers: equal numbers have equal keys, -0 has that of +0, NaN has the largest.
 // No number has the key 0.
 constexpr uint32_t kNoKey = 0, kLowestKey = 0x007fffff, kNanKey = 0xffffffff;  // lowest: -Inf
 __device__ inline uint32_t key_of(float x) {
@@ -53,7 +53,7 @@ struct Token {
 template <int kItems>
 struct Candidates {
   uint32_t keys[kItems];
-  uint32_t best, best_expert;  // of this lane
+  uint32_t best, best_expert;  // the best of this lane
 
   __device__ static uint32_t expert(int i) { return i * kWarp + threadIdx.x % kWarp; }
 
@@ -92,8 +92,8 @@ struct Groups {
   uint32_t strengths[kItems * kWarp];
 };
 
-// Chooses k times and writes experts and weights. score(logit) is a weight. If that is asked for, the k weights are
-// divided by (their sum + epsilon); they are summed in order, as by the CPU body.
+// Chooses k times and writes experts and top_k_weights: score(logit), if asked for divided by (the sum of all k
+// + epsilon), times the scaling factor. The sum is taken in order, as by the CPU body.
 template <Input kInput, int kItems, class Score>
 __device__ void choose(const Arguments& args, const Token<kInput>& token, Candidates<kItems>& candidates,
                        Choice<kItems>& choice, float epsilon, const Score& score) {
@@ -116,7 +116,7 @@ __device__ void choose(const Arguments& args, const Token<kInput>& token, Candid
   }
 }
 
-// weights = softmax(logits) of the k experts with the largest logits.
+// top_k_weights = softmax(logits) of the k experts with the largest logits.
 // Grid: a warp owns a token, a CTA up to kMaxWarps of them.
 // Shared memory: the choice of each warp, 256 kItems B.
 // Barriers: none but those of a warp.
@@ -195,7 +195,7 @@ __device__ void close_groups(const Arguments& args, Candidates<kItems>& candidat
   }
 }
 
-// weights = sigmoid(logits) of the k experts with the largest sigmoid(logits) + bias in the open groups.
+// top_k_weights = sigmoid(logits) of the k experts with the largest sigmoid(logits) + bias in the open groups.
 // Grid: a warp owns a token, a CTA up to kMaxWarps of them.
 // Shared memory: the choice and the groups of each warp, 512 kItems B.
 // Barriers: none but those of a warp.

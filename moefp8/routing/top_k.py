@@ -35,11 +35,11 @@ def softmax_topk(logits: torch.Tensor, k: int, renormalize: bool) -> TopK:
     """Softmax over all experts, then the k best (Qwen3-MoE, Mixtral).
 
     The k largest logits are chosen: experts whose logits differ are no tie, even where their
-    softmax is rounded to one number. A row with NaN or +Inf has weights of NaN.
+    softmax is rounded to one number. A row with NaN or +Inf has `top_k_weights` of NaN.
 
     Args:
         logits: [T, E], any float dtype.
-        renormalize: divide the k weights by their sum (`norm_topk_prob`).
+        renormalize: divide the `top_k_weights` by their sum (`norm_topk_prob`).
 
     Raises:
         TypeError: `logits` is not of a float dtype.
@@ -61,9 +61,9 @@ def sigmoid_group_topk(
 
     The score of an expert is `sigmoid(logits) + bias`. The `topk_groups` groups whose two best
     scores have the largest sum stay, all other scores become -Inf, and the k best win. Their
-    weights are `sigmoid(logits)`, divided by (their sum + 1e-20) if `renormalize`, times
+    `top_k_weights` are `sigmoid(logits)`, divided by (their sum + 1e-20) if `renormalize`, times
     `scaling_factor` (arXiv:2412.19437, section 2.1.2). The sigmoid is rounded correctly but for
-    1e-5 ulp; it and the weights are equal bit for bit on every device.
+    1e-5 ulp; it and `top_k_weights` are equal bit for bit on every device.
 
     Args:
         logits: [T, E], any float dtype.
@@ -74,7 +74,7 @@ def sigmoid_group_topk(
 
     Raises:
         TypeError: `logits` is not of a float dtype.
-        ValueError: sizes that contradict one another, by name.
+        ValueError: sizes contradict one another; the message names them.
     """
     inputs = logits, bias, k, num_groups, topk_groups, renormalize, scaling_factor
     return TopK(*_SigmoidTopK.apply(*inputs))
@@ -150,7 +150,7 @@ def check_choice(op: str, num_experts: int, k: int, num_groups: int, topk_groups
 
 
 def _allocate(op: str, inputs: TopKInputs) -> Chosen:
-    """Check, then allocate experts and weights. Also the fake body."""
+    """Check, then allocate experts and top_k_weights. Also the fake body."""
     logits, bias, k, num_groups, topk_groups, *_ = inputs
     if logits.ndim != 2:
         raise ValueError(f"{op}: logits must be [T, E], got shape {list(logits.shape)}")
@@ -181,7 +181,7 @@ def _stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _sum(weights: torch.Tensor) -> torch.Tensor:
-    """[T, 1]: added in the order of the choices, as the kernel does."""
+    """[T, 1], added up in the order of the choices, as the kernel does."""
     return reduce(torch.add, weights.split(1, dim=1))
 
 

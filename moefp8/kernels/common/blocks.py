@@ -13,7 +13,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 MIN_AMAX = 1e-4  # DeepSeek-V3's floor: a block of zeros still has a scale to divide by
 
-TMA_BYTES = 16  # of which addresses and row pitches are multiples, where TMA loads or stores
+TMA_BYTES = 16  # addresses and row pitches are multiples of it, where TMA loads or stores
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -35,7 +35,7 @@ def num_blocks(size: int) -> int:
 
 
 def empty_tma_aligned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """An uninitialised fp32 [..., M, K/128] in the order that a TMA load wants.
+    """An uninitialised fp32 tensor [..., M, K/128] in the order that a TMA load wants.
 
     M is the contiguous axis, and every column starts at a multiple of 16 bytes: the strides are
     (..., 1, M rounded up to 4).

@@ -1,14 +1,14 @@
 """Argument checks shared by the launchers: the rule, what came, the way out.
 
-Only dtypes, shapes, strides and devices are looked at, so no check waits for a device; but for
-`check_choices`, which is for the CPU.
+All checks but `check_choices`, which is for the CPU, look only at dtypes, shapes, strides and
+devices, so they wait for no device.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-# The float types that kernels read, by their names of `Input` in device/input.cuh.
+# The float types that kernels read, and their names in `Input` of device/input.cuh.
 INPUTS = {
     torch.bfloat16: "Input::kBFloat16",
     torch.float16: "Input::kHalf",
@@ -35,7 +35,7 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], rule:
 
 
 def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():  # of nothing, strides say nothing
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():  # an empty tensor's strides say nothing
         raise ValueError(
             f"{op}: the last dimension of {name} must be contiguous, got strides "
             f"{list(x.stride())} for shape {list(x.shape)}; call .contiguous()"
@@ -56,7 +56,7 @@ def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
 
 
 def check_choices(op: str, top_k_index: torch.Tensor, num_experts: int) -> None:
-    """Its values: only on a CPU, where that costs no synchronisation."""
+    """Check the values of top_k_index: only on a CPU, where that costs no synchronisation."""
     if top_k_index.numel() == 0:
         return
     low, high = (int(x) for x in top_k_index.aminmax())

@@ -1,12 +1,12 @@
 """The launch contract: how every kernel of ours is prepared, kept and launched.
 
-1. A key says all that a launch depends on but addresses: the op, shapes, strides, dtypes, device,
+1. A key holds all that a launch depends on but addresses: op, shapes, strides, dtypes, device,
    options, and which addresses are aligned. It holds no address, so one prepared launch serves all
    layers of one layout.
-2. What is prepared for a key is kept by the thread that prepared it, and no other thread sees it:
+2. A prepared launch is kept by the thread that prepared it, and no other thread sees it, because
    a launch writes the addresses of its call into its arguments.
-3. A call is then one look-up, the addresses that differ from those of the call before, and one call
-   of the driver on the GPU's current stream: for each kernel, or for all of a layer (`Launches`).
+3. A call then looks up its key, writes the addresses that are new, and calls the driver on the
+   GPU's current stream: once for each kernel, or once for all of a layer (`Launches`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,40 +19,40 @@ from ..jit import Driver, Launch, LaunchGraph, current_driver
 P = TypeVar("P")
 
 _CALLS_BEFORE_GRAPH = 2
-_MAX_GRAPHS = 4  # of streams: each takes memory of the GPU
+_MAX_GRAPHS = 4  # one for each stream; each takes memory of the GPU
 
 
 def prepared(key: Hashable, prepare: Callable[[], P]) -> P:
-    """What this thread has kept for a key, else what `prepare` returns."""
+    """The prepared launch that this thread has kept for a key, else what `prepare` returns."""
     driver = current_driver()
     found = driver.prepared().get(key)
     return driver.keep(key, prepare()) if found is None else found
 
 
 def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """All that a launch may depend on of a tensor but its address."""
+    """Everything about a tensor that a launch may depend on, except its address."""
     return x.shape, x.stride(), x.dtype, x.get_device()
 
 
 class Launches:
-    """Kernels in a row, with memory between them that lives as long as a call.
+    """Kernels that run in a row and share memory that lives as long as a call.
 
-    From the third call on a stream on, they are one call of the driver, unless a graph is being
-    captured: docs/design/jit.md. What is called but once or twice, as with ever-new numbers of
-    tokens, makes no graph. Each stream has a graph of its own, since no graph runs twice at once:
-    on two streams, one would wait for the other.
+    The third call on a stream and all later ones are one call of the driver, unless a graph is
+    being captured: docs/design/jit.md. Launches that are called only once or twice, as when every
+    call has another number of tokens, make no graph. Each stream has a graph of its own, since no
+    graph runs twice at once: of calls on two streams, one would wait for the other.
 
-    workspace_bytes: of that memory, whose address comes behind those of a call.
+    workspace_bytes: the size of that memory, whose address comes behind those of a call.
     """
 
     def __init__(self, launches: Sequence[Launch], workspace_bytes: int) -> None:
         self.launches, self.workspace_bytes = launches, workspace_bytes
-        self._graphs: dict[int, LaunchGraph] = {}  # by stream
-        self._num_calls: dict[int, int] = {}  # on a stream, without a graph
+        self._graphs: dict[int, LaunchGraph] = {}  # keyed by stream
+        self._num_calls: dict[int, int] = {}  # keyed by stream: calls without a graph
         self._num_losses = current_driver().num_losses
 
     def __call__(self, device_index: int, addresses: tuple[int, ...]) -> None:
-        """On the GPU's current stream; the thread's current GPU may be another one."""
+        """Run on the GPU's current stream; the thread's current GPU may be another one."""
         driver = current_driver()
         if device_index != driver.current_device():
             with driver.on_device(device_index):

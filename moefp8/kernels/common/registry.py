@@ -39,7 +39,7 @@ def register(
         cpu: the numerics in PyTorch.
         fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
         hopper: launches kernels of ours, on GPUs of compute capability 9. What it raises is not
-            caught: no kernel, no result. Other GPUs run `cpu`, with a warning.
+            caught: without a kernel there is no result. Other GPUs run `cpu`, with a warning.
         cuda: runs on GPUs where `hopper` does not, without a warning.
         hopper_takes: whether `hopper` has a kernel for these arguments; for others `cpu` runs, with
             a warning.
@@ -82,9 +82,9 @@ def any_watches() -> bool:
 class Op:
     """A registered op.
 
-    A call goes through the dispatcher, unless nobody but it would notice: on a Hopper GPU, with
-    plain tensors, while nothing traces, transforms or profiles. Then the launcher is called at
-    once, which saves the host several microseconds.
+    A call goes through the dispatcher, unless nobody would notice that it does not: on a Hopper
+    GPU, with plain tensors, while nothing traces, transforms or profiles. Then the launcher is
+    called directly, which saves the host several microseconds.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Op:
         for x in args:
             kind = type(x)
             if kind in _PLAIN:
-                if x.is_neg() or x._is_zerotensor():  # memory does not hold what they are
+                if x.is_neg() or x._is_zerotensor():  # memory does not hold their values
                     return False
             elif kind not in _NUMBERS:
                 return False
@@ -133,10 +133,10 @@ def register_inputs(
     hopper_takes: Callable[..., bool] | None = None,
     **bodies: Callable[[Any], Any],
 ) -> "Op":
-    """As `register`, of an op whose arguments are told once: as the fields of a NamedTuple.
+    """Call `register` for an op whose arguments are told once: as the fields of a NamedTuple.
 
     The schema follows from their annotations, and each body takes one such tuple. Instead of the
-    class, inputs may be a function that makes one of the op's arguments.
+    class, `inputs` may be a function that makes one from the op's arguments.
     """
     fields = get_type_hints(inputs, include_extras=True)
     fields.pop("return", None)
@@ -160,7 +160,7 @@ def _written(name: str) -> dict[int, str]:
 
 
 def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Callable[..., Any]:
-    """body, as PyTorch's own operations treat what they write in place."""
+    """`body`, made to treat what it writes as PyTorch's own in-place operations do."""
     if not written:
         return body
 
@@ -180,8 +180,8 @@ def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Ca
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Where FP32 is part of the contract, autocast must not turn a matmul to 16 bits."""
-    if device.type == "meta":  # which autocast does not know
+    """A context for matmuls in FP32 by contract, which autocast must not turn to 16 bits."""
+    if device.type == "meta":  # autocast does not know it
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -211,7 +211,7 @@ def _on_gpu(
     @wraps(portable)
     def on_gpu(*args: Any) -> Any:
         device_index = args[0].get_device()
-        if device_index < 0:  # another argument is on a GPU: the check of the body tells
+        if device_index < 0:  # another argument is on a GPU: the body's check says so
             return isolated(*args)
         takes = hopper_takes is None or hopper_takes(*args)
         if hopper is not None and takes and current_driver().runs_our_kernels(device_index):

@@ -1,8 +1,8 @@
-"""Matrices as TMA can address them: checked, copied where they cannot be, described for its maps.
+"""Matrices for TMA: they are checked, copied where it cannot address them, described for its maps.
 
-A matrix is [rows, columns]; equal ones may lie behind each other, [matrices, rows, columns]. The
-contract of TMA: columns are contiguous, addresses and both strides multiples of 16 bytes, and rows
-do not overlap.
+A matrix is [rows, columns]; several of one shape are [matrices, rows, columns]. TMA can address
+them if columns are contiguous, addresses and both strides are multiples of 16 bytes, and rows do
+not overlap.
 """
 
 import torch
@@ -25,7 +25,7 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def empty_fitting(x: torch.Tensor) -> torch.Tensor:
-    """Memory for what is in x, that fits."""
+    """Uninitialised memory that fits, for what is in x."""
     *rows, columns = x.shape
     return x.new_empty(*rows, round_up_to_tma(columns, x.element_size()))[..., :columns]
 
@@ -47,7 +47,7 @@ def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def box_of(x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int, l2_bytes: int = 256) -> Box:
-    """For boxes of (columns, rows) of x, which fits."""
+    """A `Box` of (columns, rows) of x, which fits."""
     pitch = _pitch(x)
     strides, boxes = [pitch], list(box)
     if x.ndim == 3:
@@ -60,5 +60,5 @@ def box_of(x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int, l2_bytes: 
 
 
 def _pitch(x: torch.Tensor) -> int:
-    """From one row of x to the next, in elements; what a single row says of its stride is void."""
+    """The pitch of the rows of x, in elements; the stride of a single row says nothing."""
     return x.stride(-2) if x.shape[-2] > 1 else round_up_to_tma(x.shape[-1], x.element_size())

@@ -1,4 +1,4 @@
-// Integers, addresses, warps and clusters: what every kernel starts from. No header is included.
+// Integers, addresses, warps and clusters: what every kernel starts from. It includes no header of ours.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no <stdint.h>
@@ -30,7 +30,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The value of lane 0: tells the compiler that it is the same in the whole warp.
+// Returns the value of lane 0, so that the compiler knows it to be the same in the whole warp.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
 // True in one lane of a converged warp.
@@ -42,7 +42,7 @@ __device__ inline bool elect_one() {
   return elected != 0;
 }
 
-// Waits for the `kThreads` threads that use the named barrier `id`; 0 is __syncthreads'.
+// Waits for the `kThreads` threads that use the named barrier `id`; __syncthreads uses 0.
 template <int kThreads>
 __device__ inline void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
@@ -86,6 +86,6 @@ __device__ inline uint32_t address_in_cluster(uint32_t address, uint32_t rank) {
 // Waits until the kernel before this one is complete and its writes are visible.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel start its prologue. Only after `wait_for_previous_kernel`: the next kernel
-// may read, before its own wait, what is older than this kernel (its weights).
+// Lets the next kernel start its prologue. This comes after `wait_for_previous_kernel`, because the
+// next kernel may read, before its own wait, what is older than this kernel (its weights).
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -3,23 +3,23 @@
 #include "input.cuh"
 #include "l2.cuh"
 
-constexpr uint32_t kInfinity = 0x7f800000;  // as bits: NaN has larger ones, other magnitudes smaller ones
+constexpr uint32_t kInfinity = 0x7f800000;  // as bits; NaN has larger ones, other magnitudes smaller ones
 constexpr uint32_t kNan = 0x7fc00000;
-constexpr uint32_t kMagnitude = 0x7fffffff;  // without the sign
+constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits but the sign
 
 // The scale of a block, from its largest magnitude; each thread of the block makes the same one.
 //
 // Both divisions round correctly without dividing: multiply by the rounded reciprocal, then correct
 // once by the residual, which an FMA gives exactly (Markstein, IBM J. Res. Dev. 34(1), 1990).
-// - Where the quotient decides: a scale lies between 1e-4 / 448 and 2^120, so neither it nor its
+// - Where the quotient decides, a scale lies between 1e-4 / 448 and 2^120, so neither it nor its
 //   reciprocal is denormal, and no intermediate of a quotient above 2^-11 overflows or is denormal.
 //   Mantissas alone count then, and these were checked exhaustively, with FMAs on a CPU:
 //   amax / 448 for all 2^23 mantissas; x / scale for all 2^23 mantissas of the scale and every x
 //   within 5 ulp of scale times one of the 16 mantissas halfway between two E4M3 numbers. Farther
 //   away an error of 1 ulp changes no code.
-// - Below 2^-11 the code is zero, however wrong the quotient. It keeps the sign of x, zeros too: the
-//   residual is negated, so that +0 times -reciprocal is -0, which any zero plus leaves as it is.
-// - At most amax / scale_inv = 448 (1 + 2^-23), nothing overflows; the encoding saturates.
+// - Below 2^-11 the code is zero, however wrong the quotient. It keeps the sign of x, also that of a
+//   zero: the residual is negated, so +0 times -reciprocal is -0, and any zero plus -0 is that zero.
+// - A quotient is at most amax / scale_inv = 448 (1 + 2^-23): nothing overflows, the encoding saturates.
 struct Scale {
   float scale_inv;  // what is stored
   float divisor, reciprocal;
@@ -30,7 +30,7 @@ struct Scale {
     const float x = __uint_as_float(max(amax, __float_as_uint(kMinAmax)));
     const float quotient = __fmul_rn(x, kMaxReciprocal);
     scale_inv = __fmaf_rn(__fmaf_rn(kMax, quotient, -x), -kMaxReciprocal, quotient);
-    // Up to a power of two: any bit of the mantissa carries into the exponent.
+    // Rounds up to a power of two: any bit of the mantissa carries into the exponent.
     if (ue8m0) scale_inv = __uint_as_float((__float_as_uint(scale_inv) + 0x7fffff) & kInfinity);
     divisor = scale_inv;
     // One Newton step: what the compiler makes of __frcp_rn for numbers that are not denormal.
@@ -70,8 +70,8 @@ struct Eight {
   static constexpr int kWords = 8 * kElementBytes / 4;
   uint32_t words[kWords];
 
-  // Elements column.. of a row of `width` elements. Past its end come its last elements again, which
-  // no largest magnitude notices. Vectorized: width is a multiple of 8 and `row` of 16 B; else any.
+  // Loads the elements of a row of `width` elements from `column` on. Past its end come its last ones again,
+  // which change no largest magnitude. If kVectorized, width is a multiple of 8 and `row` of 16 B; else any.
   template <bool kVectorized>
   __device__ void load(const uint8_t* row, uint32_t column, uint32_t width) {
     if constexpr (kVectorized) {
@@ -95,7 +95,7 @@ struct Eight {
     }
   }
 
-  // Of halves, vectorized, of a row that no other SM reads after this.
+  // Loads halves, vectorized, from a row that no other SM reads after this.
   __device__ void load_once(const uint8_t* row, uint32_t column) {
     static_assert(kWords == 4, "one load");
     const uint4 four = ::load_once(row + column * kElementBytes);
@@ -146,8 +146,8 @@ struct Eight {
     return {four(0), four(4)};
   }
 
-  // Writes codes to column.. of a row of `width` codes, none past its end. Vectorized: width is a
-  // multiple of 8 and `row` of 8 B; else any.
+  // Writes codes into a row of `width` codes from `column`, which lies in it, on, and none past its end.
+  // If kVectorized, width is a multiple of 8 and `row` of 8 B; else any.
   template <bool kVectorized>
   __device__ static void store(uint8_t* row, uint32_t column, uint32_t width, uint2 codes) {
     if constexpr (kVectorized) {

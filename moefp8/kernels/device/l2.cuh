@@ -2,7 +2,7 @@
 #pragma once
 #include "base.cuh"
 
-// What loads do without one is evict_unchanged; evict_normal is another policy, with which dense GEMMs on an H200 took
+// Loads without a policy do as with evict_unchanged. evict_normal is another one; with it dense GEMMs on an H200 took
 // up to 1.7 times as long.
 struct L2Policy {
   uint64_t bits;
@@ -19,7 +19,7 @@ struct L2Policy {
   }
 };
 
-// 16 bytes, at a multiple of 16, that no other SM reads after this.
+// Loads 16 bytes, at a multiple of 16, that no other SM reads after this.
 __device__ inline uint4 load_once(const uint8_t* address) {
   uint4 v;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"

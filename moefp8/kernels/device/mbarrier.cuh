@@ -59,8 +59,8 @@ __device__ inline void store_in_cluster(bool elected, void* destination, Barrier
       : "memory");
 }
 
-// Makes initialised barriers visible to TMA, as CUTLASS too takes it, and, after a barrier of threads, to
-// the other CTAs.
+// Makes initialised barriers visible to TMA (CUTLASS relies on that, too) and, after a barrier of threads,
+// to the other CTAs.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -9,7 +9,7 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-// The whole warp calls these loads, and the `elected` lane of it issues them. A branch around them would
+// The whole warp calls these loads, and its `elected` lane issues them. A branch around them would
 // do the same, but the compiler keeps addresses in uniform registers only where no lane may be missing.
 
 // Where a box begins, x innermost; a map of two dimensions has no z.
@@ -17,7 +17,7 @@ struct Corner {
   int x, y, z;
 };
 
-// Loads a box; out of bounds reads as zero. 2-D loads ignore the policy.
+// Loads a box; what is out of bounds reads as zero. 2-D loads ignore the policy.
 template <int kDimensions>
 __device__ inline void tma_load(bool elected, void* destination, const TensorMap& map, Barrier& full, Corner at,
                                 L2Policy policy) {

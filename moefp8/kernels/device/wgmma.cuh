@@ -2,17 +2,17 @@
 #pragma once
 #include "base.cuh"
 
-// Describes a shared-memory tile of 128-byte rows under the 128 B swizzle, which starts at a multiple
-// of 1024 B. PTX ISA, "Asynchronous warpgroup level matrix shared memory layout": the low half holds
-// the address in units of 16 B, so that adding to it moves the tile; the high half the stride between
-// groups of 8 rows in the same units, and the swizzle mode.
+// Describes a shared-memory tile of 128-byte rows under the 128 B swizzle; the tile starts at a
+// multiple of 1024 B. PTX ISA, "Asynchronous warpgroup level matrix shared memory layout", says: the
+// low half holds the address in units of 16 B, so that adding to it moves the tile; the high half
+// holds the stride between groups of 8 rows, in the same units, and the swizzle mode.
 __device__ inline uint32_t wgmma_descriptor_low(const void* tile) { return shared_address(tile) / 16; }
 __device__ inline uint64_t wgmma_descriptor(uint32_t low) {
   constexpr uint64_t kStride = 1024 / 16, kSwizzle128 = 1;
   return (kStride | kSwizzle128 << 30) << 32 | low;
 }
 
-constexpr uint32_t kDescriptorStepK = 32 / 16;  // added to the low half: the next 32 of K
+constexpr uint32_t kDescriptorStepK = 32 / 16;  // added to the low half, it gives the next 32 of K
 
 // Orders register accesses before the first WGMMA that uses them.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,4 +1,4 @@
-"""A call of a GEMM with tensors that may lie anyhow, on a Hopper GPU.
+"""A call of a GEMM on a Hopper GPU, with tensors that may have any layout.
 
 Nothing here reads what the device holds: a launch depends on shapes alone, and so one CUDA graph
 serves all routings.
@@ -27,11 +27,11 @@ class GemmCall(NamedTuple):
     bias: [N] in bf16, fp16 or fp32, of a dense GEMM.
     group_layout: what tells which group a token is of; None: the GEMM is dense.
     bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `group_layout` says.
-    expected_m: tokens of a group, about, at least 1; decides how fast it is. None: the mean.
+    expected_m: about how many tokens a group has, at least 1; only speed heeds it. None: the mean.
     programmatic: it may be launched before the stream's previous kernel ends; then it reads a, its
-        scales and writes d only after that end. All else must be older than that kernel. Has no
-        effect where an operand is copied.
-    d_is_padded: up to the next 16 bytes, what follows a row of d may be written.
+        scales and writes d only after that end. All else must be older than that kernel. It has
+        no effect where an operand is copied.
+    d_is_padded: what follows a row of d, up to the next 16 bytes, may be written.
     """
 
     op: str
@@ -46,7 +46,7 @@ class GemmCall(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """In the order of a launch's addresses."""
+        """The tensors, in the order of a launch's addresses."""
         return [x for x in (*self.operands, self.bias, self.bounds) if x is not None]
 
     def launch(self) -> None:
@@ -56,7 +56,7 @@ class GemmCall(NamedTuple):
 def launch_gemm(
     tensors: Sequence[torch.Tensor], options: Hashable, describe: Callable[[], GemmCall]
 ) -> None:
-    """One kernel on the current stream; nothing waits for it.
+    """Launch one kernel on the current stream; nothing waits for it.
 
     Operands that TMA cannot address are copied first, and d is written through a copy.
 
@@ -82,7 +82,7 @@ def launch_gemm(
 
 @torch.no_grad()
 def _first_launch(call: GemmCall) -> Launch | None:
-    """Check; then prepare a launch for these layouts, or do it all with operands in others."""
+    """Check; then prepare a launch for these layouts, or run the GEMM with copies that fit."""
     call.check()
     operands, is_dense = call.operands, call.group_layout is None
     d = operands.d
@@ -107,7 +107,7 @@ def _first_launch(call: GemmCall) -> Launch | None:
 
 
 def _write_empty_sums(call: GemmCall) -> None:
-    """K = 0: d is the bias, or zero in the rows that are of a group."""
+    """Write d for K = 0: the bias, or zeros into the rows that are of a group."""
     d, bounds = call.operands.d, call.bounds
     if bounds is None:
         d.zero_() if call.bias is None else d.copy_(call.bias)
@@ -135,7 +135,7 @@ def _prepare(call: GemmCall) -> Launch:
     else:
         num_segments, limit = len(operands.b), m
         tokens = call.expected_m or ceil_div(m, num_segments)
-        if layout == GroupLayout.ROWS:  # each block of them is as a group of its own
+        if layout == GroupLayout.ROWS:  # each block of rows counts as a group
             num_segments, limit = ceil_div(m, BLOCK), BLOCK
         tokens, (busy, all_sms) = min(tokens, limit), configs.sms
         config = heuristic.choose_grouped_config(

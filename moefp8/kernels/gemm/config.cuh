@@ -6,7 +6,7 @@
 #pragma once
 #include "base.cuh"
 
-constexpr int kBlock = 128;  // of K: one scale, one promotion
+constexpr int kBlock = 128;  // elements of K that have one scale and one promotion
 
 enum class Bias { kNone, kFloat, kBFloat16, kHalf };
 
@@ -28,8 +28,8 @@ __host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y,
 struct GemmConfig {
   // ---- Chosen by the host ----
   int wgmma_m, wgmma_n;     // the tile of a CTA; 64 of wgmma_m for each math warpgroup but the tail's
-  int stages;               // of the pipeline
-  int parts;                // WGMMAs that cover the tile of a warpgroup: beside each other, or if stacked below
+  int stages;               // how many the pipeline has
+  int parts;                // WGMMAs that cover the tile of a warpgroup: side by side or, if stacked, below each other
   int k_blocks_per_stage;
   int multicast;            // 2: the two CTAs of a cluster load half of the tokens each, for both; else 1
   int split_k;              // CTAs of a cluster that divide K among them
@@ -49,32 +49,32 @@ struct GemmConfig {
   int threads;
   bool shares_scale_with_peer;  // the other CTA of the cluster has the other 64 of the 128 outputs that share a scale
   int tiles_per_cluster;        // two CTAs of a cluster may compute tiles of the same tokens, side by side
-  int tile_tokens;              // from one tile of tokens to the next
-  int most_tokens;              // of a tile: the last one of a group has the tail, too
+  int tile_tokens;              // how far apart tiles of tokens begin
+  int most_tokens;              // tokens of a tile: the last one of a group has the tail, too
   int tile_weights;
   int outputs;                  // values that a tile computes for each token
   int num_weight_pieces;        // see `TileCoord`
-  int weight_scales;            // of a tile in one k-block
+  int weight_scales;            // how many a tile has in one k-block
   bool begins_anywhere;         // a tile may begin at any token, and its box of scales up to three tokens before it
   int num_token_boxes;          // one for each number of 64 tokens that a group may have left
-  int token_scales;             // in one row of that box
+  int token_scales;             // how many one row of that box has
   int slice_owners;             // CTAs that get a slice of the sums when K is divided
   int store_n;                  // columns that are stored at once: of a part, or of such a slice
-  int store_box_weights, store_box_tokens;  // of one TMA store: as wide as one span of the swizzle
+  int store_box_weights, store_box_tokens;  // the box of one TMA store: as wide as one span of the swizzle
   int shared_bytes;             // as the host counts them; gemm.cu asserts that the compiler agrees
 
   // ---- Derived here, for the kernel alone ----
   // An initialiser calls no function: NVRTC would not take what follows it for constant.
-  int dimensions = grouped ? 3 : 2;  // of a, b and d
+  int dimensions = grouped ? 3 : 2;  // how many a, b and d have
   int part_n = stacked ? wgmma_n : wgmma_n / parts;
   bool has_short_tiles = num_token_boxes > 1;  // a group may end before the rows of some warpgroups
   // Registers do not suffice to run the epilogue of a tile while products of the next one are under way.
   bool stores_first = gate_up && row_warpgroups == 3 && parts == 1;
-  int block_weights = tile_weights / kBlock * kBlock;  // of the first piece, if there is a whole block
+  int block_weights = tile_weights / kBlock * kBlock;  // the size of the first piece, if there is a whole block
   int smallest_piece = gate_up ? outputs : tile_weights % kBlock == 0 ? kBlock : tile_weights & -tile_weights;
   int store_boxes = swap_ab || gate_up ? 1 : store_n / store_box_weights;
   int store_box_bytes = store_box_weights * store_box_tokens * (gate_up ? 1 : 2);
-  int tail_boxes = gate_up ? 1 : tile_weights / 64;  // of 64 outputs each
+  int tail_boxes = gate_up ? 1 : tile_weights / 64;  // each has 64 outputs
   // Registers of a thread once warpgroups have exchanged them. At launch all threads have the same number, a multiple
   // of 8, and these use it up. A scheduler needs more registers than the warps that load.
   bool moves_registers = math_warpgroups > 1 && ctas_per_sm == 1;
@@ -107,13 +107,13 @@ __host__ __device__ constexpr bool is_valid() {
   return true;
 }
 
-// Which rows of a grouped GEMM are of which group: `bounds` says so, and a kernel before it may have written that.
+// Which rows of a grouped GEMM are of which group: `bounds` says so, and an earlier kernel may have written it.
 struct Groups {
   const int* bounds;
   int num_groups;
   int num_segments;    // groups, or blocks of 128 rows
   int num_tokens;      // rows of a, or of each of its matrices
-  int expected_tiles;  // of tokens in a group
+  int expected_tiles;  // tiles of tokens in a group
   int64_t weight_scale_stride;
   void* d;
   int64_t d_row_stride, d_matrix_stride;  // in elements
@@ -125,8 +125,8 @@ struct Groups {
 
 // Where the results of SwiGLU go: E4M3 with a scale for each token and 128 outputs.
 struct Activation {
-  const float* up_scales;  // as `weight_scales`, which are gate's
-  float limit;             // of gate from above, of up on both sides; may be infinite
+  const float* up_scales;  // they lie as `weight_scales`, which are gate's
+  float limit;             // bounds gate from above and up on both sides; may be infinite
   float* scales;           // [matrices, outputs/128, pitch]
   int64_t pitch;
 };
@@ -140,8 +140,8 @@ struct Arguments {
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
-  int num_row_tiles, num_col_tiles;  // of clusters; of a grouped GEMM, those of tokens are an upper bound
-  int band;                          // of a dense GEMM: row tiles that are walked together, for the L2 cache
+  int num_row_tiles, num_col_tiles;  // tiles of clusters; a grouped GEMM has at most so many of tokens
+  int band;                          // row tiles of a dense GEMM that are walked together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up, since a division takes long. For all
                                      // x < 2^33 / band, (x * inverse) >> 33 == x / band exactly
   int programmatic;                  // whether the previous kernel may still write the tokens

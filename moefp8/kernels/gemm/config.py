@@ -8,14 +8,14 @@ from typing import Any
 
 from ..common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 
-MAX_SHARED_BYTES = 227 * 1024  # of one CTA
-_SHARED_BYTES_PER_SM = 228 * 1024  # of which each CTA also takes 1 KiB for the system
+MAX_SHARED_BYTES = 227 * 1024  # the most that a CTA can have
+_SHARED_BYTES_PER_SM = 228 * 1024  # the system takes 1 KiB of them for each CTA
 
 _TILE_SLOTS = 4  # kTileSlots in schedule.cuh
 
 
 class GroupLayout(str, Enum):
-    """What says which group a token belongs to: the grouped ones of `GroupLayout` in config.cuh."""
+    """What says which group a token belongs to: `GroupLayout` of config.cuh without kDense."""
 
     OFFSETS = "kOffsets"
     MASKED = "kMasked"
@@ -81,14 +81,14 @@ class GemmConfig:
 
     @cached_property
     def cluster(self) -> int:
-        """How many CTAs it has."""
+        """How many CTAs a cluster has."""
         return self.tiles_per_cluster * self.split_k
 
     # ---- Tiles ----
 
     @told
     def tile_tokens(self) -> int:
-        """Tokens of a CTA's tile without a tail: from one tile of a group to the next."""
+        """Tokens of a CTA's tile without a tail: tiles of a group begin so far apart."""
         return self.wgmma_n if self.swap_ab else self.wgmma_m
 
     @told
@@ -120,7 +120,7 @@ class GemmConfig:
         return ceil_div(max(tokens - self.tail, 1), self.tile_tokens) if tokens else 0
 
     def weight_tiles(self, n: int) -> int:
-        """Tiles of clusters, beside each other, for N weights; of gate and up, N of each."""
+        """How many tiles of clusters cover N weights, or if `gate_up` N of gate and N of up."""
         return ceil_div(n, self.outputs * self.tiles_per_cluster)
 
     # ---- Loads ----
@@ -136,7 +136,7 @@ class GemmConfig:
 
     @told
     def num_weight_pieces(self) -> int:
-        """Each is one TMA load of a k-block."""
+        """How many pieces there are; each is one TMA load of a k-block."""
         return len(self.weight_pieces)
 
     @told
@@ -148,18 +148,18 @@ class GemmConfig:
     def begins_anywhere(self) -> bool:
         """Whether a tile may begin at any token.
 
-        If not, at a multiple of 16 bytes in each row of scales: where its box of them begins
-        elsewhere, TMA is an illegal instruction.
+        If not, it begins at a multiple of 16 bytes in each row of scales, because TMA loads of
+        boxes of scales that begin elsewhere are illegal instructions.
         """
         return self.grouped and not self.swap_ab
 
     @told
     def num_token_boxes(self) -> int:
-        """For tokens that end in the tile: only as many times 64 are loaded, or with a tail all."""
+        """How many boxes a tile chooses from: 64 tokens, 128, ..., the last with the tail."""
         return self.math_warpgroups if self.begins_anywhere else 1
 
     def token_boxes(self, m: int) -> list[int]:
-        """Tokens in one TMA load: of all boxes between which the kernel chooses.
+        """Tokens in one TMA load, for each box that the kernel may choose where a group ends.
 
         They are no more than the m that there are, since TMA takes long for what is out of bounds.
         The rest of such a tile is what shared memory happens to hold; nothing of it is stored.
@@ -198,7 +198,7 @@ class GemmConfig:
 
     @told
     def store_box_weights(self) -> int:
-        """Of d in one TMA store."""
+        """Weights in one TMA store of d."""
         if self.gate_up:
             return self.outputs
         return 64 if self.swap_ab else gcd(self.store_n, 64)
@@ -224,7 +224,7 @@ class GemmConfig:
 
     @told
     def shared_bytes(self) -> int:
-        """As `sizeof(Shared<C>)` in pipeline.cuh, which the kernel asserts."""
+        """The size of `Shared<C>` in pipeline.cuh; the kernel asserts that they agree."""
         stage = self.stages * self.k_blocks_per_stage
         operands = stage * (self.wgmma_m + self.tail + self.wgmma_n) * BLOCK
         output = (self.row_warpgroups * 64 + self.tail) * self.store_n * 2
@@ -258,7 +258,7 @@ class GemmConfig:
         return "01111" if self.grouped else "01111111"
 
     def kernel_name(self, bias: str, group_layout: GroupLayout | None = None) -> str:
-        """bias: of `Bias` in config.cuh."""
+        """bias: the name of a value of `Bias` in config.cuh."""
         layout = group_layout.value if group_layout else "kDense"
         facts = {x.name: getattr(self, x.name) for x in fields(self)}
         facts |= {"bias": f"Bias::{bias}", "group_layout": f"GroupLayout::{layout}"}
@@ -282,10 +282,10 @@ def with_most_stages(config: GemmConfig) -> GemmConfig:
 
 
 def is_possible(config: GemmConfig, k: int) -> bool:
-    """Whether a dense GEMM may have it.
+    """Whether a dense GEMM may have this config.
 
-    There are kernels for such a combination of fields, registers and shared memory suffice, and
-    all CTAs that divide K get some of it.
+    It may if there are kernels for such a combination of fields, registers and shared memory
+    suffice, and all CTAs that divide K get some of it.
     """
     if config.multicast > 1 or (config.split_k > 1 and config.parts > 1):
         return False
@@ -305,7 +305,7 @@ def is_possible(config: GemmConfig, k: int) -> bool:
 def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
     """How many CTAs run at once. A cluster lies within one GPC: larger ones leave SMs idle.
 
-    On a GPU of which other SMs are to stay idle, each CTA may land on an SM of its own.
+    Where some SMs of the GPU are to stay idle, each CTA may land on an SM of its own.
     """
     if config.cluster > 2:
         num_sms = num_sms * 7 // 8

@@ -10,7 +10,7 @@
 template <GemmConfig C>
 struct Scales {
   float weight[C.swap_ab ? 1 : C.weight_scales];
-  float token[2];  // of its two rows, without swap_ab
+  float token[2];  // the scales of its two rows, without swap_ab
 
   __device__ void load(const Shared<C>& shared, int stage, int k_block, int part, int row, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[k_block];
@@ -88,7 +88,7 @@ struct ProductBuffer {
       for (int i = 0; i < C.part_n / 2; ++i) products[d][i] = 0.0f;
     }
   }
-  // Once the tensor cores are done with it.
+  // Promotes the products, once the tensor cores are done with them.
   __device__ void finish(float (&total)[C.part_n / 2], Shared<C>& shared, int part, bool releases,
                          const Thread<C>& thread) {
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   ProductBuffer<C> buffers[C.num_product_buffers];
   auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
   int num_epilogues = 0;
-  // Above 0 while the next stage will be filled again. Only such stages are released, so that no signal is on its way
+  // It is above 0 while the next stage will be filled again. Only such stages are released, so no signal is on its way
   // to a CTA that has left, and none has to wait for the others at the end. A grouped GEMM does not know the number.
   int refills = 1;
   if constexpr (!C.grouped) refills = schedule.num_stages() - C.stages;
@@ -158,7 +158,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       store_finished(0);
       buffers[0].forget();
     }
-    if (C.has_short_tiles && !thread.has_rows(schedule.coord)) {  // the group ends before them
+    if (C.has_short_tiles && !thread.has_rows(schedule.coord)) {  // the group ends before its rows
 #pragma unroll
       for (int part = 0; part < (C.stores_first ? 0 : C.parts); ++part) store_finished(part);
       finished = TileCoord<C>::none();

@@ -17,7 +17,7 @@ _OP = "fp8_gemm_nt"
 def block_scaled_matmul(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor
 ) -> torch.Tensor:
-    """FP32 [M, N] of e4m3 a [M, K], b [N, K]; the numerics every kernel of this package follows.
+    """fp32 [M, N] from e4m3 a [M, K] and b [N, K]: the numerics that all kernels here follow.
 
     Two-level accumulation: the products of 128 of K are summed in FP32, then promoted with the
     product of both scales into the FP32 result. No row of the result reads another row of `a`.
@@ -37,7 +37,7 @@ def block_scaled_matmul(
 
 
 class DenseInputs(NamedTuple):
-    """What `fp8_gemm_nt` takes, pairs apart."""
+    """What `fp8_gemm_nt` takes, with its pairs unpacked."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
@@ -97,8 +97,8 @@ def fp8_gemm_nt(
     """Write `d = dequantize(a) @ dequantize(b).T + bias`, with FP32 accumulation, rounded once.
 
     Args:
-        a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]), from `quantize_1x128`. Rows contiguous;
-            the scales in any memory order.
+        a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]), from `quantize_1x128`. Its rows are
+            contiguous; the scales may have any memory order.
         b: (e4m3 [N, K], fp32 scale_inv [ceil(N/128), ceil(K/128)]), from `quantize_128x128`.
         d: bf16 [M, N], rows contiguous; overwritten, whatever it held. K = 0 gives the bias.
         c, recipe, compiled_dims, disable_ue8m0_cast: DeepGEMM's further arguments. `c` must be

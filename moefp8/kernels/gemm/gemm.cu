@@ -1,7 +1,7 @@
 // FP8 GEMM on Hopper: d[M, N] = (a * a_scale) (b * b_scale)^T + bias, in BF16; dense, or grouped. With gate_up, b is
 // gate and up, and d is silu(gate) * up in E4M3 with a scale for each 128 outputs of a token.
 //
-// a [M, K] and b [N, K] are E4M3 with K innermost; a has a scale for each 1x128 block, b for each 128x128 block. Of a
+// a [M, K] and b [N, K] are E4M3 with K innermost; a has a scale for each 1x128 block, b for each 128x128 block. In a
 // grouped GEMM, each group of tokens has a b of its own, and only the device knows which tokens are of which group.
 //
 // The kernel is persistent and warp-specialised: producer warps fill the stages of a pipeline, consumer warpgroups

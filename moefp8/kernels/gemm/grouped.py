@@ -63,7 +63,7 @@ def _segments_of_offsets(expert_offsets: torch.Tensor, num_rows: int) -> list[Se
 
 
 class ContiguousInputs(NamedTuple):
-    """What `m_grouped_fp8_gemm_nt_contiguous` takes, pairs apart."""
+    """What `m_grouped_fp8_gemm_nt_contiguous` takes, with its pairs unpacked."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
@@ -75,7 +75,7 @@ class ContiguousInputs(NamedTuple):
 
 
 def check_contiguous(inputs: ContiguousInputs, op: str = _CONTIGUOUS) -> None:
-    """All that a contiguous GEMM asks of its arguments but their values."""
+    """Check all that a contiguous GEMM asks of its arguments, except their values."""
     *operands, grouped_layout, expert_offsets = inputs
     groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
     check_operands(op, Operands(*operands), (2, 3), **groups)
@@ -109,7 +109,7 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     bounds = grouped_layout if expert_offsets is None else expert_offsets
     check = partial(check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
-        check()  # which raises
+        check()  # this raises
     launch_gemm(
         [x for x in inputs if x is not None],
         (_CONTIGUOUS, layout),
@@ -118,7 +118,7 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
 
 
 class MaskedInputs(NamedTuple):
-    """What `m_grouped_fp8_gemm_nt_masked` takes, pairs apart."""
+    """What `m_grouped_fp8_gemm_nt_masked` takes, with its pairs unpacked."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
@@ -199,7 +199,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             `get_mk_alignment_for_contiguous_layout()` on; padding follows them.
         expert_offsets: int32 [G + 1], instead of `grouped_layout`: group g has the rows from
             `expert_offsets[g]` to `expert_offsets[g + 1]`, with no alignment. Rows outside are
-            padding. Faster, since no row is padded.
+            padding. This is faster, since no row is padded.
         recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
 
     Raises:

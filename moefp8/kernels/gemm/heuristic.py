@@ -25,7 +25,7 @@ def candidates(m: int) -> Iterator[GemmConfig]:
         for split in (1, 2, 3, 4):
             yield few(64, k_blocks_per_stage=2, split_k=split, ctas_per_sm=2)
             yield few(128, k_blocks_per_stage=2, split_k=split)
-        for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # of equal estimates the first wins
+        for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # the first of equal estimates wins
             yield few(64, k_blocks_per_stage=depth, ctas_per_sm=ctas)
         yield few(128, ctas_per_sm=3)
     elif m <= 64:
@@ -91,13 +91,13 @@ def _estimate_us(
     )
     if config.num_product_buffers == 2:
         stage *= 0.921
-    else:  # or one warpgroup's products and what it does before its next ones
+    else:  # a warpgroup's products and what it does before its next ones may take longer
         stage = max(stage, 1.043 * config.wgmma_n * config.k_blocks_per_stage + 327 * config.parts)
-    # 1960 is what starting a tile takes; storing the last one, 22 for each column.
+    # Starting a tile takes 1960 cycles; storing the last one takes 22 for each column.
     compute = waves * (1960 + num_stages * stage) + 22 * config.wgmma_n
     compute /= 1600
     if compute > 300 and config.num_product_buffers == 1:
-        compute *= 1.14  # the power limit lowers the clock of long kernels, with one buffer more
+        compute *= 1.14  # the power limit lowers the clock of long kernels, more with one buffer
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
     into_sms = num_ctas * num_stages * config.k_blocks_per_stage * BLOCK * loaded
     memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
@@ -108,16 +108,16 @@ def _estimate_us(
 
 
 def deciding_size(m: int) -> int:
-    """The M whose choice is that of all from the last such one up to it.
+    """The M that decides for m, and for all M above the deciding size before it.
 
-    They are few, so that all kernels that a weight can need can be listed, and compiled ahead. No
-    tile of 64, 128 or 192 tokens is more for it than for m, up to 2048.
+    They are few, so that all kernels that a weight can need can be listed, and compiled ahead. Up
+    to 2048, such an M takes no more tiles of 64, 128 or 192 tokens than m does.
     """
     return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 5)))
 
 
 def deciding_sizes(max_m: int) -> Iterator[int]:
-    """All up to that of `max_m`."""
+    """All deciding sizes up to that of `max_m`."""
     m = 1
     while m <= max_m:
         yield (last := deciding_size(m))
@@ -127,7 +127,7 @@ def deciding_sizes(max_m: int) -> Iterator[int]:
 def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) -> GemmConfig:
     """The configuration for d [M, N] with `num_sms` SMs; m, n, k and num_sms are at least 1.
 
-    all_sms: whether the GPU has no more of them.
+    all_sms: whether the GPU has no more SMs than these.
     """
     return _choose_config(deciding_size(m), n, k, num_sms, all_sms)
 
@@ -138,28 +138,28 @@ def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmC
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 
-# Up to so many tokens of a group, on average, tokens are WGMMA's columns.
+# Up to so many tokens in a group, on average, they are WGMMA's columns.
 FEW_TOKENS = 16
 # Tiles hold so many times the average: what is left over costs less than taller tiles would.
 PEAK_LOAD = 1.2
 # From so many products on, the power limit counts. With some tokens in a group, CTAs that share
-# them then save power, for they ask less of the L2 cache; with many, so do tiles of 192.
+# them then save power, because they ask less of the L2 cache; with many, so do tiles of 192.
 MANY_PRODUCTS, SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
-_LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # of groups, for an average of 1
+_LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # loads of groups whose average is 1
 
 
 @lru_cache(16384)
 def choose_grouped_config(
     tokens: int, limit: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool = True
 ) -> GemmConfig:
-    """For groups of `tokens` tokens, about, each with weights [N, K].
+    """The config for groups of about `tokens` tokens, each with weights [N, K].
 
-    From timing up to 58 configurations for each of 80 loads and shapes on an H200.
+    It comes from timing up to 58 configurations for each of 80 loads and shapes on an H200.
 
     tokens: from 1 to `limit`, which is the most that a group can have.
     """
     grouped = partial(GemmConfig, stages=0, grouped=True)
-    if tokens <= FEW_TOKENS:  # a tile should hold all of most groups, for it reads their weights
+    if tokens <= FEW_TOKENS:  # a tile should hold most groups whole, because it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
         return with_most_stages(grouped(128, cols, k_blocks_per_stage=2, swap_ab=True))
     flat, square = grouped(64, 128, num_product_buffers=2), grouped(128, 128, num_product_buffers=2)
@@ -167,7 +167,7 @@ def choose_grouped_config(
     rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
     if tokens >= SOME_TOKENS and rows * n * k >= MANY_PRODUCTS and num_sms > 1:
         config = tall if tokens >= _MANY_TOKENS else square
-        if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair has work for one of two
+        if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair would use one CTA of two
             return with_most_stages(replace(config, multicast=2))
 
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n
@@ -191,7 +191,7 @@ def choose_grouped_config(
             grouped(64, 64, k_blocks_per_stage=2, num_product_buffers=2),
         )
         candidates += [flat, tall, *narrow]
-    else:  # what is not estimated is that in later waves each tile reads its weights anew
+    else:  # the estimate leaves out that in later waves each tile reads its weights anew
         for config in flat, square, tall:
             if min(PEAK_LOAD * tokens, limit) <= config.wgmma_m:
                 return with_most_stages(config)

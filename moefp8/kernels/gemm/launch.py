@@ -39,8 +39,8 @@ _MAX_TOKEN_BOXES = 4
 class GemmSources(NamedTuple):
     """Which addresses of a launch are those of its operands.
 
-    bounds: of the groups. up, up_scale_inv, d_scale_inv: beside gate, if `config.gate_up`.
-    tile_counter: a zero, from which clusters take tiles; None: each has tiles of its own.
+    bounds: what tells the groups apart. up, up_scale_inv, d_scale_inv: only if `config.gate_up`.
+    tile_counter: an int, zero at first, that clusters take tiles from; None: each has its own.
     """
 
     a: Source
@@ -62,8 +62,8 @@ class GroupsOfTokens:
 
     layout: what tells which tokens are of which group.
     num_segments: how many runs of tokens have one group each, at most.
-    expected_tiles: tiles of tokens of a group, if the first tiles may be guessed from that, see
-        `prefetch_expected` in producer.cuh; else 0.
+    expected_tiles: how many tiles of tokens a group has, if the first tiles may be guessed from
+        that, see `prefetch_expected` in producer.cuh; else 0.
     bounds_ready: whether the bounds are older than the stream's previous kernel.
     """
 
@@ -150,10 +150,10 @@ def prepare_gemm(
 ) -> Launch:
     """A launch for operands that lie as these do, wherever `sources` say.
 
-    operands: of which layouts count, and that they fit (`fitting_operands`); of a grouped GEMM all
+    operands: they fit (`fitting_operands`), and only their layouts count; those of a grouped GEMM
         have three dimensions. If `config.gate_up`, b and its scales are gate's, up's lie alike, and
         d is E4M3.
-    tokens: how many tokens a group has, about.
+    tokens: about how many tokens a group has.
     bias: its dtype; it is contiguous.
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
@@ -195,7 +195,7 @@ def prepare_gemm(
         )
     if gate_up is not None:
         arguments.activation = Activation(limit=gate_up.limit, pitch=gate_up.d_scale_pitch)
-    # A row of an operand is read 128 bytes at a time. Where memory is what counts, no more at once.
+    # A box has 128 bytes of each row. Where memory is what counts, the L2 cache fetches no more.
     l2_bytes = 128 if tokens <= 64 else 256
     scale_box = config.token_scales, config.k_blocks_per_stage
     maps = (
@@ -219,13 +219,13 @@ def prepare_gemm(
 
 
 def _swizzle_of(config: GemmConfig, d: torch.Tensor) -> int:
-    """16 bytes of a row are one unit of the swizzle."""
+    """The bytes of d that a swizzle spans; 0 where a box is one unit of it, 16 bytes, wide."""
     columns = config.store_box[0]
     return columns * d.element_size() if columns > 8 else 0
 
 
 def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) -> list[Pointer]:
-    """In the kernel's arguments: maps of tokens, of their scales, of weights, of d; the rest."""
+    """Where addresses go: into maps of tokens, of their scales, of weights, of d; then the rest."""
     weights = [sources.b] * len(config.weight_pieces)
     if sources.up is not None:
         weights = [sources.b, sources.up]
@@ -269,7 +269,7 @@ def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, operands
 
 
 def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
-    """One for each tile if CTAs divide K; else as many as run at a time, and these walk."""
+    """One cluster for each tile if CTAs divide K; else as many as run at a time, which walk."""
     num_tiles = token_tiles * config.weight_tiles(n)
     if config.split_k > 1:
         return num_tiles
@@ -280,10 +280,10 @@ def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
 def band(config: GemmConfig, m: int, k: int) -> int:
     """How many tiles of tokens are walked together, before the next tiles of weights.
 
-    All, if the L2 cache can hold the tokens while the weights stream past; else about 512 tokens,
-    so that what the CTAs that run at once read is few tokens and few weights. 128 at most: the
-    kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A grouped
-    GEMM has an order of its own, and no bands.
+    They are all, if the L2 cache can hold the tokens while the weights stream past; else about 512
+    tokens, so that the CTAs that run at once read few tokens and few weights. They are 128 at most:
+    the kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A
+    grouped GEMM has an order of its own, and no bands.
     """
     tokens = config.tile[0]
     if config.swap_ab or config.grouped:
@@ -297,7 +297,7 @@ def band(config: GemmConfig, m: int, k: int) -> int:
 def set_num_sms(num_sms: int | None) -> None:
     """Let GEMMs run on at most `num_sms` SMs of a GPU, in this process; None: on all.
 
-    For what runs beside them, communication for instance. More than a GPU has means all of them.
+    The others are for what runs beside them, e.g. communication. More than a GPU has means all.
 
     Raises:
         TypeError: `num_sms` is neither an int nor None.

@@ -29,10 +29,10 @@ class Operands(NamedTuple):
 def check_operands(
     op: str, operands: Operands, ndims: tuple[int, int], **others: torch.Tensor | None
 ) -> None:
-    """What every GEMM asks of its operands.
+    """Check what every GEMM asks of its operands.
 
-    `ndims` are the dimensions of `a` and `b`; the number of groups is the caller's to check, and of
-    `others` all but the device.
+    `ndims` are the dimensions of `a` and `b`. The caller checks the number of groups, and all of
+    `others` but the device.
     """
     check_same_device(op, **operands._asdict(), **others)
     fp8, fp32, bf16 = (E4M3,), (torch.float32,), (torch.bfloat16,)
@@ -67,10 +67,10 @@ def check_sizes(op: str, m: int, n: int, k: int) -> None:
 
 
 def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> Operands:
-    """Each operand itself, or a copy in memory that TMA can address; for d a twin.
+    """Each operand, or a copy in memory that TMA can address; that of d is unset unless keep_d.
 
     Scales of activations lie as `empty_tma_aligned` says. `a` from `quantize_1x128` is copied if
-    16 does not divide K, `d` if 8 does not divide N. keep_d: not all of d will be written.
+    16 does not divide K, `d` if 8 does not divide N. keep_d: some of d will not be written.
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
     if not fits(a_scale_inv.mT):

@@ -21,7 +21,7 @@ struct Columns {
 };
 
 // The largest magnitude of a token's outputs decides its scale. Where they are spread over warps or CTAs, they meet
-// here. Of what the peer delivers, there is room for two tiles in turn.
+// here. There is room for what the peer delivers of two tiles, in turn.
 template <GemmConfig C, bool kNeeded = C.shares_scale_with_peer && !C.stacked>
 struct RowMagnitudes {
   alignas(16) uint32_t of_peer[2][C.wgmma_m];
@@ -97,7 +97,7 @@ __device__ void init_barriers(Shared<C>& shared) {
 template <GemmConfig C>
 struct Thread {
   int group, index, warp, lane;
-  int row, col;   // of the fragments: row and row + 8; col and col + 1 of 8
+  int row, col;   // the fragments lie in rows row and row + 8, and in columns col and col + 1 of 8
   int peer = -1;  // the CTA that loads tokens for this one, if this lane tells it what was read
   __device__ bool has_rows(const TileCoord<C>& coord) const {
     return coord.begin() < (group + 1) * 64 && group * 64 < coord.end();

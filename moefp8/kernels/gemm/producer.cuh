@@ -34,7 +34,7 @@ struct Producer {
       if (weight == piece.begin) call(piece);
     }
   }
-  // One k-block of one operand. With multicast, a slice of the tokens for both CTAs of the cluster.
+  // Loads one k-block of one operand; with multicast, a slice of the tokens for both CTAs of the cluster.
   template <bool kMulticast>
   __device__ void load_operand(uint8_t* destination, const TensorMap& map, int size, Barrier& full, int k_block,
                                int first, int matrix, L2Policy policy) {
@@ -75,10 +75,10 @@ struct Producer {
                            {first_scale, schedule.k * C.k_blocks_per_stage, coord.matrix}, usual);
   }
 
-  // Of a grouped GEMM, while the numbers of tokens are on their way: prefetches into the L2 cache what the first stage
-  // takes if all groups have as many tokens as expected. If it takes others, nothing is lost but a little time of the
-  // memory. Tokens are among it only if each group has a matrix of its own, so that their place is known, and not
-  // while a kernel may still write them.
+  // While the numbers of tokens of a grouped GEMM are on their way, this prefetches into the L2 cache what the first
+  // stage takes if all groups have as many tokens as expected. If it takes something else, only a little time of the
+  // memory is lost. Tokens are prefetched only if each group has a matrix of its own, so that their place is known, and
+  // not while a kernel may still write them.
   __device__ void prefetch_expected(const Arguments& args) {
     const int height = args.groups.expected_tiles, width = C.swap_ab ? args.num_row_tiles : args.num_col_tiles;
     if (C.group_layout == GroupLayout::kRows || height == 0) return;
@@ -104,7 +104,7 @@ struct Producer {
 
   // The first round over the stages. Memory answers about in the order in which it is asked, so each stage is asked
   // for as a whole. But while the previous kernel may still write the tokens, the first `num_ahead` stages, of one
-  // tile, get their weights: of a dense GEMM only one stage, since the tokens would wait behind the weights of more.
+  // tile, get their weights: in a dense GEMM only one stage, since the tokens would wait behind the weights of more.
   __device__ void fill(SchedulerOf<C>& schedule, bool programmatic) {
     int num_ahead = programmatic;
     bool waits = true;
@@ -152,10 +152,10 @@ struct Producer {
 // for a stage, since it takes issue slots from the math warps beside it.
 template <GemmConfig C>
 struct ScaleProducer {
-  static constexpr int kChunk = kWarp / C.k_blocks_per_stage;  // stages that are read at once: a lane, a k-block
-  // Where tiles are taken from a counter: so many stages of a chunk are handed out only while the next chunk is being
-  // read. For that read the next tile is needed. It must have been asked for by then, or this warp and the one that
-  // asks would wait for each other.
+  static constexpr int kChunk = kWarp / C.k_blocks_per_stage;  // stages that are read at once: a k-block by each lane
+  // Where tiles are taken from a counter, so many stages of a chunk are handed out only while the next chunk is being
+  // read. That read needs the next tile, which must have been asked for by then, or this warp and the one that asks
+  // would wait for each other.
   static constexpr int kKept = 2;
   static_assert(!C.grouped || kKept <= SchedulerClient<C>::kWantedAhead, "see above");
   const Arguments& args;
@@ -178,7 +178,7 @@ struct ScaleProducer {
       chunk.scales[TileCoord<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }
-  // After `read` of the first chunk. Each further chunk is read while the one before it is handed out.
+  // Runs after `read` of the first chunk. Each further chunk is read while the one before it is handed out.
   __device__ void run(Shared<C>& shared, SchedulerOf<C> schedule) {
 #pragma unroll 1
     while (!schedule.done()) {

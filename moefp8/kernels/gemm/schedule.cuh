@@ -2,7 +2,7 @@
 // - `StaticScheduler`, of a dense GEMM: every warp computes for itself where the next tile is.
 // - `GroupedScheduler`, of a grouped GEMM: which tiles there are depends on numbers that only the device knows. One
 //   warp reads them, finds the tiles of this CTA, and tells all others through a ring in shared memory, `TileRing`.
-//   So nobody else waits for memory or divides where a tile ends.
+//   So no other warp waits for memory, or divides, where a tile ends.
 // - `SchedulerClient`: how those others read that ring.
 #pragma once
 #include "config.cuh"
@@ -19,11 +19,11 @@
 template <GemmConfig C>
 struct TileCoord {
   int first_token;
-  int tile;  // of weights
-  // Of a grouped GEMM:
+  int tile;  // which tile of weights
+  // Only grouped GEMMs use these:
   int rows;     // which tokens of the tile are the group's: the first, and the one after the last << 16
-  int matrix;   // of tokens
-  int group;    // of weights
+  int matrix;   // the one that has the tokens
+  int group;    // the one whose weights it takes
   int is_only;  // whether no other tile of its segment takes these weights
 
   static __device__ TileCoord none() { return {-1}; }
@@ -34,7 +34,7 @@ struct TileCoord {
   __device__ int scale_offset() const { return C.begins_anywhere ? first_token % 4 : 0; }
   __device__ int begin() const { return rows & 0xffff; }
   __device__ int end() const { return rows >> 16; }
-  // The index of the box that holds them: 64 tokens for each math warpgroup or, in the last one, all of the tile's.
+  // The index of the box that holds the rows: 64 tokens for each math warpgroup or, in the last one, all of the tile.
   __device__ int token_box() const { return C.num_token_boxes == 1 ? 0 : max(0, (end() - 1) / 64); }
   __device__ int box_tokens() const {
     return C.num_token_boxes == 1 ? C.most_tokens : min(64 * (token_box() + 1), C.most_tokens);
@@ -52,13 +52,13 @@ struct TileCoord {
     const int begin = i & -size;
     return {begin, size, (C.block_weights > 0) + __popc(begin % kBlock)};
   }
-  // The index of its scale: a whole block has one, and so has every smaller piece.
+  // The index of the scale of the weight `i`: a whole block has one, and so has every smaller piece.
   static __device__ int scale(int i) {
     return C.gate_up ? piece(i).index : i / kBlock + __popc(piece(i).begin % kBlock);
   }
-  static __device__ bool begins_scale(int i) { return i == 0 || scale(i) != scale(i - 8); }  // they come in 8s
+  static __device__ bool begins_scale(int i) { return i == 0 || scale(i) != scale(i - 8); }  // weights come in 8s
 
-  // Where the weight `i` of the tile lies among all weights; of gate and up, among its own.
+  // Where the weight `i` of the tile lies among all weights, or among all of gate's or of up's.
   __device__ int weight(const Arguments& args, int i) const {
     if (C.gate_up) return tile * C.outputs + i % C.outputs;
     const int num_tiles = C.swap_ab ? args.num_row_tiles : args.num_col_tiles;
@@ -77,7 +77,7 @@ struct Ring {
   }
 };
 
-// Through which the scheduler of a grouped GEMM tells the others where the next tiles are.
+// The ring through which the scheduler of a grouped GEMM tells the others where the next tiles are.
 constexpr int kTileSlots = 4;
 template <GemmConfig C, bool kNeeded = C.grouped>
 struct TileRing {
@@ -85,8 +85,8 @@ struct TileRing {
     TileCoord<C> coord;
   } coords[kTileSlots];
   Barrier full[kTileSlots], empty[kTileSlots];
-  // Where tiles are taken from a counter. `wanted`: the producer soon needs the next one. In a cluster, the first CTA
-  // takes it, writes it to `tile` of the other one (`told`), and waits until that was read (`heard`).
+  // These serve where tiles are taken from a counter. `wanted`: the producer soon needs the next one. In a cluster, the
+  // first CTA takes it, writes it to `tile` of the other one (`told`), and waits until that was read (`heard`).
   Barrier wanted, told, heard;
   int tile;
 
@@ -100,7 +100,7 @@ template <GemmConfig C>
 struct TileRing<C, false> {};
 
 template <GemmConfig C>
-struct Shared;  // in pipeline.cuh
+struct Shared;  // pipeline.cuh defines it
 
 // ---- Dense ----
 
@@ -137,12 +137,12 @@ struct StaticScheduler : Ring<C> {
       row = first + in_band - col * height;
     }
     const int tokens = C.swap_ab ? col : row;
-    coord.first_token = min(tokens * C.most_tokens, args->last_token);  // some are computed and stored twice, the same
+    coord.first_token = min(tokens * C.most_tokens, args->last_token);  // some are computed and stored twice, alike
     coord.tile = C.swap_ab ? row : col;
     k = k_begin;
   }
   __device__ void start() {}
-  // Of all tiles of this CTA.
+  // How many stages all tiles of this CTA have.
   __device__ int num_stages() const {
     const int num_tiles = ceil_div(args->num_row_tiles * args->num_col_tiles - tile, num_clusters);
     return num_tiles * (k_end - k_begin);
@@ -240,7 +240,7 @@ struct GroupedScheduler {
   }
 
  private:
-  // The one after the tile number `i` of this CTA. In a cluster all have the same.
+  // Goes to the tile after the tile number `i` of this CTA. All CTAs of a cluster go to the same one.
   __device__ void next_tile(TileRing<C>& tiles, int i) {
     const int num_clusters = gridDim.x / C.tiles_per_cluster;
     if (args.groups.tile_counter == nullptr) {
@@ -256,7 +256,7 @@ struct GroupedScheduler {
       }
     } else if constexpr (C.tiles_per_cluster > 1) {
       const int first = cluster_rank() / C.tiles_per_cluster * C.tiles_per_cluster;
-      if (i > 0 && lane == 0) tiles.heard.arrive_in_cluster(first);  // of the tile before
+      if (i > 0 && lane == 0) tiles.heard.arrive_in_cluster(first);  // this CTA has read the tile before
       tiles.told.arrive_and_expect(lane == 0, sizeof(int));
       tiles.told.wait(i % 2);
       tile = tiles.tile;
@@ -278,7 +278,7 @@ struct GroupedScheduler {
     const int from = first_token_of(begin) + cell.token * C.tile_tokens;
     TileCoord<C> coord;
     coord.first_token = min(from, args.last_token);
-    // The last tile must not end within 64 tokens, which TMA could not store: it rather overlaps the one before it.
+    // The last tile must not end within 64 tokens, because TMA could not store them: it overlaps the one before it.
     // What is computed and stored twice is the same.
     if (C.begins_anywhere) {
       const int in_rows = min(end - from, C.wgmma_m);  // the tail is stored without TMA
@@ -304,7 +304,7 @@ struct GroupedScheduler {
     }
     tiles_end += tiles_before;
   }
-  // Of the first tile.
+  // Where the first tile of a segment begins.
   static __device__ int first_token_of(int begin) { return C.begins_anywhere ? begin : begin / 4 * 4; }
   static __device__ int token_tiles(int begin, int end) {
     return begin < end ? ceil_div(max(end - first_token_of(begin) - C.tail, 1), C.tile_tokens) : 0;
@@ -312,7 +312,7 @@ struct GroupedScheduler {
   __device__ int weight_tiles() const { return C.swap_ab ? args.num_row_tiles : args.num_col_tiles; }
 };
 
-// As `StaticScheduler`, for the roles that read what the scheduling warp finds.
+// What `StaticScheduler` is in a dense GEMM, for the roles that read what the scheduling warp finds.
 template <GemmConfig C>
 struct SchedulerClient : Ring<C> {
   static constexpr int k_begin = 0;
@@ -345,7 +345,7 @@ struct SchedulerClient : Ring<C> {
     this->next_stage();
     if (++k == k_end) next_tile();
   }
-  // One warp asks for the tile after this one. It asks early enough, since the answer comes from memory; but not
+  // One warp asks for the tile after this one. It asks early enough, since the answer comes from memory, but no
   // earlier, since other clusters cannot take in the end what this one has taken.
   __device__ int wants_at() const { return max(0, k_end - kWantedAhead); }
   __device__ void want_next() {

@@ -21,7 +21,7 @@ from . import heuristic
 from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
 
-Pair = tuple[GemmConfig, GemmConfig]  # of gate and up, and of down
+Pair = tuple[GemmConfig, GemmConfig]  # one for gate and up, one for down
 
 
 class Dense(NamedTuple):
@@ -32,7 +32,7 @@ class Dense(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """E routed experts of k choices, contiguous."""
+    """E routed experts, k choices for each token, in the contiguous layout."""
 
     num_experts: int
     top_k: int
@@ -48,7 +48,7 @@ Config = GemmConfig | Pair
 class Table:
     """layer -> number of tokens -> what was measured to be faster than the heuristic's choice.
 
-    None: measured, and nothing was. Numbers of tokens rise.
+    None says that nothing measured was faster. Numbers of tokens rise.
     """
 
     found: Mapping[Layer, Mapping[int, Config | None]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ NOTHING = Table()
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """num_sms: that may be busy, of all_sms. The table is of GEMMs on all of them."""
+    """num_sms of all_sms SMs may be busy. The table is of GEMMs on all of them."""
 
     num_sms: int
     all_sms: int
@@ -117,7 +117,7 @@ def measured(device_index: int) -> Table:
 
 
 def stored(device_index: int) -> Table:
-    """Raises one of `BROKEN`. tuning/keep.py writes the file: a checksum, then what it is of."""
+    """Read what tuning/keep.py wrote: a checksum, then what it is of. Raises one of `BROKEN`."""
     data = read_beside_kernels(file_name(device_index))
     if data is None:
         return NOTHING
@@ -132,7 +132,7 @@ def checksum(data: bytes) -> bytes:
 
 
 def file_name(device_index: int) -> str:
-    """Of this kind of GPU, and of the kernels as they are: others would have other times."""
+    """A name for this kind of GPU and the kernels as they are: others would have other times."""
     if not torch.cuda.is_available():
         return "tuned-without-gpu.txt"
     of = torch.cuda.get_device_properties(device_index)

@@ -168,8 +168,8 @@ def _read(path: Path, key: str) -> Cubin | None:
         data = read_ours(path)
     except OSError:
         return None
-    with suppress(OSError):  # on a read-only disk, or not ours
-        os.utime(path, follow_symlinks=False)  # last used
+    with suppress(OSError):  # the disk is read-only, or the file not ours
+        os.utime(path, follow_symlinks=False)  # when it was last used
     return Cubin.from_bytes(key, data)
 
 
@@ -182,7 +182,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        # Processes that were killed left temporary files; as a rule, who writes one has the lock.
+        # Processes that were killed left temporary files; as a rule, the writer has the lock.
         with suppress(OSError):
             for temporary in leftovers(path):
                 temporary.unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: Path) -> int | None:
-    """As `try_lock`; None where no lock is to be had."""
+    """Wait for `try_lock`; None where no lock is to be had."""
     if _disk_fails:
         return None
     end = time.monotonic() + _PATIENCE_S

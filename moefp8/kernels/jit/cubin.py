@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 
 _LENGTHS = struct.Struct("<2Q")
-# ptxas says the last of WGMMAs that it serialises, and of a setmaxnreg that it ignores.
+# The last is what ptxas says where it serialises WGMMAs or ignores a setmaxnreg.
 _PROBLEM = re.compile(
     r"\b[1-9]\d* bytes (spill (stores|loads)|stack frame)|Potential Performance Loss"
 )
@@ -17,7 +17,7 @@ class JitError(RuntimeError):
 
 
 class CompileError(Exception):
-    """The compiler's log."""
+    """A program does not compile; the message is the compiler's log."""
 
 
 @dataclass(frozen=True)

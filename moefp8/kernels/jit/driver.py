@@ -43,7 +43,7 @@ class Function:
 
 
 class _OfThread(threading.local):
-    """What one thread has prepared."""
+    """The prepared launches of one thread."""
 
     def __init__(self) -> None:
         self.prepared: dict[Hashable, Any] = {}
@@ -52,7 +52,7 @@ class _OfThread(threading.local):
 class Driver(Libcuda):
     """libcuda, what PyTorch knows of its GPUs, and what is loaded and prepared there.
 
-    max_prepared: how many prepared launches a thread keeps; then it forgets all of them, so that
+    max_prepared: how many prepared launches a thread keeps before it forgets all of them, so that
         shapes that come and go do not fill the memory.
     """
 
@@ -62,7 +62,7 @@ class Driver(Libcuda):
         self._functions: Once[tuple[Kernel, int], Function] = Once()
         self._num_sms: dict[int, int] = {}
         self._is_hopper: dict[int, bool] = {}
-        self.num_losses = 0  # of contexts: what was made in one is lost with it
+        self.num_losses = 0  # how many contexts were lost, with what was made in them
         self.max_sms: int | None = None  # how many SMs GEMMs may use; None: all
         self._of_thread = _OfThread()
 
@@ -95,7 +95,7 @@ class Driver(Libcuda):
         return address
 
     def free(self, address: int) -> None:
-        """What `allocate` gave; kernels that are on its stream already may still use it."""
+        """Give back what `allocate` gave; kernels already on its stream may still use it."""
         torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
     def num_sms(self, device_index: int) -> int:
@@ -118,7 +118,7 @@ class Driver(Libcuda):
     # ---- Functions ----
 
     def load(self, kernel: Kernel, device_index: int) -> Function:
-        """Compiled if need be, and put on that GPU on the first call; also amid a graph's capture.
+        """The kernel on that GPU, compiled and loaded if need be, also amid a graph's capture.
 
         Raises JitError, or OutOfMemoryError.
         """
@@ -167,7 +167,7 @@ class Driver(Libcuda):
         return handle, shared
 
     def _get_function(self, name: str, cubin: Cubin, device_index: int) -> c_void_p:
-        """The module stays loaded for good."""
+        """The function, in a module that stays loaded for good."""
         lib, module, handle = self.library, c_void_p(), c_void_p()
         result = lib.cuModuleLoadData(ctypes.byref(module), cubin.image)
         self.check(result, f"{name}: cannot be loaded", self._why_not_loaded(result, device_index))
@@ -191,7 +191,7 @@ class Driver(Libcuda):
     # ---- Prepared launches ----
 
     def prepared(self) -> dict[Hashable, Any]:
-        """What this thread has prepared, by layouts: see `kernels/common/prepared.py`."""
+        """The prepared launches of this thread, by layouts: see `kernels/common/prepared.py`."""
         return self._of_thread.prepared
 
     def keep(self, key: Hashable, prepared: P) -> P:

@@ -1,4 +1,4 @@
-"""Where the machine code of a cubin lies, which is a 64-bit little-endian ELF file."""
+"""Where machine code lies in a cubin, which is a 64-bit little-endian ELF file."""
 
 import struct
 from ctypes import LittleEndianStructure, c_uint32, c_uint64

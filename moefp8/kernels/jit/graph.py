@@ -39,7 +39,7 @@ class _Node:
 class LaunchGraph:
     """The launches, captured once: a call sets their arguments, and launches them together.
 
-    It belongs to a thread, as they do. Where a driver cannot do it, `make` says None. Two calls
+    It belongs to a thread, as they do. Where a driver cannot do it, `make` gives None. Two calls
     never run at the same time, so on two streams one waits for the other.
     """
 
@@ -52,7 +52,7 @@ class LaunchGraph:
 
     @classmethod
     def make(cls, launches: Sequence[Launch], addresses: tuple[int, ...]) -> "LaunchGraph | None":
-        """addresses: of the call before; nothing is launched."""
+        """Capture the launches without running them; addresses: those of the call before."""
         driver, made = current_driver(), None
         try:
             with driver.outside_capture():
@@ -60,7 +60,7 @@ class LaunchGraph:
                 if graph:
                     driver.library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, 0)
                     made = cls(launches, graph, executable)
-        except (JitError, torch.cuda.OutOfMemoryError):  # what has just been launched is done
+        except (JitError, torch.cuda.OutOfMemoryError):  # the launches are done without it
             return None
         return made if made is not None and executable and made._find_nodes() else None
 
@@ -102,7 +102,7 @@ class LaunchGraph:
         return not self._has_failed
 
     def __del__(self) -> None:
-        """What is lost with its context, or in a fork, the driver must not be told to destroy."""
+        """Destroy the graph, unless it failed, lost its context, or belongs to a parent process."""
         if os.getpid() != self._process or self._has_failed:
             return
         if self._driver.is_lost(self._launches[0].function):

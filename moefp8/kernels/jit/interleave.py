@@ -25,13 +25,13 @@ VERSION = 1  # changes with what `interleaved` does
 _LEAST = 4  # FFMAs that make a run
 _FFMA = 0x223  # all its operands are registers
 _NO_REGISTER = 255  # RZ, which reads as zero
-_SOURCE_C = (1 << 41) - 1  # with its modifiers, and those of A and B
+_SOURCE_C = (1 << 41) - 1  # register C with its modifiers, and those of A and B
 _YIELD = 1 << 45
 _REUSE_B, _REUSE = 1 << 59, 7 << 58
 
 
 class _Instruction(NamedTuple):
-    at: int  # in the image
+    at: int  # its place in the image
     low: int
     high: int
 

@@ -24,7 +24,7 @@ OPTIONS = (
     "--ptxas-options=-warn-spills",
 )
 DEVICE_FOLDER = Path(__file__).parent.parent / "device"
-_FORMAT = 1  # of a cache entry
+_FORMAT = 1  # the version of a cache entry's format
 _COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -40,7 +40,7 @@ class Kernel:
 
     source: the .cu file; `#include "x.cuh"`, in headers too, means the file beside source, else
         the one in `moefp8/kernels/device`.
-    name: C++ name of the `__global__` function, e.g. `gemm_kernel<GemmShape<128, 192, 4, true>>`.
+    name: C++ name of the `__global__` function, e.g. `combine_kernel<Input::kHalf, true>`.
     interleaving: which FFMAs of its promotions yield, see `interleave`; empty: as compiled.
         `MOEFP8_INTERLEAVE=0` leaves all kernels as compiled.
     """
@@ -54,7 +54,7 @@ class Kernel:
 
 
 def compile_kernel(kernel: Kernel) -> Cubin:
-    """From the cache, else compiled; needs no GPU. Raises JitError with the compiler's log."""
+    """The cubin, cached or compiled; needs no GPU. Raises JitError with the compiler's log."""
     program, compiler = _program(kernel), _compiler()
     pattern = "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
     key = _key(program, compiler, pattern)

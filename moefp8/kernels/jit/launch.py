@@ -20,7 +20,7 @@ from .tma import TensorMaps
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _WRONG_CONTEXT = (INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED)
-_ALIGNMENT = 128  # of tensor maps: cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
+_ALIGNMENT = 128  # for tensor maps cuda.h asks for 64 in CUDA 12 and for 128 in CUDA 13
 _WORD = 8
 
 Argument = Structure | TensorMaps
@@ -66,7 +66,7 @@ class Pointer(NamedTuple):
     """Where in a kernel's arguments an address is written.
 
     argument: which argument of the kernel.
-    offset: bytes from its beginning; of a tensor map, where that map begins.
+    offset: bytes from its beginning; for a tensor map, where that map begins.
     """
 
     argument: int
@@ -89,8 +89,8 @@ class Launch:
     """A launch of function over grid x block threads, to be made as often as wanted.
 
     Args:
-        arguments: in the kernel's order, copied: ctypes structures, and tensor maps for
-            `__grid_constant__` ones.
+        arguments: ctypes structures, and tensor maps for `__grid_constant__` ones, in the kernel's
+            order; they are copied.
         pointers: all addresses in them that a call gives.
         shared_bytes: dynamic shared memory.
         cluster: CTAs of a cluster, along x.
@@ -136,11 +136,11 @@ class Launch:
             else:
                 self._places.append((start // _WORD, which, plus))
         held = {which for _, which, _ in self._places + self._opaque_maps}
-        # Of a call's addresses, those that the arguments hold.
+        # Picks those of a call's addresses that the arguments hold.
         self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*held) if held else len
 
     def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
-        """Copy the arguments into one block of memory: where each begins in it."""
+        """Copy the arguments into one block of memory; return where each begins in it."""
         block, starts = bytearray(), []
         for x in arguments:
             data = x.data if isinstance(x, TensorMaps) else bytes(x)
@@ -158,7 +158,7 @@ class Launch:
         return starts
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """On a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
+        """Launch on a CUstream of the thread's current GPU, e.g. `Driver.current_stream`."""
         if addresses != self._addresses:
             self.write(addresses)
         config = self._config
@@ -194,14 +194,14 @@ class Launch:
         return ctypes.addressof(self._parameters)
 
     def _replace_address(self, at: int, address: int) -> None:
-        """Of the tensor map that lies at `at`."""
+        """Replace the address in the tensor map that lies at `at`."""
         driver, function = self._driver, self.function
         replace = driver.library.cuTensorMapReplaceAddress
         result = driver.in_context(function.device_index, lambda: int(replace(at, address)))
         driver.check(result, f"{function}: a tensor map cannot have its address {address:#x}")
 
     def _relaunch(self, result: int) -> None:
-        """A thread that has not used CUDA yet has no context, or it is another GPU's.
+        """Launch in the context of the GPU: the thread may have none yet, or that of another GPU.
 
         If the context was destroyed since the kernel was loaded, so were the tensors that this call
         was given: it fails, and later ones load the kernel again.
@@ -226,7 +226,7 @@ class Launch:
 
 
 def launch_all(launches: Iterable[Launch], device_index: int, addresses: tuple[int, ...]) -> None:
-    """In order, on the GPU's current stream; the thread's current GPU may be another one."""
+    """Launch in order on the GPU's current stream; the thread's current GPU may be another one."""
     driver = current_driver()
     stream = driver.current_stream(device_index)
     if device_index == driver.current_device():

@@ -21,8 +21,8 @@ INVALID_HANDLE: Final = 400
 CONTEXT_IS_DESTROYED: Final = 709
 
 _LOST = (INVALID_CONTEXT, CONTEXT_IS_DESTROYED)
-# Of memory (214), of an address (700, 716, 717), a time-out (702), an assert (710), the hardware's
-# stack (714), an instruction (715, 718), any other (719): no later call of the process works.
+# After errors of memory (214), an address (700, 716, 717), a time-out (702), an assert (710), the
+# hardware's stack (714), an instruction (715, 718) or others (719), no call of the process works.
 _FOR_GOOD = (214, 700, 702, 710, 714, 715, 716, 717, 718, 719)
 _WAYS_OUT = {
     **dict.fromkeys(
@@ -100,7 +100,7 @@ class Libcuda:
         return lib
 
     def check(self, result: int, doing: str, way_out: str = "") -> None:
-        """Raises JitError, or OutOfMemoryError, `<doing>: <the driver's error>; <way_out>`."""
+        """Raise JitError, or OutOfMemoryError, `<doing>: <the driver's error>; <way_out>`."""
         if not result:
             return
         if result in _LOST:

@@ -32,7 +32,7 @@ class Nvcc:
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            # To take its address instantiates the kernel, and nothing else.
+            # Taking its address instantiates the kernel, and nothing else.
             use = f"const void* used = (const void*)({program.expression});"
             main, output = Path(folder, "_main.cu"), Path(folder, "_main.cubin")
             main.write_text(f'#include "{program.main}"\n{use}\n')

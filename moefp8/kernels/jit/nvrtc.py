@@ -107,7 +107,7 @@ def _load() -> tuple[ctypes.CDLL, str]:
 
 
 def _of_torch() -> Path | None:
-    """That of the CUDA that torch was built for: its driver may not run kernels of a newer one."""
+    """NVRTC of the CUDA that torch was built for: the driver may not run kernels of a newer one."""
     version = getattr(sys.modules.get("torch"), "version", None)
     major = (getattr(version, "cuda", None) or "").partition(".")[0]
     packages = find_spec("nvidia")

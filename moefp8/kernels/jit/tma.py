@@ -22,9 +22,9 @@ _SOME_ADDRESS, _OTHER_ADDRESS = 1 << 20, 3 << 20
 
 
 class Box(NamedTuple):
-    """What a tensor map says beside an address: copies move boxes of a tensor.
+    """What a tensor map says besides an address: copies move boxes of a tensor.
 
-    shape, box: elements, innermost first; strides_bytes: of all but the innermost dimension.
+    shape, box: elements, innermost first; strides_bytes: those of all but the innermost dimension.
     swizzle_bytes: 0, 32, 64 or 128.
     l2_bytes: what the L2 cache fetches from memory at a time: 64, 128 or 256.
     """
@@ -52,7 +52,7 @@ class TensorMaps(NamedTuple):
 
 
 def tensor_map(of: Box) -> TensorMaps:
-    """The map of a tensor; zeros beyond its edges.
+    """The map of a tensor; beyond its edges, zeros are read.
 
     Raises JitError if a rule of the TMA is broken (CUDA driver API, cuTensorMapEncodeTiled), and
     without a driver.

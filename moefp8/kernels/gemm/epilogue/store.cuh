@@ -4,7 +4,7 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 
-// The bias of what a thread stores of a tile. It is loaded long before and kept as bits, since to convert it is to wait
+// The bias of what a thread stores of a tile. It is loaded long before and kept as bits, since converting it would wait
 // for it. Where weights are columns, the thread adds two of every 8, but its lane keeps one of every kSpan, which lie
 // in one piece. Shuffles bring the others, since registers would not suffice for them.
 template <GemmConfig C>
@@ -131,7 +131,7 @@ __device__ void store_tile(float (&total)[C.store_n / 2], Staging staging, const
       store_matrices<C.swap_ab>(address, packed(0), packed(1));
     }
   }
-  const int first = C.swap_ab ? first_col : thread.group * 64;  // of the tile's tokens
+  const int first = C.swap_ab ? first_col : thread.group * 64;  // the first of the tile's tokens here
   const bool all = !C.grouped || (coord.begin() <= first && first + C.store_box_tokens <= coord.end());
   fence_for_async();
   named_barrier<kWarpgroup>(1 + thread.group);

@@ -20,7 +20,7 @@ __device__ inline float max_or_nan(float a, float b) {
   return c;
 }
 
-// gate / (1 + exp(-gate)) * up; two approximations of MUFU, each within 2 ulp.
+// gate / (1 + exp(-gate)) * up, by two approximations of MUFU, each within 2 ulp.
 __device__ inline float swiglu(float gate, float up) {
   constexpr float kLog2E = 1.4426950408889634f;
   float exponential, sigmoid;
@@ -52,7 +52,7 @@ __device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, in
   args.activation.scales[row * args.activation.pitch + coord.first_token + token] = scale_inv;
 }
 
-// Copies tokens from the staging, 16 bytes at a time: only those of the group.
+// Copies the tokens of the group, and no others, from the staging, 16 bytes at a time.
 template <GemmConfig C>
 __device__ void store_codes(const uint8_t* staging, const Arguments& args, const TileCoord<C>& coord, int first,
                             int size, int thread) {
@@ -126,7 +126,7 @@ __device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared,
   }
 }
 
-// Where tokens that are columns are on their way out.
+// The shared memory of tokens that are columns, on their way out.
 template <GemmConfig C>
 __device__ uint8_t* columns_staging(Shared<C>& shared) {
   if constexpr (C.tail > 0) return shared.tail_output.tail[0];
@@ -142,7 +142,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   constexpr int kMine = Tokens::kSize / 4, kWarps = kWarpgroup / kWarp, kBarrier = 1 + Tokens::kFirstWarpgroup;
   const int rank = cluster_rank(), slot = num_tiles % 2;
   const int group = thread.group - Tokens::kFirstWarpgroup;  // 0: there is one with tokens as columns
-  uint32_t amax[kMine];  // of every eight tokens, two
+  uint32_t amax[kMine];  // for two of every eight tokens
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const float* of_token = v + i / 2 * 4 + i % 2;
@@ -166,7 +166,7 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   delivered.wait(num_tiles / 2 % 2);
   named_barrier<kWarpgroup>(kBarrier);
   uint8_t* staging = columns_staging(shared);
-  const int output = thread.row - Tokens::kFirstWarpgroup * 64;  // of the tile
+  const int output = thread.row - Tokens::kFirstWarpgroup * 64;  // its index in the tile
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const int token = i / 2 * 8 + thread.col + i % 2;
@@ -191,7 +191,7 @@ __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>
   // The compiler must not see formulas in these: it would form addresses ahead of the loop over tiles, which has no
   // registers for them.
   asm volatile("" : "+r"(thread.index), "+r"(thread.lane), "+r"(thread.row), "+r"(thread.warp));
-  constexpr int kSize = C.parts * C.part_n / 4;  // gate's, then up's
+  constexpr int kSize = C.parts * C.part_n / 4;  // the sums of gate, and as many of up
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
   swiglu(gate, up, args.activation.limit);
