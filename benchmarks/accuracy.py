@@ -1,6 +1,6 @@
 """How far FP8 layers are from exact sums and from BF16: `python -m benchmarks.accuracy`.
 
-Random normal weights and activations; relative error of every row (token), worst and median.
+Weights and activations are normal; it prints the worst and median relative error of rows (tokens).
 """
 
 import argparse

@@ -31,7 +31,7 @@ def circumstances() -> dict[str, str]:
 
 
 def require_gpu(benchmark: str) -> None:
-    """Exit with one sentence where there is none."""
+    """Exit with one sentence where there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(
             f"{benchmark} times GPU kernels, and torch finds no CUDA GPU: run it where there is a "
@@ -40,7 +40,7 @@ def require_gpu(benchmark: str) -> None:
 
 
 def _output_of(*command: str) -> str:
-    """What it prints, or nothing where there is no such program."""
+    """What a command prints, or nothing where there is no such program."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:

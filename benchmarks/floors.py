@@ -1,4 +1,4 @@
-"""Draw how many times as long as it must each layer of routed experts takes."""
+"""Draw the time of each layer of routed experts over the least that it must take."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import OURS
 from benchmarks.session import titles_of
 
-# Of Okabe and Ito, as in `roofline`.
+# These are colours of Okabe and Ito, as in `roofline`.
 _STYLES: dict[str, dict[str, Any]] = {
     HF_BF16: {"marker": "s", "markersize": 4, "color": "#CC79A7"},
     HF_FP8: {"marker": "x", "markersize": 6, "color": "#009E73"},
@@ -27,7 +27,7 @@ def points(rows: list[dict[str, Any]], name: str) -> list[tuple[str, float]]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """(tokens, time over the floor) at which ours would be just as fast as it is to be."""
+    """(tokens, time over the floor) at which ours would just reach its goal."""
     of_mega = dict(points(rows, MEGA))
     found = [(str(row["tokens"]), goal_of(row)) for row in rows]
     return [(t, of_mega[t] / goal) for t, goal in found if goal and t in of_mega]

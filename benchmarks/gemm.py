@@ -1,8 +1,8 @@
 """The dense FP8 GEMM beside its peers on one Hopper GPU: `python -m benchmarks.gemm`.
 
 Every peer in `benchmarks.peers` multiplies random operands of DeepSeek-V3's shapes, in one process
-and taking turns; device time, L2 flushed before every call. First the worst row of each result is
-compared with FP64 sums of the very numbers that the peer was given.
+and taking turns; device time counts, and L2 is flushed before every call. First the worst row of
+each result is compared with FP64 sums of the very numbers that the peer was given.
 """
 
 import argparse
@@ -47,7 +47,7 @@ AGAINST = {
     "per_tensor": ("cuBLASLt per-tensor", (PER_TENSOR,)),
     "bf16": ("torch BF16", (BF16,)),
 }
-GROUPS = (1, 16), (64, 128), (512,), (4096,)  # of M
+GROUPS = (1, 16), (64, 128), (512,), (4096,)  # values of M that share goals
 # (M, against) -> (geometric mean, worst): how many times as fast as these ours is to be.
 GOALS: dict[tuple[tuple[int, ...], str], tuple[float, float]] = {
     ((1, 16), "best"): (1.20, 1.03),
@@ -56,7 +56,7 @@ GOALS: dict[tuple[tuple[int, ...], str], tuple[float, float]] = {
     ((4096,), "deep_gemm"): (1.05, 1.00),
     **{(group, "per_tensor"): (1.00, 0.0) for group in GROUPS},
 }
-ERROR_GOAL = 2.0  # times DeepGEMM's
+ERROR_GOAL = 2.0  # times DeepGEMM's error
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def compare(rows: Iterable[Row], ms: Iterable[int], against: str) -> Comparison | None:
-    """Over the rows whose M is one of `ms`; None where nothing can be compared."""
+    """The comparison of rows whose M is one of `ms`; None where nothing can be compared."""
     names, wanted = AGAINST[against][1], set(ms)
     found = [(ratio(row, names), case_of(row)) for row in rows if row["m"] in wanted]
     ratios = [(value, case) for value, case in found if value is not None]
@@ -170,13 +170,13 @@ def host_times(names: Iterable[str]) -> dict[str, float]:
 
 
 def lines_of_table(rows: list[Row]) -> Iterator[str]:
-    """The lines of one M."""
+    """The lines for one M."""
     yield f"M = {rows[0]['m']}"
     yield from lines_of_shapes(rows, {name: PEERS[name].title for name in rows[0]["peers"]})
 
 
 def lines_of_shapes(rows: list[Row], titles: dict[str, str]) -> Iterator[str]:
-    """Ours in full; of the others the time, and how many times as long as ours it is."""
+    """Our figures in full; the others' times, and how many times as long as ours they are."""
     peers = [name for name in titles if name != OURS]
     yield f"{'N x K':>13}  {'moefp8, us':>10} {'TFLOP/s':>8} {'GB/s':>6} {'error':>8}" + "".join(
         f"  {titles[name]:>21}" for name in peers

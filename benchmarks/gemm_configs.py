@@ -1,7 +1,7 @@
-"""How far is `choose_config` from the best configuration? `python -m benchmarks.gemm_configs`.
+"""How far is `choose_config` from the best config? `python -m benchmarks.gemm_configs`.
 
-Times every configuration of `gemm.cu` that fits, of a grid wider than the list that `choose_config`
-takes from, on random data and with L2 flushed; then compares its choice with the best one.
+It times every config of `gemm.cu` that fits, in a grid wider than the list that `choose_config`
+takes from, on random data and with L2 flushed; then it compares the choice with the best one.
 """
 
 import argparse
@@ -28,11 +28,11 @@ RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
 N_K = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 _COLS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-_AT_ONCE = 64  # in one profile
+_AT_ONCE = 64  # calls in one profile
 
 
 def grid(case: Case) -> Iterator[GemmConfig]:
-    """Configurations to try; `stages` is left open."""
+    """Configs to try; `stages` is left open."""
     m, depths, up_to_4 = case.m, (1, 2), (1, 2, 3, 4)
     if m <= 128:
         for rows, depth, split, ctas in product((64, 128), depths, up_to_4, up_to_4):
@@ -66,7 +66,7 @@ def possible(case: Case) -> list[GemmConfig]:
 
 
 def call_of(config: GemmConfig, operands: Operands) -> Call:
-    """A call with this configuration, whatever would be chosen."""
+    """A call with this config, whatever would be chosen."""
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
     given = gemm_operands.Operands(*operands.a, *operands.b, d)
     matrices = gemm_operands.fitting_operands(given, False, keep_d=False)
@@ -90,7 +90,7 @@ def measure(case: Case) -> dict[str, object]:
     for start in range(0, len(names), _AT_ONCE):
         some = {name: calls[name] for name in names[start : start + _AT_ONCE]}
         us |= device_us_many({"0": calls["0"], **some}, repeats=5, warm_up_seconds=0.02)
-    # The choice and the best once more, side by side: the minimum of many flatters.
+    # Time the choice and the best once more, in turns: the minimum of many flatters.
     best = min(us, key=us.__getitem__)
     again = device_us_many({"0": calls["0"], best: calls[best]}, repeats=15)
     ratio = again["0"] / again[best]

@@ -1,7 +1,7 @@
 """The grouped FP8 GEMMs beside DeepGEMM on one Hopper GPU: `python -m benchmarks.grouped`.
 
 Every peer in `benchmarks.grouped_peers` multiplies the same random tokens of many groups, in one
-process and taking turns; device time, L2 flushed before every call. The worst row of each result is
+process and taking turns, in device time, L2 flushed before every call. Each result's worst row is
 compared with FP64 sums of the very numbers that the peer was given. What is padding is no work.
 """
 
@@ -44,7 +44,7 @@ def against_deep_gemm(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def errors_of(rows: Iterable[Row]) -> dict[str, float]:
-    """The worst row of each peer, by its title."""
+    """The error of the worst row of each peer, by its title."""
     rows = list(rows)
     return {
         title: max(found["error"] for row in rows if "us" in (found := row["peers"].get(name, {})))

@@ -17,7 +17,7 @@ QWEN3_30B = (1536, 2048), (2048, 768)
 
 
 def spread(groups: int, mean: int) -> list[int]:
-    """0.7 to 1.3 times the mean each."""
+    """Numbers of 0.7 to 1.3 times the mean each."""
     g = torch.Generator().manual_seed(0)
     return [
         max(1, int(mean * (0.7 + 0.6 * torch.rand(1, generator=g).item()))) for _ in range(groups)
@@ -30,7 +30,7 @@ def between(groups: int, least: int, most: int) -> list[int]:
 
 
 def zipf(groups: int, mean: int) -> list[int]:
-    """The r-th busiest has about 1/r of the busiest; in random order, and `mean` on average."""
+    """Numbers in random order, `mean` on average: the r-th largest is about 1/r of the largest."""
     shares = [1 / rank for rank in range(1, groups + 1)]
     ends = [round(groups * mean * share / sum(shares)) for share in accumulate(shares)]
     counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -44,9 +44,9 @@ class Setting:
 
     Attributes:
         form: how the tokens lie, `CONTIGUOUS` or `MASKED`.
-        loads: in words.
+        loads: the numbers of tokens, in words.
         goal: how many times as fast as DeepGEMM ours is to be, at each shape; or None.
-        max_m: of the masked form.
+        max_m: the rows of each group in the masked form.
     """
 
     form: str
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Without a space, for a command line."""
+        """The setting without a space, for a command line."""
         return str(self).replace(" x ", "x").replace(" ", "-")
 
     @property

@@ -18,8 +18,8 @@ from moefp8.kernels import BLOCK, E4M3, num_blocks, round_up, tma_aligned
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 
 PADDED = "moefp8_padded"
-MOST_BF16_BYTES = 8e9  # of weights
-GUARD_ROWS = 8  # of no group, behind all others
+MOST_BF16_BYTES = 8e9  # larger weights are not kept in BF16
+GUARD_ROWS = 8  # they are of no group, behind all others
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Operands:
 
     x: [T, K], group by group.
     w: [G, N, K], or None where that is too large.
-    alignment: of the first row of each group, where rows are padded.
+    alignment: it divides the first row of each group, where rows are padded.
     """
 
     case: Case
@@ -79,7 +79,7 @@ class Operands:
 
 
 def alignment() -> int:
-    """DeepGEMM's, and without it ours, which is the same on Hopper."""
+    """DeepGEMM's alignment, and without it ours, which is the same on Hopper."""
     try:
         import deep_gemm
     except Exception:
@@ -138,12 +138,12 @@ class Rows:
 
     @classmethod
     def dense(cls, operands: Operands) -> "Rows":
-        """No padding."""
+        """Rows without padding."""
         return cls.spread(operands, [0, *operands.ends[:-1]], (len(operands.x),))
 
     @classmethod
     def padded(cls, operands: Operands) -> tuple["Rows", torch.Tensor]:
-        """Groups begin at multiples of the alignment; also `grouped_layout`."""
+        """Rows of groups that begin at multiples of the alignment; also `grouped_layout`."""
         ends = accumulate(round_up(count, operands.alignment) for count in operands.counts)
         *starts, num_rows = 0, *ends
         rows = cls.spread(operands, starts, (num_rows,))

@@ -9,7 +9,7 @@ from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
 from benchmarks.session import Row
 
-# Of these results, in this order.
+# `headlines` takes these results, in this order.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"

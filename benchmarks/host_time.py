@@ -2,8 +2,8 @@
 
 A call costs the host the same whatever the GPU does meanwhile. Beside a repeated call stand calls
 with new addresses (of tokens, and of another layer of the same layout), with numbers of tokens that
-were seen before, and with new ones within a configuration that was seen. All layers of one layout
-share what is prepared, so a new number of tokens costs a model what "a model's layer" says.
+were seen before, and with new ones within a config that was seen. All layers of one layout share
+the prepared launches, so a new number of tokens costs a model what "a model's layer" says.
 
 Without a GPU, launches go to a driver that does nothing, and BF16 is left out.
 """
@@ -28,10 +28,10 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.kernels import jit
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
-NUM_LAYERS = 61  # of DeepSeek-V3
+NUM_LAYERS = 61  # DeepSeek-V3 has so many
 TOKENS = 16
 KNOWN_TOKENS = range(TOKENS, TOKENS + 8)
-NEW_TOKENS = range(4097, 4353)  # all have one configuration
+NEW_TOKENS = range(4097, 4353)  # all have one config
 CALLS, ROUNDS = 100, 25
 
 
@@ -100,7 +100,7 @@ def linear_calls(device: str) -> tuple[list[Any], Call]:
 
 
 def bf16_calls(device: str) -> tuple[list[Any], Call]:
-    """`F.linear`, a function: what a module costs, ours pays in addition."""
+    """`F.linear`, a function: ours pays in addition what a module costs."""
     layers, _ = bf16_module_calls(device)
     tokens = _slices(torch.randn(NEW_TOKENS[-1], 2048, device=device).bfloat16())
     return [layer.weight for layer in layers], lambda weight, n: F.linear(tokens[n], weight)
@@ -145,7 +145,7 @@ def kinds_of(layers: list[Any], call: Call) -> dict[str, Callable[[], float]]:
     first, fresh = layers[0], iter(NEW_TOKENS)
     for n in KNOWN_TOKENS:
         call(first, n)
-    call(first, next(fresh))  # the configuration, and its kernels
+    call(first, next(fresh))  # it prepares the config and its kernels
     return {
         "repeated": lambda: us_of(itertools.repeat(lambda: call(first, TOKENS)), CALLS),
         "new addresses": lambda: us_of(

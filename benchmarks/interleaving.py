@@ -34,7 +34,7 @@ from moefp8.kernels.jit.interleave import interleaved, promotions
 from moefp8.quant import quantize_1x128, quantize_128x128
 
 RESULTS = Path(__file__).parent / "results" / "interleaving.json"
-NUM_SMS = 132  # of an H200
+NUM_SMS = 132  # an H200 has so many
 GEMMS = (
     *((1, 4096, 7168), (64, 4096, 7168), (128, 4096, 7168), (512, 4096, 7168)),
     *((512, 7168, 16384), (512, 24576, 1536), (1024, 7168, 16384), (4096, 2112, 7168)),
@@ -48,7 +48,7 @@ LAYERS = (
     *(("deepseek_v3", 1024), ("deepseek_v3", 4096), ("deepseek_v3", 16384)),
 )
 AS_COMPILED, AGAIN, SHIPPED = "as compiled", "as compiled, again", "shipped"
-# Of a run, over and over: 1 goes on, 0 lets another warp issue. The first is what NVRTC 13 does.
+# Runs of FFMAs repeat one: 1 goes on, 0 lets another warp issue. The first is what NVRTC 13 does.
 PATTERNS = "01", "1", "0", "0011", "011", "0111", "01111", "0111111", "01111111", "0" + "1" * 15
 
 
@@ -63,7 +63,7 @@ def name_of(variant: Variant) -> str:
 
 
 def variants_of(compiler: str, search: bool) -> Iterator[Variant]:
-    """Unless all are searched for, just what the newer compiler would do."""
+    """The variants to compare; without `search`, the one pattern is the newer compiler's."""
     for name in (AS_COMPILED, AGAIN) if search else (AS_COMPILED,):
         yield Variant(compiler, name, lambda kernel, image: image)
     yield Variant(compiler, SHIPPED, lambda kernel, image: patched(image, kernel.interleaving))
@@ -78,7 +78,7 @@ def patched(image: bytes, pattern: str) -> bytes:
 
 
 def stalling(image: bytes) -> bytes:
-    """What yields waits a cycle longer, as if the next one needed its result a little."""
+    """An FFMA that yields waits a cycle longer, as if the next one needed its result a little."""
     image = interleaved(image, "01")
     made = bytearray(image)
     for run in promotions(image):
@@ -95,7 +95,7 @@ def file_of(kernel: Kernel) -> str:
 
 
 def kernels() -> list[Kernel]:
-    """Of all cases, as an H200 chooses them."""
+    """The kernels of all cases, as they are chosen on an H200."""
     found = {kernel_of(choose_config(*shape, NUM_SMS), None) for shape in GEMMS}
     for num_groups, mean in GROUPS:
         tokens = sum(spread(num_groups, mean))
@@ -124,7 +124,7 @@ def compile_into(folder: Path) -> None:
 def loader(folder: Path, variant: Variant) -> Callable[[Kernel], Cubin]:
     def compiled(kernel: Kernel) -> Cubin:
         path = folder / file_of(kernel)
-        if not path.exists():  # one without promotions
+        if not path.exists():  # it has no promotions
             return compile_kernel(kernel)
         cubin = Cubin.from_bytes(kernel.name, path.read_bytes())
         if cubin is None:

@@ -1,10 +1,10 @@
 """How fast experts are loaded, and at how much extra memory: `python -m benchmarks.load`.
 
-Writes a checkpoint of MoE experts (E experts, H hidden, I intermediate; DeepSeek keys, several
+It writes a checkpoint of MoE experts (E experts, H hidden, I intermediate; DeepSeek keys, several
 shards) into a temporary directory, reads it once to warm the page cache, then loads it into
 preallocated modules, in a fresh process for every repeat: all of it, also with narrower scales, and
 the part of one rank. The baseline is safetensors' `load_file`, stack, cat, copy, which also says
-what must come out. Speed is of bytes that were read. Extra memory is the peak over what was
+what must come out. Speed counts bytes that were read. Extra memory is the peak over what was
 resident before, as a share of them; with `--device cuda` that of the GPU, too.
 """
 
@@ -64,7 +64,7 @@ class Experts(nn.Module):
         return self
 
     def checksum(self) -> int:
-        """Of bytes and their order."""
+        """A checksum of bytes and their order."""
         total = 0
         for tensor in self.state_dict().values():
             for rows in tensor.view(torch.int32).flatten(0, 1).split(4096):
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def _write(directory: Path) -> int:
-    """A checkpoint for each dtype of scales, all in the page cache; how many files one has."""
+    """Write a checkpoint for each dtype of scales, into the page cache; return one's file count."""
     from safetensors.torch import load_file, save_file
 
     from moefp8.checkpoint import save_checkpoint
@@ -220,7 +220,7 @@ def _measure(case: _Case, path: Path, device: str) -> dict:
 
 
 def _expect(case: _Case, path: Path, device: str) -> dict:
-    """What must come out: of the whole by safetensors, cut afterwards."""
+    """What must come out: the whole as safetensors loads it, cut afterwards."""
     from moefp8.distributed import shard
 
     model = Experts(device)

@@ -9,7 +9,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A dash where there is none."""
+    """The value as text, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,8 +1,8 @@
 """Whole layers of routed experts beside their peers on one Hopper GPU: `python -m benchmarks.moe`.
 
 Tokens in BF16 and the router's choice are given, BF16 comes back. Every peer in
-`benchmarks.moe_peers` gets the same random ones, in one process and taking turns; device time, L2
-flushed before every call. Results are compared with a layer in FP32 that has the same FP8 weights.
+`benchmarks.moe_peers` gets the same random ones, in one process and taking turns, in device
+time, L2 flushed before every call. Results are compared with an FP32 layer of the same FP8 weights.
 """
 
 import argparse
@@ -39,7 +39,7 @@ GOALS = {
     "qwen3_30b_a3b": {1: 2.0, 16: 1.3, 128: 1.3, 1024: 1.5, 4096: 1.8},
     "deepseek_v3": {1: 1.30, 16: 1.03, 128: 1.03, 1024: 1.08, 4096: 1.50},
 }
-ERROR_GOAL = 1.0  # times that of each FP8 peer
+ERROR_GOAL = 1.0  # times the error of each FP8 peer
 
 
 def measure(name_of_model: str, case: Case, names: Iterable[str]) -> Row:
@@ -96,7 +96,7 @@ def head_of_table(names: Iterable[str]) -> str:
 
 
 def lines_of_row(row: Row) -> Iterator[str]:
-    """Ours in full; of the others the time, and how many times as long as ours it is."""
+    """Our figures in full; the others' times, and how many times as long as ours they are."""
     ours, goal = row["peers"][OURS], goal_of(row)
     graph = ours.get("graph_us")
     line = f"{row['tokens']:>6} {row['active']:>6} {row['floor_us']:8.1f}  {ours['us']:10.1f} "
@@ -136,7 +136,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
         if ran:
             worst, row = max(((error_ratio(row, name), row) for row in ran), key=lambda e: e[0])
             line = f"error, moefp8 over {PEERS[name].title}: at most {worst:.2f} at {case_of(row)}"
-            met = verdict(round(worst, 2) <= ERROR_GOAL)  # of 64 random tokens
+            met = verdict(round(worst, 2) <= ERROR_GOAL)  # errors are of 64 random tokens
             yield f"{line}  goal {ERROR_GOAL:.2f}: {met}"
     moved = [case_of(row) for row in rows if not row["peers"][OURS]["repeatable"]]
     yield "the same bits before and after timing: " + (

@@ -31,9 +31,9 @@ def reference(
 
 
 def accuracy(case: Case, results: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Of up to 64 tokens, the first and the last among them, for each of `results`.
+    """The errors of each of `results`, at up to 64 tokens with the first and the last among them.
 
-    error: relative, of all these tokens as one vector, and `worst_row` of the worst of them.
+    error: that of all these tokens as one vector, relative; worst_row: that of the worst of them.
     fp8_error: the former, against the computation that rounds activations to FP8 as well.
     """
     num_tokens, device = len(case.x), case.x.device

@@ -45,7 +45,7 @@ def random_experts(model: Model, device: str = "cuda") -> GroupedExperts:
 
 
 def dequantized(experts: GroupedExperts, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one expert: fp32 gate_up [2I, H] and down [H, I]."""
+    """The weights of one expert: fp32 gate_up [2I, H] and down [H, I]."""
 
     def values(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
         n, k = data.shape[-2:]
@@ -60,7 +60,7 @@ def dequantized(experts: GroupedExperts, expert: int) -> tuple[torch.Tensor, tor
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens x bf16 [T, H], and for each its experts int64 [T, k] and their weights fp32 [T, k]."""
+    """Tokens x bf16 [T, H], and for each its experts int64 [T, k] and their scores fp32 [T, k]."""
 
     model: Model
     experts: GroupedExperts
@@ -70,7 +70,7 @@ class Case:
 
     @classmethod
     def random(cls, model: Model, experts: GroupedExperts, num_tokens: int) -> "Case":
-        """Normal tokens and logits; the weights of a token add up to 1."""
+        """Normal tokens and logits; the scores of a token add up to 1."""
         device = experts.down_proj.device
         x = torch.randn(num_tokens, model.hidden_size, device=device).bfloat16()
         scores = torch.randn(num_tokens, model.num_experts, device=device).softmax(dim=-1)

@@ -1,8 +1,8 @@
 """What MoE layers choose by measurement, measured again: `python -m benchmarks.moe_choices`.
 
-On a Hopper GPU, for DeepSeek-V3: layouts of the experts, a prompt that is split because of its
-workspace, shared experts beside or behind the routed ones in a CUDA graph and as one op or three
-linears, clusters that take tiles from a counter or have every n-th, and the router.
+These are choices for DeepSeek-V3 on a Hopper GPU: layouts of the experts, a prompt that is split
+because of its workspace, shared experts beside or behind the routed ones in a CUDA graph and as one
+op or three linears, clusters that take tiles from a counter or have every n-th, and the router.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def layouts(experts: GroupedExperts) -> Iterator[Row]:
 
 
 def long_prompt(experts: GroupedExperts) -> Iterator[Row]:
-    """Time, memory above what there was, and whether tokens are those of a call of their own."""
+    """Time, memory above what there was, and whether tokens are as in a call of their own."""
     case = Case.random(MODEL, experts, LONG_TOKENS)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -59,7 +59,7 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
     for tokens in COUNTER_TOKENS:
         call, calls = Case.random(MODEL, experts, tokens).run, {}
         for name, takes in (("counter", True), ("every n-th", False)):
-            # Each has launches of its own: what takes_tiles says is kept in them.
+            # Each has prepared launches of its own: these keep what takes_tiles said.
             kept = on_driver(jit.Driver(), call)
             calls[name] = _with(experts_launch, "takes_tiles", lambda *_, t=takes: t, kept)
         yield {"what": "tiles, us", "tokens": tokens, **rounded(layer_us_many(calls, 15))}
@@ -109,7 +109,7 @@ def _with(place: Any, name: str, value: object, call: Call) -> Call:
 
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
-    """With normal numbers; scales such that what comes out is about as large as what comes in."""
+    """Fill with normal numbers, and scales such that outputs are about as large as inputs."""
     for name, parameter in module.named_parameters():
         if name.endswith("scale_inv"):
             parameter.fill_(0.01)

@@ -28,7 +28,7 @@ def _sgl_megamoe(case: Case) -> Call:
 
     (num_tokens, h), i = case.x.shape, case.model.intermediate_size
     num_experts, top_k = case.model.num_experts, case.model.top_k
-    # Of one rank, memory that others can write is memory like any other.
+    # If there is one rank, memory that others can write is like any other.
     names = {
         "empty": torch.empty,
         "rendezvous": lambda memory, group: SimpleNamespace(buffer_ptrs=[memory.data_ptr()]),
@@ -74,7 +74,7 @@ def _hf_deepgemm(case: Case) -> Call:
     import deep_gemm
     from transformers.integrations import deepgemm
 
-    # What transformers would download, and name after the module that holds it.
+    # This stands for what transformers would download, and name after its module.
     names = dict.fromkeys(field.name for field in fields(deepgemm.DeepGEMM)) | {
         "fp8_fp4_matmul": deep_gemm.fp8_gemm_nt,
         "grouped_fp8_fp4_matmul_nt": deep_gemm.m_grouped_fp8_gemm_nt_contiguous,
@@ -112,7 +112,7 @@ def _hf_bf16(case: Case) -> Call:
 def _as_in_transformers(
     gate_up: torch.Tensor, down: torch.Tensor, **more: object
 ) -> SimpleNamespace:
-    """What its functions read of the module whose `forward` they are."""
+    """What transformers' functions read of the module whose `forward` they are."""
 
     def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -139,7 +139,7 @@ def _call_of(forward: Callable[..., torch.Tensor], module: SimpleNamespace, case
 
 
 def _without_room(case: Case) -> str | None:
-    """Its weights, and some 12 bytes for each element of the rows between its GEMMs."""
+    """Why it lacks room for its weights and some 12 bytes for each element between its GEMMs."""
     model = case.model
     sizes = model.hidden_size + model.intermediate_size
     needed = 2 * model.num_experts * model.weights_of_expert

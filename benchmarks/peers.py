@@ -4,7 +4,7 @@ Each multiplies x [M, K] by w [N, K] transposed and gives bf16 [M, N]. They diff
 take, which `Peer.operands` says:
 
 `block_scaled`: E4M3 with 1x128 and 128x128 scales, made once by `moefp8.quant` for all of them.
-`codes`: the same E4M3 data without scales. No substitute for the former, but a ceiling.
+`codes`: the same E4M3 data without scales. It is no substitute for the former, but a ceiling.
 `bf16`: what was quantized.
 """
 
@@ -212,7 +212,7 @@ def first_line(error: BaseException) -> str:
 
 
 def deep_gemm_version() -> str:
-    """Of whichever distribution the module comes from."""
+    """The version of whichever distribution the module comes from."""
     for name in importlib.metadata.packages_distributions().get("deep_gemm", []):
         return f"{name} {importlib.metadata.version(name)}"
     return str(getattr(importlib.import_module("deep_gemm"), "__version__", "unknown"))

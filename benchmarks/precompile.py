@@ -1,6 +1,6 @@
 """How long `moefp8.precompile` takes from an empty cache: `python -m benchmarks.precompile`.
 
-No GPU takes part. For layers of DeepSeek-V3: the feed-forward alone (router, routed and shared
+No GPU takes part. It compiles for DeepSeek-V3: the feed-forward alone (router, routed and shared
 experts), and with the linears of attention.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _in_a_process(name: str, max_tokens: int) -> dict[str, object]:
-    """Of its own, since what a process has compiled it keeps in memory."""
+    """Measure in a process of its own, since a process keeps what it has compiled in memory."""
     command = [sys.executable, "-m", "benchmarks.precompile", "--one", name, str(max_tokens)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     told, row = done.stdout.splitlines()

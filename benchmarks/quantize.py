@@ -1,7 +1,7 @@
 """Quantization on a Hopper GPU, beside a copy: `python -m benchmarks.quantize`.
 
-BF16 to E4M3. Device time, L2 flushed before every call; GB/s of all bytes that must move (elements
-read, codes and scales written), and their share of what a plain copy moves on the same GPU.
+BF16 becomes E4M3; device time counts, with L2 flushed before every call. GB/s are of all bytes that
+must move (elements read, codes and scales written), and their share is of what a plain copy moves.
 `--sweep` times every way to cut the 1x128 kernel, to choose `quantize_launch.cut_1x128` by.
 """
 
@@ -28,7 +28,7 @@ CUTS = [
     for threads in (32, 64, 128, 256)
 ]
 RESULTS = Path(__file__).parent / "results" / "quantize.json"
-GOAL_BYTES, GOAL_SHARE = 64e6, 0.85  # of the copy bandwidth, for inputs of at least so many bytes
+GOAL_BYTES, GOAL_SHARE = 64e6, 0.85  # share of a copy's speed, for inputs of that size and above
 
 Row = dict[str, Any]
 OPS: dict[str, Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]] = {

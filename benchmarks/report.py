@@ -239,7 +239,7 @@ def _moe_times(rows: list[Row], titles: dict[str, str]) -> str:
 
 
 def interleaving_table(results: Results) -> str:
-    """As each compiler lets FFMAs yield, and as we do; how many times as fast that is."""
+    """Times as each compiler lets FFMAs yield and as we do; how many times as fast that is."""
     compilers, lines = results["compilers"], []
     for row in results["rows"]:
         cells = [row["case"]]
@@ -263,7 +263,7 @@ def precompile_table(results: Results) -> str:
 
 
 def tuning_table(results: Results) -> str:
-    """Of each layer: how many sizes another choice is faster at, and by how much."""
+    """At how many sizes of each layer another choice is faster, and by how much."""
     layers: dict[str, list[Row]] = {}
     for row in results["rows"]:
         layers.setdefault(row["layer"], []).append(row)

@@ -78,7 +78,7 @@ def _draw_roofs(axes: Any, roof: dict[str, float], left: float, right: float) ->
         y,
         f"copies on this GPU: {roof['copy']:.1f} TB/s",
         color=_GREY,
-        rotation=degrees(atan2(y, x)),  # in data; the axes turn it to the slope of the roof
+        rotation=degrees(atan2(y, x)),  # it is in data; the axes turn it to the roof's slope
         rotation_mode="anchor",
         transform_rotates_text=True,
     )

@@ -33,9 +33,9 @@ def first_calls(
     operands: object,
     needed: Collection[str] = (OURS,),
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Row]]:
-    """By name: the calls that `operands` can be given to, a copy of their results, and "refused".
+    """The calls that `operands` can be given to, copies of their results, and "refused", by name.
 
-    A peer that fails is left out, as one that refuses; that of a `needed` one is an error.
+    A peer that fails is left out, as one that refuses; a `needed` one raises.
     """
     calls: dict[str, Call] = {}
     first: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def finish(
 ) -> None:
     """Keep the results, print `lines` if there are any, and exit with 1 if a case has no row.
 
-    They go to `out`, or without it to `usual` if those are all cases that there are.
+    The results go to `out`, or without it to `usual` if those are all cases that there are.
     """
     num_rows = len(results["rows"])
     if out or (is_all and num_rows == num_cases):

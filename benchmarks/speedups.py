@@ -1,11 +1,11 @@
-"""Draw how many times as fast as DeepGEMM each grouped GEMM is, beside what it is to be."""
+"""Draw how many times as fast as DeepGEMM each grouped GEMM is, beside its goal."""
 
 from pathlib import Path
 from typing import Any
 
 from benchmarks.grouped import GOALS, against_deep_gemm, by_setting
 
-# Of Okabe and Ito, as in `roofline`.
+# These are colours of Okabe and Ito, as in `roofline`.
 _OURS, _DEEP_GEMM, _GREY = "#0072B2", "#D55E00", "#555555"
 _GAP = 0.6  # between settings, in bars
 

@@ -33,9 +33,9 @@ class Event(NamedTuple):
     end: float
 
 
-# Read in an eighth and in half of a millisecond. A slow host launches the last of four kernels when
-# the former is over, and so is the first kernel, which those behind it overlap. But a GPU that has
-# rested for long multiplies large matrices faster than one that had work.
+# Reading these takes an eighth and half of a millisecond. With the former, a slow host launches the
+# last of four kernels when the first is over, though they should overlap. But a GPU that has rested
+# for long multiplies large matrices faster than one that had work.
 FLUSH_BYTES, LONG_FLUSH_BYTES = 512 << 20, 2 << 30
 _ATTEMPTS = 3
 
@@ -43,7 +43,7 @@ _ATTEMPTS = 3
 class Flush:
     """Evict everything from L2 by reading memory.
 
-    Reading, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing it
+    It reads, because what a memset leaves in L2 is dirty: the timed kernel would pay for writing it
     back. `marker` holds the names of what one flush runs on the device, as the profiler saw them.
     """
 
@@ -188,7 +188,7 @@ def on_driver(driver: jit.Driver, call: Call) -> Call:
 
 
 def graph_us_many(replays: Mapping[str, Call], repeats: int = 20) -> dict[str, float]:
-    """Times of what `captured` gives. Queued behind the flush, launching it costs nothing."""
+    """Times of what `captured` gives; launching it, queued behind the flush, costs nothing."""
     return _stream_us_many(replays, repeats, idle_first=False)
 
 

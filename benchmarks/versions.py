@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "versions.json"
-SECONDS = 0.15  # of each measurement, without rest
+SECONDS = 0.15  # each measurement lasts so long, without rest
 ROUNDS = 5
 LINEARS = ((7168, 2048), (2048, 7168), (4096, 4096))  # (K, N)
 EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "DeepSeek-V3": (256, 8, 7168, 2048)}
@@ -111,7 +111,7 @@ def _us_without_rest(call: Callable[[], object]) -> float:
         for _ in range(10):
             call()
         num_calls += 10
-        if num_calls % 200 == 0:  # so that no more is queued than time is left
+        if num_calls % 200 == 0:  # so that no more is queued than time is left for
             torch.cuda.synchronize()
     end.record()
     torch.cuda.synchronize()

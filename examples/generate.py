@@ -3,8 +3,8 @@
     python examples/generate.py                    # writes two small checkpoints and runs them
     python examples/generate.py --checkpoint DIR   # any that transformers knows, in FP8 blocks
 
-Needs transformers (pip install '.[hf]' in a clone) and no GPU; for `--device cuda`, transformers
-also needs accelerate.
+It needs transformers (pip install '.[hf]' in a clone) and no GPU; `--device cuda` also needs
+accelerate.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DEMO = "deepseek_v3", "qwen3_moe"
 
 def load(directory: Path, device: str) -> PreTrainedModel:
     """transformers' model with our modules where the checkpoint holds FP8 weights."""
-    place = {} if device == "cpu" else {"device_map": device}  # which needs accelerate
+    place = {} if device == "cpu" else {"device_map": device}  # this needs accelerate
     return AutoModelForCausalLM.from_pretrained(
         directory, quantization_config=FP8Config(), dtype=torch.bfloat16, **place
     )
@@ -48,7 +48,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> tupl
         )
         return output[0, ids.shape[1] :].tolist()
 
-    run(2)  # the prompt and one token: what is compiled or set up at first use
+    run(2)  # it compiles or sets up what is needed at first use
     start = time.perf_counter()
     new = run(num_tokens)
     return new, len(new) / (time.perf_counter() - start)
@@ -115,7 +115,7 @@ def main() -> None:
     from small_checkpoint import write_small_checkpoint
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # of the MTP layer, which transformers' model has no place for
+    logging.set_verbosity_error()  # it warns of the MTP layer, which transformers' model lacks
     with tempfile.TemporaryDirectory() as directory:
         for family in DEMO:
             original = write_small_checkpoint(Path(directory) / family, family)

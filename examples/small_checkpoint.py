@@ -36,7 +36,7 @@ COMMON = {
     "eos_token_id": 1,
 }
 
-# Published scales are in FP32 or, of Qwen3, in BF16.
+# Published scales are in FP32, those of Qwen3 in BF16.
 _SCALE_DTYPE = {"qwen3_moe": torch.bfloat16, "qwen3_next": torch.bfloat16}
 
 # What published checkpoints leave in BF16: embeddings, head, norms, routers and gates.
@@ -124,7 +124,7 @@ FAMILIES = tuple(_CONFIGS)
 
 
 def small_config(family: str) -> PretrainedConfig:
-    """family: one of FAMILIES."""
+    """The config of a small model of family, one of FAMILIES."""
     if family not in _CONFIGS:
         raise ValueError(f"small_config: family must be one of {FAMILIES}, got {family!r}")
     return _CONFIGS[family]()

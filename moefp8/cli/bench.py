@@ -93,7 +93,7 @@ def _title(layer: Layer) -> str:
 
 
 def _short(config: Config | None) -> str:
-    """Show its tiles of tokens x weights."""
+    """Show a config's tiles of tokens x weights."""
     if config is None:
         return ""
     pair = config if isinstance(config, tuple) else (config,)

@@ -117,7 +117,7 @@ def _few(values: Sequence[Any]) -> str:
 
 
 def _anomalies(found: Inspection, width: int) -> Iterator[str]:
-    """Tell paths from the checkpoint's own on, which is told above."""
+    """Show anomalies, with paths from the checkpoint's own on, which is told above."""
     for x in found.anomalies:
         text = f"{x.rule}: {x.kind}"
         if x.of_values:

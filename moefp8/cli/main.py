@@ -21,7 +21,7 @@ def script() -> int:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> int:
-    """argv: without the program's name; None: `sys.argv`. prog: how it was called."""
+    """Run a command. argv: without the program name; None: `sys.argv`. prog: how it was called."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="FP8 mixture-of-experts layers for PyTorch.",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
         return 2
     try:
         status = arguments.run(arguments)
-        if sys.stdout is not None:  # as it is where it was closed before (`>&-`)
+        if sys.stdout is not None:  # it is None where it was closed before (`>&-`)
             sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough; Python would flush, and fail, once more

@@ -196,7 +196,7 @@ def _contiguous(form: str) -> Gemm:
 
 
 def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """int32 [M], the group of each row or -1, from the row that each group ends before, [G]."""
+    """The group of each row or -1, int32 [M]; ends, int32 [G]: the row each group ends before."""
     check_tensor(op, "grouped_layout", ends, (torch.int32,), 1)
     check_shape(op, "grouped_layout", ends, [len(b)], "[G] with use_psum_layout")
     alignment = get_mk_alignment_for_contiguous_layout()

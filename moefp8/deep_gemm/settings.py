@@ -105,4 +105,4 @@ def set_ignore_compile_dims(new_value: bool) -> None:
 
 
 def set_block_size_multiple_of(new_value: int | tuple[int, int]) -> None:
-    """Do nothing: our configurations have tiles of their own."""
+    """Do nothing: our configs have tiles of their own."""

@@ -18,7 +18,7 @@ from ..layers.parts import parts_of_plain
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of `FP8Linear`, `GroupedExperts`, `TopKRouter` that ask for no gradient, by name.
 
-    A tied parameter is there under each of its names. For FSDP:
+    A tied parameter is there under each of its names. FSDP leaves them alone by
     `FullyShardedDataParallel(model, ignored_states=list(frozen.values()))` and
     `fully_shard(model, ignored_params=set(frozen.values()))`. FSDP does not broadcast what it
     ignores, so every rank must load the same.

@@ -1,7 +1,7 @@
 """`shard`: keep one rank's part of linears and experts, for tensor and expert parallelism.
 
-E experts, H hidden, I intermediate. Of an axis of N, rank r of R holds
-[r * N // R, (r + 1) * N // R).
+E experts, H hidden, I intermediate. Rank r of R holds [r * N // R, (r + 1) * N // R) of an axis
+of length N.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
       sum up to the whole. A bias is on rank 0 alone.
     - "intermediate": I of experts, or of gate_proj, up_proj and down_proj; the outputs sum up.
     - "experts": E; the outputs sum up. The module takes the ids of the whole model, and counts
-      those of other ranks with weight 0; `expert_offset` is the id of its first expert.
+      those of other ranks with score 0; `expert_offset` is the id of its first expert.
 
     Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
     the same modules along another axis. Hooks and modules stay. Returns `model`.
@@ -70,7 +70,7 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
     Args:
         plan: pattern (fnmatch) of dotted names -> kind. Every module that matches must have the
             axis, and every pattern must match.
-        rank, num_ranks: of the ranks among which the axis is divided, as evenly as goes.
+        rank, num_ranks: this rank, and how many divide the axis among them, as evenly as goes.
 
     Raises:
         ValueError: a plan, rank or module does not fit, or a rank would hold nothing. The model is
@@ -127,7 +127,7 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
 
 
 def _is_linear(module: Any) -> bool:
-    """Other subclasses are refused: nobody knows which scales they have, or what they do."""
+    """Whether it can be cut: nobody knows which scales other subclasses have, or what they do."""
     return type(module) is nn.Linear or isinstance(module, FP8Linear)
 
 
@@ -151,7 +151,7 @@ def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
 
 
 def _check(model: nn.Module, cuts: list[_Cut]) -> None:
-    """Each parameter must be of one module, and cut once along an axis."""
+    """Raise ValueError unless each parameter is of one module, and cut once along an axis."""
     num_homes = Counter(x for module in model.modules() for x in {*module._parameters.values()})
     cut_axes: set[tuple[int, str, int]] = set()
     for cut in cuts:

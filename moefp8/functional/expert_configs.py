@@ -1,4 +1,4 @@
-"""How large an expert layer is, and which configurations its two GEMMs get.
+"""How large an expert layer is, and which configs its two GEMMs get.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -17,7 +17,7 @@ _MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too man
 
 
 class Sizes(NamedTuple):
-    """Of a layer, and of a part of its tokens."""
+    """The sizes of a layer, and of a part of its tokens."""
 
     num_tokens: int
     top_k: int
@@ -42,17 +42,17 @@ def mean_load(sizes: Sizes) -> tuple[int, int]:
 
 
 def deciding_numbers(sizes: Sizes) -> Iterator[int]:
-    """From each of these numbers of tokens up to the next, `experts_configs` chooses the same.
+    """The numbers of tokens where `experts_configs`, if nothing is measured, may choose anew.
 
-    All that such a layer can have are begun by one of them, which may be above its number.
+    Each pair that such a layer can get begins at one of them; some may be above its own number.
     """
     num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     for load in deciding_loads(num_experts, h, i):
-        yield (load - 1) * num_experts // sizes.top_k + 1  # the first with that load or more
+        yield (load - 1) * num_experts // sizes.top_k + 1  # the first number with that load or more
 
 
 def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
-    """As measured; else by the mean load of an expert that has a token."""
+    """The pair that was measured, else one by the mean load of an expert that has a token."""
     tuned = None if sizes.masked else source.table.look_up(_layer_of(sizes), sizes.num_tokens)
     if isinstance(tuned, tuple):
         return tuned
@@ -75,7 +75,7 @@ def _layer_of(sizes: Sizes) -> Experts:
 
 
 def gate_up_config(source: ConfigSource, tokens: int, h: int, i: int) -> GemmConfig:
-    """Of experts that every token takes."""
+    """The config of gate and up for experts that every token takes."""
     return choose_experts_configs(tokens, 1, h, i, source.num_sms)[0]
 
 
@@ -89,7 +89,7 @@ def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -
 
 
 def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
-    """From each of these up to the next, `choose_experts_configs` chooses the same; they rise."""
+    """The loads, rising, at which `choose_experts_configs` may choose anew."""
     many = ceil_div(int(MANY_PRODUCTS / 2), num_groups * h * i)
     return sorted({*range(1, 2 * SOME_TOKENS + 1), many})
 
@@ -97,18 +97,18 @@ def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
 def choose_experts_configs(
     tokens: int, num_groups: int, h: int, i: int, num_sms: int
 ) -> tuple[GemmConfig, GemmConfig]:
-    """For gate and up, and for down, of `num_groups` experts with `tokens` tokens each, about.
+    """The configs of gate and up, and of down, for `num_groups` experts of about `tokens` tokens.
 
-    From timing up to 20 configurations of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other. Of a single group, `tokens` is exact:
-    it has a tail if that then holds what is behind the rows.
+    They come from timing up to 20 configs of each for 12 loads of the experts of DeepSeek-V3 and of
+    Qwen3-30B-A3B on an H200, alone and one behind the other. For a single group, `tokens` is exact:
+    it gets a tail if the tail holds all tokens behind the tile's rows.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
     many = num_groups * tokens * h * i >= MANY_PRODUCTS / 2
     about_128 = 128 < PEAK_LOAD * tokens <= 192
     most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
-    if tokens <= FEW_TOKENS:  # as in `choose_grouped_config`
+    if tokens <= FEW_TOKENS:  # `choose_grouped_config` does so, too
         cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
         few = partial(down, 128, cols, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
         configs = few(gate_up=True, parts=2), few()
@@ -127,6 +127,6 @@ def choose_experts_configs(
         configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
     else:
         configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
-    if num_sms == 1:  # which cannot hold a cluster of two CTAs
+    if num_sms == 1:  # one SM cannot hold a cluster of two CTAs
         configs = gate_up(128, 256, parts=2), down(128, 128, num_product_buffers=2)
     return with_most_stages(configs[0]), with_most_stages(configs[1])

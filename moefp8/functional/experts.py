@@ -32,7 +32,7 @@ _OP = "experts"
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """`silu(gate) * up` in FP32; with `limit`, of gate below it and up within +-limit."""
+    """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides."""
     gate, up = gate.float(), up.float()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
@@ -49,16 +49,16 @@ class ExpertsInputs(NamedTuple):
 
     hidden_states: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated
         values, which are FP32 before.
-    top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice held elsewhere, which has weight
+    top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice held elsewhere, which has score
         0. Values are checked on the CPU; on a GPU other ids count as E.
     top_k_weights: [T, k] bf16, fp16 or fp32.
-    gate_up_proj: e4m3 [E, 2I, H], gate first; each has 128x128 blocks of its own.
+    gate_up_proj: e4m3 [E, 2I, H], gate first; gate and up have 128x128 blocks of their own.
     gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
     down_proj: e4m3 [E, H, I].
     down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
     swiglu_limit: see `swiglu`.
-    masked: on a GPU, every expert has T rows of memory, else as many as it has tokens; the result
-        is the same.
+    masked: whether, on a GPU, every expert has T rows of memory, not as many as it has tokens; the
+        result is the same.
     """
 
     hidden_states: torch.Tensor
@@ -73,7 +73,7 @@ class ExpertsInputs(NamedTuple):
 
 
 def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
-    """Check, then allocate the result. Also the fake body."""
+    """Check, then allocate the result; this is also the fake body."""
     *tensors, swiglu_limit, _ = inputs
     hidden_states, down = inputs.hidden_states, inputs.down_proj
     fp32, ids = (torch.float32,), (torch.int32, torch.int64)

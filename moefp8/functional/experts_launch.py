@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
 1. `routing/dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows:
-   one kernel, or of many choices two.
+   one kernel, or two for many choices.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
 4. `routing/combine.cu`: the weighted sum of every token's rows.
@@ -50,7 +50,7 @@ from .workspace import (
 
 _OP = "experts"
 MAX_WORKSPACE_BYTES = 4 << 30
-Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their weights
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their scores
 
 # The addresses of a call, in order: the tokens, the six of `Weights`, the result, the workspace.
 _X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y, _MEMORY = map(
@@ -60,12 +60,12 @@ _X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is kept of a layer for tokens of one layout.
+    """What is kept for one layout of a layer and its tokens.
 
     num_parts: in how many parts the tokens are computed; 0: there is nothing to compute.
     up, up_scales: bytes from gate to up, and from the scales of gate to those of up.
     fits: whether TMA can address the weights; if not, every call copies them.
-    launches: None, if the tokens are split or copied first.
+    launches: the prepared launches; None if the tokens are split or copied first.
     """
 
     num_parts: int
@@ -88,7 +88,7 @@ def launch_experts(
     Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call.
 
     check: raises if the arguments are wrong; called for layouts that are new.
-    y: for the result, contiguous, if there is memory for it.
+    y: contiguous memory for the result; None: it is allocated.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])
@@ -125,7 +125,7 @@ def _launch_parts(
     masked: bool,
     y: torch.Tensor,
 ) -> None:
-    """Part by part; or as a whole, with hidden states in order."""
+    """Launch part by part, or as a whole with hidden states made contiguous."""
     x, ids, scores = tokens
     if num_parts == 0:
         y.zero_()
@@ -178,10 +178,10 @@ def prepare_experts(
     sms: Sms,
     y_is_aligned: bool = True,
 ) -> Launches:
-    """All kernels of a layer, for a call's addresses in the order of the tokens, of `Weights`, of
-    y [T, H] and of the workspace.
+    """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
+    the tokens, `Weights`, y [T, H], the workspace.
 
-    weights: which fit.
+    weights: TMA must be able to address them.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -196,7 +196,7 @@ def prepare_experts(
             x=_X,
             rows=_in_memory(at.tokens),
             row_scales=_in_memory(at.token_scales),
-            counts=_in_memory(at.activated),  # not yet in use
+            counts=_in_memory(at.activated),  # it is not yet in use
             zeros=_in_memory(at.tile_counters),
             routing=RoutingSources(
                 ids=_IDS,

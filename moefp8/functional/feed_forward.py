@@ -36,7 +36,7 @@ _OP = "feed_forward"
 class FeedForwardInputs(NamedTuple):
     """What `feed_forward` takes.
 
-    x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so is what is activated.
+    x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated values.
     gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
     swiglu_limit: see `swiglu` in experts.py.
     """
@@ -52,7 +52,7 @@ class FeedForwardInputs(NamedTuple):
 
 
 def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
-    """Check, then allocate the result. Also the fake body."""
+    """Check, then allocate the result; this is also the fake body."""
     x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
@@ -91,7 +91,7 @@ def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     (num_tokens, _), size = x.shape, gate.shape[0]
     if y.numel() == 0 or size == 0:
         return y.zero_()
-    # Before all kernels of ours. Of up, the kernel knows the address alone: it lies as gate does.
+    # Copies come before our kernels. The kernel knows only the address of up: up lies as gate does.
     fitting_gate = fitting(gate)
     fitting_up = lying_as(fitting_gate, up)
     if gate_scale_inv.stride() != up_scale_inv.stride():  # one may be a single number, expanded
@@ -113,7 +113,7 @@ def _launch_gate_up(
     scales: torch.Tensor,
     swiglu_limit: float | None,
 ) -> None:
-    """SwiGLU of the GEMMs of gate, in operands, and of up, which lies alike, into d and scales."""
+    """Write SwiGLU of the GEMMs of gate, in operands, and up, lying alike, into d and scales."""
     driver = current_driver()
     tensors = (*operands, up, up_scale_inv, scales)
     limit = math.inf if swiglu_limit is None else swiglu_limit

@@ -43,7 +43,7 @@ class LinearInputs(NamedTuple):
 
 
 def _allocate(inputs: LinearInputs) -> torch.Tensor:
-    """Check, then allocate the result. Also the fake body."""
+    """Check, then allocate the result; this is also the fake body."""
     x, weight, weight_scale_inv, bias = inputs
     check_same_device(_OP, **inputs._asdict())
     check_tensor(_OP, "x", x, FLOATS, 2)
@@ -67,14 +67,14 @@ def _body(inputs: LinearInputs) -> torch.Tensor:
     return y.copy_(result if bias is None else result + bias.float())
 
 
-# The addresses of a call, in order; MEMORY lies between the two kernels.
+# The addresses of a call, in order; the first kernel fills MEMORY for the second.
 _X, _WEIGHT, _SCALES, _Y, _BIAS, _MEMORY = map(Source, range(6))
 
 
 def _launch(inputs: LinearInputs) -> torch.Tensor:
     """`fp8_linear` on a Hopper GPU: two kernels on the current stream; nothing waits for them.
 
-    The second starts while the first ends, and loads weights and bias meanwhile. That is right
+    The second starts while the first ends, and loads weights and bias meanwhile. That is safe
     after our own kernel, which lets it start only once what came before is complete, and writes
     neither.
     """
@@ -109,7 +109,7 @@ def _launch(inputs: LinearInputs) -> torch.Tensor:
 
 
 def _prepare(inputs: LinearInputs) -> Launches:
-    """Both kernels; none where operands have to be copied, or there is nothing to compute."""
+    """The launches of both kernels; none where operands must be copied or nothing is to be done."""
     x, weight, weight_scale_inv, bias = inputs
     (m, k), n = x.shape, weight.shape[0]
     in_order = x.stride(1) == 1 and (bias is None or bias.is_contiguous())

@@ -14,7 +14,7 @@ from ..routing.dispatch_launch import most_count_bytes
 from .expert_configs import Sizes
 
 _ALIGNMENT = 256
-Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # as in `experts`
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `ExpertsInputs`
 
 
 class Workspace(NamedTuple):
@@ -55,12 +55,12 @@ class Workspace(NamedTuple):
 
 
 def scale_pitch(rows: int) -> int:
-    """From one k-block's scales to the next's, in elements."""
+    """The distance from one k-block's scales to the next's, in elements."""
     return round_up_to_tma(rows, 4)
 
 
 class Weights(NamedTuple):
-    """Of all experts, as TMA can address them: e4m3 and fp32 scales."""
+    """The weights of all experts, gate apart from up: e4m3 matrices and their fp32 scales."""
 
     gate: torch.Tensor  # [E, I, H]
     gate_scale_inv: torch.Tensor
@@ -86,7 +86,7 @@ def split_weights(projections: Projections) -> Weights:
 
 
 def fitting_weights(weights: Weights) -> Weights:
-    """Each itself, or a copy that TMA can address."""
+    """The weights, each itself or a copy that TMA can address."""
     gate = fitting(weights.gate)
     return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
 

@@ -1,8 +1,8 @@
-"""The transformers plug-in: `import moefp8.hf`, then transformers' own functions know moefp8.
+"""The transformers plug-in: after `import moefp8.hf`, transformers' functions know moefp8.
 
 `from_pretrained(path, quantization_config=moefp8.hf.FP8Config())` loads block-FP8 checkpoints
 into our modules, and quantizes others as they are loaded; `experts_implementation="moefp8"` runs
-the experts that transformers keeps itself. Needs the extra `hf`.
+the experts that transformers keeps itself. It needs the extra `hf`.
 
 Reading order: `versions`, `config`, `quantizer` (what is swapped, and what is checked before),
 `placement` (several devices), `merge` (how experts reach their stacks), `experts`.

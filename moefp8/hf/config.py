@@ -30,7 +30,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     Args:
         skip, only, filter_fn, overrides: as in `convert`, for checkpoints that are not FP8 yet; a
-            UserWarning tells if it is. None is the same as ().
+            UserWarning tells if one is. None is the same as ().
         modules_to_not_convert: transformers' name for skip; both may be given.
         activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
             expert_dtype: transformers' other keywords, which must have their defaults.
@@ -71,7 +71,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
-        """For a checkpoint whose config.json has the `quantization_config` stored."""
+        """The config for a checkpoint whose config.json has the `quantization_config` `stored`."""
         config = cls()
         config.stored = copy.deepcopy(stored)
         return config
@@ -97,7 +97,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         return {"quant_method": METHOD}
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
+        """What config.json gets: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
         config = {"quant_method": "fp8", **copy.deepcopy(self.stored or FP8_QUANTIZATION)}
         if self.kept or (self.stored and self.kept is not None):
             name = "ignore" if "config_groups" in config else "modules_to_not_convert"
@@ -125,7 +125,7 @@ def _check(name: str, value: Any, wanted: Any, way_out: str = "") -> None:
 def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
     """`AutoConfig.from_pretrained(path)`, naming moefp8: for `from_pretrained(path, config=...)`.
 
-    Needed where `quant_method` is not `fp8`, as in FP8_BLOCK of compressed-tensors: transformers
+    Use it where `quant_method` is not `fp8`, as in FP8_BLOCK of compressed-tensors: transformers
     does not let an `FP8Config` take such a checkpoint over. kwargs are those of AutoConfig. Raises
     ValueError if the checkpoint is not quantized in FP8 blocks of 128x128.
     """

@@ -21,7 +21,7 @@ from ..layers.module import run_without_backward
 from ..quant import BlockScaled, quantize_1x128, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 
-_CACHE = "_moefp8_experts"  # no submodule, so that no state dict holds it
+_CACHE = "_moefp8_experts"  # it is no submodule, so that no state dict holds it
 _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -91,7 +91,7 @@ register_optimizer_step_post_hook(_see_step)
 
 
 def _states_of(module: nn.Module) -> list[Any]:
-    """These change when a value does, unless it was made in inference mode, or `x.data` is set."""
+    """What changes when a parameter does, unless made in inference mode or set through `.data`."""
     return [
         (id(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
         for x in module.parameters(recurse=False)

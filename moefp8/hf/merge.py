@@ -50,14 +50,14 @@ def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
 def is_target(pattern: str, name: str, or_above: bool = False) -> bool:
     """Whether a conversion's target pattern, whose groups match anything, ends `name`.
 
-    or_above: or the name of a module above it: some say `q_proj` for all that is below it.
+    or_above: whether it may end a name above `name`: some say `q_proj` for all that is below it.
     """
     end = r"(?:\.|$)" if or_above else "$"
     return re.search(re.sub(r"\\\d", ".*", pattern) + end, name) is not None
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:
-    """With other operations, and `suffix` behind the keys and names that it converts."""
+    """A copy with other operations, and with `suffix` behind the keys and names it converts."""
     sources = [source + suffix for source in conversion._original_source_patterns]
     targets = [target + suffix for target in conversion._original_target_patterns]
     if hasattr(conversion, "copy"):

@@ -179,7 +179,7 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
     model: Any = module
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, FP8Quantizer):
-        if getattr(model, "is_quantized", False):  # by us, who are loading it, or by another
+        if getattr(model, "is_quantized", False):  # we are loading it, or another did it
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
     quantizer.prepare_to_save(model)
@@ -201,7 +201,7 @@ def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModul
 
 
 def _cuts(conversion: Any, names: list[str]) -> bool:
-    """Whether it fuses one of these weights, or its scales, from keys other than single experts."""
+    """Whether it fuses one of the named weights, or its scales, from other keys than experts'."""
     if not isinstance(conversion, WeightConverter):
         return False
     if any(isinstance(step, MergeModulelist) for step in conversion.operations):
@@ -242,7 +242,7 @@ def _check_places(model: Any, files: list[Path]) -> None:
 
 
 def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
-    """FP8 tensors that torch.save wrote; no data is read. Its old format, no zip, has none."""
+    """FP8 tensors that torch.save wrote; no data is read. Its old format, not a zip, has none."""
     for file in filter(is_zipfile, files):
         try:
             stored = torch.load(file, map_location="meta", weights_only=True, mmap=True)
@@ -254,7 +254,7 @@ def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
 
 
 def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
-    """Without a config that says FP8, transformers would take codes for weights."""
+    """Refuse FP8 tensors: without a config that says FP8, codes would be taken for weights."""
     if (first := next(found, None)) is not None:
         raise CheckpointError(
             f"{first}: FP8, but the model's config has no quantization_config, so its scales would "

@@ -3,7 +3,7 @@
 import re
 from importlib.util import find_spec
 
-OLDEST = (5, 10)  # as in pyproject.toml: from here on it asks a quantizer for its conversions
+OLDEST = (5, 10)  # as pyproject.toml says: since then it asks a quantizer for conversions
 
 
 def check() -> None:

@@ -50,7 +50,7 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
-    expert_offset: int | None = None  # the first expert of a part of E
+    expert_offset: int | None = None  # the id of its first expert, if it holds a part of E
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class GroupedExperts(FixedDtypeModule):
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gate_up_proj [E, 2I, H], down_proj [E, H, I]), otherwise as `FP8Linear.dequantize`."""
+        """Return (gate_up_proj [E, 2I, H], down_proj [E, H, I]), like `FP8Linear.dequantize`."""
         check_dtype("GroupedExperts.dequantize", dtype)
         gate_up, down = (
             torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -162,11 +162,11 @@ class GroupedExperts(FixedDtypeModule):
             hidden_states: [T, H] bf16, fp16 or fp32, or [..., H] with T rows in all. NaN and Inf
                 stay in their own token's row.
             top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
-                counts with weight 0. Checked on the CPU; on a GPU other ids count as E too.
+                counts with score 0. Ids are checked on the CPU; on a GPU others count as E too.
             top_k_weights: [T, k] bf16, fp16 or fp32.
 
         Returns:
-            The shape and dtype of `hidden_states`, rounded to BF16 on the way.
+            A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
         Raises TypeError or ValueError for other inputs, NotImplementedError in `backward()`.
         """

@@ -23,7 +23,7 @@ class FixedDtypeModule(nn.Module):
     is_converted = False  # whether `convert` put it in another module's place
 
     def _look_up(self, name: str) -> Any:
-        """`getattr(self, name)`, in a third of the time: `nn.Module` looks among these last."""
+        """`getattr(self, name)` in a third of the time: `nn.Module` looks for parameters last."""
         parameters = self._parameters
         if name in parameters:
             return parameters[name]
@@ -66,7 +66,7 @@ class FixedDtypeModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _problems(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """What forbids to load the fixed tensors; only exact casts are allowed."""
+        """What forbids loading the fixed tensors; only exact casts are allowed."""
         names = [n for n in self.fp8_names + self.fp32_names if getattr(self, n) is not None]
         came = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         layer, problems = type(self).__name__, []
@@ -91,7 +91,7 @@ class FixedDtypeModule(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: FP8 data as (bytes, requires_grad), since FP8 storages do not unpickle."""
+        """Give pickle (bytes, requires_grad) for FP8 data, since FP8 storages do not unpickle."""
         data = {name: self.get_parameter(name) for name in self.fp8_names}
         codes = {name: (x.detach().view(torch.uint8), x.requires_grad) for name, x in data.items()}
         parameters = {**self._parameters, **dict.fromkeys(codes)}
@@ -105,7 +105,7 @@ class FixedDtypeModule(nn.Module):
 
 
 def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
-    """Whether a call does more than the forward of the module's class, which a swap would lose.
+    """Whether a call does more than the forward of the module's class: a swap would lose that.
 
     That may be hooks (the pre-hook `besides` does not count), a `forward` that was set on the
     module, as accelerate does, or a `__call__` of its class.
@@ -195,7 +195,7 @@ class _NoBackward(torch.autograd.Function):
 def run_without_backward(layer: str, run: Callable[..., torch.Tensor], *inputs: Any) -> Any:
     """`run(*inputs)`, recorded only where needed: an autograd function costs as much as a launch.
 
-    Raises NotImplementedError in `backward()`, and at once as `records` does.
+    Raises NotImplementedError in `backward()`, and at once where `records` does.
     """
     can_record = torch.is_grad_enabled() or forward_ad._current_level >= 0
     if can_record and records(layer, *inputs):

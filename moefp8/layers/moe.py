@@ -1,4 +1,4 @@
-"""`MoE`: router, routed experts and optional shared experts: the whole feed-forward of a layer."""
+"""`MoE`, the whole feed-forward of a layer: router, routed experts, optional shared experts."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class SharedExperts(nn.Module):
 
     @property
     def is_one_op(self) -> bool:
-        """Whether to call a projection is to multiply by its weight, and no more."""
+        """Whether calling a projection multiplies by its weight, and does no more."""
         return all(
             type(x) is FP8Linear and x.bias is None and not is_wrapped(x)
             for x in (self.gate_proj, self.up_proj, self.down_proj)
@@ -146,7 +146,7 @@ _FEW_TOKENS = 128
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device, thread: int, current: int) -> torch.cuda.Stream:
-    """One for each thread and stream, since several threads or streams may be at work at once."""
+    """A stream for each thread and current stream, since several may be at work at once."""
     return torch.cuda.Stream(device)
 
 
@@ -155,9 +155,9 @@ def _side_by_side(
     second: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first(x), second(x)); few tokens in a CUDA graph are computed by both at the same time.
+    """(first(x), second(x)), computed at the same time for few tokens in a CUDA graph.
 
-    With more tokens the GPU gains nothing; without a graph the host takes longer than it gains.
+    With more tokens the GPU gains nothing; without a graph it gains less than the host loses.
     """
     is_on_gpu = x.is_cuda and not torch.compiler.is_compiling()
     is_few = is_on_gpu and x.shape[0] <= _FEW_TOKENS

@@ -57,7 +57,7 @@ class Part:
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether it holds experts as [E, 2I, H] and [E, H, I], gate rows first, in FP8 or not."""
+    """Whether a module has experts as [E, 2I, H] and [E, H, I], gate rows first, in FP8 or not."""
     stacks = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     return (
         all(stack is not None and stack.dim() == 3 for stack in stacks)
@@ -66,11 +66,11 @@ def is_stacked(module: nn.Module) -> bool:
     )
 
 
-Parts = Mapping[int, Part]  # by axis; other axes are whole
+Parts = Mapping[int, Part]  # axis -> its part; other axes are whole
 
 
 def parts_of(module: nn.Module) -> Mapping[str, Parts]:
-    """The parts of its parameters by name; empty for a module that is whole.
+    """The parts of a module's parameters by name; empty for a module that is whole.
 
     A parameter that is noted and None lies on other ranks.
     """
@@ -165,7 +165,7 @@ def map_ids(module: Any, expert_offset: int) -> None:
 def to_own_ids(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-hook: ids of the whole model become ids here, or E with weight 0."""
+    """A pre-hook: ids of the whole model become ids here, or E with score 0."""
     given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
     given |= kwargs
     index, weights = given["top_k_index"], given["top_k_weights"]

@@ -18,14 +18,14 @@ from ..layers.router import TOP_K_NAMES
 from ..system.progress import Progress
 from .variants import Demand, Experts, FeedForward, Layer, Linear, Router
 
-DEFAULT_SMS = 132  # of H100 SXM, H200 and GH200; an H100 PCIe has 114, an H20 78
+DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OPS = {"softmax": "softmax_topk", "sigmoid": "sigmoid_group_topk"}
 
 
 @dataclass(frozen=True)
 class Precompiled:
-    """num_kernels: compiled, or found in the cache; seconds: that this took."""
+    """num_kernels: how many were compiled, or found in the cache; seconds: how long it took."""
 
     num_kernels: int
     seconds: float
@@ -43,18 +43,18 @@ def precompile(
 ) -> Precompiled:
     """Compile every kernel that calls of `model` with 1 to `max_tokens` tokens can need.
 
-    Launches nothing and needs no GPU, only NVRTC (`pip install nvidia-cuda-nvrtc`), so that a
+    It launches nothing and needs no GPU, only NVRTC (`pip install nvidia-cuda-nvrtc`), so that a
     container image can be built with a warm cache. The model may lie anywhere, also on the meta
     device: only sizes count. What is in the cache is not compiled again.
 
     Args:
-        max_tokens: of one call: batch times sequence length. A call with more works, too, and
+        max_tokens: batch times sequence length of one call. A call with more works, too, and
             compiles what it lacks.
         dtype: of activations; None: those of the model's other parameters, or bf16 without any.
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
         num_sms: of the GPU to compile for; None: of every Hopper GPU here, or 132 (H100 SXM, H200)
             without one. What was tuned on a GPU here is compiled, too.
-        num_threads: that compile; None: as many as there are processors.
+        num_threads: how many compile; None: as many as there are processors.
         progress: show a line on stderr; None: where that is a terminal.
 
     Raises:
@@ -106,7 +106,7 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             continue
         if isinstance(module, SharedExperts) and module.is_one_op:
             parts.update(module.children())
-            i, h = module.gate_proj.weight.shape  # with the zeros of a sharded one
+            i, h = module.gate_proj.weight.shape  # a sharded one counts its zeros, too
             yield FeedForward(h, i)
         elif isinstance(module, FP8Linear):
             bias = None if module.bias is None else module.bias.dtype
@@ -137,7 +137,7 @@ def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int
 
 
 def _dtypes_of(model: nn.Module) -> frozenset[torch.dtype]:
-    """The dtypes of other modules' parameters, which activations have: of 16 bits, if any is."""
+    """The dtypes of other modules' parameters, which activations have: those of 16 bits, if any."""
     others = (x for x in model.modules() if not isinstance(x, FixedDtypeModule))
     found = {x.dtype for module in others for x in module.parameters(recurse=False)}
     found &= set(FLOATS)
@@ -145,7 +145,7 @@ def _dtypes_of(model: nn.Module) -> frozenset[torch.dtype]:
 
 
 def _config_sources(num_sms: int | None) -> list[ConfigSource]:
-    """One for each kind of Hopper GPU here, of those with num_sms if it is given.
+    """A source for each kind of Hopper GPU here, or of those with num_sms if it is given.
 
     Without such a GPU it is the heuristic's for num_sms, or for the most common number.
     """

@@ -22,9 +22,9 @@ from ..routing import combine_launch, dispatch_launch, top_k_launch
 class Demand(NamedTuple):
     """What layers are to be ready for.
 
-    max_tokens: of one call, at least 1.
-    dtypes: of activations: bf16, fp16 and fp32, or some of them.
-    configs: which configurations GEMMs have, on a GPU of so many SMs or as measured on one.
+    max_tokens: the most of one call, at least 1.
+    dtypes: those of activations: bf16, fp16 and fp32, or some of them.
+    configs: which configs GEMMs have, on a GPU of so many SMs or as measured on one.
     """
 
     max_tokens: int
@@ -93,7 +93,7 @@ class Experts(NamedTuple):
                 num_experts=self.num_experts,
                 max_choices=demand.max_tokens * self.top_k,
             )
-        # Our routers give FP32 weights; others give what the activations are.
+        # Our routers give FP32 scores; those of others have the dtype of activations.
         for dtype in {*demand.dtypes, torch.float32}:
             yield combine_launch.kernel_of(dtype, h % 8 == 0)
 

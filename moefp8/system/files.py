@@ -11,11 +11,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_MAX_BYTES = 16 << 20  # of a file that is read as a whole
+_MAX_BYTES = 16 << 20  # the most that a file read as a whole may have
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder unless it exists, as `require_private` asks for it. Raises OSError.
+    """Make the folder unless it exists, as one that `require_private` accepts. Raises OSError.
 
     One that exists keeps its mode, and may be on a read-only disk.
     """
@@ -27,7 +27,7 @@ def make_private(folder: Path) -> None:
 
 
 def require_private(folder: Path) -> None:
-    """Raises OSError unless it is a folder, and as `require_ours` says."""
+    """Raise OSError unless it is a folder, and one that `require_ours` accepts."""
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is no directory")
@@ -35,7 +35,7 @@ def require_private(folder: Path) -> None:
 
 
 def require_ours(path: Path, status: os.stat_result) -> None:
-    """Raises PermissionError unless the file is ours or root's, and only its owner may write to it.
+    """Raise PermissionError unless the file is ours or root's, and only its owner may write to it.
 
     Root may change all of our files anyway, and builds container images.
     """
@@ -48,9 +48,9 @@ def require_ours(path: Path, status: os.stat_result) -> None:
 
 
 def read_ours(path: Path) -> bytes:
-    """Raises OSError if there is no file, it never ends, or somebody else may have written it.
+    """Return its bytes. Raises OSError if it is missing, never ends, or others may write to it.
 
-    Nor may it have more than 16 MiB.
+    It may have 16 MiB at most.
     """
     with open(path, "rb", opener=_open_plainly) as file:
         status = os.fstat(file.fileno())
@@ -70,7 +70,7 @@ def _open_plainly(path: str, flags: int) -> int:
 def publish(path: Path, data: bytes) -> None:
     """Let `path` hold all of `data`, or what it held before. Raises OSError.
 
-    Meanwhile, and for good if the process is killed, it lies beside it, as `leftovers` finds it.
+    Meanwhile, and for good if the process is killed, data lie beside it, where `leftovers` looks.
     """
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:

@@ -8,7 +8,7 @@ _SECONDS_BETWEEN = 0.1
 
 
 class Progress:
-    """Context manager; `advance` may be called from any thread.
+    """A context manager, whose `advance` may be called from any thread.
 
     total: in raw units (bytes, kernels); unit and unit_size: how they are shown (GiB, 2**30).
     shown: None means only where stderr is a terminal. A daemon, which has no stderr, shows nothing.

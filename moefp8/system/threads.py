@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Once(Generic[K, V]):
-    """key -> value. Threads that want one key wait for its builder; other keys build meanwhile.
+    """key -> value. Threads that want one key wait for its builder; others are built meanwhile.
 
     If a builder raises, the key stays unbuilt, and the next thread tries.
     """

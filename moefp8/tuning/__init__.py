@@ -1,1 +1,1 @@
-"""Measure configurations of GEMMs on this GPU: `python -m moefp8 bench --tune`."""
+"""Measure configs of GEMMs on this GPU: `python -m moefp8 bench --tune`."""

@@ -10,13 +10,13 @@ import torch
 
 C = TypeVar("C", bound=Hashable)
 
-_FLUSH_BYTES = 1 << 30  # read in a quarter of a millisecond: the host launches meanwhile
+_FLUSH_BYTES = 1 << 30  # reading takes a quarter of a millisecond: the host launches meanwhile
 
 
 def us_in_turns(calls: Mapping[C, Callable[[], int]], repeats: int) -> dict[C, float]:
-    """How long each call takes on the stream, the median; L2 holds no operands at first.
+    """The median time of each call on the stream; L2 holds no operands at first.
 
-    calls: return how often they did what is timed. They take turns in random order, so that all
+    calls: they return how often they did what is timed, and take turns in random order, so that all
         meet the same clocks.
     """
     flushed, order = _buffer_larger_than_l2(torch.cuda.current_device()), random.Random(0)

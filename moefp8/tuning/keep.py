@@ -10,7 +10,7 @@ from ..kernels.jit import write_beside_kernels
 
 
 def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) -> str:
-    """Store it with what is there of other layers; the file's path. Raises OSError."""
+    """Store `found` with what is there of other layers; return the file's path. Raises OSError."""
     try:
         before = stored(device_index).found
     except BROKEN:

@@ -1,6 +1,6 @@
-"""Measure configurations of GEMMs on this GPU: what `python -m moefp8 bench --tune` does.
+"""Measure configs of GEMMs on this GPU: what `python -m moefp8 bench --tune` does.
 
-A measured configuration replaces the heuristic's only where it was faster twice: when all were
+A measured config replaces the heuristic's only where it was faster twice: when all were
 compared, and once more when the two took turns.
 """
 
@@ -31,8 +31,8 @@ C = TypeVar("C", bound=Hashable)
 Call = Callable[[], int]  # returns how often it did what is timed
 
 _AS_LIKELY = 1.3  # times the least estimate: what is above is not measured
-_MOST = 12  # configurations are measured for a size
-_LARGER_THAN_L2, _MOST_WEIGHTS = 128 << 20, 16  # bytes of weights that follow each other; matrices
+_MOST = 12  # configs are measured for a size
+_LARGER_THAN_L2, _MOST_WEIGHTS = 128 << 20, 16  # bytes of weights in turn; how many
 _REPEATS = 9
 _GAIN = 1.015  # a smaller one may be noise
 
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def tflops(self) -> float:
-        """Products and sums a second, in 10**12, of what is tuned."""
+        """How many products and sums, in 10**12, the tuned config computes in a second."""
         if isinstance(self.layer, Dense):
             products = self.tokens * self.layer.n * self.layer.k
         else:
@@ -63,14 +63,14 @@ class Measured:
 
 
 def tokens_to_tune(max_tokens: int) -> list[int]:
-    """For expert layers: powers of two, and from 64 on also half way between them."""
+    """The numbers of tokens: powers of two, and from 64 on also half way between them."""
     powers = [1 << i for i in range(max_tokens.bit_length())]
     between = [n + n // 2 for n in powers if n >= 64]
     return sorted(n for n in powers + between if n <= max_tokens)
 
 
 def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iterator[Measured]:
-    """Tune at every number of tokens where the configuration may change.
+    """Tune at every number of tokens where the config may change.
 
     First it compiles all that it compares. shown: whether a line on stderr tells how far that is;
     None: where it is a terminal.
@@ -96,7 +96,7 @@ def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iter
 
 
 def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
-    """Time the configurations that serve now, be they tuned or not."""
+    """Time the configs that serve now, be they tuned or not."""
     configs, make = config_source_of(torch.cuda.current_device()), _maker(layer, _heuristic())
     for tokens in tokens_to_tune(max_tokens):
         config: Config
@@ -114,7 +114,7 @@ def _heuristic() -> ConfigSource:
 
 
 def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
-    """Number of tokens -> configuration -> a call on random data."""
+    """Number of tokens -> config -> a call on random data."""
     if isinstance(layer, Dense):
         return lambda tokens: partial(_dense_call, _random_operands(tokens, *layer), base)
     weights = _random_weights(layer)
@@ -156,7 +156,7 @@ def _faster(calls: Mapping[C, Call], chosen: C) -> tuple[float, float, C | None]
 
 
 def _dense_configs(m: int, n: int, k: int, base: ConfigSource) -> list[GemmConfig]:
-    """The heuristic's configuration, and those that may be as good by its estimate."""
+    """The heuristic's config, and those that may be as good by its estimate."""
 
     def estimate(config: GemmConfig) -> float:
         return estimate_us(config, m, n, k, base.num_sms)
@@ -192,7 +192,7 @@ def _sizes(layer: Experts, tokens: int) -> Sizes:
 
 
 def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig], list[GemmConfig]]:
-    """For gate and up, and for down: the heuristic's and those that suit loads not far from it."""
+    """Configs of gate and up, and of down: the heuristic's and those for loads not far from it."""
     _, load = mean_load(sizes)
     grouped = partial(GemmConfig, stages=0, grouped=True)
     few = partial(grouped, 128, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
@@ -240,7 +240,7 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 def _faster_pair(
     run: Callable[[Pair], Call], chosen: Pair, options: tuple[list[GemmConfig], list[GemmConfig]]
 ) -> tuple[float, float, Pair | None]:
-    """Choose gate and up first, then down: to time all pairs would take long."""
+    """Choose gate and up first, then down: timing all pairs would take long."""
     gate_ups, downs = options
     calls = {(gate_up, chosen[1]): run((gate_up, chosen[1])) for gate_up in gate_ups}
     us = us_in_turns(calls, _REPEATS)

@@ -119,7 +119,7 @@ def check_fp32_scales(op: str, name: str, sf: torch.Tensor) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Rows to a multiple of which the groups of a contiguous GEMM are aligned: at first 128."""
+    """The rows to a multiple of which the groups of a contiguous GEMM are aligned, at first 128."""
     return _mk_alignment
 
 

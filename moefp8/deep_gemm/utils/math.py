@@ -2,7 +2,7 @@
 
 Casts take bf16, fp16 or fp32 and give (e4m3 data, fp32 scales), both contiguous; `use_ue8m0` rounds
 scales up to powers of two. Scales are row-major, as in DeepGEMM, and the GEMMs copy those of
-activations into their order at every call, which `moefp8.quant.quantize_1x128` gives. The GEMMs
+activations at every call into the order that `moefp8.quant.quantize_1x128` gives. The GEMMs
 take blocks of 128; other granularities are for the casts alone.
 """
 

@@ -1,1 +1,1 @@
-"""From a model with `nn.Linear` and expert modules to one with ours, in place, and back."""
+"""The way from a model of `nn.Linear` and expert modules to one of ours, in place, and back."""

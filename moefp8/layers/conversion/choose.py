@@ -1,4 +1,4 @@
-"""Which modules `convert` will swap, by its arguments and then by defaults; checked beforehand."""
+"""Choose and check the modules that `convert` will swap, by its arguments, then by defaults."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ OFFLOADED = (
 class Chosen(NamedTuple):
     """The modules to swap, and the settings of those that are experts.
 
-    nothing_left: there is nothing to swap since all is FP8 already.
+    nothing_left: whether there is nothing to swap since all is FP8 already.
     """
 
     modules: dict[str, nn.Module]
@@ -65,7 +65,7 @@ def choose(
     fp8 = [name for name, m in modules.items() if isinstance(m, FP8Linear | GroupedExperts)]
     for argument, patterns in ("skip", skipped), ("only", wanted or ()), ("overrides", overridden):
         _check_patterns(argument, patterns, modules, [*candidates, *fp8])
-    # A full name of a candidate stands for that one alone.
+    # The full name of a candidate stands for that one alone.
     parts = [part for part in wanted or () if part not in candidates]
     kept = {} if wanted is not None and not parts and filter_fn is None else reasons(modules)
 
@@ -116,7 +116,7 @@ def _check_overrides(overrides: Mapping[Any, Any]) -> None:
                 f"convert: overrides of {part!r} must be of {sorted(_SETTINGS)}, got "
                 f"{sorted(unknown)}"
             )
-        GroupedExperts(1, 1, 1, device="meta", **setting)  # refuses wrong values
+        GroupedExperts(1, 1, 1, device="meta", **setting)  # it refuses wrong values
 
 
 def _check_settings(overrides: Overrides, experts: Collection[str]) -> None:
@@ -185,7 +185,7 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
 
 
 def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any], str | None]:
-    """(settings, what forbids to swap the module or None)."""
+    """(settings, what forbids swapping the module or None)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
     if any(map(is_wrapped, module.modules())):

@@ -16,8 +16,8 @@ ASKED_FOR = (SKIPPED, NOT_IN_ONLY, LEFT_OUT)
 class Conversion:
     """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
 
-    Names are those of the model before. kept are all its other linears and experts that are not FP8
-    already; experts are those of kept that are experts.
+    Names are those of the model before `convert`. kept holds all its other linears and experts that
+    are not FP8 already; experts tells which names in kept are experts.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ def convert(
     """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
 
     Weights are quantized one module at a time, so the peak is the model and one module. A model
-    on the meta device is swapped without weights, to be loaded into. Swapped are `nn.Linear`,
+    on the meta device is swapped without weights, to be loaded into. `convert` swaps `nn.Linear`,
     transformers' `Conv1D`, DBRX's experts, and experts stacked as `gate_up_proj` [E, 2I, H], gate
     rows first, and `down_proj` [E, H, I]. Experts are first run on a few random tokens: they must
     compute SwiGLU, or its clamped variant, and nothing else.
@@ -115,7 +115,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
 
 
 def _is_finite(module: FixedDtypeModule) -> bool:
-    """Whether its scales, and so its weights, are finite."""
+    """Whether a module's scales, and so its weights, are finite."""
     scales = (module.get_parameter(name) for name in module.fp32_names)
     return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
 

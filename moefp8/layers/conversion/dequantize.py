@@ -19,24 +19,24 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
     """Swap every `FP8Linear` for an `nn.Linear`, and `GroupedExperts` for `PlainExperts`.
 
     Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and the biases, which are cast,
-    ask for gradients. Modules are swapped one at a time and their FP8 weights given back, so the
+    ask for gradients. Modules are swapped one at a time and their FP8 weights freed, so the
     peak is the larger model and one module. What was tied stays tied, what `shard` cut stays one
     rank's part, and a model on the meta device stays there.
 
-    From weights that it had quantized itself, `convert` then makes the same codes again, with
-    scales that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a bit). It makes others
-    where codes do not reach 448 in each block, as with scales that are powers of two.
+    `convert` then makes the same codes again from weights that it had quantized itself, with scales
+    that `dtype` has rounded (BF16: off by 2**-8 at most; FP32: by a bit). It makes others
+    where the codes do not reach 448 in each block, as with scales that are powers of two.
 
     Args:
         model: changed in place. A model of transformers also loses its `quantization_config`; if
-            `model` is a part of one, that goes when the whole is saved, if nothing is FP8 then.
+            `model` is a part of one, the whole loses it when saved, if nothing is FP8 then.
         dtype: bf16, fp16 or fp32. A linear then takes inputs of this dtype and no other.
 
     Returns:
         `model`, or its replacement if `model` itself is to be swapped.
 
     Raises:
-        TypeError: `model` is not a module, or another dtype.
+        TypeError: `model` is not a module, or `dtype` is another.
         ValueError: hooks on an FP8 module, which would be lost; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -61,7 +61,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
 
 
 def _names_of_fp8(model: nn.Module) -> list[list[str]]:
-    """All names of each FP8 module, and no references, so that each can be given back in turn."""
+    """All names of each FP8 module, and no references to it, so that each can be freed in turn."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Linear | GroupedExperts):

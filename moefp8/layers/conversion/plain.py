@@ -47,7 +47,7 @@ class PlainExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As in `GroupedExperts`, for [T, H]; in the dtype of the weights, and summed in FP32."""
+        """Run tokens [T, H] as `GroupedExperts` does, in the dtype of the weights; sum in FP32."""
         if top_k_index.device.type == "cpu":
             check_choices("PlainExperts", top_k_index, self.num_experts)
         x = hidden_states.to(self.down_proj.dtype)

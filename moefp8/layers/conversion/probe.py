@@ -145,7 +145,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 def _routings(
     stacks: Stacks, limits: Sequence[float | None], random: torch.Generator
 ) -> Iterator[Routing]:
-    """All experts in turn; all tokens to one, so that a capacity would show; three choices."""
+    """Yield all experts in turn; all tokens to one, so that a capacity would show; 3 choices."""
     num_experts = len(stacks.down)
     num_run = num_experts if is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
     experts = [number * (num_experts - 1) // max(num_run - 1, 1) for number in range(num_run)]

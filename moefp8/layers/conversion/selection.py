@@ -42,7 +42,7 @@ def matches(name: str, part: str) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' `Conv1D`: a linear with weight [in, out], as GPT-2 has it."""
+    """Whether it is transformers' `Conv1D`, a linear with weight [in, out], as GPT-2 has it."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
@@ -132,7 +132,7 @@ def asked(module: nn.Module, method: str) -> Any:
 
 
 def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
-    """All but the language model of models that also see or hear; checkpoints keep it too."""
+    """All but the language model of models that also see or hear; checkpoints keep that too."""
     model = modules[""]
     has_text = getattr(getattr(model, "config", None), "text_config", None) is not None
     decoder = asked(model, "get_decoder") if has_text else None
@@ -145,7 +145,7 @@ def _beside_text(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _in_fp32(modules: Modules) -> Iterator[tuple[str, str]]:
-    """What is in transformers' lists of what a forward expects in FP32."""
+    """Modules in transformers' lists of what a forward expects in FP32."""
     for prefix, model in modules.items():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             for part in getattr(model, attribute, None) or ():
@@ -235,7 +235,7 @@ def _taken(module: nn.Module) -> int | None:
 
 
 def _in_layer(name: str, modules: Modules) -> bool:
-    """Whether it lies within an element of a list of modules, but for lists of experts."""
+    """Whether a module lies within an element of a list of modules that are not experts."""
     above = _parent(name)
     while above:
         home = _parent(above)

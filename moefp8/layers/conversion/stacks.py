@@ -54,7 +54,7 @@ def stacks_of(module: nn.Module) -> Stacks | None:
 
 
 def _dbrx_stacks(module: nn.Module) -> Stacks | None:
-    """Those of DBRX: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
+    """DBRX's stacks: gate, up and the transpose of down, each [E * I, H], in a child called mlp."""
     num_experts, home = getattr(module, "num_experts", None), getattr(module, "mlp", None)
     weights: list[Any] = [getattr(home, name, None) for name in ("w1", "v1", "w2")]
     if not all(isinstance(w, torch.Tensor) and w.ndim == 2 for w in weights):
@@ -68,7 +68,7 @@ def _dbrx_stacks(module: nn.Module) -> Stacks | None:
 
 
 def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
-    """How its attributes, tensors or shapes differ from those of `GroupedExperts`."""
+    """How a module's attributes, tensors or shapes differ from those of `GroupedExperts`."""
     for attribute, wanted in _FLAGS.items():
         if getattr(module, attribute, wanted) != wanted:
             return f"must have {attribute} = {wanted}, got {not wanted}"
@@ -95,7 +95,7 @@ def stated_limits(module: nn.Module) -> list[float]:
 
 def swiglu_limits(module: nn.Module) -> list[float | None]:
     """The limits with which SwiGLU equals the module's `_apply_gate`, or `act_fn(gate) * up`."""
-    grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever the defaults
+    grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever defaults are
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
     if callable(apply_gate):

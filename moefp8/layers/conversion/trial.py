@@ -19,10 +19,10 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 def random_weights(
     module: nn.Module, random: torch.Generator
 ) -> Iterator[tuple[Stacks, Callable[[], str]]]:
-    """The module in eval mode with random weights, on the CPU in FP32 if it is on meta.
+    """Put `module` in eval mode with random weights, on the CPU in FP32 if it is on meta.
 
-    Gives its stacks, and a function that names what a forward has changed, or "". In the end
-    everything is as before.
+    Yield its stacks, and a function that names what a forward has changed, or "". In the end
+    all is as before.
     """
     before = [
         (path, child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
@@ -70,7 +70,7 @@ def is_small(weight: torch.Tensor) -> bool:
 
 
 def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Random weights; if large, the module's own if they are of use, or one entry for all."""
+    """Random weights; if large, the parameter itself if it is of use, else one entry for all."""
     shape = list(parameter.shape)
     is_large = not is_small(parameter)
     if is_large and not parameter.is_meta and _is_of_use(parameter[:_SAMPLE]):
