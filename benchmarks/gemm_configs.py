@@ -44,13 +44,13 @@ def grid(case: Case) -> Iterator[GemmConfig]:
     for row, col, depth, split in product(rows, _COLS, depths, (1, 2)):
         for ctas, buffers in product((1, 2), (1, 2)):
             yield GemmConfig(
-                *(row, col, 0),
+                row, col, 0,
                 parts=2 if col > 192 or (buffers == 2 and col > 128) else 1,
                 k_blocks_per_stage=depth,
                 split_k=split,
                 ctas_per_sm=ctas,
                 num_product_buffers=buffers,
-            )
+            )  # fmt: skip
 
 
 def possible(case: Case) -> list[GemmConfig]:

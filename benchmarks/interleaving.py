@@ -36,17 +36,17 @@ from moefp8.quant import quantize_1x128, quantize_128x128
 RESULTS = Path(__file__).parent / "results" / "interleaving.json"
 NUM_SMS = 132  # an H200 has so many
 GEMMS = (
-    *((1, 4096, 7168), (64, 4096, 7168), (128, 4096, 7168), (512, 4096, 7168)),
-    *((512, 7168, 16384), (512, 24576, 1536), (1024, 7168, 16384), (4096, 2112, 7168)),
-    *((4096, 4096, 7168), (4096, 7168, 2048), (4096, 7168, 16384), (4096, 24576, 1536)),
-    *((4096, 32768, 512), (8192, 4096, 7168)),
-)
+    (1, 4096, 7168), (64, 4096, 7168), (128, 4096, 7168), (512, 4096, 7168),
+    (512, 7168, 16384), (512, 24576, 1536), (1024, 7168, 16384), (4096, 2112, 7168),
+    (4096, 4096, 7168), (4096, 7168, 2048), (4096, 7168, 16384), (4096, 24576, 1536),
+    (4096, 32768, 512), (8192, 4096, 7168),
+)  # fmt: skip
 GROUPS = (32, 256), (8, 4096)  # groups, tokens of each on average
 LAYERS = (
-    *(("qwen3_30b_a3b", 1), ("qwen3_30b_a3b", 1024), ("qwen3_30b_a3b", 2048)),
-    *(("qwen3_30b_a3b", 4096), ("mixtral_8x7b", 4096)),
-    *(("deepseek_v3", 1024), ("deepseek_v3", 4096), ("deepseek_v3", 16384)),
-)
+    ("qwen3_30b_a3b", 1), ("qwen3_30b_a3b", 1024), ("qwen3_30b_a3b", 2048),
+    ("qwen3_30b_a3b", 4096), ("mixtral_8x7b", 4096),
+    ("deepseek_v3", 1024), ("deepseek_v3", 4096), ("deepseek_v3", 16384),
+)  # fmt: skip
 AS_COMPILED, AGAIN, SHIPPED = "as compiled", "as compiled, again", "shipped"
 # Runs of FFMAs repeat one: 1 goes on, 0 lets another warp issue. The first is what NVRTC 13 does.
 PATTERNS = "01", "1", "0", "0011", "011", "0111", "01111", "0111111", "01111111", "0" + "1" * 15

@@ -41,7 +41,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fresh_jit(own_cache, monkeypatch):
-    """An empty cache, in memory and on disk; nothing loaded."""
+    """An empty cache, in memory and on disk; nothing is loaded."""
     monkeypatch.delenv("MOEFP8_COMPILER", raising=False)
     forget()
     monkeypatch.setattr(cache, "_num_warned", iter(range(1000)))
@@ -53,7 +53,7 @@ def fresh_jit(own_cache, monkeypatch):
 
 @pytest.fixture
 def new_driver() -> Iterator[jit.Driver]:
-    """With nothing loaded, nothing prepared, and all SMs of the GPU."""
+    """A driver with nothing loaded, nothing prepared, and all SMs of the GPU."""
     with jit.using(jit.Driver()) as driver:
         yield driver
 

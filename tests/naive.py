@@ -221,7 +221,7 @@ def plan(
 
 
 def combine(rows: torch.Tensor, token_to_row: list[list[int]], weights: torch.Tensor):
-    """rows [R, H] -> [T, H]: a token's rows times their weights, added in turn, all in FP32."""
+    """rows [R, H] -> [T, H]: a token's rows times its top_k_weights, added in turn, all in FP32."""
     result = torch.zeros(len(token_to_row), rows.shape[1])
     for token, own in enumerate(token_to_row):
         for choice, row in enumerate(own):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 TREE = re.compile(r"^```\n(moefp8/\n.*?)^```$", re.DOTALL | re.MULTILINE)
-INDENT = 2  # of a folder in another one
+INDENT = 2  # spaces before a folder in another one
 
 
 def folders_of(tree: str) -> set[str]:

@@ -67,7 +67,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def write_checkpoints(text: str) -> None:
-    """Write those that text names into the current directory."""
+    """Write the checkpoints that text names into the current directory."""
     if re.search("CHECKPOINT|ORIGINAL", text):
         original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3")
         original.rename("ORIGINAL")
@@ -237,7 +237,7 @@ def leads(page: Path, target: str) -> bool:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 

@@ -44,10 +44,10 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 OUTSIDE = {"torch", "cuda", "einops", "safetensors", "hypothesis"}
-ALSO = {  # of a room, or of a file
+ALSO = {  # a room or a file -> what it may import besides
     "hf": {"accelerate", "transformers"},
     "skeleton.py": {"accelerate", "transformers"},
-    "untrusted.py": {"huggingface_hub"},  # which is told to be offline
+    "untrusted.py": {"huggingface_hub"},  # it is told to be offline
 }
 
 
@@ -132,7 +132,7 @@ def run_python(code: str, *flags: str, **environment: str) -> str:
 def test_import_needs_nothing_and_costs_little():
     """No home, no PATH to an nvcc, no CUDA device: still imports, in a fraction of torch's time.
 
-    That of the CPU, in the same process: what else the machine does slows both alike.
+    CPU time counts, in the same process: what else the machine does slows both alike.
     """
     fraction = min(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) for _ in range(3))
     assert fraction < 0.5

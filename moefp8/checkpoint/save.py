@@ -24,22 +24,22 @@ from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
 def save_checkpoint(
     model: nn.Module, path: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write model into the directory path, which must not exist or be empty.
+    """Write model into the directory path, which must be empty if it exists.
 
     Experts are written one by one under DeepSeek's names, other tensors under the model's; a
     model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
     model holds, are not written, and config.json then says so. A tied tensor is written once.
-    More than max_shard_bytes are split into shards with an index.
+    A model of more than max_shard_bytes is split into shards with an index.
 
     The directory appears under its name when it is complete; until then all lies in
-    `.NAME.partial` beside it. What a killed process left there goes with the next save to path.
+    `.NAME.partial` beside it. The next save to path removes what a killed process left there.
 
     Raises:
         CheckpointError: a tensor is on the meta device or one rank's part; the path cannot be
-            written, is there, or another process or thread is writing it.
+            written, exists, or is being written by another process or thread.
         ValueError: a size that cannot be meant.
     """
-    if not max_shard_bytes > 0:  # NaN is neither
+    if not max_shard_bytes > 0:  # this refuses NaN too
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     target = target_of(path)
     _check_whole(model)
@@ -118,7 +118,7 @@ def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str,
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
         config = own.to_dict()
-        config.pop("quantization_config", None)  # a plug-in's; what is written here is plain fp8
+        config.pop("quantization_config", None)  # it is a plug-in's; what is written is plain fp8
     has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     if has_fp8 and not config.get("quantization_config"):
         config["quantization_config"] = FP8_QUANTIZATION

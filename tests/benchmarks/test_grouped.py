@@ -114,7 +114,7 @@ def test_operands_are_quantized_one_group_at_a_time(operands):
 
 
 def test_where_rows_lie(operands):
-    """They lie row after row, aligned, or slab by slab; what is between holds zeros."""
+    """Rows lie one after the other, aligned, or slab by slab; what is between holds zeros."""
     padded, layout = Rows.padded(operands)
     expected = [0] * 3 + [-1] * 125 + [2] * 130 + [-1] * 126 + [3] + [-1] * 127
     assert layout.tolist() == expected
@@ -143,7 +143,7 @@ def test_where_rows_lie(operands):
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """A release of 2025, by the name of its masked form. Two functions keep their calls."""
+    """A release of 2025, as its masked form is named. Two functions keep their calls."""
     layout = Mock(wraps=moefp8.deep_gemm.transform_sf_into_required_layout)
     masked = Mock(wraps=moefp8.deep_gemm.fp8_m_grouped_gemm_nt_masked)
     return fake_deep_gemm(

@@ -271,7 +271,7 @@ def test_blocks_of_any_size(tmp_path, block):
 
 
 def test_an_empty_stack_of_many_experts(tmp_path):
-    """It is refused, since each would be taken apart."""
+    """It is refused, since each expert would be taken apart."""
     stack, names = entry([2**40, 0, 0], dtype="BF16"), ("gate_up_proj", "down_proj")
     path = checkpoint_of(tmp_path / "c", {f"{EXPERTS}.{name}": stack for name in names})
     with within(5):

@@ -236,7 +236,7 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
 
 
 def test_the_report_of_a_model_that_transformers_knows_is_json(checkpoint, tmp_path):
-    """It may lie in the target, which appears when all is done."""
+    """The report may lie in the target, which appears when all is done."""
     original, report = checkpoint.with_name("fp8-bf16"), tmp_path / "q" / "x.json"
     assert main(["quantize", str(original), str(tmp_path / "q"), "--json", str(report)]) == 0
     told = json.loads(report.read_text())

@@ -93,7 +93,7 @@ def test_tied_modules_are_named_twice():
 
 
 def test_codes_that_were_cast_are_refused():
-    """A policy of BF16 casts them so, if it is not told."""
+    """A policy of BF16 casts codes and scales, unless it is told to leave them."""
     for leaf in ("weight", "weight_scale_inv"):
         fp8 = FP8Linear(256, 128)
         fp8._parameters[leaf] = nn.Parameter(getattr(fp8, leaf).bfloat16(), requires_grad=False)

@@ -253,7 +253,7 @@ TIED["a"].weight = TIED["b"].weight
         (nn.LayerNorm(8), {"": "rows"}, 0, 2, "the model is a LayerNorm"),
         (nn.Linear(8, 3), {"": "rows"}, 0, 4, "rank 0 of 4 would hold nothing .* at most 3 ranks"),
         (TIED, {"a": "rows"}, 0, 2, r"a\.weight is tied to a parameter of another module"),
-        # That of transformers has scales of its own, for instance.
+        # A linear of transformers may have scales of its own, for instance.
         (type("Scaled", (nn.Linear,), {})(8, 8), {"": "rows"}, 0, 2, "the model is a Scaled"),
     ],
 )

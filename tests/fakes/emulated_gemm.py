@@ -45,7 +45,7 @@ def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int
 
 
 def config_of(kernel: jit.Kernel) -> GemmConfig:
-    """What its template arguments say."""
+    """The configuration that a kernel's template arguments state."""
     told = dict(re.findall(r"\.(\w+) = (\w+)", kernel.name))
     return GemmConfig(**{x.name: json.loads(told[x.name]) for x in fields(GemmConfig)})
 
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 
 
 class GemmEmulator:
-    """Runs GEMMs, dense and grouped, and those of gate and up."""
+    """It runs GEMMs, dense and grouped, and those of gate and up."""
 
     def __init__(self) -> None:
         self.maps: list[Map] = []
@@ -164,7 +164,7 @@ class GemmEmulator:
             GroupLayout.MASKED: num_groups,
             GroupLayout.ROWS: num_tokens,
         }
-        if groups.bounds is None:  # of a single group
+        if groups.bounds is None:  # there is a single group
             bounds = [0, num_tokens]
             assert (layout, num_groups) == (GroupLayout.OFFSETS, 1)
         else:

@@ -27,7 +27,7 @@ from tests.kernels.gemm.cases import choosing
 from tests.routing.cases import plan_of
 
 _GUARD = 1 << 12
-ARGUMENTS = {  # by the source of the kernel, of which they are the last argument
+ARGUMENTS = {  # source of a kernel -> its last argument
     "gemm": gemm_launch.Arguments,
     "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
@@ -37,7 +37,7 @@ ARGUMENTS = {  # by the source of the kernel, of which they are the last argumen
 
 
 def dtype_of(kernel: jit.Kernel) -> torch.dtype:
-    """What its template arguments say of its input."""
+    """The dtype of a kernel's input, as its template arguments state it."""
     (name,) = re.findall(r"Input::\w+", kernel.name)
     return next(dtype for dtype, found in INPUTS.items() if found == name)
 
@@ -89,7 +89,7 @@ class FakeDriver(jit.Driver):
         return True
 
     def allocate(self, num_bytes: int, stream: int) -> int:
-        """For each size it is the same memory; it holds NaN, and none is written around it."""
+        """Return the same memory for each size; it holds NaN, and nothing is written around it."""
         found = self._guarded.get(num_bytes)
         if found is None:
             found = torch.empty(num_bytes + 2 * _GUARD + 256, dtype=torch.uint8)
@@ -104,11 +104,11 @@ class FakeDriver(jit.Driver):
 
     @staticmethod
     def _first_of(found: torch.Tensor) -> int:
-        """Where the workspace begins, which lies as CUDA's allocator would place it."""
+        """The place where the workspace begins, as CUDA's allocator would choose it."""
         return _GUARD - (found.data_ptr() + _GUARD) % 256 + 256
 
     def check_workspaces(self) -> None:
-        """Nothing is written around them."""
+        """Check that nothing was written around them."""
         for num_bytes, found in self._guarded.items():
             first = self._first_of(found)
             assert bool((found[:first] == 0xFF).all())
@@ -149,7 +149,7 @@ class Emulator(GemmEmulator):
         return 0
 
     def cuGraphKernelNodeGetParams_v2(self, node, out):
-        *_, launches = self.captured.values()  # of the graph that is being made
+        *_, launches = self.captured.values()  # the last is the graph that is being made
         config, function = launches[node.value - 1][:2]
         out._obj.function = function.value
         out._obj.grid_x, out._obj.block_x = config.grid_x, config.block_x

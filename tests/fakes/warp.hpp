@@ -23,7 +23,7 @@ struct Index {
 static Index threadIdx, blockIdx, blockDim;
 
 static ucontext_t main_context, lane_contexts[32];
-static uint32_t told[2][32];  // by each lane, at even and at odd meetings
+static uint32_t told[2][32];  // what each lane tells, at even and at odd meetings
 static int meetings[32];
 static bool is_done[32];
 

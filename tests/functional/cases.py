@@ -30,7 +30,7 @@ def weights_of(num_experts: int, hidden_size: int, intermediate_size: int, devic
     """Random experts whose outputs are about as large as their inputs."""
     gate_up = torch.randn(num_experts, 2, intermediate_size, hidden_size, device=device)
     down = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
-    quantize = quantize_128x128.overload  # which a fake GPU is not asked for
+    quantize = quantize_128x128.overload  # a fake GPU is not asked to quantize
     gate_up, gate_up_scales = quantize(gate_up * max(hidden_size, 1) ** -0.5, False)
     down, down_scales = quantize(down * max(intermediate_size, 1) ** -0.5, False)
     return Weights(gate_up.flatten(1, 2), gate_up_scales.flatten(1, 2), down, down_scales)
@@ -50,7 +50,7 @@ def inputs(
     kind: str = "distinct",
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, ids, which are of a kind that `ids_of` knows, and weights of the choices."""
+    """Tokens, ids, which are of a kind that `ids_of` knows, and top_k_weights."""
     x, ids = (
         tokens_of(num_tokens, hidden_size, device),
         ids_of(kind, num_tokens, top_k, num_experts),
@@ -83,7 +83,7 @@ def run_body(op: Op, *arguments) -> torch.Tensor:
 
 
 def assert_right(*arguments) -> torch.Tensor:
-    """What `run` gives of them is what `body` does."""
+    """Check that `run` gives of them what `body` does, and return it."""
     y = run(*arguments)
     assert_matches_up_to_codes(y, body(*arguments))
     return y
@@ -126,7 +126,7 @@ DOWN_FAMILIES = {
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),
 }
-# (gate and up, down), of which the other one is None: it may be any.
+# (gate and up, down): one is a family; None stands for any.
 EXPERTS_FAMILIES = {
     **{f"gate and up: {name}": (config, None) for name, config in GATE_UP_FAMILIES.items()},
     **{f"down: {name}": (None, config) for name, config in DOWN_FAMILIES.items()},

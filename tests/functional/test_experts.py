@@ -42,14 +42,12 @@ def assert_right(x, ids, top_k_weights, weights, limit=None) -> None:
 def test_it_is_right(routing, h, i, limit, dtype, id_dtype, weights_dtype):
     index, top_k_weights = routing
     x = tokens_of(len(index), h).to(dtype)
-    assert_right(
-        *(x, index.to(id_dtype), top_k_weights.to(weights_dtype), weights_of(E, h, i), limit)
-    )
+    assert_right(x, index.to(id_dtype), top_k_weights.to(weights_dtype), weights_of(E, h, i), limit)
 
 
 @pytest.mark.parametrize("top_k", [1, 9, 12, 40])
 def test_any_number_of_choices(top_k):
-    """There may be more than experts, so that some are named more than once."""
+    """There may be more choices than experts, so that some are named more than once."""
     assert_right(*inputs(4, H, top_k, E, "repeated"), weights_of(E, H, I))
 
 
@@ -160,8 +158,8 @@ def test_bad_numbers_stay_with_their_token(masked, bad):
 
 
 def test_a_token_depends_on_no_other():
-    """On the CPU it does by the order of FP32 sums, which products choose by the number of rows;
-    on a GPU bit for bit.
+    """On the CPU the order of FP32 sums, which products choose by the number of rows, depends on
+    others, and nothing else; on a GPU not a bit does.
     """
     weights, arguments = weights_of(E, H, I), inputs(40, H, 2, E)
     all_of_them = run(*arguments, weights)
@@ -184,7 +182,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 X, IDS, SCORES, GATE_UP, GATE_UP_SCALES, DOWN, DOWN_SCALES, LIMIT = range(8)
-WRONG_DTYPES = [  # of which argument, how it is changed, what is said
+WRONG_DTYPES = [  # an argument, how it is changed, what is said
     (X, torch.Tensor.double, "hidden_states must be bfloat16 or .* got float64"),
     (IDS, torch.Tensor.short, "top_k_index must be int32 or int64, got int16"),
     (SCORES, torch.Tensor.long, "top_k_weights must be bfloat16 or .*got int64"),
@@ -290,7 +288,7 @@ def test_experts_compile_whole_for_any_number_of_tokens(layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_a_layer_is_one_op_for_all_of_its_experts(layout):
-    """So no routing makes the graph larger."""
+    """No routing makes the graph larger."""
     graphs = []
 
     def keep(graph, inputs):
@@ -310,7 +308,7 @@ def test_a_layer_is_one_op_for_all_of_its_experts(layout):
 
 
 def test_layers_hand_over_what_they_are(monkeypatch):
-    """Their weights as they lie, limit and layout."""
+    """They hand over their weights as they lie, their limit and their layout."""
     from moefp8.layers import experts as room
 
     came = []

@@ -63,15 +63,15 @@ def layer() -> Weights:
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "hidden_size", "size"),
     [
-        *((1, 1, 1, 128, 128), (1, 8, 2, 256, 128), (2, 256, 8, 1024, 256), (7, 5, 3, 144, 272)),
-        *((16, 64, 6, 2048, 1408), (33, 4, 4, 512, 100), (64, 128, 8, 2048, 768)),
-        *((65, 3, 2, 100, 200), (130, 6, 9, 129, 257), (200, 7, 1, 3, 5), (300, 12, 12, 1, 1)),
-        *((512, 16, 4, 1024, 512), (700, 9, 2, 264, 136), (1025, 32, 8, 384, 640)),
-        *((4096, 8, 2, 512, 256), (37, 384, 40, 160, 144), (3, 1, 5, 7168, 2048)),
-        *((4097, 8, 2, 512, 256), (2100, 500, 4, 264, 144), (1500, 1024, 6, 128, 128)),
+        (1, 1, 1, 128, 128), (1, 8, 2, 256, 128), (2, 256, 8, 1024, 256), (7, 5, 3, 144, 272),
+        (16, 64, 6, 2048, 1408), (33, 4, 4, 512, 100), (64, 128, 8, 2048, 768),
+        (65, 3, 2, 100, 200), (130, 6, 9, 129, 257), (200, 7, 1, 3, 5), (300, 12, 12, 1, 1),
+        (512, 16, 4, 1024, 512), (700, 9, 2, 264, 136), (1025, 32, 8, 384, 640),
+        (4096, 8, 2, 512, 256), (37, 384, 40, 160, 144), (3, 1, 5, 7168, 2048),
+        (4097, 8, 2, 512, 256), (2100, 500, 4, 264, 144), (1500, 1024, 6, 128, 128),
         (90, 6, 2, 4224, 4352),
     ],
-)
+)  # fmt: skip
 def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, masked):
     weights = weights_of(num_experts, hidden_size, size, "cuda")
     for kind in ("distinct", "out of range", "one expert"):
@@ -110,7 +110,7 @@ def test_limits_count(layer, limit):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 50, 800, 2100])  # of the last, choices are counted
+@pytest.mark.parametrize("num_tokens", [1, 50, 800, 2100])  # the last one's choices are counted
 def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
     x, ids, top_k_weights = inputs(num_tokens)
     is_here = torch.rand(num_tokens, K, device="cuda") < 0.6
@@ -148,7 +148,7 @@ def test_all_tokens_of_one_expert(layer, expert, masked):
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 70, 500])
 def test_every_family_gives_the_same_bits(layer, num_tokens):
-    """They are the same also where it would not be chosen."""
+    """They are the same also where the family would not be chosen."""
     for weights, hidden_size, size in ((layer, H, I), (weights_of(E, 264, 200, "cuda"), 264, 200)):
         check_every_family(*inputs(num_tokens, hidden_size=hidden_size), weights, size=size)
 
@@ -282,7 +282,7 @@ def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
 def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new_driver):
     """The addresses in CUDA's tensor maps are replaced."""
     others = [weights_of(E, H, I, "cuda") for _ in range(2)]
-    new_driver.prepared().clear()  # also of how these were quantized
+    new_driver.prepared().clear()  # also what quantizing them prepared
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -294,7 +294,7 @@ def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new
 
 
 def test_streams_run_side_by_side(layer):
-    """Their sizes differ, so that kernels of several layers are on the GPU at once."""
+    """Layers differ in size, so that kernels of several are on the GPU at once."""
     made = [inputs(num_tokens) for num_tokens in (3, 64, 65, 700, 2100)]
     expected = [run(*arguments, layer) for arguments in made]
     streams = [torch.cuda.Stream() for _ in made]
@@ -310,7 +310,7 @@ def test_streams_run_side_by_side(layer):
 
 
 def test_calls_in_a_row_do_not_meet(layer):
-    """They share a workspace, and inputs are written right before."""
+    """Calls share a workspace, and inputs are written right before."""
     made = [inputs(num_tokens) for num_tokens in (1, 300, 2, 64, 2100, 1000, 5, 300)]
     expected = [run(*arguments, layer) for arguments in made]
     for _ in range(10):
@@ -326,7 +326,7 @@ def test_calls_in_a_row_do_not_meet(layer):
 
 @NEEDS_TWO_GPUS
 def test_two_gpus_from_two_threads_give_the_same_bits(layer):
-    """Whichever GPU is the current one."""
+    """They do so whichever GPU is the current one."""
     made = [inputs(num_tokens) for num_tokens in (1, 300, 2100)]
     expected = [run(*arguments, layer).cpu() for arguments in made]
 

@@ -79,7 +79,7 @@ def test_up_lies_as_gate_does(gpu, h):
 
 
 def test_copies_live_until_all_is_launched(monkeypatch):
-    """Else another thread may be given their memory meanwhile."""
+    """Otherwise another thread might be given their memory meanwhile."""
     copies, alive, make = [], [], experts_launch.fitting_weights
 
     def remember(weights):

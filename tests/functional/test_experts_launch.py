@@ -89,7 +89,7 @@ def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtyp
     [(None, (False, False)), (24, (False, False)), (23, (True, False)), (19, (True, True))],
 )
 def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
-    """The emulator sees to it that each begins at zero: also when the memory is used again."""
+    """The emulator checks that each counter begins at zero, also when memory is used again."""
     kernels.set_num_sms(limit)
     arguments, weights = inputs(160, 528, 2, 4), weights_of(4, 528, 384)
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_all_but_the_first_are_launched_before_the_one_before_ends(
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_is_launched_serves_all_routings(gpu, masked):
-    """So may a CUDA graph: what the device is told depends on no id."""
+    """A CUDA graph may do so too: what the device is told depends on no id."""
     weights, (x, ids, top_k_weights) = weights_of(3, 144, 272), inputs(9, 144)
     told = set()
     for kind in ("distinct", "repeated", "out of range", "one expert"):
@@ -193,7 +193,7 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens(
     [(256, 7168, 2048, 136), (128, 2048, 768, 152), (8, 4096, 14336, 152), (1, 2048, 768, 152)],
 )
 def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
-    """Then tiles of 192; of one group, whose tokens are counted, other ones."""
+    """Larger loads have tiles of 192; one group, whose tokens are counted, has other ones."""
 
     def tails_and_rows(tokens) -> set[tuple[int, int]]:
         both = choose_experts_configs(tokens, groups, h, i, NUM_SMS)

@@ -26,7 +26,7 @@ def test_linear_is_two_launches(shape, dtype, bias):
     expected = fp8_linear(x, *weight, bias)
     with emulated() as made:
         assert torch.equal(fp8_linear(x, *weight, bias), expected)
-    copied = (k % 16 and max(m, n) > 1) or n % 8  # which may come in between
+    copied = (k % 16 and max(m, n) > 1) or n % 8  # a copy may come in between
     if 0 not in shape:
         assert [x.programmatic for x in made.launched] == [False, not copied]
 

@@ -70,7 +70,7 @@ def floats(kind: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def biases(
     seed: int, kind: str, dtype: torch.dtype | None, n: int, device: str
 ) -> torch.Tensor | None:
-    """None without a dtype. `seed` is that of other numbers, and must not give the same here."""
+    """None without a dtype. Other numbers have the same `seed`, and must not be the same."""
     torch.manual_seed(seed + 1)
     return None if dtype is None else floats(kind, dtype, n).to(device)
 

@@ -214,7 +214,7 @@ def experts(
         one = feed_forward(x.rows(chosen[0]), gate, up, of_down, limit)
         for name, rows in vars(made).items():
             rows[chosen] = getattr(one, name)
-    # Where experts have no size, not even a weight of NaN counts.
+    # Where experts have no size, not even a top_k_weight of NaN counts.
     is_here = ((ids >= 0) & (ids < num_experts) & (size > 0))[..., None]
     return _combined(made, top_k_weights[..., None].double(), is_here)
 

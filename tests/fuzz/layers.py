@@ -31,7 +31,7 @@ class Weights(NamedTuple):
 
     @property
     def are_ordinary(self) -> bool:
-        """Whether numbers are, and enough of them for a few codes to be lost among the others."""
+        """Whether all numbers are, and are so many that a few codes are lost among the others."""
         kinds, places = {self.codes, self.scales}, {self.place, self.scale_place}
         is_large = min(self.columns, self.rows) >= 64
         return is_large and kinds == {"ordinary"} and not fuzz.REPEATED & places
@@ -98,7 +98,7 @@ def layers(draw: st.DrawFn, most_experts: int = 1) -> Layer:
 
 
 class Choices(NamedTuple):
-    """What T tokens choose; the weights of the choices are numbers of any kind."""
+    """What T tokens choose; their top_k_weights are numbers of any kind."""
 
     seed: int
     kind: str

@@ -166,7 +166,7 @@ NOWHERE = 4
 
 
 def layer() -> list[torch.Tensor]:
-    """x, ids, their weights; gate_up, its scales, down, its scales."""
+    """x, ids, top_k_weights; gate_up, its scales, down, its scales."""
     torch.manual_seed(1)
     x = fuzz.floats("ordinary", torch.bfloat16, 30, 256)
     ids = torch.rand(30, NOWHERE).argsort(1)[:, :2]

@@ -88,7 +88,7 @@ def test_dispatch_and_combine(device, x, choices, num_experts, layout):
     x=fuzz.matrices(), choices=fuzz_layers.choices(40), num_experts=EXPERTS, masked=st.booleans()
 )
 def test_the_kernels_of_layers(x, choices, num_experts, masked):
-    """They quantize what they dispatch, and sum rows of BF16."""
+    """Layers quantize what they dispatch, and sum rows of BF16."""
     num_tokens, hidden_size = x.shape[-2:]
     if num_tokens * hidden_size == 0 or num_tokens * num_experts > 2**16:
         return

@@ -158,7 +158,7 @@ def own_fp8(fp8, tmp_path):
     ids=str,
 )
 def test_keys_of_a_config_are_no_arguments(bf16, own_fp8, extra):
-    """They come from a file that anybody wrote; what they do not change is given back."""
+    """Keys come from a file that anybody wrote; what they do not change is given back."""
     change_config(own_fp8, quantization_config=quantization_of(own_fp8) | extra)
     model = fp8_of(own_fp8)
     assert_equal(model, fp8_of(bf16))

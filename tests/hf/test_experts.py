@@ -175,7 +175,7 @@ def test_changed_weights_are_quantized_again(double, of_copy):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_weights_that_a_fused_optimizer_changed_are_quantized_again(name):
-    """It does not bump their version. In FP32: torch 2.13's SGD leaves BF16 as it is on the CPU."""
+    """It bumps no version. Weights are FP32, since torch 2.13's SGD leaves BF16 be on the CPU."""
     experts, other = decorated().float(), decorated()
     inputs = inputs_for(experts)
     first, beside = run(experts, "moefp8", *inputs), run(other, "moefp8", *inputs)

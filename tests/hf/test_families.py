@@ -48,7 +48,7 @@ def test_no_cell_is_wrong_and_every_refusal_has_a_way_out():
 SAMPLE = (
     "qwen3_moe",
     "gpt_oss",  # experts with biases
-    "dbrx",  # of another form; batches
+    "dbrx",  # weights of another form, and batches
     "granitemoehybrid",  # an infinity in its config.json
     "jetmoe",  # experts of another make
     "minimax_m3_vl_text",  # a clamp of its own, fused shared experts

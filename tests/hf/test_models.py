@@ -105,7 +105,7 @@ def test_every_fp8_weight_became_ours(checkpoint):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_logits_match_transformers_dequantizing(family, tmp_path, monkeypatch):
-    """Where its own path can load the checkpoint: whole blocks, no 576 rows."""
+    """Its own path must be able to load the checkpoint: whole blocks, no 576 rows."""
     sizes = {"moe_intermediate_size": 256, "intermediate_size": 256}
     if family == "qwen3_next":
         sizes |= {"shared_expert_intermediate_size": 256, "linear_num_value_heads": 8}

@@ -21,7 +21,7 @@ def placed(bf16):
 
 
 def dispatched(path):
-    """As `from_pretrained` leaves a model with two devices in its device_map."""
+    """A model as `from_pretrained` leaves one with two devices in its device_map."""
     return dispatch_model(plain(path), {"": "cpu"}, main_device="cpu", force_hooks=True)
 
 
@@ -43,7 +43,7 @@ def test_hooks_go_to_what_takes_the_place(placed, bf16):
 
 @pytest.mark.skipif(RELEASE < (5, 20), reason="older DBRX computes something else")
 def test_so_they_do_where_experts_hold_modules(tmp_path):
-    """Those of DBRX lie in a module of their own."""
+    """The weights of DBRX's experts lie in a module of their own."""
     attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}
     experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
     sizes = {"vocab_size": 512, "n_layers": 1, "d_model": 128, "n_heads": 4}

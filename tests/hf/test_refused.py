@@ -109,7 +109,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config, tp
 
 
 def test_tensor_parallelism_of_transformers(qwen, tmp_path):
-    """It would cut scales by integer division; `moefp8.shard` carries them."""
+    """transformers would cut scales by integer division; `moefp8.shard` carries them."""
     (tmp_path / "script.py").write_text(PARALLEL)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

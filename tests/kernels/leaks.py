@@ -27,7 +27,7 @@ from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 
 _BYTES = 1 << 24
-_SIZES = (256, 128), (264, 512), (200, 300)  # of weights; TMA cannot address the last ones
+_SIZES = (256, 128), (264, 512), (200, 300)  # sizes of weights; TMA cannot address the last ones
 _NUM_EXPERTS = 4
 
 
@@ -70,7 +70,7 @@ class Mix:
         raise AssertionError(f"{self.num_kept} are kept")
 
     def view(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Its rows may lie apart, anywhere at a multiple of 256 bytes."""
+        """A tensor whose rows may lie apart, anywhere at a multiple of 256 bytes."""
         *outer, rows, columns = shape
         unit = 16 // dtype.itemsize
         pitch, start = round_up(columns, unit), 0
@@ -81,7 +81,7 @@ class Mix:
         return self.memory[dtype].as_strided(shape, strides, start)
 
     def scales(self, *shape: int) -> torch.Tensor:
-        """Those of activations, with the rows innermost."""
+        """Scales of activations, with the rows innermost."""
         *outer, rows, blocks = shape
         return self.view(torch.float32, *outer, blocks, rows).mT
 
@@ -91,7 +91,7 @@ class Mix:
         return self.view(E4M3, *shape), scales
 
     def number(self, least: int, end: int) -> int:
-        """Below `end`: any in a fresh call, else one of five."""
+        """A number below `end`: any in a fresh call, else one of five."""
         if self.is_fresh:
             return self.random.randrange(least, end)
         return least + (end - 1 - least) * self.random.randrange(5) // 4

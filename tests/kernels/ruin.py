@@ -100,7 +100,7 @@ def _reset_by_runtime() -> None:
 def _after_a_reset(reset: Callable[[], None]) -> None:
     """Tensors are lost: an error. With new ones, if PyTorch can make them, the second call works.
 
-    With PYTORCH_NO_CUDA_MEMORY_CACHING=1, for PyTorch's cache would hand out lost memory. Lost
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 is set, as PyTorch's cache would hand out lost memory. Lost
     tensors stay alive to the end: to free them would free what lies there now.
     """
     layer, x = lost = sample()

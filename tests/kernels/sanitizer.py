@@ -89,9 +89,9 @@ def main() -> None:
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
     for num_tokens, top_k, hidden_size, num_sms in (
-        *((3, 2, 200, 132), (200, 3, 1160, 5)),
+        (3, 2, 200, 132), (200, 3, 1160, 5),
         (2731, 3, 136, 50),  # a kernel before counts the choices
-    ):
+    ):  # fmt: skip
         # As if the GPU had no more SMs: then the chunks of tokens are long.
         few = mock.patch.object(jit.Driver, "num_sms", lambda driver, device_index, n=num_sms: n)
         with jit.using(jit.Driver()), few:
@@ -163,7 +163,7 @@ def run_families() -> None:
 def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = None) -> None:
     """All operands are 1, so that zeros, or what lies beyond a box, are seen at once.
 
-    Tokens of no group are NaN, and stay unwritten. limit: of SMs.
+    Tokens of no group are NaN, and stay unwritten. limit: how many SMs may be used.
     """
     k_blocks, rows, groups = num_blocks(k), routing.rows_of_a(), routing.matrices_of_b()
     is_of_group, bias = routing.is_of_group()[..., None], None if routing.layout else 8.0
@@ -199,7 +199,7 @@ def run_experts_families() -> None:
 
 
 def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> None:
-    """Gate and up are 1, so every choice that is held here gives its weight times silu(1)."""
+    """Gate and up are 1, so every choice that is held here gives its top_k_weight times silu(1)."""
     e, blocks_h, blocks_i = 4, num_blocks(h), num_blocks(i)
     gate_up_scales = torch.full((e, 2 * blocks_i, blocks_h), 1 / h, device="cuda")
     down_scales = torch.full((e, blocks_h, blocks_i), 1 / i, device="cuda")

@@ -93,7 +93,7 @@ def test_mixed_devices_are_named():
 
 
 def test_portable_bodies_are_announced(monkeypatch, new_driver):
-    """Once by each op: this one is the test's own."""
+    """Each op announces its own once: this op is the test's."""
     op = register(
         "announced_in_a_test(Tensor x) -> Tensor",
         cpu=lambda x: x + 1,

@@ -96,7 +96,7 @@ def test_routers_stay_by_name_or_for_their_width(name, listed):
 
 
 class Reader(nn.Module):
-    """Calls a, multiplies with the weight of b, casts to the dtype of c, asks d where it is."""
+    """It calls a, multiplies with b's weight, casts to the dtype of c, asks d where it is."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ def attention_of_torch() -> nn.MultiheadAttention:
 
 
 def wide_attention() -> nn.ModuleDict:
-    """Of a projection as wide as there are experts."""
+    """Attention with a projection as wide as there are experts."""
     attention = nn.ModuleDict({"k": nn.Linear(H, 6)})
     experts = GroupedExperts(6, H, 40)
     return nn.ModuleDict({"self_attn": attention, "experts": experts, "after": nn.Linear(H, H)})

@@ -77,7 +77,7 @@ class LastIsOther(Experts):
 
 
 class Capacity(Experts):
-    """Of an expert's tokens, those after the fourth are dropped."""
+    """The tokens of an expert after its fourth are dropped."""
 
     def forward(self, x, ids, scores):
         rank = F.one_hot(ids, E).sum(1).cumsum(0)
@@ -263,7 +263,7 @@ def test_a_probe_leaves_no_trace():
 
 
 class NoActFn(Experts):
-    """Right, though nothing but its forward tells."""
+    """Its activation is right, though nothing but its forward tells."""
 
     def __init__(self):
         super().__init__()

@@ -212,7 +212,7 @@ def test_modules_name_bad_arguments(make, message):
 
 
 class AddsInFp32(nn.Module):
-    """As PEFT does to a parameter: an adapter's product is added."""
+    """An adapter's product is added, as PEFT does to a parameter."""
 
     def forward(self, codes):
         return (codes.float() + 1).to(codes.dtype)

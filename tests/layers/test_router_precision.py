@@ -11,7 +11,7 @@ H, E = 7168, 256
 
 @pytest.fixture(params=["high", "medium", "allow_tf32"])
 def switch(request):
-    """Turns FP32 matmuls to TF32 or BF16, on devices that can."""
+    """A switch that turns FP32 matmuls to TF32 or BF16, on devices that can."""
     before = torch.get_float32_matmul_precision()
 
     def turn() -> None:
@@ -43,7 +43,7 @@ def test_the_same_experts_with_the_same_weights(switch, device, num_tokens, dtyp
 @on_cpu_and_gpu
 @pytest.mark.parametrize("num_tokens", [1, 3, 64])
 def test_logits_are_exact_to_fp32(device, num_tokens):
-    """Of one expert chosen of two, the softmax tells the difference of two logits."""
+    """Where one of two experts is chosen, the softmax tells the difference of two logits."""
     torch.manual_seed(0)
     router = TopKRouter(H, 2, 2, renormalize=False, device=device)
     x = torch.randn(num_tokens, H, device=device) * 30

@@ -38,10 +38,10 @@ class Model(nn.Module):
         self.linears = nn.ModuleList(
             FP8Linear(k, n, bias=dtype is not None, dtype=dtype or torch.bfloat16)
             for n, k, dtype in (
-                *((2000, 512, None), (136, 1024, torch.bfloat16)),
-                *((77, 130, torch.float32), (300, 60, torch.float16)),
+                (2000, 512, None), (136, 1024, torch.bfloat16),
+                (77, 130, torch.float32), (300, 60, torch.float16),
             )
-        )
+        )  # fmt: skip
 
 
 @torch.inference_mode()
@@ -60,7 +60,7 @@ def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 class Idle(Emulator):
-    """Runs nothing."""
+    """It runs nothing."""
 
     def compute(self, made, parameters):
         pass
@@ -76,7 +76,7 @@ def model(request) -> Model:
 
 
 def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
-    """And nothing else but kernels for tokens that lie unaligned."""
+    """It lists nothing else but kernels for tokens that lie unaligned."""
     with emulated(library=Idle()) as gpu:
         for tokens in (*range(1, 130), *range(130, 513, 21), *range(513, MAX_TOKENS, 45)):
             run(model, tokens)
@@ -91,7 +91,7 @@ def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
 
 @pytest.fixture
 def compile_no_more(fresh_jit, monkeypatch) -> Callable[[], None]:
-    """Its call is as the start of a new process, in which it is an error to compile."""
+    """A call of it is like the start of a new process, in which it is an error to compile."""
 
     def compile_anything(self, program, options):
         raise AssertionError(f"{program.expression} is compiled")

@@ -98,9 +98,9 @@ def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
 
 both = pytest.mark.parametrize("op", [quantize_1x128, quantize_128x128], ids=["1x128", "128x128"])
 CUTS = (
-    *(None, Cut(1, 16, 32), Cut(1, 16, 256), Cut(1, 8, 128), Cut(2, 8, 128), Cut(4, 8, 32)),
-    *(Cut(4, 8, 256), Cut(4, 16, 128), Cut(8, 16, 64)),
-)
+    None, Cut(1, 16, 32), Cut(1, 16, 256), Cut(1, 8, 128), Cut(2, 8, 128), Cut(4, 8, 32),
+    Cut(4, 8, 256), Cut(4, 16, 128), Cut(8, 16, 64),
+)  # fmt: skip
 
 
 def assert_same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -181,7 +181,7 @@ def test_awkward_numbers_equal_the_cpu(op, dtype, ue8m0):
 @on_gpu
 @pytest.mark.parametrize("start", range(0, 2**23, 2**20))
 def test_every_mantissa_of_a_scale_rounds_as_division(start):
-    """Next to all ties of E4M3, for an amax of every mantissa; the other side divides."""
+    """x lies next to all ties of E4M3, for an amax of every mantissa; the other side divides."""
     amax = (torch.arange(start, start + 2**20, device="cuda").int() + (135 << 23)).view(
         torch.float32
     )

@@ -36,7 +36,7 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
 
 
 def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:
-    """As dispatch makes it: without max_m, every choice has a row of its own."""
+    """The plan as dispatch makes it: without max_m, every choice has a row of its own."""
     ids = ids.cpu()
     if max_m is not None:
         return RoutingPlan(*build_maps(ids, num_experts, 1, max_m), max_m)
@@ -159,6 +159,6 @@ def run_combine(
 def expected_combine(
     y: torch.Tensor, hidden_size: int, plan: RoutingPlan, weights: torch.Tensor
 ) -> torch.Tensor:
-    """On the CPU, of the same rows."""
+    """What combine gives on the CPU, of the same rows."""
     rows = y.cpu()[:, :hidden_size]
     return torch.ops.moefp8.combine(rows, plan.token_to_row.cpu(), weights.cpu())

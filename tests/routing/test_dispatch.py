@@ -62,9 +62,9 @@ def test_arguments_lie_in_memory_as_the_kernels_read_them(module, tmp_path):
 
 
 dispatches = st.tuples(  # T, k, E, k-blocks, SMs
-    *(sizes(2**18, 1), st.integers(1, 64), st.integers(1, 2000)),
-    *(st.integers(1, 200), st.integers(1, 256)),
-)
+    sizes(2**18, 1), st.integers(1, 64), st.integers(1, 2000),
+    st.integers(1, 200), st.integers(1, 256),
+)  # fmt: skip
 
 
 @given(shape=dispatches)
@@ -132,7 +132,7 @@ def test_lanes_find_their_token(top_k):
 def routing_of(
     top_k: int, num_experts: int = 8, max_m: int | None = None, num_warps: int = 0
 ) -> plan_launch.Routing:
-    """Of five tokens, in chunks of two."""
+    """The routing of five tokens, in chunks of two."""
     ids = torch.zeros(5, top_k, dtype=torch.int64)
     return plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)
 
@@ -154,7 +154,7 @@ def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places
     [(8, 8, 1), (16, 8, 1), (17, 8, 2), (600, 8, 32), (600, 1023, 16), (600, 20000, 1)],
 )
 def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
-    """Of two tokens."""
+    """They rank the choices of two tokens."""
     routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
     assert (routing.num_rankers, without.num_rankers) == (rankers, 0)
     more = (plan_launch.shared_bytes(x) for x in (routing, without))
@@ -228,10 +228,10 @@ def test_plan_equals_the_portable_body(
         (130, 8, 256, 264, torch.bfloat16, 3),
         (20, 3, 4, 1500, torch.float32, 30),
         (70, 5, 20, 16, torch.bfloat16, 1),
-        *((1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40)),
-        *((1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5)),
+        (1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40),
+        (1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5),
     ],
-)
+)  # fmt: skip
 def test_dispatch_equals_its_parts(
     on_cpu, kind, masked, num_tokens, top_k, num_experts, hidden_size, dtype, num_sms
 ):
@@ -260,7 +260,7 @@ def test_of_many_choices_a_kernel_before_counts(on_cpu, num_tokens, num_experts,
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_second_kernel_takes_the_counts_of_the_first(on_cpu, masked):
-    """And does not count anew: what is in memory decides."""
+    """It does not count anew: what is in memory decides."""
     on_cpu.sms = 10
     x, ids = torch.randn(1100, 8), ids_of("distinct", 1100, 8, 20)
     max_m = 1100 if masked else None

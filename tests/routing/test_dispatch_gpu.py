@@ -90,7 +90,7 @@ def test_dispatch_of_any_dtype_and_stride(num_tokens, offset, hidden_size, dtype
 
 
 class DriverOfSomeSms(jit.Driver):
-    """Of this GPU, as if it had another number of SMs."""
+    """The driver of this GPU, as if it had another number of SMs."""
 
     def __init__(self, num_sms: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class DriverOfSomeSms(jit.Driver):
 @pytest.mark.parametrize("num_experts", [4, 600, 1023, 1024])
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1025, 8), (1024, 8), (130, 65), (20000, 2)])
 def test_dispatch_of_many_choices(num_tokens, top_k, num_experts, masked):
-    """Those of up to 1023 experts are counted by a kernel before; any number of SMs is right."""
+    """A kernel before counts choices of up to 1023 experts; any number of SMs is right."""
     x = torch.randn(num_tokens, 200, device="cuda").bfloat16()
     max_m = num_tokens if masked else None
     if masked and num_experts * num_tokens > 2**22:
@@ -143,9 +143,9 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
         assert torch.equal(ours.cpu(), expected), kind
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # of the last, choices are counted
+@pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # the last one's choices are counted
 def test_launched_early_it_waits(num_tokens):
-    """Behind kernels that write what dispatch and combine read."""
+    """They run behind kernels that write what dispatch and combine read."""
     ids = ids_of("distinct", num_tokens, 4, 16).cuda()
     plan = plan_of(ids, 16, None)
     weights = torch.rand(num_tokens, 4, device="cuda")

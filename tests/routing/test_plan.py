@@ -57,7 +57,7 @@ def test_the_plan_is_frozen():
 @both_layouts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_dispatch_and_combine(routing, seed, layout, dtype):
-    """What padding and weights of choices held elsewhere are, does not come through."""
+    """What padding and the top_k_weights of choices held elsewhere are does not come through."""
     torch.manual_seed(seed)
     index, weights = routing
     x, plan = torch.randn(len(index), 9).to(dtype), build_plan(index, 6, layout)
@@ -76,7 +76,7 @@ def test_dispatch_and_combine(routing, seed, layout, dtype):
 def test_rows_without_tokens_are_zeros(dtype):
     plan = build_plan(torch.zeros(0, 2, dtype=torch.int64), 3, "masked", max_m=40)
     for _ in range(20):
-        held = torch.full((3, 40, 64), 7.0).to(dtype)  # whose memory is free again right away
+        held = torch.full((3, 40, 64), 7.0).to(dtype)  # its memory is free again right away
         del held
         rows = dispatch(torch.zeros(0, 64).to(dtype), plan)
         assert rows.shape == (3, 40, 64)
@@ -98,7 +98,7 @@ def sum_of(y, weights, plan) -> torch.Tensor:
 
 
 def test_combine_is_seen_by_the_transforms_of_functorch_and_by_tangents():
-    """Also where a kernel would do it, which sees neither."""
+    """They see it also where a kernel would combine, which sees neither of them."""
     plan = build_plan(torch.tensor([[0, 1], [1, 2], [0, 2]]), 3)
     y, weights = torch.randn(6, 16).bfloat16(), torch.rand(3, 2)
     with emulated() as gpu:

@@ -40,7 +40,7 @@ def logits_of(num_tokens: int, num_experts: int, dtype=torch.float32) -> torch.T
 
 
 def bias_of(num_experts: int) -> torch.Tensor:
-    """With few values, so that sums are often equal; -Inf is the score of closed groups too."""
+    """A bias of few values, so that sums are often equal; closed groups score -Inf too."""
     bias = torch.randint(-2, 3, (num_experts,)) / 4
     return torch.where(torch.rand(num_experts) < 0.2, -INF, bias)
 
@@ -87,13 +87,13 @@ def test_choices_equal_plain_python(data, value, dtype, renormalize, factor):
     ours = sigmoid_group_topk(logits, bias, k, num_groups, topk_groups, renormalize, factor)
     scores = logits[0].double().sigmoid().float()
     index = naive.group_choice((scores + bias).tolist(), k, num_groups, topk_groups)
-    expected = scores[index] * factor  # which the bias does not change
+    expected = scores[index] * factor  # the bias does not change them
     total = scores[index].sum() + 1e-20 if renormalize else 1.0
     assert_close_choice(ours, index, expected / total)
 
 
 def assert_close_choice(ours, index, weights) -> None:
-    """Of a single token."""
+    """Compare the choice of a single token."""
     assert ours.top_k_index[0].tolist() == index
     expected = torch.as_tensor(weights, dtype=torch.float32)
     torch.testing.assert_close(

@@ -48,7 +48,7 @@ def block_problem(config: dict[str, Any]) -> str | None:
 
 
 def block_sizes(config: Mapping[str, Any]) -> list[Any]:
-    """Return the sizes that config states, as fp8 or compressed-tensors, whatever they are."""
+    """Return the sizes that config states as fp8 or compressed-tensors do, right or wrong."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return []

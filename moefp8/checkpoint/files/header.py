@@ -125,7 +125,7 @@ def _is_possible(shape: list[int]) -> bool:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether value lists numbers as PyTorch counts; a bool is none."""
+    """Whether value is a list of sizes that PyTorch can count; a bool is no size."""
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 

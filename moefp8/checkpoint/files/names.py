@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.)")
 
 def canonical(name: str) -> str:
     """Spell name as DeepSeek-V3 does."""
-    if not _ANY_FOLD.search(name):  # most names; a large checkpoint has 100,000
+    if not _ANY_FOLD.search(name):  # most names need no fold; a checkpoint has 100,000
         return name
     for pattern, replacement in _FOLDS:
         name = pattern.sub(replacement, name)
@@ -38,7 +38,7 @@ def canonical(name: str) -> str:
 
 
 def weight_of_scale(name: str) -> str | None:
-    """Return `X.weight` for `X.weight_scale_inv` and its like, and None for no name of a scale."""
+    """Return `X.weight` for `X.weight_scale_inv` and its like, and None if name is no scale's."""
     match = _SCALE.fullmatch(name)
     return f"{match[1]}{match[2] or 'weight'}" if match else None
 

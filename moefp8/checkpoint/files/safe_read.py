@@ -1,6 +1,6 @@
 """Open files and parse JSON that others wrote, without trusting either.
 
-Pipes and devices may never end, and a link may lead to what we can read, but its owner cannot: a
+Pipes and devices may never end, and a link may lead to what we can read but its owner cannot: a
 file is looked at before a byte of it is read. JSON that costs much is refused: an empty list takes
 2 bytes of the file and 64 of memory, and deep nesting cannot be printed, copied or written again.
 """

@@ -98,7 +98,7 @@ def _read_shards(files: Iterable[Path], home: Path | None, problems: _Problems) 
     def read(file: Path) -> Shard:
         if home is not None:
             check_inside(file, home)
-        with suppress(OSError):  # which read_shard will tell
+        with suppress(OSError):  # read_shard will tell of it
             status = file.stat()
             first = names.setdefault((status.st_dev, status.st_ino), file)
             if first is not file:
@@ -190,7 +190,7 @@ def _merge(shards: Iterable[Shard], problems: _Problems) -> dict[str, Entry]:
 
 
 def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:
-    """Return the entries whose keys match no pattern of ignore. Raises TypeError."""
+    """Return the entries whose keys match no pattern of ignore. Raises TypeError for a str."""
     if isinstance(ignore, str):  # its characters would be patterns, and '*' matches everything
         raise TypeError(f"ignore must be an iterable of patterns, got the str {ignore!r}")
     patterns = tuple(ignore)

@@ -19,7 +19,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     try:
         target = Path(os.path.abspath(path))
         with suppress(FileNotFoundError, NotADirectoryError):
-            target.lstat()  # else a NUL would be found no sooner than something is made
+            target.lstat()  # else a NUL would be found only when something is made
         if target.is_symlink() or os.path.ismount(target):
             raise CheckpointError(
                 f"{path}: must not be a link or a mount point; name a path below it"

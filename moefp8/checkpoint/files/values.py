@@ -20,7 +20,7 @@ from .target import in_shards
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
-_SERIAL = 32768  # so few elements stay in this thread; those of PyTorch would wait for cores
+_SERIAL = 32768  # so few elements stay in this thread; PyTorch's threads would wait for cores
 
 Test = Callable[[torch.Tensor], torch.Tensor]
 Counts = dict[str, Counter[Entry]]
@@ -105,7 +105,7 @@ def _runs(batch: list[_Piece]) -> list[_Piece]:
 def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
     """Read all runs, one behind the other, by several threads: a disk may be far away."""
     sizes = [run.end - run.begin for run in runs]
-    data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default is
     jobs = list(zip(runs, data.split(sizes), strict=True))
 
     def read(jobs: list[tuple[_Piece, torch.Tensor]]) -> None:

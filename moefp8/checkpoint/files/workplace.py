@@ -31,7 +31,7 @@ _held: set[tuple[int, Path]] = set()  # with the process: a forked child holds n
 
 
 class Workplace:
-    """The directory beside target. Files with final names are whole, others are of dead runs."""
+    """The directory beside target. Files with final names are whole; dead runs left others."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -39,7 +39,7 @@ class Workplace:
         self.content = self.path / "checkpoint"
 
     def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
-        """Return the report of a shard that is as it was written, else None; advance gets bytes."""
+        """Return the report of an unchanged shard, else None; advance is given the bytes read."""
         try:
             record = read_object(self._report_path(name))
             is_same = record.get("shard") == _seal(self.content / name, advance)
@@ -82,7 +82,7 @@ class Workplace:
 
 @contextmanager
 def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
-    """Enter the directory beside target. Raises CheckpointError if another works or began there."""
+    """Enter the directory beside target. Raises CheckpointError if another run or job has it."""
     place = Workplace(target)
     _make_private(place.path)
     with _locked(place):
@@ -169,7 +169,7 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
         found = read_object(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; remove {path.parent} to start again") from error
-    job = json.loads(json.dumps(job))  # as it was when it was written: tuples are lists
+    job = json.loads(json.dumps(job))  # as it is once it is written: tuples are lists
     differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
     if differing:
         raise CheckpointError(

@@ -40,7 +40,7 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """Return what config.json tells of it, {} if that is nothing."""
+        """The quantization_config of config.json, or {} if there is none."""
         found = self.config.get("quantization_config")
         return found if isinstance(found, dict) else {}
 

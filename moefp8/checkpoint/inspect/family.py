@@ -24,7 +24,7 @@ class Family:
     """A number is None if nothing tells it.
 
     model_type, architectures, hidden_size, top_k: as in config.json. naming: how tensors are
-    called. intermediate_size: that of dense layers; moe_intermediate_size: I of experts.
+    called. intermediate_size: I of dense layers; moe_intermediate_size: I of experts.
     quantization: what config.json says of it, in words.
     """
 

@@ -100,7 +100,7 @@ def _layer_name(key: str) -> str:
 def _check_values(contents: Contents, weights: bool, progress: bool | None) -> Iterator[Anomaly]:
     scales = [entry for entry in contents.scales.values() if entry.dtype in SCALE_DTYPES]
     tests = dict(SCALE_TESTS)
-    if contents.quantization.get("scale_fmt") != "ue8m0":  # which DeepSeek-V3.1 tells, and breaks
+    if contents.quantization.get("scale_fmt") != "ue8m0":  # DeepSeek-V3.1 tells this, and breaks it
         del tests["no power of two"]
     yield from _check(contents, "scales", scales, tests, None)
     if weights:

@@ -43,7 +43,7 @@ class Assignment:
 def assign(
     source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
 ) -> Assignment:
-    """Assign all but ignore to all of a model. Raises CheckpointError listing what does not fit."""
+    """Assign all keys but ignore to a whole model. Raises CheckpointError listing what misfits."""
     kept = kept_entries(source, ignore)
     assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
     left_out = [key for key in source.entries if key not in kept]
@@ -168,7 +168,7 @@ class _Matcher:
         return None
 
     def _told_at_weight(self, name: str) -> bool:
-        """Whether name is the scale of an FP8 weight whose slot takes no FP8 (told there)."""
+        """Whether name scales an FP8 weight whose slot takes no FP8, which is told there."""
         weight = weight_of_scale(name)
         slot = self.inventory.find(weight) if weight and canonical(weight) in self.fp8 else None
         return slot is not None and slot.role is Role.PLAIN and slot.owner.tensor.dtype != E4M3

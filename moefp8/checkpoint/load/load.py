@@ -133,7 +133,7 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
 
 
 def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
-    """Fill every slot and return the bytes. Raises CheckpointError naming key and file at fault."""
+    """Fill every slot; return how many bytes. Raises CheckpointError naming key and file."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
     tasks = [task for copy in copies for task in tasks_of(copy)]
     total = sum(task.num_bytes for task in tasks)

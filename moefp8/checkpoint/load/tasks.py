@@ -21,8 +21,8 @@ from ..files.reading import read_into
 from ..model.memory import num_spanned_bytes
 from .assign import Copy
 
-DIRECT_BYTES = 4 << 20  # the most of a task that needs nothing but its target
-STAGED_BYTES = 512 << 10  # the most of others, which stay in a cache until they are copied
+DIRECT_BYTES = 4 << 20  # at most, in a task that needs nothing but its target
+STAGED_BYTES = 512 << 10  # at most, in others; they stay in a cache until they are copied
 _GAP_BYTES = 4096
 _NUM_BUFFERS = 2
 
@@ -65,7 +65,7 @@ def tasks_of(copy: Copy) -> Iterator[Task]:
 
 
 def _split(task: Task, limit: int) -> Iterator[Task]:
-    """Cut a task along its first axes until what it reads is small: bytes, and gaps."""
+    """Cut a task along its first axes until it reads few bytes, and small gaps."""
     source = task.source
     axis = next((axis for axis, size in enumerate(source.shape) if size > 1), None)
     if axis is None or (source.nbytes <= limit and source.is_contiguous()):

@@ -43,7 +43,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
     """Yield pairs that have elements in common, in the order of addresses, device by device."""
-    open_spans: list[Named] = []  # those that end behind the next begin
+    open_spans: list[Named] = []  # tensors that end behind the beginning of the next one
     for name, tensor in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
         open_spans = [pair for pair in open_spans if _reaches(pair[1], tensor)]
         yield from ((pair, (name, tensor)) for pair in open_spans if _meet(pair[1], tensor))
@@ -69,7 +69,7 @@ def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
     if is_simple or rest or first.itemsize != second.itemsize:
         return True
     ends = num_spanned_bytes(first), distance * first.itemsize + num_spanned_bytes(second)
-    # Columns of one matrix do not, for instance.
+    # Columns of one matrix share none, for instance.
     is_used = torch.zeros(max(ends) // first.itemsize, dtype=torch.bool, device="cpu")
     is_used.as_strided(first.shape, first.stride()).fill_(True)
     return bool(is_used.as_strided(second.shape, second.stride(), distance).any())

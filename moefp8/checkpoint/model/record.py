@@ -1,6 +1,6 @@
 """What a model remembers of its checkpoint, so that saving gives the same keys and config back.
 
-A plain dict on the root module: deepcopy and pickle keep it.
+It is a plain dict on the root module: deepcopy and pickle keep it.
 """
 
 from dataclasses import dataclass

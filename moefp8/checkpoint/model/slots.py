@@ -53,7 +53,7 @@ class ModelTensor:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place of the whole model. name: its key; shape: that of the stored tensor.
+    """A place of the whole model. name: its key; shape: the stored tensor's.
 
     module: the name of its module; index: its place in the whole tensor, () for all of it.
     """
@@ -88,7 +88,7 @@ class Inventory:
     """All slots of a model.
 
     slots: all by name, fused and per-expert; parts: those to fill; experts: canonical name of a
-    module -> E; foreign: canonical names of what other ranks hold; problems: what none can fill.
+    module -> E; foreign: canonical names of what other ranks hold; problems: what prevents filling.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -67,7 +67,7 @@ def converted_fillings(
 def _groups(
     entries: Iterable[Entry], skeleton: Skeleton
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
-    """Return the first name that entries become -> these, with their steps and patterns.
+    """Return the first name that entries become -> the entries, their steps and patterns.
 
     They are in transformers' order; where it has none, they are left out.
     """
@@ -87,7 +87,7 @@ def _groups(
 def _converted(
     name: str, group: list[tuple[Entry, Any, str]], skeleton: Skeleton
 ) -> dict[str, torch.Tensor]:
-    """Return what transformers would make of group: name -> numbers of rows. name: the first."""
+    """Return what transformers would make of group, first of all `name`: name -> row numbers."""
     step = deepcopy(group[0][1])
     if not names_of(step) <= _MOVE_ROWS:
         return {}

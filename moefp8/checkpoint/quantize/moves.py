@@ -51,7 +51,7 @@ class Move:
 
     @property
     def entry(self) -> Entry:
-        """Return the first entry, where messages name one."""
+        """The first entry, which messages name."""
         return self.pieces[0].entry
 
     @property

@@ -76,14 +76,14 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: naming keys and files: a source that is broken, in FP8 already or holds NaN
-            or Inf; a target that is there, or that another process or thread is writing;
+            or Inf; a target that exists, or that another process or thread is writing;
             a disk that is full. Finished shards are kept.
         ValueError: a name in skip that matches nothing; a device or a size that cannot be meant.
         TypeError: skip is no name, or names.
     """
     started = time.perf_counter()
     place = usable_device(device, "quantize_checkpoint")
-    if not max_shard_bytes > 0:  # NaN is neither
+    if not max_shard_bytes > 0:  # this refuses NaN too
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     skip = patterns_of("quantize_checkpoint", "skip", skip)
     path = target_of(target)
@@ -128,7 +128,7 @@ def _job(
     max_shard_bytes: int,
     shards: Shards,
 ) -> dict[str, Any]:
-    """Return all that decides what is written; for contents of files, their sizes and times.
+    """Return all that decides what is written; sizes and times stand for contents of files.
 
     plan: which tensor is in which shard; another version of this library may select others.
     Names of files that are not UTF-8 have escapes in place of such bytes.

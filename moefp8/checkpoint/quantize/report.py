@@ -111,5 +111,5 @@ class ErrorSums:
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:
-    """x: it must be contiguous."""
+    """Sum up the squares of x, which must be contiguous."""
     return float(torch.dot(x.view(-1), x.view(-1)))

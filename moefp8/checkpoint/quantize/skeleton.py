@@ -86,7 +86,7 @@ class Skeleton:
 def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
     """Build the skeleton of a config.json, or say why transformers cannot build it.
 
-    num_tensors: those of the checkpoint. A model that cannot belong to so many is not built, and
+    num_tensors: the checkpoint has so many. A model that cannot belong to these is not built, and
     nothing is fetched to build one.
     """
     if find_spec("transformers") is None:
@@ -117,7 +117,7 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
 def order_of(key: str) -> Any:
     """Return what transformers sorts the keys of a conversion by; numbers count by value.
 
-    Raises ValueError for a "²", which it takes for a number, and fails to read.
+    Raises ValueError for a "²", which transformers takes for a number, and fails to read.
     """
     from transformers.core_model_loading import dot_natural_key
 

@@ -99,7 +99,7 @@ def _quantize(job: _Job, move: Move) -> WeightReport:
         block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
         with failing_as(piece.entry, "quantizing failed", OUTCOME):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
-            if not block_rows.isfinite().all():  # as NaN and Inf make the scale of their block
+            if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
                 raise CheckpointError(
                     f"{piece.entry}: holds NaN or Inf in {move.key}; skip it, which keeps it as it "
                     "is, or fetch the file again"

@@ -43,7 +43,7 @@ def test_counts_are_of_the_right_tensor_in_any_batch(tmp_path, monkeypatch):
 
 
 def test_scales_at_the_same_place_of_two_files(tmp_path):
-    """One begins in its file at the byte where the other ends in its own."""
+    """One tensor begins in its file at the byte where the other ends in its own."""
     tensors = {"a": torch.ones(4), "b": torch.full((4,), math.nan)}
     path = write(tmp_path / "c", tensors, num_shards=2)
     first, second = sorted(path.glob("*.safetensors"))

@@ -317,7 +317,7 @@ def test_whoever_reads_the_first_lines_alone_sees_no_error(tmp_path):
 
 
 def test_a_tensor_called_scale_that_is_none(tmp_path):
-    """Routers of Gemma 4 have one; nothing is beside it whose scale it could be."""
+    """Routers of Gemma 4 have a `scale`, and nothing beside it that it could scale."""
     tensors = deepseek_tensors()
     tensors["model.layers.0.mlp.router.scale"] = torch.full((H,), -1.0)
     found = inspect_checkpoint(write(tmp_path / "a", tensors))

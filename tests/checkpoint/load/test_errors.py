@@ -54,7 +54,7 @@ WRONG = [
     (f"{LINEAR}.weight", zeros(576, H, dtype=torch.int8), "got I8"),
     (NORM, zeros(H, dtype=torch.int32), "got I32"),
 ]
-EXTRA = {  # of layers that there are, and behind the MTP layer
+EXTRA = {  # keys in layers that exist, and behind the MTP layer
     "model.layers.3.x": torch.zeros(1),
     **fp8_pair(f"model.layers.0.mlp.experts.{E}.gate_proj", I, H),
     "model.layers.0.surprise.weight": torch.zeros(1),
@@ -122,7 +122,7 @@ def test_fp8_weight_for_an_ordinary_module(tmp_path):
 
 
 def test_a_scale_is_never_dropped(tmp_path):
-    """That holds too where the model has an FP8 parameter of its own, without a scale."""
+    """It is not dropped where the model has an FP8 parameter of its own, without a scale."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(128, 128).to(torch.float8_e4m3fn), requires_grad=False)
     path = write(tmp_path / "c", {k[2:]: t for k, t in fp8_pair("m", 128, 128).items()})
@@ -268,7 +268,7 @@ def test_a_truncated_file_is_always_refused(tmp_path, data):
 @of_one_folder
 @given(data=st.data())
 def test_a_damaged_header_is_refused_or_harmless(tmp_path, data):
-    """One byte of the header changed: an error that says so, or the tensors as they were."""
+    """One byte of the header changes: an error says so, or the tensors are as they were."""
     path = tmp_path / "model.safetensors"
     whole = small_file(path)
     end = 8 + struct.unpack("<Q", whole[:8])[0]

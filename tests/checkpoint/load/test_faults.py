@@ -25,7 +25,7 @@ LINEAR = "model.layers.1.kv_a_proj_with_mqa.weight_scale_inv"
 
 
 def fill(path: Path, key: str, value: float, at: int = 0) -> str:
-    """Give element `at` of tensor key a value; returns the name of its file."""
+    """Give element `at` of tensor key a value; return the name of its file."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         if key in tensors:
@@ -139,7 +139,7 @@ def num_open_and_kept() -> tuple[int, int]:
 
 
 def refuse_whole(path: Path, *needles, device: str = "cpu") -> None:
-    """As `refuse`; nothing may stay open or in memory, either."""
+    """Check as `refuse` does, and that nothing stays open or in memory."""
     with torch.device(device):
         model = Tiny()
     at_first = num_open_and_kept()
@@ -212,7 +212,7 @@ def break_reading(monkeypatch, fault, home=os, call: str = "preadv", after: int 
 
 @pytest.mark.parametrize("name", ["config.json", FIRST, INDEX])
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
-    """Injected: tests may run as root, who may read everything."""
+    """The fault is injected: tests may run as root, who may read everything."""
     path = write(tmp_path / "c", deepseek_tensors(), num_shards=2)
     real = os.open
 

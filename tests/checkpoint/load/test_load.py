@@ -24,7 +24,7 @@ from tests.checkpoint.cases import (
     write,
 )
 
-NAMES = ["lm_head.weight", "model.embed_tokens.weight"]  # of one tensor, where it is tied
+NAMES = ["lm_head.weight", "model.embed_tokens.weight"]  # one tensor has both, where it is tied
 
 
 @pytest.mark.parametrize("naming", [str, qwen_name, minimax_name])

@@ -160,7 +160,7 @@ def big_tensors() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("num_ranks", [4, 7])
 def test_a_rank_reads_its_own_bytes(tmp_path, calls, num_ranks):
-    """Rows, experts and columns 4 KiB apart or more: no byte of others, but for scales."""
+    """It reads no byte of other rows, experts or columns (4 KiB apart or more), but for scales."""
     path = write(tmp_path / "c", big_tensors())
     plan = {"experts": "experts", "rows": "rows", "columns": "columns"}
     for rank in range(num_ranks):
@@ -169,11 +169,11 @@ def test_a_rank_reads_its_own_bytes(tmp_path, calls, num_ranks):
         moefp8.shard(model, plan, rank, num_ranks)
         calls.clear()
         report = load_checkpoint(model, path)
-        num_read = sum(num_bytes for _, num_bytes in calls)  # scales twice: checked before
+        num_read = sum(num_bytes for _, num_bytes in calls)  # scales are read twice: once to check
         assert report.num_bytes < num_read <= report.num_bytes * 1.001
         held = num_bytes_of(model)
         zeros = model.rows.rows_before * 1024 + model.columns.columns_before * 256
-        scales_of_columns = 2 * 64 * 4  # read through its gaps
+        scales_of_columns = 2 * 64 * 4  # their gaps are read too
         assert held - zeros <= report.num_bytes <= held - zeros + scales_of_columns
         weights = [begin for begin, num_bytes in calls if num_bytes > 10_000]
         assert len({*weights}) == len(weights)

@@ -99,7 +99,7 @@ def test_fused_scales_that_fit_one_cut_load(tmp_path, i):
 @pytest.mark.parametrize("i", [100, 128])
 @pytest.mark.parametrize("was_fused", [True, False])
 def test_experts_are_saved_such_that_they_load_again(tmp_path, i, was_fused):
-    """Fused as they were, codes and scales; one by one where that would not tell the cut."""
+    """Codes and scales are fused as they were, or one by one where that hides the cut."""
     model = layers(PlainExperts(E, H, i).bfloat16())
     if was_fused:
         load_checkpoint(model, write(tmp_path / "c", model.state_dict(), {"model_type": "m"}))

@@ -93,7 +93,7 @@ def qwen3_next() -> Family:
         "mtp.layers.0.self_attn.q_proj.weight": bf16(H, H),
     }
     tensors, kept = family(others, stay)
-    return tensors, [*kept, "lm_head"]  # which is tied
+    return tensors, [*kept, "lm_head"]  # the head is tied
 
 
 def minimax_m2() -> Family:

@@ -47,7 +47,7 @@ def wait(child: int) -> int:
 
 
 def die_before(number: int) -> None:
-    """Kill this process before that call, of all that change files."""
+    """Kill this process before call `number` of those that change files."""
     left = [number]
 
     def counted(real):

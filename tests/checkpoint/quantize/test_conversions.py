@@ -28,7 +28,7 @@ def change(path, edit) -> None:
 
 
 def test_a_conv1d_that_is_converted_stays(tmp_path, monkeypatch):
-    """It is square, so that no shape tells that it is transposed."""
+    """The Conv1D is square, so that no shape tells that it is transposed."""
     parts = [rf"attn\.c_proj{part}\.weight" for part in "AB"]
     step = WeightConverter(parts, "attn.c_proj.weight", [Concatenate(dim=0)])
     known = conversion_mapping.get_checkpoint_conversion_mapping
@@ -70,7 +70,7 @@ def test_experts_that_transformers_cannot_order_stay(tmp_path):
 
 
 def ernie(path, monkeypatch, **text) -> type:
-    """Save a tiny one, whose experts for texts and for images are stored as if of one kind."""
+    """Save a tiny ERNIE, which stores experts for texts and for images as if of one kind."""
     changed = OVERRIDES["ernie4_5_vl_moe"]["text_config"] | text
     monkeypatch.setitem(OVERRIDES, "ernie4_5_vl_moe", {"text_config": changed})
     model = tiny_model("ernie4_5_vl_moe")
@@ -106,7 +106,7 @@ def test_what_one_conversion_fills_stays_together(tmp_path, monkeypatch, text, s
 
 
 def test_what_one_conversion_fills_stays_together_where_an_expert_is_missing(tmp_path, monkeypatch):
-    """The last one is missing, which is for images: those for texts are complete."""
+    """The last expert is missing, which is for images: those for texts are complete."""
     ernie(tmp_path / "s", monkeypatch)
     key = "model.layers.1.mlp.experts.15.down_proj.weight"
     change(tmp_path / "s", lambda tensors: tensors.pop(key))
@@ -186,7 +186,7 @@ def test_a_weight_of_another_dtype_is_kept_by_its_module(tmp_path):
 
 
 def test_a_linear_of_two_parts_that_are_no_whole_blocks_stays(tmp_path, monkeypatch):
-    """Its scales would be of blocks that hold rows of both."""
+    """Its scales would be of blocks that hold rows of both parts."""
     changed = {"text_config": {"shared_intermediate_size": 192}}
     monkeypatch.setitem(OVERRIDES, "minimax_m3_vl", changed)
     tiny_model("minimax_m3_vl").save_pretrained(tmp_path / "s")

@@ -127,7 +127,7 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.fl
     st.dictionaries(KEYS, st.tuples(st.lists(st.integers(0, 5), max_size=3), DTYPES), max_size=5)
 )
 def test_the_writer_s_files_are_those_of_the_library(tmp_path_factory, kinds):
-    """They are equal byte by byte, where dtypes differ in size; the library orders others too."""
+    """Both are equal byte by byte where dtypes differ in size; the library orders others too."""
     folder = tmp_path_factory.mktemp("shards")
     tensors = {key: torch.randn(shape).to(dtype) for key, (shape, dtype) in kinds.items()}
     told = [(key, DTYPE_NAMES[x.dtype], tuple(x.shape)) for key, x in tensors.items()]

@@ -56,7 +56,7 @@ def test_a_wrong_scale_is_seen():
 
 def test_the_report_as_text_and_json(tmp_path):
     tensors = {f"model.layers.{n}.q_proj.weight": bf16(130, 130) * 2**-n for n in range(12)}
-    tensors["model.layers.3.q_proj.weight"][0] *= 1e-7  # 0 in FP8, but of no weight in the norm
+    tensors["model.layers.3.q_proj.weight"][0] *= 1e-7  # 0 in FP8, but it hardly adds to the norm
     tensors["model.layers.5.q_proj.weight"] *= 2.0**-60  # all 0
     done = quantized(tmp_path, tensors)
     assert done.worst(1)[0].key == "model.layers.5.q_proj.weight"

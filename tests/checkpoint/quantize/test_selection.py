@@ -42,7 +42,7 @@ def dbrx(d_model: int = 256, ffn_hidden_size: int = 384) -> PretrainedConfig:
 
 
 def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
-    """transformers would not find them under DeepSeek's names."""
+    """transformers would not find its experts under DeepSeek's names."""
     saved(stacks_only(), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
     assert "GraniteMoeSWAForCausalLM" in done.basis
@@ -95,7 +95,7 @@ def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
 
 
 def test_a_base_of_dbrx_loads_as_the_whole_model(tmp_path):
-    """Its experts have no slot of that name before they are converted."""
+    """DBRX's experts have no slot of that name before they are converted."""
     torch.manual_seed(0)
     AutoModel.from_config(dbrx(), dtype=torch.bfloat16).save_pretrained(tmp_path / "s")
     quantize_checkpoint(tmp_path / "s", tmp_path / "t")
@@ -149,7 +149,7 @@ def test_what_is_fused_is_told_by_its_keys(tmp_path):
 
 
 def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
-    """It has more rows than are quantized at once, and a last block that is not full."""
+    """The Conv1D has more rows than are quantized at once, and a last block that is not full."""
     sizes = {"vocab_size": 256, "n_embd": 512, "n_inner": 2000, "n_layer": 1, "n_head": 2}
     saved(GPT2Config(**sizes), tmp_path / "s")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
@@ -159,7 +159,7 @@ def test_conv1d_is_stored_as_the_linear_that_it_stands_for(tmp_path):
 
 
 def test_layers_for_multi_token_prediction_are_quantized_by_name(tmp_path):
-    """Models hold none, but servers do."""
+    """Models hold no such layers, but servers do."""
     saved(small_config("deepseek_v3"), tmp_path / "s")
     tensors = read(tmp_path / "s")
     extra = "model.layers.3.self_attn.o_proj.weight", "model.layers.3.eh_proj.weight"

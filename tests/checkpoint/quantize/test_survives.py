@@ -127,7 +127,7 @@ def test_names_that_are_not_utf_8(source, tmp_path):
 
 
 def test_a_version_that_chooses_otherwise_is_refused(source, tmp_path, monkeypatch):
-    """Its shards have the same names, and other tensors in them."""
+    """The version's shards have the same names, and other tensors in them."""
     target = tmp_path / "t"
     before = interrupt(source, target, **SMALL)
     kept = re.compile(rf"{select_by_name._KEPT.pattern}|.*kv_a_proj_with_mqa.*")
@@ -191,7 +191,7 @@ def test_one_thread_at_a_time(source, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_may_not_be_entered(source, tmp_path, monkeypatch):
-    """Injected: tests may run as root, who may enter everywhere."""
+    """The fault is injected: tests may run as root, who may enter everywhere."""
     real = os.scandir
 
     def denied(path):

@@ -40,7 +40,7 @@ ENDLESS = {
 @pytest.mark.parametrize("what", ENDLESS)
 def test_models_without_end_are_not_built(monkeypatch, what):
     changed, reason = ENDLESS[what]
-    monkeypatch.setattr(untrusted, "_MAX_CALLS", 10_000)  # fewer than in use: it is a test's time
+    monkeypatch.setattr(untrusted, "_MAX_CALLS", 10_000)  # fewer than in use, to save time
     skeleton_of(QWEN3)  # imports transformers, which takes seconds once
     with within(20):
         told = skeleton_of({**QWEN3, **changed})

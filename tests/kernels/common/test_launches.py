@@ -47,7 +47,7 @@ LAYERS = {"linear": linear_layer, "experts": expert_layer("contiguous")}
 
 
 def run(driver: FakeDriver, sample: Sample) -> list[str]:
-    """Check the result; how it was launched."""
+    """Check the result, and return how it was launched."""
     driver.library.calls.clear()
     driver.launched.clear()
     sample.check()
@@ -76,7 +76,7 @@ def test_from_the_third_call_on_it_is_one_call_with_any_addresses(driver, layer)
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_each_stream_has_a_graph_of_its_own(driver, layer):
-    """One would keep two streams from running at the same time."""
+    """A shared graph would keep two streams from running at the same time."""
     samples, used = [LAYERS[layer](20) for _ in range(3)], driver.library.executables
     for driver.stream in (7, 11):
         for sample in samples:
@@ -111,7 +111,7 @@ def test_a_driver_that_makes_no_graph_launches_the_kernels(driver, layer, fails,
 def test_nodes_that_are_not_the_launches_in_order_make_no_graph(
     driver, layer, num_more, monkeypatch
 ):
-    """The first ones come in reverse, or there are more."""
+    """The first nodes come in reverse, or there are more than launches."""
     get_nodes = driver.library.cuGraphGetNodes
 
     def get_others(graph, nodes, count):
@@ -157,7 +157,7 @@ def test_what_is_forgotten_gives_its_graph_back():
 
 
 def test_a_call_that_is_interrupted_leaves_nothing_of_its_own(driver, pair, monkeypatch):
-    """Its addresses may have reached some kernels of the graph."""
+    """The call's addresses may have reached some kernels of the graph."""
     first, second = pair
     set_params, num_set = driver.library.cuGraphExecKernelNodeSetParams_v2, []
 

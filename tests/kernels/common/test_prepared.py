@@ -13,12 +13,12 @@ from tests.kernels.common.cases import OPS, Sample
 
 @pytest.fixture(params=OPS)
 def sample(request) -> Callable[[int], Sample]:
-    """It takes a number of tokens, and is called before there is a GPU."""
+    """A function of a number of tokens, which is called before there is a GPU."""
     return OPS[request.param]
 
 
 def test_one_prepared_launch_serves_new_addresses_and_streams(sample):
-    """So it serves all layers of one layout. Nothing is loaded or encoded again."""
+    """It thus serves all layers of one layout. Nothing is loaded or encoded again."""
     samples, other = [sample(5) for _ in range(3)], sample(150)
     found, num_kernels = set(), other.num_kernels
     with emulated() as gpu:
@@ -67,7 +67,7 @@ def test_maps_that_do_not_begin_with_their_address_are_patched_by_the_driver(sam
         for each in (samples[0], samples[1], samples[0]):
             each.check()
         assert len(gpu.maps) == num_maps
-        # Those whose addresses are new, and no others.
+        # Maps whose addresses are new are patched, and no others.
         assert first < gpu.library.num_replaced <= first + 3 * (first - num_maps)
         assert len(gpu.prepared()) == 1
 

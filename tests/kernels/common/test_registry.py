@@ -49,7 +49,7 @@ ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
     ],
 )
 def test_which_body_runs(monkeypatch, new_driver, is_hopper, bodies, takes, expected):
-    """The portable one with a warning, once for each op and GPU, or not at all where asked."""
+    """The portable one warns once for each op and GPU, or does not run where that is asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
     monkeypatch.setattr(new_driver, "runs_our_kernels", lambda index: is_hopper)
     name = f"op {is_hopper} {sorted(bodies)} {takes}"
@@ -86,7 +86,7 @@ class Subclass(torch.Tensor):
 
 
 def within(manager=nullcontext):
-    """The call amid such a context."""
+    """Return what makes a call within such a context."""
 
     def run(call, x):
         with manager():
@@ -96,7 +96,7 @@ def within(manager=nullcontext):
 
 
 def faked(call, x):
-    """It computes no numbers, and so gives what it is told."""
+    """A fake call computes no numbers, and so this gives what the call expects."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y = call(mode.from_tensor(x))
     assert (y.shape, y.dtype) == (call.expected.shape, torch.bfloat16)

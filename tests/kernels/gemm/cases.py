@@ -150,7 +150,7 @@ def placements() -> "SearchStrategy[Placement]":
 
 
 def run_gemm(a, a_scale_inv, b, b_scale_inv, d, bias=None) -> torch.Tensor:
-    """Call the op by its public name; returns d."""
+    """Call the op by its public name; return d."""
     fp8_gemm_nt((a, a_scale_inv), (b, b_scale_inv), d, bias=bias)
     return d
 

@@ -13,9 +13,9 @@ from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, operands
 
 MULTICAST = "two buffers, multicast", "three math groups, multicast"  # families
 SOME_SHAPES = (  # M, N, K
-    *((1, 2112, 7168), (40, 2112, 7168), (64, 4096, 7168), (128, 4096, 7168)),
-    *((300, 1000, 2000), (4096, 2112, 7168)),
-)
+    (1, 2112, 7168), (40, 2112, 7168), (64, 4096, 7168), (128, 4096, 7168),
+    (300, 1000, 2000), (4096, 2112, 7168),
+)  # fmt: skip
 
 
 def on_gpu(made: Operands, device: str = "cuda") -> Operands:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 UNTOUCHED = 77.0  # what d holds before
 LAYOUTS = (None, *GroupLayout)  # None: a dense GEMM
-_ALIGNMENT = 128  # of groups named by rows
+_ALIGNMENT = 128  # groups begin at multiples of it where rows name them
 
 
 def launch_grouped_gemm(op, layout, operands, bounds, expected_m=None, **options) -> None:
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """layout: None of a dense GEMM, which is a single group with all tokens."""
+    """layout: None for a dense GEMM, which is a single group with all tokens."""
 
     layout: GroupLayout | None
     num_groups: int
@@ -106,7 +106,7 @@ def by_rows(runs: Sequence[tuple[int, int]], num_groups: int, after: int = 0) ->
 
 
 def routing_of(layout: GroupLayout | None, counts: Sequence[int], spare: int = 3) -> Routing:
-    """It has this layout, with `spare` rows of no group where there is place for them."""
+    """A routing of this layout, with `spare` rows of no group where there is place for them."""
     if layout is None:
         return dense(sum(counts))
     if layout == GroupLayout.OFFSETS:
@@ -244,7 +244,7 @@ def launch(
     bias: torch.Tensor | None = None,
     **options: bool,
 ) -> None:
-    """By the launcher of all GEMMs, with options that the ops do not have; it checks nothing."""
+    """Call the launcher of all GEMMs, with options that ops do not have; it checks nothing."""
     call = GemmCall("op", lambda: None, made, bias, **options)
     if routing.layout is not None:
         bounds = routing.bounds_on(made.a.device) if bounds is None else bounds

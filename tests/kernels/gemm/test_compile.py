@@ -366,7 +366,7 @@ __global__ void nothing() {}
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
-    """The installed one was, with the test above: see `make verify-compilers`."""
+    """The installed one was verified by the test above: see `make verify-compilers`."""
     folder, variant = tmp_path / "gemm", Variant(sanitizer_cases.FAMILIES["tokens are rows"])
     shutil.copytree(SOURCE.parent, folder)
     (folder / "verified.cu").write_text(VERIFIED)
@@ -393,7 +393,7 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     ],
 )
 def test_without_its_fence_a_release_would_come_too_early(variant, tmp_path, disassemble):
-    """So the test above sees it."""
+    """The test above sees that."""
     folder = tmp_path / "gemm"
     shutil.copytree(SOURCE.parent, folder)
     for name, fence in (

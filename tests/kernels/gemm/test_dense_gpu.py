@@ -39,13 +39,13 @@ def test_large_shapes_are_right(m):
 
 @pytest.mark.parametrize("name", sanitizer_cases.FAMILIES)
 def test_every_family_is_right(name):
-    """It is so also where it would not be chosen."""
+    """It is right also where it would not be chosen."""
     config = sanitizer_cases.FAMILIES[name]
     k = 128 * config.split_k * config.k_blocks_per_stage
     shapes = [
         *sanitizer_cases.shapes_of(config),
-        *((1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168)),
-    ]
+        (1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168),
+    ]  # fmt: skip
     with choosing(config):
         for i, (m, n, k) in enumerate(shapes):
             made, bias = random_dense(m, n, k, octaves=i % 3 * 10), random_bias(BIASES[i % 4], n)

@@ -28,11 +28,11 @@ LAYOUTS = tuple(GroupLayout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
 def test_every_family_is_right(name, layout):
-    """It is so also where it would not be chosen, and neighbours of a cluster have no tokens."""
+    """It is right also where it would not be chosen, and neighbours of a cluster have no tokens."""
     many_counts = (
-        *((3,), (0, 77, 1, 0, 130, 5), (64, 128, 192, 63, 65, 127, 129, 191, 193)),
-        *((0,) * 40, (*[0] * 33, 9, 0, 500, 1), (1, 2, 3) * 40, (1000, 0, 700)),
-    )
+        (3,), (0, 77, 1, 0, 130, 5), (64, 128, 192, 63, 65, 127, 129, 191, 193),
+        (0,) * 40, (*[0] * 33, 9, 0, 500, 1), (1, 2, 3) * 40, (1000, 0, 700),
+    )  # fmt: skip
     with choosing(sanitizer_cases.GROUPED_FAMILIES[name]):
         for i, counts in enumerate(many_counts):
             routing = routing_of(layout, counts, i % 4)
@@ -85,7 +85,7 @@ def test_a_hundred_thousand_tokens_of_a_group():
 
 
 def test_weights_of_more_than_2_to_32_bytes():
-    """They are those of DeepSeek-V3's layer, 7.5 GB; few groups are looked at."""
+    """The weights of DeepSeek-V3's layer take 7.5 GB; few groups are looked at."""
     groups, n, k = 256, 4096, 7168
     b = torch.empty(groups, n, k, dtype=torch.float8_e4m3fn, device="cuda")
     b_scale_inv = torch.empty(groups, n // 128, k // 128, device="cuda")
@@ -124,7 +124,7 @@ def test_d_of_more_than_2_to_31_elements():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [1, 30, 700])
 def test_a_row_depends_on_no_other_and_no_run_on_another(layout, m):
-    """Not even on where in a tile it is."""
+    """A row does not even depend on where in a tile it is."""
     counts = (m, 0, m + 77, 3)
     routing = routing_of(layout, counts)
     made, bounds = random(routing, 520, 1040), routing.bounds_on("cuda")

@@ -47,7 +47,7 @@ def test_halves_of_weights_are_taken_where_they_lie(gpu, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 5, 130])
 def test_rows_of_no_group_survive_a_copy_of_d(gpu, layout, n):
-    """Whatever they hold: their bits do."""
+    """Their bits do, whatever they hold."""
     routing = routing_of(layout, (5, 0, 9), 5)
     made = operands(routing, n, 40)
     others = ~routing.is_of_group()
@@ -89,7 +89,7 @@ def test_expected_m_changes_no_result(gpu, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [None, *sanitizer_cases.GROUPED_FAMILIES])
 def test_a_launch_serves_all_routings(layout, family):
-    """So may a CUDA graph: what the device is told depends on no number in `bounds`."""
+    """A CUDA graph may do so too: what the device is told depends on no number in `bounds`."""
     config, cases = sanitizer_cases.GROUPED_FAMILIES.get(family), routings_of_384_rows(layout)
     memory = None
     with emulated(config) as gpu:

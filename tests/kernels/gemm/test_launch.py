@@ -59,7 +59,7 @@ DENSE_AND_GROUPED = (None, GroupLayout.OFFSETS)
     expected_m=st.sampled_from((1, 40, 64, 65, 5000)),
 )
 def test_every_layout_is_addressed_rightly(routing, n, k, placement, bias, step, expected_m):
-    """step: of the bounds and of a bias in memory."""
+    """step: how far apart numbers of the bounds and of a bias lie in memory."""
     made, bounds = placement.of(operands(routing, n, k)), routing.bounds_on()
     bias = None if routing.layout else bias_of(bias, n)
     bounds, bias = (x if x is None else x.repeat_interleave(step)[::step] for x in (bounds, bias))
@@ -89,10 +89,10 @@ def test_what_tma_can_address_is_not_copied(gpu, layout, place):
 @pytest.mark.parametrize(
     ("place", "copied"),
     [
-        *(("as quantized", False), ("wider", False), ("halves", False), ("rows in turn", False)),
-        *(("K innermost", True), ("odd", True), ("steps of 2", True)),
+        ("as quantized", False), ("wider", False), ("halves", False), ("rows in turn", False),
+        ("K innermost", True), ("odd", True), ("steps of 2", True),
     ],
-)
+)  # fmt: skip
 def test_scales_are_copied_only_if_they_must(gpu, layout, place, copied):
     routing = routing_of(layout, (5, 0, 9))
     made = operands(routing, 48, 512)

@@ -47,7 +47,7 @@ def test_any_routing_and_layout_is_right(routing, n, k, placement, bias, m):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_prepared_launch_serves_new_addresses_and_streams(new_driver, layout):
-    """And it is our kernel that the op takes."""
+    """It is also our kernel that the op takes."""
     routing = routing_of(layout, (5, 0, 130))
     samples = [(on_gpu(operands(routing, 200, 272)), routing.bounds_on("cuda")) for _ in range(4)]
     bias = None if layout else bias_of(torch.bfloat16, 200).cuda()
@@ -72,7 +72,7 @@ def test_empty_sizes(layout):
 
 
 def test_streams_and_threads_run_side_by_side(new_driver):
-    """And each thread prepares its own launches."""
+    """Each thread prepares its own launches."""
     some = (5, 0, 9), (300, 20, 0, 700)
     cases = [(routing_of(x, counts), 520, 1040) for x in GroupLayout for counts in some]
     cases += [(dense(m), n, k) for m, n, k in SOME_SHAPES]

@@ -36,7 +36,7 @@ FOUND = {
 
 @pytest.fixture
 def table(own_cache, monkeypatch):
-    """Kept in a cache folder of this test, and forgotten in memory."""
+    """A table that is kept in a cache folder of this test, and forgotten in memory."""
     tuned.measured.cache_clear()
     keep(0, FOUND)
     yield

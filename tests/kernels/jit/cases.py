@@ -33,12 +33,12 @@ def write_kernel(folder: Path, name: str = "a::fill<3>", source: str = SOURCE) -
 
 
 def symbol_of(number: int) -> str:
-    """That of `a::fill<number>`."""
+    """The symbol of `a::fill<number>`."""
     return f"_ZN1a4fillILi{number}EEEvPff"
 
 
 def symbols_of(kernels: Sequence[jit.Kernel]) -> list[str]:
-    """For another process: a module that it can import."""
+    """Compile in another process, which can import this module."""
     return [jit.compile_kernel(kernel).symbol for kernel in kernels]
 
 
@@ -64,7 +64,7 @@ def fail(
     code: int,
     when: Callable[..., bool] = lambda *_: True,
 ) -> list[tuple]:
-    """Calls of `owner.name` fail with errno `code`, when their arguments say so; returns these."""
+    """Let calls of `owner.name` fail with errno `code` if `when` says so; return these calls."""
     real, failed = getattr(owner, name), []
 
     def call(*arguments, **options):

@@ -13,7 +13,7 @@ from tests.kernels.jit.cases import CUBIN, forget
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """That of `own_cache`."""
+    """The folder of `own_cache`."""
     return tmp_path / "cache"
 
 

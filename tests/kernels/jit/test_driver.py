@@ -75,7 +75,7 @@ class FakeLibcuda:
         ctypes.c_uint64.from_address(at).value = address ^ self.key
 
     def address_in(self, at: int) -> int:
-        """That of a tensor map."""
+        """The address in a tensor map."""
         return ctypes.c_uint64.from_address(at).value ^ self.key
 
 
@@ -109,7 +109,7 @@ def load(kernel: jit.Kernel, device_index: int = 0) -> jit.Function:
 
 
 def test_structures_are_those_of_cuda_h():
-    """Printed by a C program with CUDA 13.0's cuda.h: sizeof, offsetof."""
+    """A C program with CUDA 13.0's cuda.h printed these numbers: sizeof, offsetof."""
     assert ctypes.sizeof(launch.Config) == 56
     offsets = {name: getattr(launch.Config, name).offset for name, _ in launch.Config._fields_}
     assert offsets == {
@@ -209,17 +209,17 @@ def test_a_plain_launch_has_no_attributes(tmp_path, fake):
 
 @pytest.mark.parametrize("fake", [False, True], ids=["plain maps", "opaque maps"], indirect=True)
 def test_a_call_writes_its_addresses_and_nothing_else(tmp_path, fake):
-    """Also where an address cannot be read in a tensor map: then libcuda replaces it."""
+    """It does so where a tensor map hides its address, too: then libcuda replaces it."""
     both = jit.join_maps([make_map()] * 2)
     assert both.begin_with_address == (fake.key == 0)
     prepared = make_launch(
         tmp_path,
-        *(Numbers(3, 16, 1.5), both, Numbers(4, 32, 2.5)),
+        Numbers(3, 16, 1.5), both, Numbers(4, 32, 2.5),
         pointers=[
             *jit.pointers(Numbers, data=jit.Source(1, 24)),
             jit.Pointer(1, MAP_BYTES, jit.Source(0, 256)),
         ],
-    )
+    )  # fmt: skip
     fake.calls.clear()
     for first, second in ((1 << 20, 1 << 21), (1 << 22, 1 << 21), (1 << 20, 1 << 30)):
         for _ in range(2):

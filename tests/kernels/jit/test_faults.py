@@ -85,7 +85,7 @@ def full_when_made(folder, monkeypatch):
 
 
 def refuse_to_write(monkeypatch) -> list[tuple]:
-    """As a read-only disk does; returns what was tried."""
+    """Refuse as a read-only disk does; return what was tried."""
 
     def writes(path, flags=0, *_) -> bool:
         return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))

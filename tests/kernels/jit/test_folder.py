@@ -61,7 +61,7 @@ def test_a_pipe_is_no_entry(folder, get, content):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_cache_of_root_s_is_read_by_others(get, builds, monkeypatch):
-    """As in a container whose image holds a warm cache. pytest's own folders are private."""
+    """A container's image may hold a warm cache, for instance. pytest's folders are private."""
     with tempfile.TemporaryDirectory() as place:
         monkeypatch.setenv("MOEFP8_CACHE_DIR", f"{place}/cache")
         get()

@@ -113,7 +113,7 @@ tell(values.get("key", None))
 
 
 def test_a_fork_waits_until_the_compiler_is_found():
-    """It imports, opens NVRTC and compiles an empty file: amid that, every third child hung."""
+    """Finding it imports, opens NVRTC and compiles a file: amid that, every third child hung."""
     code = """
 class Slow(kernel.Nvrtc):
     def __init__(self):

@@ -33,7 +33,7 @@ def kernels() -> dict[str, jit.Kernel]:
 
 @pytest.fixture(scope="module", params=kernels())
 def image(request, tmp_path_factory) -> bytes:
-    """As the compiler made it."""
+    """The cubin as the compiler made it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_INTERLEAVE", "0")
         return jit.compile_kernel(kernels()[request.param]).image

@@ -200,7 +200,7 @@ def test_a_file_system_or_a_whole_system_without_locks(folder, builds, get, monk
 
 
 def test_a_lock_file_that_was_removed_is_no_lock(folder, get, monkeypatch):
-    """Its holder was done after we had opened it."""
+    """The lock's holder was done after we had opened the file."""
     real, calls = fcntl.lockf, []
 
     def lockf(descriptor, how):
