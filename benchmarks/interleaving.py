@@ -48,7 +48,7 @@ LAYERS = (
     ("deepseek_v3", 1024), ("deepseek_v3", 4096), ("deepseek_v3", 16384),
 )  # fmt: skip
 AS_COMPILED, AGAIN, SHIPPED = "as compiled", "as compiled, again", "shipped"
-# Runs of FFMAs repeat one: 1 goes on, 0 lets another warp issue. The first is what NVRTC 13 does.
+# A run of FFMAs repeats one: 1 goes on, 0 lets another warp issue. The first is what NVRTC 13 does.
 PATTERNS = "01", "1", "0", "0011", "011", "0111", "01111", "0111111", "01111111", "0" + "1" * 15
 
 

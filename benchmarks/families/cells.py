@@ -103,7 +103,7 @@ def _converted(model: nn.Module, skip: Any, first: Original, inputs: dict[str, A
 
 
 class _Ways:
-    """By files. ours: what the first of them loaded, with what a refusal told to skip."""
+    """Cells of files. ours: what the first loaded, with what a refusal told to skip."""
 
     def __init__(self, first: Original, inputs: dict[str, Any], saved: Path, folder: Path) -> None:
         self.first, self.inputs, self.source, self.folder = first, inputs, saved, folder
@@ -147,7 +147,7 @@ class _Ways:
         odd = any(_is_odd(linear.weight) for linear in linears)
         try:
             theirs = _load_plainly(self.first.model, self.folder / "saved")
-        except Exception as error:  # of whatever kind: it is not ours
+        except Exception as error:  # any may come: it is not ours
             why = f"transformers raises {type(error).__name__}: {_first_line(error)}"
             return Cell(NOT_THERE, ODD_SIZES if odd else why)
         found = dict(theirs.named_parameters())
@@ -209,7 +209,7 @@ def _load(model: nn.Module, path: Path, config: FP8Config) -> nn.Module:
 
 
 def _load_plainly(model: nn.Module, path: Path, **options: Any) -> nn.Module:
-    """With the config that the directory names: several families may share a class."""
+    """Use the config that the directory names: several families may share a class."""
     options = {"config": AutoConfig.from_pretrained(path), "dtype": torch.bfloat16, **options}
     loaded: nn.Module = type(model).from_pretrained(path, **options)
     return loaded.eval()

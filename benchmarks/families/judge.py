@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from moefp8 import FP8Linear, GroupedExperts
 
 BLOCK, LARGEST = 128, 448.0
-# Of the worst row: what rounding to E4M3 allows of codes, and of products of two.
+# What rounding to E4M3 allows in the worst row, of codes and of products of two.
 MOST_OF_WEIGHTS = 0.05
 MOST_OF_W8A8 = 0.06  # transformers rounds to BF16 in between, which tips some codes
 MOST_OF_BF16 = 0.25  # where a forward multiplies by other means than F.linear
@@ -113,7 +113,7 @@ def _storages(model: nn.Module, names: Iterable[str]) -> set[int]:
 
 
 def _check_unswapped(ours: nn.Module, was: nn.Module, swapped: dict[str, nn.Module]) -> None:
-    """Bit-equal, tensor by tensor."""
+    """Check that each tensor is bit-equal."""
     inside = tuple(f"{name}." for name in swapped)
     found, wanted = (
         {n: x for n, x in _tensors(model) if not f"{n}.".startswith(inside)}

@@ -89,7 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 class NotBuilt(Exception):
-    """Of a family of which no tiny model could be made."""
+    """No tiny model of a family could be made."""
 
 
 def families() -> list[str]:
@@ -146,7 +146,7 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """With random weights, in eval mode. Raises NotBuilt."""
+    """Return a model of random weights, in eval mode. Raises NotBuilt."""
     try:
         config = tiny_config(name)
         kinds = (_KINDS[1], *_KINDS) if hasattr(config, "text_config") else _KINDS

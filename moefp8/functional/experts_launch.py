@@ -10,7 +10,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
 Each is launched before the one before it ends, and waits where it needs its results: the code of
 the next kernel and its first weights are on their way meanwhile. What lies between the kernels is
-in one workspace. Its size depends on T alone; a large T is split.
+in one workspace. Its size grows with T; a large T is split.
 """
 
 from collections.abc import Callable

@@ -169,7 +169,7 @@ def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Ca
         outputs = [args[index] for index in written if args[index] is not None]
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             raise ValueError(
-                f"{name}: {' and '.join(written.values())} must not require a gradient, for what "
+                f"{name}: {' and '.join(written.values())} must not require a gradient, since what "
                 "is written has none; give a detached tensor, or run it under torch.no_grad()"
             )
         result = body(*args)
