@@ -77,7 +77,7 @@ def call_of(config: GemmConfig, operands: Operands) -> Call:
     launch = gemm_launch.prepare_gemm(config, matrices, sources, sms, len(d), programmatic=False)
 
     def run() -> torch.Tensor:
-        jit.launch_all((launch,), d.get_device(), tuple(x.data_ptr() for x in matrices))
+        launch.on(d.get_device(), tuple(x.data_ptr() for x in matrices))
         return matrices.d
 
     return run

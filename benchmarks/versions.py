@@ -5,6 +5,9 @@ one works while the other waits. Each call is timed back to back, without rest: 
 CUDA graph, and eagerly, where the host may be what takes long. A ratio above 1 says that this
 checkout is faster than the other. `--json` stores the result.
 
+The host is slow for seconds at a time, which hits one of the two: of eager calls the fastest round
+counts, of replays the median.
+
 Only names that every version has are used: `FP8Linear`, `GroupedExperts`, `kernels.fp8_gemm_nt`.
 """
 
@@ -152,13 +155,15 @@ def measure(this: Worker, other: Worker) -> list[dict[str, Any]]:
                 in_order = (this, other) if turn % 2 else (other, this)
                 us = {worker: worker.us(case, mode) for worker in in_order}
                 pairs.append((us[this], us[other]))
-            ratios = sorted(other_us / this_us for this_us, other_us in pairs)
+            ratios = sorted(y / x for x, y in pairs)
+            figure = min if mode == "eager" else statistics.median
+            this_us, other_us = (figure(some) for some in zip(*pairs, strict=True))
             row = {
                 "case": case,
                 "mode": mode,
-                "us": statistics.median(x for x, _ in pairs),
-                "other_us": statistics.median(x for _, x in pairs),
-                "ratio": statistics.median(ratios),
+                "us": this_us,
+                "other_us": other_us,
+                "ratio": other_us / this_us if mode == "eager" else statistics.median(ratios),
                 "ratio_spread": [ratios[1], ratios[-2]],
             }
             print("{case}, {mode}: {us:.1f} us, {other_us:.1f} us, {ratio:.3f}".format(**row))

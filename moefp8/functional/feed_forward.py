@@ -24,7 +24,7 @@ from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
 from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, prepare_gemm
 from ..kernels.gemm.operands import Operands, check_sizes
 from ..kernels.gemm.tuned import config_source_of
-from ..kernels.jit import Launch, Source, current_driver, launch_all
+from ..kernels.jit import Launch, Source, current_driver
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .expert_configs import gate_up_config
@@ -120,7 +120,7 @@ def _launch_gate_up(
     key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, driver.max_sms)
     launch = prepared(key, lambda: _prepare_gate_up(operands, scales, limit))
     addresses = tuple([x.data_ptr() for x in tensors])
-    launch_all((launch,), operands.a.get_device(), addresses)
+    launch.on(operands.a.get_device(), addresses)
 
 
 def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> Launch:

@@ -11,7 +11,7 @@ from ..kernels.common.blocks import ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
@@ -88,7 +88,7 @@ def launch_quantize(
         address = x.data_ptr()
         key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, cut)
         launch = prepared(key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, cut))
-        launch_all((launch,), x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
+        launch.on(x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
     return data, scale_inv
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.jit import Source, launch_all
+from ..kernels.jit import Source
 from .combine_launch import CombineSources, prepare_combine
 from .plan import RoutingPlan
 
@@ -135,7 +135,7 @@ def _launch(inputs: CombineInputs) -> torch.Tensor:
             ),
         )
         addresses = tuple([x.data_ptr() for x in (*inputs, out)])
-        launch_all((launch,), rows.get_device(), addresses)
+        launch.on(rows.get_device(), addresses)
     return out
 
 

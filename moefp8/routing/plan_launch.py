@@ -20,7 +20,6 @@ from ..kernels.jit import (
     Source,
     current_driver,
     fields,
-    launch_all,
     pointers,
 )
 
@@ -180,7 +179,7 @@ def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
     ids = inputs.top_k_index
     key = (OP, layout_of(ids), inputs[1:])
     launch = prepared(key, lambda: _prepare(inputs, num_rows=maps.row_to_token.numel()))
-    launch_all((launch,), ids.get_device(), tuple([x.data_ptr() for x in (ids, *maps)]))
+    launch.on(ids.get_device(), tuple([x.data_ptr() for x in (ids, *maps)]))
     return maps
 
 

@@ -10,7 +10,7 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, launch_all, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
 _WARP = 32
@@ -70,7 +70,7 @@ def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torc
     launch = prepared(key, lambda: _prepare(op, inputs._replace(logits=logits)))
     tensors = logits, bias, index, weights
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
-    launch_all((launch,), logits.get_device(), addresses)
+    launch.on(logits.get_device(), addresses)
 
 
 def _prepare(op: str, inputs: TopKInputs) -> Launch:

@@ -21,7 +21,7 @@ from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
 from ..kernels.gemm.launch import GemmSources, kernel_of, prepare_gemm
 from ..kernels.gemm.operands import Operands, fitting_operands
 from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
-from ..kernels.jit import Kernel, Source, compile_kernels, current_driver, launch_all
+from ..kernels.jit import Kernel, Source, compile_kernels, current_driver
 from ..layers import GroupedExperts
 from ..quant import quantize_1x128, quantize_128x128
 from ..system.progress import Progress
@@ -180,7 +180,7 @@ def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig
     """A GEMM with each of the operands: a single short one would drown in what events cost."""
     sources, m = GemmSources(*map(Source, range(5))), len(operands[0].a)
     launch = prepare_gemm(config, operands[0], sources, base.sms, m, programmatic=False)
-    return _call_of(partial(launch_all, (launch,), torch.cuda.current_device()), operands)
+    return _call_of(partial(launch.on, torch.cuda.current_device()), operands)
 
 
 # ---- Experts ----

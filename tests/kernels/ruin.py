@@ -64,7 +64,8 @@ def an_illegal_address() -> None:
     """What fails once fails for good, and says so."""
     x = torch.randn(40, 512, device="cuda")
     quantize_1x128(x, False)
-    jit.launch_all(jit.current_driver().prepared().values(), 0, (16, 16, 16))
+    for launch in jit.current_driver().prepared().values():
+        launch.on(0, (16, 16, 16))
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

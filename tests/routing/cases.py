@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moefp8.kernels import num_blocks, round_up
-from moefp8.kernels.jit import Launch, Source, launch_all
+from moefp8.kernels.jit import Launch, Source
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
 from moefp8.routing.combine_launch import CombineSources, prepare_combine
@@ -76,7 +76,8 @@ class Dispatched(NamedTuple):
     def launch(self, launches: tuple[Launch, ...]) -> None:
         *tensors, _ = self
         addresses = tuple(x.data_ptr() for x in tensors)
-        launch_all(launches, self.x.get_device(), addresses)
+        for launch in launches:
+            launch.on(self.x.get_device(), addresses)
 
 
 def run_dispatch(
@@ -152,7 +153,7 @@ def run_combine(
         programmatic=programmatic,
     )
     addresses = tuple(x.data_ptr() for x in (y, token_to_row, weights, out))
-    launch_all((launch,), y.get_device(), addresses)
+    launch.on(y.get_device(), addresses)
     return out
 
 

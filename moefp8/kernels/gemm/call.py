@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
-from ..jit import Launch, Source, current_driver, launch_all
+from ..jit import Launch, Source, current_driver
 from . import heuristic
 from .config import GroupLayout
 from .launch import GemmSources, GroupsOfTokens, prepare_gemm
@@ -77,7 +77,7 @@ def launch_gemm(
         if launch is None:
             return
         driver.keep(key, launch)
-    launch_all((launch,), layouts[0][3], addresses)
+    launch.on(layouts[0][3], addresses)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from .driver import Driver, Function, current_driver, using
 from .fields import fields
 from .graph import LaunchGraph
 from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
-from .launch import Launch, Pointer, Source, launch_all, pointers
+from .launch import Launch, Pointer, Source, pointers
 from .tma import MAP_BYTES, Box, TensorMaps, join_maps, tensor_map
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "current_driver",
     "fields",
     "join_maps",
-    "launch_all",
     "pointers",
     "max_cache_bytes",
     "read_beside_kernels",

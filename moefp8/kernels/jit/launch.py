@@ -167,6 +167,16 @@ class Launch:
         if result:
             self._relaunch(result)
 
+    def on(self, device_index: int, addresses: tuple[int, ...]) -> None:
+        """On that GPU's current stream; the thread's current GPU may be another one."""
+        driver = self._driver
+        stream = driver.current_stream(device_index)
+        if device_index == driver.current_device():
+            self(stream, addresses)
+        else:
+            with driver.on_device(device_index):
+                self(stream, addresses)
+
     def write(self, addresses: tuple[int, ...]) -> None:
         """Write the addresses of a call into the arguments."""
         self._addresses = ()  # until all are written
@@ -223,16 +233,3 @@ class Launch:
     def _again(self) -> int:
         config = ctypes.byref(self._config)
         return int(self._launch(config, self._handle, self._parameters, None))
-
-
-def launch_all(launches: Iterable[Launch], device_index: int, addresses: tuple[int, ...]) -> None:
-    """Launch in order on the GPU's current stream; the thread's current GPU may be another one."""
-    driver = current_driver()
-    stream = driver.current_stream(device_index)
-    if device_index == driver.current_device():
-        for launch in launches:
-            launch(stream, addresses)
-    else:
-        with driver.on_device(device_index):
-            for launch in launches:
-                launch(stream, addresses)

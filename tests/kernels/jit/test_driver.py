@@ -277,15 +277,11 @@ def test_a_thread_without_a_context_makes_and_patches_maps_too(tmp_path, fake):
     assert fake.calls[:-1] == ([replace, push, replace, pop] if fake.key else [])
 
 
-def test_all_go_in_order_to_the_stream_of_their_gpu(tmp_path, fake):
+def test_a_launch_goes_to_the_current_stream_of_its_gpu(tmp_path, fake):
     for device_index, made_current in ((0, []), (1, [1])):
-        launches = [
-            make_launch(tmp_path, shared_bytes=i, device_index=device_index) for i in range(3)
-        ]
-        jit.launch_all(launches, device_index, ())
+        make_launch(tmp_path, device_index=device_index).on(device_index, ())
         assert jit.current_driver().made_current == made_current
-        found = [(x.shared_bytes, x.stream) for x, *_ in fake.launched[-3:]]
-        assert found == [(i, STREAM + device_index) for i in range(3)]
+        assert fake.launched[-1][0].stream == STREAM + device_index
 
 
 @pytest.mark.parametrize("result", [201, 400])
