@@ -1,4 +1,4 @@
-"""A prepared launch: its arguments lie ready, and a call writes the addresses that are new.
+"""A prepared launch: its arguments lie ready, and a call writes its addresses.
 
 The rule about threads: a prepared launch belongs to the thread that prepared it, since a call
 writes into it. `kernels/common/prepared.py` keeps them so.
@@ -168,7 +168,7 @@ class Launch:
             self._relaunch(result)
 
     def on(self, device_index: int, addresses: tuple[int, ...]) -> None:
-        """On that GPU's current stream; the thread's current GPU may be another one."""
+        """Launch on that GPU's current stream; the thread's current GPU may be another one."""
         driver = self._driver
         stream = driver.current_stream(device_index)
         if device_index == driver.current_device():
