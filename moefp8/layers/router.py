@@ -4,11 +4,10 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
-from ..kernels.common.registry import without_autocast
-from ..routing import TopK, sigmoid_group_topk, softmax_topk
+from ..routing import TopK
+from ..routing.route import route
 from ..routing.top_k import check_choice
 from .module import FixedDtypeModule, attributes_repr, draw_as_linear
 
@@ -16,22 +15,11 @@ from .module import FixedDtypeModule, attributes_repr, draw_as_linear
 TOP_K_NAMES = "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x: [T, H] float, weight: fp32 [E, H] -> fp32 [T, E], whatever FP32 matmuls are set to.
-
-    `torch.set_float32_matmul_precision` changes matrix products in FP32, but neither those in FP64
-    nor sums of products, which are faster for one token. On an H200, FP64 takes as long as FP32
-    from 1024 tokens on, and 6 to 9 us more below (H = 7168, E = 256).
-    """
-    if x.shape[0] == 1:
-        return (weight * x.float()).sum(dim=1)[None]
-    return F.linear(x.double(), weight.double()).float()
-
-
 class TopKRouter(FixedDtypeModule):
     """Score E experts for every token and choose k; weight and bias stay FP32.
 
-    The choice does not depend on `torch.set_float32_matmul_precision` and similar switches.
+    The choice does not depend on `torch.set_float32_matmul_precision` and similar switches, and on
+    a Hopper GPU, for tokens in BF16, not on the other tokens.
 
     Args:
         hidden_size, num_experts, top_k: H, E, and k experts per token.
@@ -101,14 +89,12 @@ class TopKRouter(FixedDtypeModule):
                 f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got {came}"
             )
         check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
-        with without_autocast(hidden_states.device):
-            logits = _logits(hidden_states, self.weight)
-        if self.scoring == "softmax":
-            return softmax_topk(logits, self.top_k, self.renormalize)
-        return sigmoid_group_topk(
-            logits,
+        return route(
+            hidden_states,
+            self.weight,
             self.e_score_correction_bias,
             self.top_k,
+            self.scoring == "sigmoid",
             self.num_groups,
             self.topk_groups,
             self.renormalize,

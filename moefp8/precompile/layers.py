@@ -113,7 +113,7 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             n, k = module.weight.shape
             yield Linear(n, k, bias)
         elif isinstance(module, TopKRouter):
-            yield Router(_OPS[module.scoring], module.num_experts)
+            yield Router(_OPS[module.scoring], module.num_experts, module.hidden_size)
         elif isinstance(module, GroupedExperts):
             h, i = module.hidden_size, module.intermediate_size
             choices = top_k or _top_k_of(model, modules, name)

@@ -16,7 +16,7 @@ from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
 from ..quant import quantize_launch
-from ..routing import combine_launch, dispatch_launch, top_k_launch
+from ..routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 
 
 class Demand(NamedTuple):
@@ -99,14 +99,23 @@ class Experts(NamedTuple):
 
 
 class Router(NamedTuple):
-    """op: "softmax_topk" or "sigmoid_group_topk", of FP32 logits."""
+    """op: "softmax_topk" or "sigmoid_group_topk"."""
 
     op: str
     num_experts: int
+    hidden_size: int
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        if self.num_experts <= top_k_launch.MAX_EXPERTS:
-            yield top_k_launch.kernel_of(self.op, self.num_experts, torch.float32)
+        num_experts, h = self.num_experts, self.hidden_size
+        if num_experts > top_k_launch.MAX_EXPERTS:
+            return
+        yield top_k_launch.kernel_of(self.op, num_experts)
+        if torch.bfloat16 in demand.dtypes and h and h % 8 == 0:
+            num_sms = demand.configs.all_sms
+            tiles = logits_launch.needed_tiles(demand.max_tokens, num_experts, h, num_sms)
+            yield from map(logits_launch.kernel_of, tiles)
+            for parts in {tile.parts_of_group for tile in tiles}:
+                yield top_k_launch.kernel_of(self.op, num_experts, parts_of_group=parts)
 
 
 Layer = Linear | FeedForward | Experts | Router

@@ -2,14 +2,18 @@
 //
 // A warp owns a token. A lane holds every 32nd expert as an integer that rises with the expert's score;
 // then, k times, the warp finds the largest one and takes it out.
+//
+// Logits are given; or, with kParts > 0, as the sums that logits.cu leaves, kParts of them for each group of chunks. Then
+// all threads of a CTA add them up, and all but the sums is read before the kernel that writes them is over.
 #include "input.cuh"
 #include "sigmoid.cuh"
 
-constexpr int kMaxWarps = 4;  // the most that a CTA has
+constexpr int kMaxWarps = 4;     // the most tokens of a CTA, one for each of its first warps
+constexpr int kMaxThreads = 256;
 constexpr uint32_t kAllLanes = 0xffffffff;
 
 struct Arguments {
-  const uint8_t* logits;           // [T, E]
+  const uint8_t* logits;           // [T, E]; or fp32 sums [parts, T, E]
   const float* bias;               // [E] or null
   int64_t* top_k_index;            // [T, k]
   float* top_k_weights;            // [T, k]
@@ -20,6 +24,8 @@ struct Arguments {
   uint32_t group_lanes;  // how many find the best two of a group: a power of two
   uint32_t renormalize;
   float scaling_factor;
+  uint32_t tokens_of_cta;     // at most one for each warp
+  uint32_t num_parts;         // of sums
 };
 
 // Keys lie in the order of the numbers: equal numbers have equal keys, -0 has that of +0, NaN has the largest.
@@ -42,12 +48,61 @@ struct Token {
   int64_t expert_bytes;
 
   __device__ explicit Token(const Arguments& args)
-      : index(static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp),
+      : index(static_cast<int64_t>(blockIdx.x) * args.tokens_of_cta + threadIdx.x / kWarp),
         logits(args.logits + index * args.row_bytes),
         expert_bytes(args.expert_bytes) {}
 
+  __device__ bool exists(const Arguments& args) const {
+    return threadIdx.x / kWarp < args.tokens_of_cta && index < args.num_tokens;
+  }
+
   __device__ float logit(uint32_t expert) const { return load_float<kInput>(logits + expert * expert_bytes); }
 };
+
+// FP32 numbers of a CTA's tokens, a row for each.
+template <int kItems>
+struct Rows {
+  float of_token[kMaxWarps][kItems * kWarp];
+
+  __device__ float operator[](uint32_t expert) const { return of_token[threadIdx.x / kWarp][expert]; }
+};
+template <int kParts, int kItems>
+using RowsOf = typename Select<(kParts > 0), Rows<kItems>, char>::Type;
+
+// All threads: rows = map(logits), where a logit is the sum of those of the groups, and one of these is that of its
+// parts, all in order.
+template <int kParts, int kItems, class Map>
+__device__ void add_up(const Arguments& args, Rows<kItems>& rows, const Map& map) {
+  constexpr int kGroups = kParts == 1 ? 8 : 7, kAtOnce = kGroups * kParts;  // all these loads are in flight
+  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * args.tokens_of_cta;
+  const uint32_t num_tokens = min(args.num_tokens - first_token, static_cast<int64_t>(args.tokens_of_cta));
+  const int64_t stride = args.num_tokens * args.num_experts;
+  const float* sums = reinterpret_cast<const float*>(args.logits) + first_token * args.num_experts;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < num_tokens * args.num_experts; i += blockDim.x) {
+    float total = 0;
+    const float* sum = sums + i;
+#pragma unroll 1
+    for (int left = args.num_parts; left > 0; left -= kAtOnce) {
+      float v[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j, sum += stride) {
+        v[j] = 0;
+        if (j < left) v[j] = *sum;
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j += kParts) {
+        float of_group = v[j];
+#pragma unroll
+        for (int k = 1; k < kParts; ++k) of_group = __fadd_rn(of_group, v[j + k]);
+        total = __fadd_rn(total, of_group);
+      }
+    }
+    const uint32_t token = i / args.num_experts;
+    rows.of_token[token][i - token * args.num_experts] = map(total);
+  }
+  __syncthreads();
+}
 
 // The experts that can still be chosen; lane l holds kWarp i + l in keys[i].
 template <int kItems>
@@ -69,13 +124,11 @@ struct Candidates {
 
   // The best expert of the warp: of equals, the one with the lowest id.
   __device__ uint32_t take_best() {
+    find_best();
     const uint32_t key = __reduce_max_sync(kAllLanes, best);
     const uint32_t taken = __reduce_min_sync(kAllLanes, best == key ? best_expert : kAllLanes);
-    if (taken == best_expert) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) keys[i] = expert(i) == taken ? kNoKey : keys[i];
-      find_best();
-    }
+    for (int i = 0; i < kItems; ++i) keys[i] = expert(i) == taken ? kNoKey : keys[i];
     return taken;
   }
 };
@@ -92,23 +145,26 @@ struct Groups {
   uint32_t strengths[kItems * kWarp];
 };
 
-// Chooses k times and writes experts and top_k_weights: score(logit), if asked for divided by (the sum of all k
+// Chooses k times and writes experts and top_k_weights: score(expert), if asked for divided by (the sum of all k
 // + epsilon), times the scaling factor. The sum is taken in order, as by the CPU body.
 template <Input kInput, int kItems, class Score>
 __device__ void choose(const Arguments& args, const Token<kInput>& token, Candidates<kItems>& candidates,
                        Choice<kItems>& choice, float epsilon, const Score& score) {
   const uint32_t lane = threadIdx.x % kWarp;
-  candidates.find_best();
+#pragma unroll 1
   for (uint32_t j = 0; j < args.top_k; ++j) {
     const uint32_t expert = candidates.take_best();
     if (lane == 0) choice.expert[j] = expert;
   }
   __syncwarp();
-  for (uint32_t j = lane; j < args.top_k; j += kWarp) choice.weight[j] = score(token.logit(choice.expert[j]));
+#pragma unroll 1
+  for (uint32_t j = lane; j < args.top_k; j += kWarp) choice.weight[j] = score(choice.expert[j]);
   __syncwarp();
   float sum = choice.weight[0];
+#pragma unroll 1
   for (uint32_t j = 1; j < args.top_k; ++j) sum = __fadd_rn(sum, choice.weight[j]);
   const float divisor = args.renormalize ? __fadd_rn(sum, epsilon) : 1;
+#pragma unroll 1
   for (uint32_t j = lane; j < args.top_k; j += kWarp) {
     const int64_t at = token.index * args.top_k + j;
     args.top_k_index[at] = choice.expert[j];
@@ -117,25 +173,31 @@ __device__ void choose(const Arguments& args, const Token<kInput>& token, Candid
 }
 
 // top_k_weights = softmax(logits) of the k experts with the largest logits.
-// Grid: a warp owns a token, a CTA up to kMaxWarps of them.
-// Shared memory: the choice of each warp, 256 kItems B.
-// Barriers: none but those of a warp.
+// Grid: a warp owns a token, a CTA up to kMaxWarps of them; its other warps help to add up sums.
+// Shared memory: the choice of each warp, 256 kItems B, and with sums its logits, 128 kItems B.
+// Barriers: those of a warp; with sums, logits are complete before they are read.
 // Alignment: that of an element.
-template <Input kInput, int kItems>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) softmax_topk_kernel(const __grid_constant__ Arguments args) {
+template <Input kInput, int kItems, int kParts>
+__global__ void __launch_bounds__(kMaxThreads) softmax_topk_kernel(const __grid_constant__ Arguments args) {
   __shared__ Choice<kItems> choices[kMaxWarps];
+  __shared__ RowsOf<kParts, kItems> rows;
   const Token<kInput> token(args);
 
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  if (token.index >= args.num_tokens) return;
+  if constexpr (kParts > 0) add_up<kParts>(args, rows, [](float logit) { return logit; });
+  if (!token.exists(args)) return;
+  const auto logit = [&](uint32_t expert) {
+    if constexpr (kParts > 0) return rows[expert];
+    else return token.logit(expert);
+  };
   Candidates<kItems> candidates;
   uint32_t best = kNoKey;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t expert = candidates.expert(i);
-    const uint32_t key = key_of(token.logit(min(expert, args.num_experts - 1)));
+    const uint32_t key = key_of(logit(min(expert, args.num_experts - 1)));
     candidates.keys[i] = expert < args.num_experts ? key : kNoKey;
     best = max(best, key);
   }
@@ -147,7 +209,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) softmax_topk_kernel(const __
   }
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  const auto score = [&](float logit) { return __fdiv_rn(expf(logit - largest), sum); };
+  const auto score = [&](uint32_t expert) { return __fdiv_rn(expf(logit(expert) - largest), sum); };
   choose(args, token, candidates, choices[threadIdx.x / kWarp], 0, score);
 }
 
@@ -159,15 +221,18 @@ __device__ void close_groups(const Arguments& args, Candidates<kItems>& candidat
 #pragma unroll
   for (int i = 0; i < kItems; ++i) groups.keys[candidates.expert(i)] = candidates.keys[i];
   __syncwarp();
+#pragma unroll 1
   for (uint32_t first = 0; first < args.num_groups; first += kWarp / lanes) {
     const uint32_t group = first + lane / lanes;
     const bool exists = group < args.num_groups;
     uint32_t best = kNoKey, second = kNoKey;
+#pragma unroll 1
     for (uint32_t i = lane % lanes; exists && i < size; i += lanes) {
       const uint32_t key = groups.keys[group * size + i];
       second = max(second, min(best, key));
       best = max(best, key);
     }
+#pragma unroll 1
     for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(kAllLanes, best, distance);
       second = max(max(second, __shfl_xor_sync(kAllLanes, second, distance)), min(best, other));
@@ -178,9 +243,11 @@ __device__ void close_groups(const Arguments& args, Candidates<kItems>& candidat
     }
   }
   __syncwarp();
+#pragma unroll 1
   for (uint32_t group = lane; group < args.num_groups; group += kWarp) {
     const uint32_t strength = groups.strengths[group];
     uint32_t rank = 0;
+#pragma unroll 1
     for (uint32_t i = 0; i < args.num_groups; ++i) {
       rank += groups.strengths[i] > strength || (groups.strengths[i] == strength && i < group);
     }
@@ -196,31 +263,46 @@ __device__ void close_groups(const Arguments& args, Candidates<kItems>& candidat
 }
 
 // top_k_weights = sigmoid(logits) of the k experts with the largest sigmoid(logits) + bias in the open groups.
-// Grid: a warp owns a token, a CTA up to kMaxWarps of them.
-// Shared memory: the choice and the groups of each warp, 512 kItems B.
-// Barriers: none but those of a warp.
+// Grid: a warp owns a token, a CTA up to kMaxWarps of them; its other warps help to add up sums.
+// Shared memory: the choice and the groups of each warp, 512 kItems B, and with sums its sigmoids, 128 kItems B.
+// Barriers: those of a warp; with sums, sigmoids are complete before they are read.
 // Alignment: that of an element.
-template <Input kInput, int kItems>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) sigmoid_group_topk_kernel(const __grid_constant__ Arguments args) {
+template <Input kInput, int kItems, int kParts>
+__global__ void __launch_bounds__(kMaxThreads) sigmoid_group_topk_kernel(const __grid_constant__ Arguments args) {
   __shared__ Choice<kItems> choices[kMaxWarps];
   __shared__ Groups<kItems> groups[kMaxWarps];
+  __shared__ RowsOf<kParts, kItems> rows;
   const Token<kInput> token(args);
+  float biases[kItems];  // they are older than the kernel before
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t expert = Candidates<kItems>::expert(i);
+    biases[i] = args.bias && expert < args.num_experts ? args.bias[expert] : 0;
+  }
 
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  if (token.index >= args.num_tokens) return;
+  if constexpr (kParts > 0) add_up<kParts>(args, rows, sigmoid);
+  if (!token.exists(args)) return;
   Candidates<kItems> candidates;
-  float logits[kItems];  // all loads are in flight at once
+  float scores[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) logits[i] = token.logit(min(candidates.expert(i), args.num_experts - 1));
+  for (int i = 0; i < kItems; ++i) {  // all loads are in flight at once
+    const uint32_t expert = min(candidates.expert(i), args.num_experts - 1);
+    if constexpr (kParts > 0) scores[i] = rows[expert];
+    else scores[i] = token.logit(expert);
+  }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const uint32_t expert = candidates.expert(i);
-    float score = sigmoid(logits[i]);
-    if (args.bias && expert < args.num_experts) score = __fadd_rn(score, args.bias[expert]);
-    candidates.keys[i] = expert < args.num_experts ? key_of(score) : kNoKey;
+    if constexpr (kParts == 0) scores[i] = sigmoid(scores[i]);
+    if (args.bias) scores[i] = __fadd_rn(scores[i], biases[i]);
+    candidates.keys[i] = candidates.expert(i) < args.num_experts ? key_of(scores[i]) : kNoKey;
   }
   if (args.topk_groups < args.num_groups) close_groups(args, candidates, groups[threadIdx.x / kWarp]);
-  choose(args, token, candidates, choices[threadIdx.x / kWarp], 1e-20f, sigmoid);
+  const auto score = [&](uint32_t expert) {
+    if constexpr (kParts > 0) return rows[expert];
+    else return sigmoid(token.logit(expert));
+  };
+  choose(args, token, candidates, choices[threadIdx.x / kWarp], 1e-20f, score);
 }

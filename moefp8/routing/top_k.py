@@ -83,7 +83,7 @@ def sigmoid_group_topk(
 class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, k: int, renormalize: bool) -> Chosen:
-        index, weights = _softmax_op(logits, k, renormalize)
+        index, weights = choose_by_softmax(logits, k, renormalize)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
         ctx.renormalize = renormalize
@@ -92,18 +92,13 @@ class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, index = ctx.saved_tensors
-        scores = logits.float().softmax(dim=-1)
-        if ctx.renormalize:
-            grad = _grad_of_parts(grad, scores.gather(1, index), 0.0)
-        grad = torch.zeros_like(scores).scatter(1, index, grad)
-        grad = scores * (grad - (grad * scores).sum(dim=-1, keepdim=True))
-        return grad.to(logits.dtype), None, None
+        return softmax_grad(grad, logits, index, ctx.renormalize), None, None
 
 
 class _SigmoidTopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Chosen:
-        index, weights = _sigmoid_op(logits, bias, *rest)
+        index, weights = choose_by_sigmoid(logits, bias, *rest)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(logits, index)
         ctx.rest = rest
@@ -113,13 +108,36 @@ class _SigmoidTopK(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, index = ctx.saved_tensors
         *_, renormalize, scaling_factor = ctx.rest
-        scores = logits.float().gather(1, index).sigmoid()
-        grad = grad * scaling_factor
-        if renormalize:
-            grad = _grad_of_parts(grad, scores, 1e-20)
-        grad = grad * scores * (1 - scores)
-        grad = torch.zeros_like(logits).scatter(1, index, grad.to(logits.dtype))
+        grad = sigmoid_grad(grad, logits, index, renormalize, scaling_factor)
         return grad, None, *(None for _ in ctx.rest)
+
+
+def softmax_grad(
+    grad: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, renormalize: bool
+) -> torch.Tensor:
+    """The gradient in `logits`, where that in top_k_weights is `grad` and `index` was chosen."""
+    scores = logits.float().softmax(dim=-1)
+    if renormalize:
+        grad = _grad_of_parts(grad, scores.gather(1, index), 0.0)
+    grad = torch.zeros_like(scores).scatter(1, index, grad)
+    grad = scores * (grad - (grad * scores).sum(dim=-1, keepdim=True))
+    return grad.to(logits.dtype)
+
+
+def sigmoid_grad(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    renormalize: bool,
+    scaling_factor: float,
+) -> torch.Tensor:
+    """The same of `sigmoid_group_topk`."""
+    scores = logits.float().gather(1, index).sigmoid()
+    grad = grad * scaling_factor
+    if renormalize:
+        grad = _grad_of_parts(grad, scores, 1e-20)
+    grad = grad * scores * (1 - scores)
+    return torch.zeros_like(logits).scatter(1, index, grad.to(logits.dtype))
 
 
 def _grad_of_parts(grad: torch.Tensor, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -233,7 +251,7 @@ def _sigmoid_group_topk(inputs: TopKInputs) -> Chosen:
     return index, weights * scaling_factor
 
 
-_softmax_op = register_inputs(
+choose_by_softmax = register_inputs(
     _SOFTMAX,
     softmax_inputs,
     "(Tensor, Tensor)",
@@ -242,7 +260,7 @@ _softmax_op = register_inputs(
     hopper=partial(_launch, _SOFTMAX),
     hopper_takes=can_launch,
 )
-_sigmoid_op = register_inputs(
+choose_by_sigmoid = register_inputs(
     _SIGMOID,
     TopKInputs,
     "(Tensor, Tensor)",

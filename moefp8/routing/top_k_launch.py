@@ -11,10 +11,11 @@ from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from .logits_launch import Sums
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
 _WARP = 32
-_MAX_WARPS = 4  # `kMaxWarps` in top_k.cu
+_MAX_WARPS, _THREADS_WITH_SUMS = 4, 256  # `kMaxWarps` and `kMaxThreads` in top_k.cu
 MAX_EXPERTS = 512  # a lane holds every 32nd in registers
 
 
@@ -26,6 +27,7 @@ class _Arguments(ctypes.Structure):
         (c_int64, "row_bytes expert_bytes num_tokens"),
         (c_uint32, "num_experts top_k num_groups topk_groups group_lanes renormalize"),
         (c_float, "scaling_factor"),
+        (c_uint32, "tokens_of_cta num_parts"),
     )
 
 
@@ -51,8 +53,12 @@ def can_launch(logits: torch.Tensor, *_: object) -> bool:
     return logits.ndim != 2 or logits.shape[1] <= MAX_EXPERTS
 
 
-def kernel_of(op: str, num_experts: int, dtype: torch.dtype) -> Kernel:
-    return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {ceil_div(num_experts, _WARP)}>")
+def kernel_of(
+    op: str, num_experts: int, dtype: torch.dtype = torch.float32, parts_of_group: int = 0
+) -> Kernel:
+    """parts_of_group: of the sums that logits are given as, in FP32; 0: logits are given."""
+    items = ceil_div(num_experts, _WARP)
+    return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {items}, {parts_of_group}>")
 
 
 def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torch.Tensor) -> None:
@@ -67,16 +73,36 @@ def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torc
     if bias is not None:
         bias = bias.float().contiguous()
     key = (op, layout_of(logits), inputs[2:])
-    launch = prepared(key, lambda: _prepare(op, inputs._replace(logits=logits)))
+    launch = prepared(key, lambda: prepare_top_k(op, inputs._replace(logits=logits), _SOURCES))
     tensors = logits, bias, index, weights
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     launch.on(logits.get_device(), addresses)
 
 
-def _prepare(op: str, inputs: TopKInputs) -> Launch:
+class TopKSources(NamedTuple):
+    """Which addresses of a launch are those of a choice."""
+
+    logits: Source
+    bias: Source | None
+    top_k_index: Source
+    top_k_weights: Source
+
+
+_SOURCES = TopKSources(*map(Source, range(4)))
+
+
+def prepare_top_k(
+    op: str, inputs: TopKInputs, sources: TopKSources, sums: Sums | None = None
+) -> Launch:
+    """What `sources` name: logits and bias that lie like those of `inputs`, and the results.
+
+    sums: logits [T, E] are not given, but these, by the kernel before; the bias is contiguous fp32.
+    """
     logits, _, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
     num_tokens, num_experts = logits.shape
     row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())
+    driver, device_index = current_driver(), logits.get_device()
+    tokens_of_cta = min(_MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
     arguments = _Arguments(
         row_bytes=row_bytes,
         expert_bytes=expert_bytes,
@@ -88,19 +114,16 @@ def _prepare(op: str, inputs: TopKInputs) -> Launch:
         group_lanes=1 << (max(1, _WARP // num_groups).bit_length() - 1),
         renormalize=renormalize,
         scaling_factor=scaling_factor,
+        tokens_of_cta=tokens_of_cta,
     )
-    driver, device_index = current_driver(), logits.get_device()
-    warps = min(_MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
+    parts_of_group = 0
+    if sums is not None:
+        arguments.num_parts, parts_of_group = sums
     return Launch(
-        driver.load(kernel_of(op, num_experts, logits.dtype), device_index),
-        ceil_div(num_tokens, warps),
-        warps * _WARP,
+        driver.load(kernel_of(op, num_experts, logits.dtype, parts_of_group), device_index),
+        ceil_div(num_tokens, tokens_of_cta),
+        tokens_of_cta * _WARP if sums is None else _THREADS_WITH_SUMS,
         (arguments,),
-        pointers(
-            _Arguments,
-            logits=Source(0),
-            bias=Source(1),
-            top_k_index=Source(2),
-            top_k_weights=Source(3),
-        ),
+        pointers(_Arguments, **sources._asdict()),
+        programmatic=sums is not None,
     )

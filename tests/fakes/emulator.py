@@ -19,7 +19,7 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics, quantize_launch
-from moefp8.routing import combine_launch, dispatch_launch, top_k_launch
+from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
 from tests.gpu import NUM_SMS
@@ -32,6 +32,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
+    "logits": logits_launch._Arguments,
     "top_k": top_k_launch._Arguments,
 }
 
@@ -242,6 +243,7 @@ class Emulator(GemmEmulator):
         made.arguments = structure.from_buffer_copy(given)
         bodies = {
             "quantize": self.quantize,
+            "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
             "count": self.count,
@@ -266,19 +268,51 @@ class Emulator(GemmEmulator):
         for output, y in zip((data, scales), found, strict=True):
             output.copy_(y)
 
+    def logits(self, made, parameters):
+        x = made.arguments
+        tile = logits_launch.Tile(*map(int, re.findall(r"\d+", made.kernel.name)))
+        (tokens,), (weight,) = map(self.maps_at, parameters[:2])
+        assert (tokens.box, weight.box) == ([64, tile.tokens], [32, tile.experts])
+        assert tokens.swizzle == weight.swizzle == 128
+        (h, num_tokens), (_, num_experts) = tokens.shape, weight.shape
+        assert (x.num_tokens, x.num_experts) == (num_tokens, num_experts)
+        assert x.num_chunks == kernels.ceil_div(h, 256)
+        assert x.num_parts == kernels.ceil_div(x.num_chunks, tile.chunks)
+        assert x.expert_tiles == kernels.ceil_div(num_experts, tile.experts)
+        token_tiles = kernels.ceil_div(num_tokens, tile.tokens)
+        assert 1 <= made.grid <= x.num_items == token_tiles * x.expert_tiles * x.num_parts
+        assert made.block == tile.threads
+        sums = memory(
+            x.sums,
+            torch.float32,
+            [x.num_parts, num_tokens, num_experts],
+            [num_tokens * num_experts, num_experts, 1],
+        )
+        for part, columns in enumerate(torch.arange(h).split(256 * tile.chunks)):
+            products = tokens.tensor()[:, columns].double() @ weight.tensor()[:, columns].double().T
+            sums[part] = products
+
     def top_k(self, made, parameters):
         x = made.arguments
-        op, items = re.fullmatch(r"(\w+)_kernel<.*, (\d+)>", made.kernel.name).groups()
+        op, items, parts = re.fullmatch(
+            r"(\w+)_kernel<.*, (\d+), (\d+)>", made.kernel.name
+        ).groups()
         dtype = dtype_of(made.kernel)
         shape = [x.num_tokens, x.num_experts]
         assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
-        assert made.grid * made.block // 32 >= x.num_tokens > (made.grid - 1) * made.block // 32
+        assert made.grid * x.tokens_of_cta >= x.num_tokens > (made.grid - 1) * x.tokens_of_cta
         assert made.block % 32 == 0
-        assert 32 <= made.block <= 128
+        assert made.block // 32 >= x.tokens_of_cta
+        assert 32 <= made.block <= (256 if int(parts) else 128)
         assert x.group_lanes.bit_count() == 1
         assert x.group_lanes * x.num_groups <= 32 or x.group_lanes == 1
-        strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
-        logits = memory(x.logits, dtype, shape, strides)
+        if int(parts):
+            assert made.programmatic
+            strides = [x.num_tokens * x.num_experts, x.num_experts, 1]
+            logits = memory(x.logits, dtype, [x.num_parts, *shape], strides).sum(dim=0)
+        else:
+            strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
+            logits = memory(x.logits, dtype, shape, strides)
         if op == "softmax_topk":
             result = torch.ops.moefp8.softmax_topk(logits, x.top_k, bool(x.renormalize))
         else:

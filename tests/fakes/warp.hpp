@@ -20,6 +20,9 @@
 struct Index {
   uint32_t x;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 static Index threadIdx, blockIdx, blockDim;
 
 static ucontext_t main_context, lane_contexts[32];
@@ -71,6 +74,7 @@ static T max(T x, T y) {
 }
 
 static void __syncwarp() { meet(0); }
+static void __syncthreads() {}  // warps run one after the other
 static uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
   const uint32_t* all = meet(value);
   for (int lane = 0; lane < 32; ++lane) value = max(value, all[lane]);

@@ -53,6 +53,7 @@ def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     logits = torch.randn(tokens, 12)
     sigmoid_group_topk(logits, None, 3, 2, 1, True, 1.0)
     softmax_topk(logits[:, :5], 2, True)
+    model.moe.gate(torch.zeros(tokens, 256, dtype=dtype))
     for experts, top_k in ((model.moe.experts, 3), (model.odd["experts"], 2)):
         ids = ids_of("distinct", tokens, top_k, experts.num_experts)
         x = torch.zeros(tokens, experts.hidden_size, dtype=dtype)

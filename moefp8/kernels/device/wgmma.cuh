@@ -1,4 +1,4 @@
-// WGMMA: 64 x N x 32 products of E4M3 from shared memory, summed in FP32 registers.
+// WGMMA: products of E4M3 or BF16, summed in FP32 registers. Columns come from shared memory, and so do rows of E4M3.
 #pragma once
 #include "base.cuh"
 
@@ -115,4 +115,26 @@ DEFINE_WGMMA(144, 18, 72, 73, 74)
 DEFINE_WGMMA(160, 20, 80, 81, 82)
 DEFINE_WGMMA(176, 22, 88, 89, 90)
 DEFINE_WGMMA(192, 24, 96, 97, 98)
+#undef DEFINE_WGMMA
+
+// d[64, N] += a[64, 16] b[N, 16]^T in BF16, with a from registers: thread t holds, of row 16 (t / 32) + t % 32 / 4 and
+// of that 8 below, columns 2 (t % 4) + {0, 1} in a[0] and a[1], and those 8 to the right in a[2] and a[3].
+template <int kN>
+__device__ void wgmma_bf16(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b);
+
+#define DEFINE_WGMMA(kN, j, a0, a1, a2, a3, b_operand)                                                    \
+  template <>                                                                                             \
+  __device__ inline void wgmma_bf16<kN>(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32.bf16.bf16 {" REGISTERS_##j "}, {%" #a0 \
+                 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_operand ", 1, 1, 1, 0;"                          \
+                 : OPERANDS_##j                                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
+  }
+DEFINE_WGMMA(8, 1, 4, 5, 6, 7, 8)
+DEFINE_WGMMA(16, 2, 8, 9, 10, 11, 12)
+DEFINE_WGMMA(32, 4, 16, 17, 18, 19, 20)
+DEFINE_WGMMA(64, 8, 32, 33, 34, 35, 36)
+DEFINE_WGMMA(80, 10, 40, 41, 42, 43, 44)
+DEFINE_WGMMA(96, 12, 48, 49, 50, 51, 52)
+DEFINE_WGMMA(112, 14, 56, 57, 58, 59, 60)
 #undef DEFINE_WGMMA

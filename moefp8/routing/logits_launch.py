@@ -1,0 +1,160 @@
+"""Launch `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cu` adds up.
+
+T tokens, E experts, H hidden.
+"""
+
+import ctypes
+from ctypes import c_uint32, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.common.blocks import ceil_div
+from ..kernels.common.tma_operands import box_of, fits
+from ..kernels.jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    fields,
+    pointers,
+    tensor_map,
+)
+
+_SOURCE = Path(__file__).with_name("logits.cu")
+_WARPGROUP, _WARP = 128, 32
+_CHUNK, _DEPTH, _STAGES, _IN_BOX = 256, 64, 4, 32  # as in logits.cu
+_CHUNKS_OF_GROUP = 4  # see logits.cu; results depend on it, and on the chunk
+_SWIZZLE_BYTES = 128
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` in logits.cu."""
+
+    _fields_ = fields(
+        (c_void_p, "sums"),
+        (c_uint32, "num_tokens num_experts num_chunks num_parts expert_tiles num_items"),
+    )
+
+
+class Tile(NamedTuple):
+    """What a CTA sums up at a time: tokens x experts x chunks of H."""
+
+    tokens: int
+    experts: int
+    chunks: int
+
+    @property
+    def parts_of_group(self) -> int:
+        return _CHUNKS_OF_GROUP // self.chunks
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.experts == 64 else 1
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.experts + (_WARP if self.experts == 64 else _WARPGROUP)
+
+    @property
+    def shared_bytes(self) -> int:
+        return _STAGES * (_DEPTH * (4 * self.experts + 2 * self.tokens) + 2 * 8)
+
+    def num_parts(self, hidden_size: int) -> int:
+        return ceil_div(ceil_div(hidden_size, _CHUNK), self.chunks)
+
+    def num_items(self, num_tokens: int, num_experts: int, hidden_size: int) -> int:
+        tiles = ceil_div(num_tokens, self.tokens) * ceil_div(num_experts, self.experts)
+        return tiles * self.num_parts(hidden_size)
+
+
+TILES = (
+    *(Tile(n, 64, 1) for n in (8, 16, 32, 64)),
+    *(Tile(n, 128, _CHUNKS_OF_GROUP) for n in (64, 80, 96, 112)),
+)
+
+
+def choose_tile(num_tokens: int, num_experts: int, hidden_size: int, num_sms: int) -> Tile:
+    """The tile that is estimated to take the least time.
+
+    The constants come from timing all tiles for 1 to 16384 tokens of four routers on an H100.
+    """
+
+    def microseconds(tile: Tile) -> float:
+        of_sm = ceil_div(tile.num_items(num_tokens, num_experts, hidden_size), num_sms)
+        sums = 4 * tile.num_parts(hidden_size) * num_tokens * num_experts / 3e6
+        if tile.experts == 64:
+            return sums + of_sm * (1.15 + 0.0175 * tile.tokens)
+        return sums + of_sm * (7.9 + 0.088 * tile.tokens) + 3.5
+
+    return min(TILES, key=microseconds)
+
+
+def needed_tiles(max_tokens: int, num_experts: int, hidden_size: int, num_sms: int) -> set[Tile]:
+    """The tiles for 1 to `max_tokens` tokens."""
+    sizes = range(1, max_tokens + 1)
+    return {choose_tile(m, num_experts, hidden_size, num_sms) for m in sizes}
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel can multiply them."""
+    return (
+        x.dtype == torch.bfloat16
+        and weight.dtype == torch.float32
+        and x.ndim == weight.ndim == 2
+        and fits(x)
+        and fits(weight)
+    )
+
+
+def kernel_of(tile: Tile) -> Kernel:
+    return Kernel(_SOURCE, f"logits_kernel<{tile.tokens}, {tile.experts}, {tile.chunks}>")
+
+
+class Sums(NamedTuple):
+    """Logits as sums of parts, fp32 [parts, T, E]: those of a group are added up first."""
+
+    num_parts: int
+    parts_of_group: int
+
+
+def prepare_logits(
+    x: torch.Tensor, weight: torch.Tensor, of_x: Source, of_weight: Source, of_sums: Source
+) -> tuple[Launch, Sums]:
+    """The launch that writes sums, and what they are.
+
+    x: [T, H] and weight [E, H] that the kernel takes; T, H and E at least 1.
+    """
+    (num_tokens, hidden_size), num_experts = x.shape, len(weight)
+    driver, device_index = current_driver(), x.get_device()
+    num_sms = driver.num_sms(device_index)
+    tile = choose_tile(num_tokens, num_experts, hidden_size, num_sms)
+    sums = Sums(tile.num_parts(hidden_size), tile.parts_of_group)
+    num_items = tile.num_items(num_tokens, num_experts, hidden_size)
+    arguments = _Arguments(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_chunks=ceil_div(hidden_size, _CHUNK),
+        num_parts=sums.num_parts,
+        expert_tiles=ceil_div(num_experts, tile.experts),
+        num_items=num_items,
+    )
+    launch = Launch(
+        driver.load(kernel_of(tile), device_index),
+        min(num_items, num_sms * tile.ctas_per_sm),
+        tile.threads,
+        (
+            tensor_map(box_of(x, (_DEPTH, tile.tokens), _SWIZZLE_BYTES)),
+            tensor_map(box_of(weight, (_IN_BOX, tile.experts), _SWIZZLE_BYTES)),
+            arguments,
+        ),
+        [
+            Pointer(0, 0, of_x),
+            Pointer(1, 0, of_weight),
+            *pointers(_Arguments, argument=2, sums=of_sums),
+        ],
+        shared_bytes=tile.shared_bytes,
+    )
+    return launch, sums

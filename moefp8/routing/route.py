@@ -1,0 +1,177 @@
+"""The router: logits in FP32, and the choice that follows from them.
+
+T tokens, E experts, H hidden. On a Hopper GPU two kernels do both for x in BF16.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..kernels.common.prepared import Launches, layout_of
+from ..kernels.common.registry import register_inputs, without_autocast
+from ..kernels.jit import Source, current_driver
+from . import logits_launch
+from .logits_launch import prepare_logits
+from .top_k import (
+    Chosen,
+    TopK,
+    check_choice,
+    choose_by_sigmoid,
+    choose_by_softmax,
+    sigmoid_grad,
+    softmax_grad,
+)
+from .top_k_launch import MAX_EXPERTS, TopKInputs, TopKSources, prepare_top_k
+
+_OP = "route"
+
+
+class RouteInputs(NamedTuple):
+    """What `route` takes.
+
+    x: [T, H] bf16, fp16 or fp32.
+    weight: fp32 [E, H].
+    bias: fp32 [E], which counts in the choice alone, or None.
+    k: experts of a token.
+    by_sigmoid: `sigmoid_group_topk` follows, which says what the others are; else `softmax_topk`.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    k: int
+    by_sigmoid: bool
+    num_groups: int
+    topk_groups: int
+    renormalize: bool
+    scaling_factor: float
+
+    @property
+    def choice(self) -> str:
+        return "sigmoid_group_topk" if self.by_sigmoid else "softmax_topk"
+
+    def with_logits(self, logits: torch.Tensor) -> TopKInputs:
+        rest = self.num_groups, self.topk_groups, self.renormalize, self.scaling_factor
+        return TopKInputs(logits, self.bias, self.k, *rest)
+
+
+def route(*inputs: Any) -> TopK:
+    """`RouteInputs`, whose logits are `x @ weight.T`, to the choice of `softmax_topk` or
+    `sigmoid_group_topk`.
+
+    Sums are in FP32 or FP64, whatever `torch.set_float32_matmul_precision` says. On a Hopper GPU,
+    what a token in BF16 gets does not depend on the other tokens, bit for bit. Gradients flow to x
+    and weight.
+
+    Raises TypeError, ValueError, naming the argument, the rule and what came.
+    """
+    return TopK(*_Route.apply(*inputs))
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Chosen:
+        index, weights = _route_op(*args)
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(args[0], args[1], index)
+        ctx.rest = args[2:]
+        return index, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, index = ctx.saved_tensors
+        inputs = RouteInputs(x, weight, *ctx.rest)
+        with without_autocast(x.device):
+            logits = _logits(x, weight)
+            if inputs.by_sigmoid:
+                of_sigmoid = inputs.renormalize, inputs.scaling_factor
+                of_logits = sigmoid_grad(grad, logits, index, *of_sigmoid).double()
+            else:
+                of_logits = softmax_grad(grad, logits, index, inputs.renormalize).double()
+            needs_x, needs_weight, *_ = ctx.needs_input_grad
+            of_x = (of_logits @ weight.double()).to(x.dtype) if needs_x else None
+            of_weight = (of_logits.T @ x.double()).to(weight.dtype) if needs_weight else None
+        return of_x, of_weight, *(None for _ in ctx.rest)
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, E] by a product in FP64, which no switch of FP32 matmuls reaches."""
+    return F.linear(x.double(), weight.double()).float()
+
+
+def _allocate(inputs: RouteInputs) -> Chosen:
+    """Check, then allocate the results; this is also the fake body."""
+    x, weight, bias, k, _, num_groups, topk_groups, *_ = inputs
+    check_tensor(_OP, "x", x, FLOATS, 2)
+    check_tensor(_OP, "weight", weight, (torch.float32,), 2)
+    num_tokens, (num_experts, hidden_size) = len(x), weight.shape
+    check_shape(_OP, "x", x, [num_tokens, hidden_size], "[T, H] for weight [E, H]")
+    check_same_device(_OP, x=x, weight=weight, bias=bias)
+    if bias is not None:
+        check_tensor(_OP, "bias", bias, (torch.float32,), 1)
+        check_shape(_OP, "bias", bias, [num_experts], "[E]")
+    check_choice(_OP, num_experts, k, num_groups, topk_groups)
+    index = x.new_empty((num_tokens, k), dtype=torch.int64)
+    return index, x.new_empty((num_tokens, k), dtype=torch.float32)
+
+
+def _body(inputs: RouteInputs) -> Chosen:
+    _allocate(inputs)
+    of_choice = inputs.with_logits(_logits(inputs.x, inputs.weight))
+    if inputs.by_sigmoid:
+        return choose_by_sigmoid(*of_choice)
+    return choose_by_softmax(of_choice.logits, of_choice.k, of_choice.renormalize)
+
+
+_X, _WEIGHT, _BIAS, _INDEX, _WEIGHTS, _MEMORY = map(Source, range(6))
+
+
+def _takes(*args: Any) -> bool:
+    """Whether there is a kernel; for other arguments the body runs, without a warning."""
+    x, weight = args[:2]
+    return len(weight) <= MAX_EXPERTS and logits_launch.takes(x, weight)
+
+
+def _launch(inputs: RouteInputs) -> Chosen:
+    """Two kernels on the current stream; nothing waits for them."""
+    x, weight, bias, *rest = inputs
+    driver = current_driver()
+    of_bias = None if bias is None else layout_of(bias)
+    key = (_OP, layout_of(x), layout_of(weight), of_bias, *rest)
+    found = driver.prepared().get(key)
+    if found is None:
+        _allocate(inputs)
+        found = driver.keep(key, _prepare(inputs))
+    num_tokens, k, device = len(x), inputs.k, x.device
+    index = torch.empty((num_tokens, k), dtype=torch.int64, device=device)
+    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=device)
+    if found.launches:
+        bias_address = 0 if bias is None else bias.data_ptr()
+        addresses = x.data_ptr(), weight.data_ptr(), bias_address
+        found(x.get_device(), (*addresses, index.data_ptr(), weights.data_ptr()))
+    return index, weights
+
+
+def _prepare(inputs: RouteInputs) -> Launches:
+    x, weight, bias, *_ = inputs
+    if not (x.numel() and len(weight)):
+        return Launches((), 0)
+    logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
+    shape = torch.empty((), device=x.device).expand(len(x), len(weight))  # it has no memory
+    sources = TopKSources(_MEMORY, None if bias is None else _BIAS, _INDEX, _WEIGHTS)
+    choice = prepare_top_k(inputs.choice, inputs.with_logits(shape), sources, sums)
+    return Launches((logits, choice), 4 * sums.num_parts * len(x) * len(weight))
+
+
+_route_op = register_inputs(
+    _OP,
+    RouteInputs,
+    "(Tensor, Tensor)",
+    cpu=_body,
+    fake=_allocate,
+    hopper=_launch,
+    cuda=_body,
+    hopper_takes=_takes,
+)

@@ -1,0 +1,217 @@
+"""The router: its logits and its choice are the same whatever the batch, and exact to FP32."""
+
+import pytest
+import torch
+
+from moefp8 import TopKRouter
+from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.routing import logits_launch, sigmoid_group_topk, softmax_topk
+from moefp8.routing.logits_launch import TILES, choose_tile, needed_tiles, prepare_logits
+from moefp8.routing.route import route
+from tests.gpu import assert_arguments_fit, no_synchronisation, on_gpu
+
+SIGMOID = (8, True, 8, 4, True, 2.5)  # k, by_sigmoid, num_groups, topk_groups, renormalize, factor
+SOFTMAX = (4, False, 1, 1, True, 1.0)
+OP = torch.ops.moefp8.route.default  # what the dispatcher gives, whatever GPU there is
+
+
+def inputs_of(num_tokens: int, h: int, num_experts: int, dtype=torch.bfloat16, device="cpu"):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, h, generator=g).to(device, dtype)
+    weight = (torch.randn(num_experts, h, generator=g) / h**0.5).to(device)
+    return x, weight, (torch.randn(num_experts, generator=g) / 10).to(device)
+
+
+def assert_equal(ours, expected) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+# ---- Numerics ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_it_chooses_by_the_logits(dtype):
+    x, weight, bias = inputs_of(9, 96, 64, dtype)
+    logits = (x.double() @ weight.double().T).float()
+    assert_equal(route(x, weight, None, *SOFTMAX), softmax_topk(logits, 4, True))
+    k, _, *rest = SIGMOID
+    assert_equal(route(x, weight, bias, *SIGMOID), sigmoid_group_topk(logits, bias, k, *rest))
+
+
+@pytest.mark.parametrize("options", [SOFTMAX, SIGMOID, (3, False, 1, 1, False, 1.0)])
+def test_gradients_flow_to_tokens_and_weight(options):
+    x, weight, bias = inputs_of(7, 32, 64, torch.float32)
+    found = []
+    for formula in (False, True):
+        leaves = [y.clone().requires_grad_() for y in (x, weight)]
+        if formula:
+            logits, (k, by_sigmoid, *rest) = torch.nn.functional.linear(*leaves), options
+            chosen = (
+                sigmoid_group_topk(logits, bias, k, *rest)
+                if by_sigmoid
+                else softmax_topk(logits, k, rest[2])
+            )
+        else:
+            chosen = route(*leaves, bias if options[1] else None, *options)
+        loss = (chosen.top_k_weights * torch.arange(1, 1 + chosen.top_k_weights.shape[1])).sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_the_op_keeps_the_rules_of_torch():
+    for num_tokens in (6, 0):
+        x, weight, bias = inputs_of(num_tokens, 16, 64)
+        torch.library.opcheck(OP, (x, weight, bias, *SIGMOID))
+        torch.library.opcheck(OP, (x, weight, None, *SOFTMAX))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(3, 15)}, r"x must be \[T, H\] for weight \[E, H\]"),
+        ({"x": torch.ones(3, 16, dtype=torch.int32)}, "x must be"),
+        ({"weight": torch.randn(64, 16).bfloat16()}, "weight must be"),
+        ({"bias": torch.randn(63)}, r"bias must be \[E\]"),
+        ({"k": 65}, r"top_k must be in \[1, E\] = \[1, 64\], got 65"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    x, weight, bias = inputs_of(3, 16, 64)
+    given = {"x": x, "weight": weight, "bias": bias, "k": 8} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        route(*given.values(), *SIGMOID[1:])
+
+
+# ---- The kernels ----
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_every_tile_compiles_and_spills_nothing():
+    kernels = list(map(logits_launch.kernel_of, TILES))
+    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+        assert not cubin.problems(), (kernel, cubin.problems())
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
+    kernel = logits_launch.kernel_of(TILES[0])
+    assert_arguments_fit(logits_launch._Arguments, kernel, tmp_path)
+
+
+@pytest.mark.parametrize(("num_experts", "h"), [(256, 7168), (128, 2048), (8, 4096), (64, 2880)])
+def test_tiles_fill_the_gpu_with_few_tokens_and_with_many(num_experts, h):
+    chosen = [choose_tile(m, num_experts, h, 132) for m in (1, 8, 64, 512, 4096, 16384)]
+    assert [x.chunks for x in chosen[:2]] == [1, 1]
+    assert all(x.tokens >= m for x, m in zip(chosen[:2], (1, 8), strict=True))
+    for m in (1, 100, 4096):
+        needed = {choose_tile(i, num_experts, h, 132) for i in range(1, m + 1)}
+        assert needed_tiles(m, num_experts, h, 132) == needed
+
+
+# ---- The launcher ----
+
+
+@pytest.mark.parametrize("num_tokens", [1, 133, 600])
+@pytest.mark.parametrize(("num_experts", "h"), [(64, 96), (64, 2880), (130, 2048)])
+def test_launch_says_where_everything_lies(gpu, num_tokens, num_experts, h):
+    x, weight, bias = inputs_of(num_tokens, h, num_experts)
+    options = (3, True, 2, 1, False, 2.5)
+    wide = torch.randn(num_tokens, h + 8).bfloat16()
+    for given in (x, wide[:, 8:]):
+        gpu.launched.clear()
+        ours = route(given, weight, bias, *options)
+        assert [y.kernel.source.stem for y in gpu.launched] == ["logits", "top_k"]
+        expected = OP(given, weight, bias, *options)
+        assert torch.equal(ours.top_k_index, expected[0])
+        torch.testing.assert_close(ours.top_k_weights, expected[1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x, weight: (x.float(), weight),
+        lambda x, weight: (x.half(), weight),
+        lambda x, weight: (x[:, 1:], weight[:, 1:]),
+        lambda x, weight: (x[:, :33], weight[:, :33].contiguous()),
+    ],
+    ids=["float32", "float16", "unaligned", "pitch"],
+)
+def test_what_no_kernel_multiplies_runs_in_pytorch(gpu, given):
+    x, weight, _ = inputs_of(5, 64, 16)
+    x, weight = given(x, weight)
+    assert_equal(route(x, weight, None, *SOFTMAX), OP(x, weight, None, *SOFTMAX))
+    assert "logits" not in [y.kernel.source.stem for y in gpu.launched]
+
+
+def test_no_tokens_launch_nothing(gpu):
+    router = TopKRouter(64, 16, 4)
+    index, weights = router(torch.empty(0, 64).bfloat16())
+    assert index.shape == weights.shape == (0, 4)
+    assert not gpu.launched
+
+
+# ---- On a GPU ----
+
+
+def logits_on_gpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, E], added up in the order in which the kernel of the choice does."""
+    launch, sums = prepare_logits(x, weight, *map(Source, range(3)))
+    memory = x.new_full((sums.num_parts, len(x), len(weight)), torch.nan, dtype=torch.float32)
+    launch.on(x.get_device(), tuple(y.data_ptr() for y in (x, weight, memory)))
+    groups = [sum(parts[1:], parts[0]) for parts in memory.split(sums.parts_of_group)]
+    return sum(groups[1:], groups[0])
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("num_experts", "h"), [(256, 7168), (128, 2048), (8, 4096), (130, 2880), (64, 104), (512, 2048)]
+)
+def test_logits_are_exact_to_fp32_and_the_same_in_every_batch(num_experts, h):
+    most = 1100
+    x, weight, _ = inputs_of(most, h, num_experts, device="cuda")
+    x[::3] *= 30
+    weight[::2] *= torch.logspace(-3, 3, h, device="cuda")  # its numbers differ in size
+    all_logits = logits_on_gpu(x, weight)
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    assert bool(((all_logits - exact).abs() <= 1e-6 * sizes).all())
+    order = torch.randperm(most, device="cuda")
+    assert torch.equal(logits_on_gpu(x[order], weight), all_logits[order])
+    for m in (1, 2, 8, 9, 17, 33, 65, 100, 129, 257, 500, 513, 777, 1024):
+        first = (most - m) // 2
+        some = logits_on_gpu(x[first : first + m], weight)
+        assert torch.equal(some, all_logits[first : first + m]), m
+
+
+@on_gpu
+@pytest.mark.parametrize("options", [SOFTMAX, SIGMOID])
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 300, 2000])
+def test_choices_on_a_gpu_follow_from_the_logits(options, num_tokens):
+    x, weight, bias = inputs_of(num_tokens, 7168, 256, device="cuda")
+    k, by_sigmoid, *rest = options
+    bias = bias if by_sigmoid else None
+    with no_synchronisation():
+        ours = route(x, weight, bias, *options)
+    logits = logits_on_gpu(x, weight)
+    expected = (
+        sigmoid_group_topk(logits, bias, k, *rest) if by_sigmoid else softmax_topk(logits, k, True)
+    )
+    assert_equal(ours, expected)
+
+
+@on_gpu
+def test_a_graph_serves_every_input():
+    router = TopKRouter(2048, 128, 8, device="cuda")
+    for num_tokens in (1, 40, 1000):
+        x = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
+        with torch.no_grad():
+            router(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = router(x)
+            for _ in range(3):
+                x.normal_()
+                graph.replay()
+                assert_equal(captured, router(x))
