@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
 from ..kernels.jit import current_driver
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep
 from ..tuning.tune import time_layer, tune_layer
-from .precompile import add_sizes_to, layers_of
+from .precompile import add_sizes_to, layers_of, num_ranks_of
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not layers:
         raise ValueError("nothing to time: give a CHECKPOINT, --linear N K or --experts E k H I")
     for layer in layers:
-        if min(layer) < 1:
+        if min(size for size in layer if size is not None) < 1:
             raise ValueError(f"all sizes must be at least 1, got {layer}")
     has_gpu, driver = torch.cuda.is_available(), current_driver()
     if not (has_gpu and driver.runs_our_kernels(torch.cuda.current_device())):
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layers(arguments: argparse.Namespace) -> Iterator[Layer]:
+    num_ranks = num_ranks_of(arguments)
     if arguments.checkpoint:
         layers = layers_of(arguments.checkpoint, arguments.top_k)
         for module in layers.modules():
@@ -59,9 +61,20 @@ def _layers(arguments: argparse.Namespace) -> Iterator[Layer]:
                 yield Dense(module.out_features, module.in_features)
             elif isinstance(module, GroupedExperts) and layers.top_k is not None:  # see layers_of
                 h, i = module.hidden_size, module.intermediate_size
-                yield Experts(module.num_experts, layers.top_k, h, i)
+                yield from _of_ranks(Experts(module.num_experts, layers.top_k, h, i), num_ranks)
     yield from (Dense(*sizes) for sizes in arguments.linear)
-    yield from (Experts(*sizes) for sizes in arguments.experts)
+    for sizes in arguments.experts:
+        yield from _of_ranks(Experts(*sizes), num_ranks)
+
+
+def _of_ranks(layer: Experts, num_ranks: int) -> Iterator[Experts]:
+    """What the ranks hold that have the fewest experts and the most."""
+    num_global = layer.num_experts
+    for num_experts in (num_global // num_ranks, ceil_div(num_global, num_ranks)):
+        is_rank = num_experts < num_global
+        yield layer._replace(
+            num_experts=num_experts, num_global_experts=num_global if is_rank else None
+        )
 
 
 def _time(layer: Layer, max_tokens: int) -> None:
@@ -88,8 +101,9 @@ def _tune(layer: Layer, max_tokens: int) -> None:
 def _title(layer: Layer) -> str:
     if isinstance(layer, Dense):
         return f"linear, {layer.n} x {layer.k}"
-    e, top_k, h, i = layer
-    return f"routed experts: {e}, of which {top_k} a token, hidden size {h}, intermediate size {i}"
+    e, top_k, h, i, num_global = layer
+    told = f"{e}, of which" if num_global is None else f"{e} of {num_global}, of which"
+    return f"routed experts: {told} {top_k} a token, hidden size {h}, intermediate size {i}"
 
 
 def _short(config: Config | None) -> str:

@@ -1,10 +1,14 @@
 """Compile all kernels that a checkpoint's FP8 layers can need, with no GPU."""
 
 import argparse
+import copy
+
+from torch import nn
 
 from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
 from ..checkpoint.inspect.fp8 import Layers
+from ..distributed.shard import Kind, shard
 from ..kernels.jit import cache_state
 from ..layers import GroupedExperts
 from ..precompile import layers as ahead
@@ -26,6 +30,20 @@ def add_sizes_to(parser: argparse.ArgumentParser) -> None:
         help="of one call: batch times sequence length (default: %(default)s)",
     )
     parser.add_argument("--top-k", type=int, help="experts of a token, if config.json says nothing")
+    parser.add_argument(
+        "--expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="how many ranks hold the experts (default: %(default)s)",
+    )
+
+
+def num_ranks_of(arguments: argparse.Namespace) -> int:
+    num_ranks: int = arguments.expert_parallel_size
+    if num_ranks < 1:
+        raise ValueError(f"--expert-parallel-size must be at least 1, got {num_ranks}")
+    return num_ranks
 
 
 def layers_of(checkpoint: str, top_k: int | None) -> Layers:
@@ -39,9 +57,17 @@ def layers_of(checkpoint: str, top_k: int | None) -> Layers:
     return layers
 
 
+def parts_of_ranks(layers: Layers, num_ranks: int) -> nn.ModuleList:
+    """What the ranks hold that have the fewest experts and the most: the first and the last."""
+    experts = (i for i, module in enumerate(layers) if isinstance(module, GroupedExperts))
+    plan: dict[str, Kind] = {str(i): "experts" for i in experts}
+    ranks = (0, num_ranks - 1)
+    return nn.ModuleList(shard(copy.deepcopy(layers), plan, rank, num_ranks) for rank in ranks)
+
+
 def run(arguments: argparse.Namespace) -> int:
     done = ahead.precompile(
-        layers_of(arguments.checkpoint, arguments.top_k),
+        parts_of_ranks(layers_of(arguments.checkpoint, arguments.top_k), num_ranks_of(arguments)),
         arguments.max_tokens,
         dtype=ahead.DTYPES[arguments.dtype],
         num_sms=arguments.num_sms,

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from ..kernels import BLOCK
+from ..kernels.common.checks import check_choices
+from ..layers.conversion.plain import PlainExperts
 from ..layers.experts import GroupedExperts
 from ..layers.linear import FP8Linear
 from ..layers.parts import (
@@ -22,7 +24,6 @@ from ..layers.parts import (
     boxes,
     is_stacked,
     local_shape,
-    map_ids,
     note_parts,
     parts_of,
 )
@@ -62,7 +63,8 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
       sum up to the whole. A bias is on rank 0 alone.
     - "intermediate": I of experts, or of gate_proj, up_proj and down_proj; the outputs sum up.
     - "experts": E; the outputs sum up. The module takes the ids of the whole model, and counts
-      those of other ranks with score 0; `expert_offset` is the id of its first expert.
+      those of other ranks with score 0. `expert_offset` is the id of its first expert, and
+      `num_global_experts` how many the whole model has.
 
     Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
     the same modules along another axis. Hooks and modules stay. Returns `model`.
@@ -209,4 +211,25 @@ def _tell(module: Any, kind: Kind, part: Part) -> None:
                 setattr(module, name, part.padding + width)
     else:
         module.num_experts = width
-        map_ids(module, part.begin)
+        module.expert_offset, module.num_global_experts = part.begin, part.total
+        if not isinstance(module, GroupedExperts | PlainExperts):  # these take ids as they are
+            module._is_expert_parallel = True  # transformers then expects ids of experts elsewhere
+            module.register_forward_pre_hook(_to_own_ids, with_kwargs=True)
+
+
+def _to_own_ids(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-hook for transformers: ids of the whole model become ids here, or E with score 0."""
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) == "moefp8":
+        return None  # it takes the ids as they are
+    given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
+    given |= kwargs
+    index, weights = given["top_k_index"], given["top_k_weights"]
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_choices(type(module).__name__, index, module.num_global_experts)
+    own = index - module.expert_offset
+    is_here = (own >= 0) & (own < module.num_experts)
+    given["top_k_index"] = own.where(is_here, module.num_experts)
+    given["top_k_weights"] = weights.where(is_here, 0)
+    return (), given

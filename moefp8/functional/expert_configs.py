@@ -25,6 +25,11 @@ class Sizes(NamedTuple):
     hidden_size: int
     intermediate_size: int
     masked: bool  # every expert has as many rows as there are tokens
+    num_global_experts: int | None = None  # those of the whole model; None: E are all
+
+    @property
+    def num_to_choose_from(self) -> int:
+        return self.num_global_experts or self.num_experts
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -35,10 +40,13 @@ class Sizes(NamedTuple):
 
 
 def mean_load(sizes: Sizes) -> tuple[int, int]:
-    """(experts that have a token, at most; tokens of each of them, about)"""
+    """(experts here that have a token, at most; tokens of each of them, about)
+
+    A rank of expert parallelism gets all choices, but most are of experts of other ranks.
+    """
     num_choices = sizes.num_tokens * sizes.top_k
     active = min(sizes.num_experts, num_choices)
-    return active, ceil_div(num_choices, active)
+    return active, ceil_div(num_choices, min(sizes.num_to_choose_from, num_choices))
 
 
 def deciding_numbers(sizes: Sizes) -> Iterator[int]:
@@ -46,9 +54,9 @@ def deciding_numbers(sizes: Sizes) -> Iterator[int]:
 
     Each pair that such a layer can get begins at one of them; some may be above its own number.
     """
-    num_experts, h, i = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    for load in deciding_loads(num_experts, h, i):
-        yield (load - 1) * num_experts // sizes.top_k + 1  # the first number with that load or more
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    for load in deciding_loads(sizes.num_experts, h, i):  # the first number with that load or more
+        yield (load - 1) * sizes.num_to_choose_from // sizes.top_k + 1
 
 
 def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
@@ -57,8 +65,8 @@ def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     if isinstance(tuned, tuple):
         return tuned
     groups, load = mean_load(sizes)
-    h, i = sizes.hidden_size, sizes.intermediate_size
-    return choose_experts_configs(load, groups, h, i, source.num_sms)
+    h, i, exact = sizes.hidden_size, sizes.intermediate_size, sizes.num_to_choose_from == 1
+    return choose_experts_configs(load, groups, h, i, source.num_sms, exact=exact)
 
 
 def all_experts_configs(source: ConfigSource, sizes: Sizes) -> set[Pair]:
@@ -71,12 +79,14 @@ def all_experts_configs(source: ConfigSource, sizes: Sizes) -> set[Pair]:
 
 def _layer_of(sizes: Sizes) -> Experts:
     h, i = sizes.hidden_size, sizes.intermediate_size
-    return Experts(sizes.num_experts, sizes.top_k, h, i)
+    is_rank = sizes.num_experts < sizes.num_to_choose_from
+    num_global_experts = sizes.num_global_experts if is_rank else None
+    return Experts(sizes.num_experts, sizes.top_k, h, i, num_global_experts)
 
 
 def gate_up_config(source: ConfigSource, tokens: int, h: int, i: int) -> GemmConfig:
     """The config of gate and up for experts that every token takes."""
-    return choose_experts_configs(tokens, 1, h, i, source.num_sms)[0]
+    return choose_experts_configs(tokens, 1, h, i, source.num_sms, exact=True)[0]
 
 
 def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
@@ -95,13 +105,15 @@ def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
 
 
 def choose_experts_configs(
-    tokens: int, num_groups: int, h: int, i: int, num_sms: int
+    tokens: int, num_groups: int, h: int, i: int, num_sms: int, *, exact: bool = False
 ) -> tuple[GemmConfig, GemmConfig]:
     """The configs of gate and up, and of down, for `num_groups` experts of about `tokens` tokens.
 
     They come from timing up to 20 configs of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other. For a single group, `tokens` is exact:
-    it gets a tail if the tail holds all tokens behind the tile's rows.
+    Qwen3-30B-A3B on an H200, alone and one behind the other.
+
+    exact: whether `tokens` is no mean, but what a single group has: it then gets a tail if the tail
+        holds all tokens behind the tile's rows.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
@@ -114,9 +126,9 @@ def choose_experts_configs(
         configs = few(gate_up=True, parts=2), few()
     elif PEAK_LOAD * tokens <= 64:
         configs = gate_up(64, 128, num_product_buffers=2), down(64, 128, num_product_buffers=2)
-    elif about_128 and tokens > most_with_tail and (many or num_groups > 1):
+    elif about_128 and tokens > most_with_tail and (many or not exact):
         configs = gate_up(192, 128), down(192, 128)
-    elif about_128 and (num_groups > 1 or 128 < tokens <= most_with_tail):
+    elif about_128 and (not exact or 128 < tokens <= most_with_tail):
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
     elif many:
         configs = (

@@ -15,6 +15,7 @@ from ..kernels.common.blocks import E4M3, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_choices,
+    check_rank,
     check_rows_contiguous,
     check_same_device,
     check_shape,
@@ -26,7 +27,7 @@ from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
-from .experts_launch import launch_experts
+from .experts_launch import Options, launch_experts
 
 _OP = "experts"
 
@@ -50,7 +51,8 @@ class ExpertsInputs(NamedTuple):
     hidden_states: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated
         values, which are FP32 before.
     top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice held elsewhere, which has score
-        0. Values are checked on the CPU; on a GPU other ids count as E.
+        0. Values are checked on the CPU; on a GPU other ids count as E. A rank of expert
+        parallelism takes the ids of the whole model.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     gate_up_proj: e4m3 [E, 2I, H], gate first; gate and up have 128x128 blocks of their own.
     gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
@@ -59,6 +61,9 @@ class ExpertsInputs(NamedTuple):
     swiglu_limit: see `swiglu`.
     masked: whether, on a GPU, every expert has T rows of memory, not as many as it has tokens; the
         result is the same.
+    expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
+        and how many the whole model has, by which tiles are chosen; None: E. Ids are then in
+        [0, num_global_experts], and all but [expert_offset, expert_offset + E) are held elsewhere.
     """
 
     hidden_states: torch.Tensor
@@ -70,15 +75,16 @@ class ExpertsInputs(NamedTuple):
     down_proj_scale_inv: torch.Tensor
     swiglu_limit: float | None
     masked: bool
+    expert_offset: int = 0
+    num_global_experts: int | None = None
 
 
 def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    *tensors, swiglu_limit, _ = inputs
     hidden_states, down = inputs.hidden_states, inputs.down_proj
     fp32, ids = (torch.float32,), (torch.int32, torch.int64)
     dtypes = (FLOATS, ids, FLOATS, (E4M3,), fp32, (E4M3,), fp32)
-    named = dict(zip(inputs._fields, tensors, strict=False))
+    named = dict(zip(inputs._fields, inputs[:7], strict=False))
     check_same_device(_OP, **named)
     for (name, x), allowed in zip(named.items(), dtypes, strict=True):
         check_tensor(_OP, name, x, allowed, 3 if "proj" in name else 2)
@@ -95,9 +101,10 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     )
     for (name, x), (shape, rule) in zip(named.items(), rules, strict=True):
         check_shape(_OP, name, x, shape, rule)
-    check_limit(_OP, swiglu_limit)
+    check_limit(_OP, inputs.swiglu_limit)
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
+    check_rank(_OP, e, inputs.expert_offset, inputs.num_global_experts)
     check_rows_contiguous(_OP, "gate_up_proj", inputs.gate_up_proj)
     check_rows_contiguous(_OP, "down_proj", down)
     return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
@@ -109,10 +116,11 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
     gate_up_proj, gate_up_scales, down_proj, down_scales = inputs[3:7]
     num_experts, h, i = down_proj.shape
     if hidden_states.device.type == "cpu":
-        check_choices(_OP, top_k_index, num_experts)
+        check_choices(_OP, top_k_index, inputs.num_global_experts or num_experts)
     if i == 0:
         return y.zero_()
-    _, expert_offsets, row_to_token, _, token_to_row = build_maps(top_k_index, num_experts, 1, None)
+    maps = build_maps(top_k_index, num_experts, 1, None, inputs.expert_offset)
+    _, expert_offsets, row_to_token, _, token_to_row = maps
     if len(row_to_token) == 0:
         return y
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in quantize_1x128(hidden_states))
@@ -135,9 +143,8 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
 def _launch(inputs: ExpertsInputs) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
-    limit = math.inf if limit is None else limit
-    tokens, projections = inputs[:3], inputs[3:7]
-    return launch_experts(partial(_allocate, inputs), tokens, projections, limit, inputs.masked)
+    options = Options(math.inf if limit is None else limit, *inputs[8:])
+    return launch_experts(partial(_allocate, inputs), inputs[:3], inputs[3:7], options)
 
 
 experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

@@ -15,7 +15,7 @@ in one workspace. Its size grows with T; a large T is split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -58,6 +58,15 @@ _X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y
 )
 
 
+class Options(NamedTuple):
+    """What else a layer is told: see `ExpertsInputs`. limit: infinite if there is none."""
+
+    limit: float
+    masked: bool
+    expert_offset: int = 0
+    num_global_experts: int | None = None
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What is kept for one layout of a layer and its tokens.
@@ -79,8 +88,7 @@ def launch_experts(
     check: Callable[[], object],
     tokens: Tokens,
     projections: Projections,
-    limit: float,
-    masked: bool,
+    options: Options,
     y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
@@ -96,15 +104,15 @@ def launch_experts(
     y_alignment = 0 if y is None else y.data_ptr() % 16
     alignment = x_address % 16, gate % 16, down % 16, y_alignment
     layouts = tuple([layout_of(z) for z in tensors])
-    key = (_OP, layouts, alignment, limit, masked, driver.max_sms)
+    key = (_OP, layouts, alignment, options, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()
-        found = driver.keep(key, _prepare(tokens, projections, limit, masked, y_alignment == 0))
+        found = driver.keep(key, _prepare(tokens, projections, options, y_alignment == 0))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     if found.launches is None:
-        _launch_parts(found.num_parts, check, tokens, projections, limit, masked, y)
+        _launch_parts(found.num_parts, check, tokens, projections, options, y)
         return y
     if found.fits:
         up, up_scales = gate + found.up, gate_scales + found.up_scales
@@ -121,8 +129,7 @@ def _launch_parts(
     check: Callable[[], object],
     tokens: Tokens,
     projections: Projections,
-    limit: float,
-    masked: bool,
+    options: Options,
     y: torch.Tensor,
 ) -> None:
     """Launch part by part, or as a whole with hidden states made contiguous."""
@@ -130,20 +137,21 @@ def _launch_parts(
     if num_parts == 0:
         y.zero_()
     elif num_parts == 1:
-        launch_experts(check, (x.contiguous(), ids, scores), projections, limit, masked, y)
+        launch_experts(check, (x.contiguous(), ids, scores), projections, options, y)
     else:
         split = ceil_div(x.shape[0], num_parts)
         for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
-            launch_experts(check, cast(Tokens, tuple(some)), projections, limit, masked, part)
+            launch_experts(check, cast(Tokens, tuple(some)), projections, options, part)
 
 
 def _prepare(
-    tokens: Tokens, projections: Projections, limit: float, masked: bool, y_is_aligned: bool
+    tokens: Tokens, projections: Projections, options: Options, y_is_aligned: bool
 ) -> _Prepared:
     x, ids, _ = tokens
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
-    sizes = Sizes(num_tokens, top_k, num_experts, h, i, masked)
-    if 0 in sizes[:-1]:
+    layer = num_tokens, top_k, num_experts, h, i
+    sizes = Sizes(*layer, options.masked, options.num_global_experts)
+    if 0 in layer:
         return _Prepared(0)
     # One token is never split.
     num_parts = min(num_tokens, ceil_div(Workspace.of(sizes).size, MAX_WORKSPACE_BYTES))
@@ -161,10 +169,11 @@ def _prepare(
             sizes,
             tokens,
             fitting,
-            limit,
+            options.limit,
             experts_configs(configs, sizes),
             configs.sms,
-            y_is_aligned,
+            expert_offset=options.expert_offset,
+            y_is_aligned=y_is_aligned,
         ),
     )
 
@@ -176,6 +185,8 @@ def prepare_experts(
     limit: float,
     configs: Pair,
     sms: Sms,
+    *,
+    expert_offset: int = 0,
     y_is_aligned: bool = True,
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
@@ -205,6 +216,7 @@ def prepare_experts(
                 token_to_row=_in_memory(at.token_to_row),
             ),
         ),
+        expert_offset=expert_offset,
     )
     gemms = _prepare_gemms(sizes, weights, limit, configs, sms)
     combine = prepare_combine(
@@ -234,7 +246,7 @@ def _prepare_gemms(
     gate_up, down = operands_of(sizes, weights)
     bounds = _in_memory(at.counts if sizes.masked else at.offsets)
     layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
-    load = ceil_div(sizes.num_tokens * sizes.top_k, sizes.num_experts)
+    _, load = mean_load(sizes)
     # With fewer tokens, nobody can guess which experts have none.
     expected_tiles = configs[0].token_tiles(load) if load >= 4 else 0
 

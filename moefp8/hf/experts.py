@@ -42,7 +42,8 @@ def experts_forward(
     SwiGLU runs as `GroupedExperts`. Experts with biases, another activation, no gate or a norm of
     their output take two grouped GEMMs, and PyTorch does the rest. Weights of transformers' own FP8
     modules are used as they are; it is a ValueError if their blocks are not 128x128, or if the
-    scales of activations are static.
+    scales of activations are static. A part that `moefp8.shard` left takes the ids of the whole
+    model.
     """
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
@@ -105,7 +106,7 @@ def _prepare(module: nn.Module) -> _Cache:
     limits = swiglu_limits(module) if module.has_gate else []
     is_swiglu = limits and not module.has_bias
     if is_swiglu and not getattr(module, "has_post_expert_norm", False):
-        experts: _Experts = _swiglu_experts(*_weights(module, halves=2), limits[0])
+        experts: _Experts = _swiglu_experts(module, *_weights(module, halves=2), limits[0])
     else:
         experts = _any_experts(module, *_weights(module, halves=1))
     return _Cache(module, experts)
@@ -159,19 +160,27 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
     return BlockScaled(data, scale_inv)
 
 
+def _rank_of(module: nn.Module) -> dict[str, Any]:
+    """What `shard` has told the module."""
+    names = "expert_offset", "num_global_experts"
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
 def _swiglu_experts(
-    first: BlockScaled, second: BlockScaled, swiglu_limit: float | None
+    module: nn.Module, first: BlockScaled, second: BlockScaled, swiglu_limit: float | None
 ) -> GroupedExperts:
     """`GroupedExperts` that hold these very tensors."""
     sizes = second.data.shape
     experts = GroupedExperts(*sizes, swiglu_limit=swiglu_limit, device="meta").eval()
     for name, tensor in zip(WEIGHTS, (*first, *second), strict=True):
         experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    vars(experts).update(_rank_of(module))
     return experts
 
 
 def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:
     """Two grouped GEMMs, and between them whatever the module does there."""
+    rank = _rank_of(module)
 
     def run(
         hidden_states: torch.Tensor,
@@ -179,7 +188,7 @@ def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Exper
         top_k_weights: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        plan = build_plan(top_k_index, first.data.shape[0])
+        plan = build_plan(top_k_index, first.data.shape[0], **rank)
         expert = plan.row_to_expert.clamp(min=0)
         rows = _gemm(dispatch(hidden_states, plan), first, plan.expert_offsets)
         if module.has_gate:

@@ -21,7 +21,7 @@ from .module import (
     frozen_parameter,
     run_without_backward,
 )
-from .parts import map_ids, note_parts, parts_of_plain, without_padding
+from .parts import note_parts, parts_of_plain, without_padding
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
@@ -50,7 +50,8 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
-    expert_offset: int | None = None  # the id of its first expert, if it holds a part of E
+    expert_offset = 0  # the id of its first expert
+    num_global_experts: int | None = None  # of the whole model, if it holds a part of them
 
     def __init__(
         self,
@@ -149,8 +150,8 @@ class GroupedExperts(FixedDtypeModule):
         experts.gate_up_proj = nn.Parameter(gate_up_proj)
         experts.down_proj = nn.Parameter(down_proj)
         note_parts(experts, parts_of_plain(self))
-        if self.expert_offset is not None:
-            map_ids(experts, self.expert_offset)
+        experts.expert_offset = self.expert_offset
+        experts.num_global_experts = self.num_global_experts
         return experts.train(self.training)
 
     def forward(
@@ -163,6 +164,7 @@ class GroupedExperts(FixedDtypeModule):
                 stay in their own token's row.
             top_k_index: int32 or int64 [T, k], in [0, E]; E marks an expert held elsewhere, which
                 counts with score 0. Ids are checked on the CPU; on a GPU others count as E too.
+                A part that `shard` left takes the ids of the whole model.
             top_k_weights: [T, k] bf16, fp16 or fp32.
 
         Returns:
@@ -174,7 +176,9 @@ class GroupedExperts(FixedDtypeModule):
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             return self.forward(rows, top_k_index, top_k_weights).view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
-        inputs = *tokens, *map(self._look_up, WEIGHTS), self.swiglu_limit, self.layout == "masked"
+        options = self.swiglu_limit, self.layout == "masked"
+        rank = self.expert_offset, self.num_global_experts
+        inputs = *tokens, *map(self._look_up, WEIGHTS), *options, *rank
         y = run_without_backward("GroupedExperts", experts, *inputs)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 

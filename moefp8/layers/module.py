@@ -104,18 +104,18 @@ class FixedDtypeModule(nn.Module):
             self._parameters[name] = nn.Parameter(data.view(E4M3), requires_grad)
 
 
-def is_wrapped(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
+def is_wrapped(module: nn.Module) -> bool:
     """Whether a call does more than the forward of the module's class: a swap would lose that.
 
-    That may be hooks (the pre-hook `besides` does not count), a `forward` that was set on the
-    module, as accelerate does, or a `__call__` of its class.
+    That may be hooks, a `forward` that was set on the module, as accelerate does, or a `__call__`
+    of its class.
     """
     forward = module.__dict__.get("forward", type(module).forward)
     return (
         getattr(forward, "__func__", forward) is not type(module).forward
         or type(module).__call__ is not nn.Module.__call__
-        or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
-        or any(hook is not besides for hook in module._forward_pre_hooks.values())
+        or bool(module._forward_hooks or module._forward_pre_hooks)
+        or bool(module._backward_hooks or module._backward_pre_hooks)
     )
 
 

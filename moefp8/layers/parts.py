@@ -8,13 +8,11 @@ other ranks in front of `begin`, and the scales of all blocks that are touched a
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels import BLOCK, num_blocks
-from ..kernels.common.checks import check_choices
 
 _ATTRIBUTE = "_moefp8_parts"
 Index = tuple[int | slice, ...]
@@ -153,27 +151,3 @@ def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple
                 here.append(start + moved)
         else:
             yield tuple(there), tuple(here)
-
-
-def map_ids(module: Any, expert_offset: int) -> None:
-    """Let experts that hold a part of E, from expert_offset on, take the ids of the whole model."""
-    module.expert_offset = expert_offset
-    module._is_expert_parallel = True  # transformers then expects ids of experts elsewhere
-    module.register_forward_pre_hook(to_own_ids, with_kwargs=True)
-
-
-def to_own_ids(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-hook: ids of the whole model become ids here, or E with score 0."""
-    given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
-    given |= kwargs
-    index, weights = given["top_k_index"], given["top_k_weights"]
-    if index.device.type == "cpu" and not torch.compiler.is_compiling():
-        total = parts_of(module)["down_proj"][0].total
-        check_choices(type(module).__name__, index, total)
-    own = index - module.expert_offset
-    is_here = (own >= 0) & (own < module.num_experts)
-    given["top_k_index"] = own.where(is_here, module.num_experts)
-    given["top_k_weights"] = weights.where(is_here, 0)
-    return (), given

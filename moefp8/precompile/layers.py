@@ -117,7 +117,8 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
         elif isinstance(module, GroupedExperts):
             h, i = module.hidden_size, module.intermediate_size
             choices = top_k or _top_k_of(model, modules, name)
-            yield Experts(choices, module.num_experts, h, i, module.layout == "masked")
+            masked, num_global = module.layout == "masked", module.num_global_experts
+            yield Experts(choices, module.num_experts, h, i, masked, num_global)
 
 
 def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int:

@@ -76,6 +76,7 @@ class Experts(NamedTuple):
     hidden_size: int
     intermediate_size: int
     masked: bool
+    num_global_experts: int | None  # as in `Sizes`
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size

@@ -141,6 +141,7 @@ def prepare_dispatch(
     row_pitch: int,
     scale_pitch: int,
     sources: DispatchSources,
+    expert_offset: int = 0,
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
@@ -153,12 +154,13 @@ def prepare_dispatch(
             max_m, row i and k-block b of expert e have [(e * ceil(H/128) + b) * scale_pitch + i].
         counts: `most_count_bytes` of memory, at a multiple of 4.
         zeros: int32 [2], which become zeros: counters of the kernels that follow.
-        routing: ids [T, k] like the tensor `ids`; one out of range has no row. expert_offsets,
+        routing: ids [T, k] like the tensor `ids`; one of no expert here has no row. expert_offsets,
             tokens_per_expert, token_to_row are int32 [E + 1], [E], [T, k], contiguous.
 
     Args:
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
         row_pitch: in bytes, a multiple of 16 and at least H.
+        expert_offset: the id of the first of the E experts.
 
     Raises:
         ValueError: there are more choices or rows than a kernel can count.
@@ -170,7 +172,15 @@ def prepare_dispatch(
     num_sms = driver.num_sms(device_index)
     cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
     num_warps = cut.threads // WARP if cut.is_counted and max_m is None else 0
-    routing = routing_of(_OP, cut.tokens, ids, num_experts, max_m, num_warps=num_warps)
+    routing = routing_of(
+        _OP,
+        cut.tokens,
+        ids,
+        num_experts,
+        max_m,
+        num_warps=num_warps,
+        expert_offset=expert_offset,
+    )
     parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
     x_row_bytes = x.stride(0) * x.element_size()
     arguments = _Arguments(

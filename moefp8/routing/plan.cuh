@@ -7,8 +7,9 @@
 #include "divisor.cuh"
 
 struct Routing {
-  const uint8_t* ids;                 // int32 or int64 [T, k]; an id of no expert has no row
+  const uint8_t* ids;                 // int32 or int64 [T, k]; an id of no expert here has no row
   int64_t token_bytes, choice_bytes;  // the distances from one to the next in ids
+  uint64_t first_expert;              // the id of the first expert here
   int* tokens_per_expert;             // [E]
   int* expert_offsets;                // [E + 1]
   int* token_to_row;                  // [T, k]
@@ -24,7 +25,8 @@ struct Routing {
   uint32_t reciprocal_of_k;    // lane / k == lane * reciprocal_of_k >> 16
   uint32_t num_rankers;        // warps of a CTA that rank choices: see `Plan`
 
-  // The expert of a choice, counted over all tokens or within its token; E if there is none.
+  // The expert of a choice, as it is counted here; E if it is none. The choice is counted over all tokens or within its
+  // token.
   __device__ uint32_t expert(uint32_t index) const {
     const uint32_t token = of_k.quotient(index);
     return expert(token, index - token * top_k);
@@ -32,7 +34,7 @@ struct Routing {
   __device__ uint32_t expert(uint32_t token, uint32_t choice) const {
     const uint8_t* id = ids + token * token_bytes + choice * choice_bytes;
     const int64_t expert = is_wide ? *reinterpret_cast<const int64_t*>(id) : *reinterpret_cast<const int*>(id);
-    return min(static_cast<uint64_t>(expert), static_cast<uint64_t>(num_experts));
+    return min(static_cast<uint64_t>(expert) - first_expert, static_cast<uint64_t>(num_experts));
   }
 
   // Where a segment ends that begins at `first_row`, and whose last used row ends at `end`.

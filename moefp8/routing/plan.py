@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import pad
 
-from ..kernels.common.checks import check_choices, check_tensor
+from ..kernels.common.checks import check_choices, check_rank, check_tensor
 from ..kernels.common.registry import register_inputs
 from .plan_launch import OP, Maps, PlanInputs, launch_plan
 
@@ -61,16 +61,21 @@ def build_plan(
     *,
     alignment: int = 1,
     max_m: int | None = None,
+    expert_offset: int = 0,
+    num_global_experts: int | None = None,
 ) -> RoutingPlan:
     """Plan the rows of a routing; on the device, with no synchronisation.
 
     Args:
-        top_k_index: int32 or int64 [T, k], ids in [0, E]; E marks a choice held elsewhere (expert
-            parallelism), which gets no row. The range is checked on the CPU; on a GPU, where that
-            would cost a synchronisation, ids out of range count as E.
+        top_k_index: int32 or int64 [T, k], ids in [0, E]; E marks a choice held elsewhere, which
+            gets no row. The range is checked on the CPU; on a GPU, where that would cost a
+            synchronisation, ids out of range count as E.
         alignment: contiguous only; every segment starts at a multiple of it. 1 wastes no row;
             `get_mk_alignment_for_contiguous_layout()` makes `row_to_expert` fit DeepGEMM.
         max_m: masked only; rows per expert, at least T (the default, and always enough).
+        expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first
+            expert, and how many the whole model has. Ids are then in [0, num_global_experts], and
+            all but [expert_offset, expert_offset + E) are held elsewhere.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule and what came.
@@ -83,7 +88,8 @@ def build_plan(
         max_m = top_k_index.shape[0] if max_m is None else max_m
     elif max_m is not None:
         raise ValueError(f"build_plan: max_m is for 'masked' only, got {max_m}")
-    maps: Maps = _build_plan(top_k_index, num_experts, alignment, max_m)
+    rank = expert_offset, num_global_experts
+    maps: Maps = _build_plan(top_k_index, num_experts, alignment, max_m, *rank)
     return RoutingPlan(*maps, max_m)
 
 
@@ -92,7 +98,7 @@ def build_plan(
 
 def _allocate(inputs: PlanInputs) -> Maps:
     """Check, then allocate the maps. Also the fake body."""
-    top_k_index, num_experts, alignment, max_m = inputs
+    top_k_index, num_experts, alignment, max_m, expert_offset, num_global_experts = inputs
     check_tensor(OP, "top_k_index", top_k_index, (torch.int32, torch.int64), 2)
     num_tokens, top_k = top_k_index.shape
     if top_k < 1:
@@ -100,6 +106,7 @@ def _allocate(inputs: PlanInputs) -> Maps:
     for name, value in (("num_experts", num_experts), ("alignment", alignment)):
         if value < 1:
             raise ValueError(f"{OP}: {name} must be at least 1, got {value}")
+    check_rank(OP, num_experts, expert_offset, num_global_experts)
     if max_m is None:  # as many as any routing needs
         num_choices = num_tokens * top_k
         num_rows = num_choices + min(num_experts, num_choices) * (alignment - 1)
@@ -116,9 +123,13 @@ def _allocate(inputs: PlanInputs) -> Maps:
 
 
 def build_maps(
-    top_k_index: torch.Tensor, num_experts: int, alignment: int, max_m: int | None
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    alignment: int,
+    max_m: int | None,
+    expert_offset: int = 0,
 ) -> Maps:
-    """The numerics, in PyTorch. Ids outside of [0, E] count as E."""
+    """The numerics, in PyTorch. Ids of no expert here have no row."""
     maps = _allocate(PlanInputs(top_k_index, num_experts, alignment, max_m))
     tokens_per_expert, expert_offsets, row_to_token, row_to_expert, token_to_row = maps
     top_k, num_rows, device = top_k_index.shape[1], row_to_token.shape[0], top_k_index.device
@@ -127,8 +138,9 @@ def build_maps(
     #    expert twice gets one row there, which the combine reads twice.
     first_same = (top_k_index[:, :, None] == top_k_index[:, None, :]).int().argmax(dim=-1)
     is_first = first_same == torch.arange(top_k, device=device)
-    is_here = (top_k_index >= 0) & (top_k_index < num_experts)
-    expert = torch.where(is_first & is_here, top_k_index, num_experts).long().flatten()
+    own = top_k_index.long() - expert_offset
+    is_here = (own >= 0) & (own < num_experts)
+    expert = torch.where(is_first & is_here, own, num_experts).flatten()
 
     # 2. Segments: their sizes, and where each starts.
     ones = torch.ones_like(expert)
@@ -158,8 +170,8 @@ def build_maps(
 def _cpu(inputs: PlanInputs) -> Maps:
     """The only body that checks the ids: on a GPU that would cost a synchronisation."""
     _allocate(inputs)
-    check_choices(OP, inputs.top_k_index, inputs.num_experts)
-    return build_maps(*inputs)
+    check_choices(OP, inputs.top_k_index, inputs.num_global_experts or inputs.num_experts)
+    return build_maps(*inputs[:-1])
 
 
 _build_plan = register_inputs(
@@ -170,5 +182,5 @@ _build_plan = register_inputs(
     cpu=_cpu,
     fake=_allocate,
     hopper=lambda inputs: launch_plan(inputs, _allocate(inputs)),
-    cuda=lambda inputs: build_maps(*inputs),
+    cuda=lambda inputs: build_maps(*inputs[:-1]),
 )

@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, R rows.
 """
 
 import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
+from ctypes import c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class PlanInputs(NamedTuple):
     num_experts: int
     alignment: int
     max_m: int | None
+    expert_offset: int = 0
+    num_global_experts: int | None = None
 
 
 class Routing(ctypes.Structure):
@@ -60,6 +62,7 @@ class Routing(ctypes.Structure):
     _fields_ = fields(
         (c_void_p, "ids"),
         (c_int64, "token_bytes choice_bytes"),
+        (c_uint64, "first_expert"),
         (c_void_p, "tokens_per_expert expert_offsets token_to_row"),
         (c_uint32, "num_tokens top_k num_experts is_wide chunk max_m"),
         (Divisor, "alignment"),
@@ -121,6 +124,7 @@ def routing_of(
     max_m: int | None,
     alignment: int = 1,
     num_warps: int = 0,
+    expert_offset: int = 0,
 ) -> Routing:
     """A `Routing` without its addresses.
 
@@ -128,7 +132,7 @@ def routing_of(
         op: the name that errors tell.
         chunk: tokens of a CTA.
         ids: int32 or int64 [T, k], whose layout is read and no value.
-        num_experts, max_m, alignment: as in `build_plan`.
+        num_experts, max_m, alignment, expert_offset: as in `build_plan`.
         num_warps: how many a CTA has, if as many of them as are useful rank its choices; else 0.
     """
     num_tokens, top_k = ids.shape
@@ -144,6 +148,7 @@ def routing_of(
     return Routing(
         token_bytes=token_bytes,
         choice_bytes=choice_bytes,
+        first_expert=expert_offset,
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
@@ -184,11 +189,13 @@ def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
 
 
 def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
-    ids, num_experts, alignment, max_m = inputs
+    ids, num_experts, alignment, max_m, expert_offset, _ = inputs
     (num_tokens, top_k), device_index, driver = ids.shape, ids.get_device(), current_driver()
     num_sms = driver.num_sms(device_index)
     cut = cut_plan(num_tokens, top_k, num_sms)
-    routing = routing_of(OP, cut.tokens, ids, num_experts, max_m, alignment)
+    routing = routing_of(
+        OP, cut.tokens, ids, num_experts, max_m, alignment, expert_offset=expert_offset
+    )
     of_ids, of_counts, of_offsets, row_to_token, row_to_expert, token_to_row = map(Source, range(6))
     sources = RoutingSources(of_ids, of_counts, of_offsets, token_to_row)
     num_chunks = ceil_div(num_tokens, cut.tokens)

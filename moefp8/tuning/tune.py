@@ -57,8 +57,8 @@ class Measured:
         if isinstance(self.layer, Dense):
             products = self.tokens * self.layer.n * self.layer.k
         else:
-            _, top_k, h, i = self.layer
-            products = 3 * self.tokens * top_k * h * i
+            num_experts, top_k, h, i, num_global = self.layer
+            products = 3 * self.tokens * top_k * h * i * num_experts // (num_global or num_experts)
         return 2 * products / self.tuned_us / 1e6
 
 
@@ -187,8 +187,8 @@ def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig
 
 
 def _sizes(layer: Experts, tokens: int) -> Sizes:
-    num_experts, top_k, h, i = layer
-    return Sizes(tokens, top_k, num_experts, h, i, masked=False)
+    num_experts, top_k, h, i, num_global = layer
+    return Sizes(tokens, top_k, num_experts, h, i, masked=False, num_global_experts=num_global)
 
 
 def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig], list[GemmConfig]]:
@@ -218,15 +218,15 @@ def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig]
 
 
 def _random_weights(layer: Experts) -> Weights:
-    num_experts, _, h, i = layer
-    made = GroupedExperts(num_experts, h, i, device="cuda")
+    sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
+    made = GroupedExperts(*sizes, device="cuda")
     gate_up = made.gate_up_proj, made.gate_up_proj_scale_inv
     return fitting_weights(split_weights((*gate_up, made.down_proj, made.down_proj_scale_inv)))
 
 
 def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable[[Pair], Call]:
     x = torch.randn(sizes.num_tokens, sizes.hidden_size, device="cuda").bfloat16()
-    scores = torch.randn(sizes.num_tokens, sizes.num_experts, device="cuda").softmax(dim=-1)
+    scores = torch.randn(sizes.num_tokens, sizes.num_to_choose_from, device="cuda").softmax(dim=-1)
     top_k_weights, index = scores.topk(sizes.top_k, dim=-1)
     tokens, y = (x, index, top_k_weights), torch.empty_like(x)
 

@@ -9,14 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE
+from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.layers.moe import SharedExperts
 from moefp8.layers.parts import Part, boxes, local_shape, overlaps, parts_of
 from moefp8.precompile import layers as ahead
 from moefp8.quant import BlockScaled, dequantize
 from moefp8.testing import reference_model, row_errors
+from tests.functional.cases import tokens_of
+from tests.gpu import NUM_SMS
+from tests.layers.cases import assert_matches_up_to_codes
 
 E, H, K = 6, 256, 3
 BF16 = torch.bfloat16
@@ -129,11 +134,13 @@ def test_outputs_of_columns_sum_up(what, bound, size, num_ranks):
     assert [part.bias is not None for part in ranks] == [True] + [False] * (num_ranks - 1)
 
 
-def choices(num_tokens: int, num_experts: int = E) -> tuple[torch.Tensor, torch.Tensor]:
+def choices(
+    num_tokens: int, num_experts: int = E, top_k: int = K
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choices among the experts of the whole model; some are of an expert that is nobody's."""
     scores = torch.rand(num_tokens, num_experts)
-    weights, index = scores.topk(K)
-    return index.masked_fill(torch.rand(num_tokens, K) < 0.1, num_experts), weights
+    weights, index = scores.topk(top_k)
+    return index.masked_fill(torch.rand(num_tokens, top_k) < 0.1, num_experts), weights
 
 
 @pytest.mark.parametrize("what", ["grouped", "eager", "batched_mm", "grouped_mm"])
@@ -169,13 +176,58 @@ def test_experts_take_the_ids_of_the_whole():
     index = torch.tensor([[4], [6]])
     assert torch.equal(second(x, index, weights), whole(x, index, weights))
     assert not first(x, index, weights).any()
-    seen = {}
-    second.register_forward_pre_hook(lambda _, a, given: seen.update(given), with_kwargs=True)
-    second(x, torch.tensor([[4, 2], [6, 5]]), torch.ones(2, 2))
-    assert seen["top_k_index"].tolist() == [[1, 3], [3, 2]]
-    assert seen["top_k_weights"].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 6"):
-        second(x, index + 3, weights)
+    for wrong in (index + 3, index - 5):
+        with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 6"):
+            second(x, wrong, weights)
+
+
+class Watching(TorchDispatchMode):
+    """It notes all operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_launches_the_kernels_of_its_layer_and_no_others(gpu, layout, rank):
+    """Neither ids nor weights are mapped before."""
+    whole = GroupedExperts(E, H, 192, layout=layout)
+    part = moefp8.shard(copy.deepcopy(whole), {"": "experts"}, rank, 3)
+    x, (index, weights) = tokens_of(40, H), choices(40)
+    gpu.launched.clear()  # weights were quantized
+    with torch.inference_mode(), Watching() as watching:
+        expected = part(x, index, weights)  # while a mode watches, the CPU computes
+    assert watching.seen == ["moefp8.experts.default"]
+    assert gpu.launched == []
+    with torch.inference_mode():
+        assert_matches_up_to_codes(part(x, index, weights), expected)
+    names = [made.kernel.name.split("_")[0] for made in gpu.launched]
+    assert names == ["dispatch", "gemm", "gemm", "combine"]
+    is_here = (index >= 2 * rank) & (index < 2 * rank + 2)
+    masked_by_hand = index.masked_fill(~is_here, E), weights.masked_fill(~is_here, 0)
+    with torch.inference_mode(), Watching():
+        assert_matches_up_to_codes(whole(x, *masked_by_hand), expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize(("num_tokens", "load"), [(1, 1), (16, 1), (64, 4), (512, 32)])
+def test_a_rank_chooses_by_the_experts_of_the_whole_model(gpu, layout, num_tokens, load):
+    """It gets the choices of all experts, of which an eighth are of its own."""
+    whole = GroupedExperts(64, 128, 128, layout=layout)
+    part = moefp8.shard(whole, {"": "experts"}, 3, 8)
+    with torch.inference_mode():
+        part(tokens_of(num_tokens, 128), *choices(num_tokens, 64, 4))
+    *_, gate_up, down, _ = gpu.launched
+    chosen = choose_experts_configs(load, min(4 * num_tokens, 8), 128, 128, NUM_SMS)
+    assert (gate_up.config, down.config) == chosen
+    tiles = chosen[0].token_tiles(load) if load >= 4 else 0
+    assert gate_up.arguments.groups.expected_tiles == tiles
 
 
 def test_a_moe_layer_sums_up():

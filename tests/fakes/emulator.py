@@ -328,7 +328,7 @@ class Emulator(GemmEmulator):
         id_dtype = torch.int64 if routing.is_wide else torch.int32
         strides = [y // id_dtype.itemsize for y in (routing.token_bytes, routing.choice_bytes)]
         ids = memory(routing.ids, id_dtype, [routing.num_tokens, routing.top_k], strides)
-        return plan_of(ids, routing.num_experts, routing.max_m or None)
+        return plan_of(ids, routing.num_experts, routing.max_m or None, routing.first_expert)
 
     def counts_of(self, x):
         """[chunks, slots] of how many rows each expert has in each chunk of tokens."""

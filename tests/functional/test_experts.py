@@ -322,7 +322,7 @@ def test_layers_hand_over_what_they_are(monkeypatch):
     x, ids, top_k_weights = inputs(3, H, 2, E)
     y = layer(x, ids, top_k_weights)
     (given,) = came
-    assert given[-2:] == (0.5, True)
+    assert given[7:] == (0.5, True, 0, None)
     in_layer = layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.down_proj
     for ours, theirs in zip(given[3:], (*in_layer, layer.down_proj_scale_inv), strict=False):
         assert ours.data_ptr() == theirs.data_ptr()
@@ -331,4 +331,7 @@ def test_layers_hand_over_what_they_are(monkeypatch):
     for layout in ("auto", "contiguous"):
         layer.layout, layer.swiglu_limit = layout, None
         layer(x.float(), ids, top_k_weights)
-        assert came[-1][-2:] == (None, False)
+        assert came[-1][7:] == (None, False, 0, None)
+    layer.expert_offset, layer.num_global_experts = 3, 20
+    layer(x, ids, top_k_weights)
+    assert came[-1][7:] == (None, False, 3, 20)

@@ -189,14 +189,37 @@ def test_configurations_go_by_the_load_of_experts_that_have_tokens(
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "active", "load"),
+    [(1, 8, 1), (4, 32, 1), (32, 32, 1), (33, 32, 2), (128, 32, 4), (4096, 32, 128)],
+)
+def test_a_rank_has_the_load_of_the_whole_model(num_tokens, active, load):
+    """One of 8 ranks of DeepSeek-V3: of 128 tokens, 4 come to an expert, not 32."""
+    rank = Sizes(num_tokens, 8, 32, 7168, 2048, False, num_global_experts=256)
+    assert mean_load(rank) == (active, load)
+    whole = rank._replace(num_experts=256, num_global_experts=None)
+    assert mean_load(whole)[1] == load
+    expected = choose_experts_configs(load, active, 7168, 2048, NUM_SMS)
+    assert experts_configs(ConfigSource(NUM_SMS, NUM_SMS), rank) == expected
+
+
+def test_what_comes_to_the_only_expert_of_a_rank_is_a_mean():
+    """So its tiles hold more, as those of any rank do."""
+    source, rank = ConfigSource(NUM_SMS, NUM_SMS), Sizes(960, 1, 1, 2048, 768, False, 8)
+    alone = Sizes(120, 1, 1, 2048, 768, False)
+    assert mean_load(rank) == mean_load(alone) == (1, 120)
+    tails = [[config.tail for config in experts_configs(source, x)] for x in (rank, alone)]
+    assert tails == [[24, 24], [0, 0]]
+
+
+@pytest.mark.parametrize(
     ("groups", "h", "i", "most"),
     [(256, 7168, 2048, 136), (128, 2048, 768, 152), (8, 4096, 14336, 152), (1, 2048, 768, 152)],
 )
 def test_groups_have_tails_while_most_need_no_second_tile(groups, h, i, most):
-    """Larger loads have tiles of 192; one group, whose tokens are counted, has other ones."""
+    """Larger loads have tiles of 192; an expert that all tokens take has other ones."""
 
     def tails_and_rows(tokens) -> set[tuple[int, int]]:
-        both = choose_experts_configs(tokens, groups, h, i, NUM_SMS)
+        both = choose_experts_configs(tokens, groups, h, i, NUM_SMS, exact=groups == 1)
         return {(config.tail, config.wgmma_m) for config in both}
 
     assert tails_and_rows(129) == tails_and_rows(most) == {(24, 128)}

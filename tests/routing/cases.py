@@ -35,9 +35,13 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
     return torch.randint(0, num_experts, shape)  # "repeated"
 
 
-def plan_of(ids: torch.Tensor, num_experts: int, max_m: int | None) -> RoutingPlan:
+def plan_of(
+    ids: torch.Tensor, num_experts: int, max_m: int | None, expert_offset: int = 0
+) -> RoutingPlan:
     """The plan as dispatch makes it: without max_m, every choice has a row of its own."""
-    ids = ids.cpu()
+    ids = ids.cpu().long()
+    is_here = (ids >= expert_offset) & (ids < expert_offset + num_experts)
+    ids = torch.where(is_here, ids - expert_offset, num_experts)
     if max_m is not None:
         return RoutingPlan(*build_maps(ids, num_experts, 1, max_m), max_m)
     maps = build_maps(ids.reshape(-1, 1), num_experts, 1, None)
@@ -81,7 +85,11 @@ class Dispatched(NamedTuple):
 
 
 def run_dispatch(
-    x: torch.Tensor, ids: torch.Tensor, num_experts: int, max_m: int | None
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    max_m: int | None,
+    expert_offset: int = 0,
 ) -> Dispatched:
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
@@ -89,7 +97,7 @@ def run_dispatch(
     scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
     matrices = () if max_m is None else (num_experts,)
     count_bytes = most_count_bytes(num_tokens, top_k, num_experts)
-    pitches = {"row_pitch": pitch, "scale_pitch": scale_pitch}
+    options = {"row_pitch": pitch, "scale_pitch": scale_pitch, "expert_offset": expert_offset}
     done = Dispatched(
         x,
         poisoned((num_rows, pitch), torch.uint8, x.device),
@@ -100,17 +108,22 @@ def run_dispatch(
         poisoned((num_experts,), torch.int32, x.device),
         poisoned((num_experts + 1,), torch.int32, x.device),
         poisoned((num_tokens, top_k), torch.int32, x.device),
-        prepare_dispatch(x, ids, num_experts, max_m, **pitches, sources=DISPATCH_SOURCES),
+        prepare_dispatch(x, ids, num_experts, max_m, **options, sources=DISPATCH_SOURCES),
     )
     done.launch(done.launches)
     return done
 
 
 def check_dispatch(
-    done: Dispatched, x: torch.Tensor, ids: torch.Tensor, num_experts: int, max_m: int | None
+    done: Dispatched,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    max_m: int | None,
+    expert_offset: int = 0,
 ) -> None:
     """Bit for bit; nothing else is written."""
-    plan = plan_of(ids, num_experts, max_m)
+    plan = plan_of(ids, num_experts, max_m, expert_offset)
     for name in ("expert_offsets", "tokens_per_expert", "token_to_row"):
         assert torch.equal(getattr(done, name), getattr(plan, name).to(x.device)), name
     data, scale_inv = quantize_1x128.overload(x, False)

@@ -55,6 +55,18 @@ def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
         check_shape(op, "bias", bias, [n], "[N]")
 
 
+def check_rank(
+    op: str, num_experts: int, expert_offset: int, num_global_experts: int | None
+) -> None:
+    """Check that a rank's experts, from `expert_offset` on, are some of the whole model's."""
+    num_all = num_experts if num_global_experts is None else num_global_experts
+    if not 0 <= expert_offset <= num_all - num_experts:
+        raise ValueError(
+            f"{op}: expert_offset must be in [0, num_global_experts - E] for E = {num_experts} "
+            f"experts here of {num_all} in the whole model, got {expert_offset}"
+        )
+
+
 def check_choices(op: str, top_k_index: torch.Tensor, num_experts: int) -> None:
     """Check the values of top_k_index: only on a CPU, where that costs no synchronisation."""
     if top_k_index.numel() == 0:

@@ -135,12 +135,16 @@ def register_inputs(
 ) -> "Op":
     """Call `register` for an op whose arguments are told once: as the fields of a NamedTuple.
 
-    The schema follows from their annotations, and each body takes one such tuple. Instead of the
-    class, `inputs` may be a function that makes one from the op's arguments.
+    The schema follows from their annotations and defaults, and each body takes one such tuple.
+    Instead of the class, `inputs` may be a function that makes one from the op's arguments.
     """
     fields = get_type_hints(inputs, include_extras=True)
     fields.pop("return", None)
-    told = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
+    defaults = getattr(inputs, "_field_defaults", {})
+    told = ", ".join(
+        f"{_SCHEMA_TYPES[kind]} {field}" + (f"={defaults[field]}" if field in defaults else "")
+        for field, kind in fields.items()
+    )
 
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *args: body(inputs(*args))

@@ -32,12 +32,17 @@ class Dense(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """E routed experts, k choices for each token, in the contiguous layout."""
+    """E routed experts, k choices for each token, in the contiguous layout.
+
+    num_global_experts: how many the whole model has, if these are one rank's; to these rows come
+        that another layer of E experts does not have. None: these are all.
+    """
 
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
+    num_global_experts: int | None = None
 
 
 Layer = Dense | Experts
@@ -146,7 +151,8 @@ def _table_from(data: Iterable[Mapping[str, Any]]) -> Table:
     for entry in data:
         of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
         of_sizes = {int(size): _config(x) for size, x in entry["tokens"].items()}
-        found[of(**{name: entry[name] for name in of._fields})] = dict(sorted(of_sizes.items()))
+        layer = of(**{name: entry[name] for name in of._fields if name in entry})
+        found[layer] = dict(sorted(of_sizes.items()))
     return Table(found)
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import check_dtype, is_wrapped
-from ..parts import to_own_ids
 from ..saving import release
 
 
@@ -66,7 +65,7 @@ def _names_of_fp8(model: nn.Module) -> list[list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Linear | GroupedExperts):
             continue
-        if is_wrapped(module, besides=to_own_ids):
+        if is_wrapped(module):
             raise ValueError(
                 f"dequantize: {name or 'the model'} ({type(module).__name__}) must have no hooks "
                 "and no forward of its own (as accelerate's), which would be lost; remove them "

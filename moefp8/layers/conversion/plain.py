@@ -20,6 +20,9 @@ class PlainExperts(nn.Module):
     gate_up_proj [E, 2I, H] and down_proj [E, H, I].
     """
 
+    expert_offset = 0  # these two as in `GroupedExperts`
+    num_global_experts: int | None = None
+
     def __init__(
         self,
         num_experts: int,
@@ -49,11 +52,12 @@ class PlainExperts(nn.Module):
     ) -> torch.Tensor:
         """Run tokens [T, H] as `GroupedExperts` does, in the dtype of the weights; sum in FP32."""
         if top_k_index.device.type == "cpu":
-            check_choices("PlainExperts", top_k_index, self.num_experts)
+            num_experts = self.num_global_experts or self.num_experts
+            check_choices("PlainExperts", top_k_index, num_experts)
         x = hidden_states.to(self.down_proj.dtype)
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
-            token, choice = torch.where(top_k_index == expert)
+            token, choice = torch.where(top_k_index == self.expert_offset + expert)
             if len(token):
                 activated = self._apply_gate(F.linear(x[token], self.gate_up_proj[expert]))
                 rows = F.linear(activated, self.down_proj[expert]).float()

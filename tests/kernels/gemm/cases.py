@@ -181,8 +181,8 @@ def choosing(config: GemmConfig | None = None, gate_up: GemmConfig | None = None
     """
     choose_both = expert_configs.choose_experts_configs
 
-    def choose_others(*shape: int) -> tuple[GemmConfig, GemmConfig]:
-        chosen = choose_both(*shape)
+    def choose_others(*shape: int, exact: bool = False) -> tuple[GemmConfig, GemmConfig]:
+        chosen = choose_both(*shape, exact=exact)
         return gate_up or chosen[0], config or chosen[1]
 
     prepared = jit.current_driver().prepared()

@@ -60,9 +60,10 @@ EXPERTS = {  # E, k, H, I
 def experts_configs() -> list[GemmConfig]:
     """All that are chosen for gate and up, and for down."""
     pairs = (
-        choose_experts_configs(load, groups, h, i, num_sms)
+        choose_experts_configs(load, groups, h, i, num_sms, exact=exact)
         for e, k, h, i in EXPERTS.values()
-        for load, groups, num_sms in itertools.product(range(1, 4097), (1, k, e), (1, NUM_SMS))
+        for groups, exact in ((1, True), (1, False), (k, False), (e, False))
+        for load, num_sms in itertools.product(range(1, 4097), (1, NUM_SMS))
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(pairs))))
 
@@ -146,9 +147,10 @@ def assert_fits(config: GemmConfig, most_ctas: int) -> None:
     h=sizes(20_000, 1),
     i=sizes(20_000, 1),
     num_sms=st.integers(1, 200),
+    exact=st.booleans(),
 )
-def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms):
-    both = choose_experts_configs(tokens, num_groups, h, i, num_sms)
+def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms, exact):
+    both = choose_experts_configs(tokens, num_groups, h, i, num_sms, exact=exact)
     assert [config.gate_up for config in both] == [True, False]
     for config in both:
         assert_fits(config, min(2, num_sms))

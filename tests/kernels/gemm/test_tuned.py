@@ -21,16 +21,17 @@ from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
-from moefp8.tuning.keep import keep
+from moefp8.tuning.keep import keep, to_json
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import filled
 
-LINEAR, EXPERTS = Dense(512, 1024), Experts(4, 2, 256, 128)
+LINEAR, EXPERTS, RANK = Dense(512, 1024), Experts(4, 2, 256, 128), Experts(4, 2, 256, 128, 16)
 FLAT, WIDE = filled(64, 128, num_product_buffers=2), filled(128, 256, parts=2)
 PAIR = filled(192, 128, grouped=True, gate_up=True), filled(192, 128, grouped=True)
 FOUND = {
     LINEAR: {8: None, 64: FLAT, 72: None, 128: WIDE, 192: FLAT},
     EXPERTS: {1: None, 16: PAIR, 32: PAIR, 64: None},
+    RANK: {64: PAIR, 128: PAIR},
 }
 
 
@@ -73,6 +74,17 @@ def test_choices_are_the_tables_or_the_heuristic_s():
     assert experts_configs(configs, sizes) == PAIR
     assert experts_configs(without, sizes) != PAIR
     assert experts_configs(configs, sizes._replace(masked=True)) != PAIR
+    rank = sizes._replace(num_global_experts=16)  # what was measured of the whole says nothing
+    assert experts_configs(configs, rank) == experts_configs(without, rank) != PAIR
+    assert experts_configs(configs, rank._replace(num_tokens=100)) == PAIR
+    assert experts_configs(configs, sizes._replace(num_tokens=100)) != PAIR
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_from_before_there_were_ranks_is_read():
+    told = to_json(Table({EXPERTS: FOUND[EXPERTS]}))
+    del told[0]["num_global_experts"]
+    assert tuned._table_from(told).found == {EXPERTS: FOUND[EXPERTS]}
 
 
 @pytest.mark.usefixtures("table")
@@ -80,20 +92,22 @@ def test_launchers_take_them(gpu, monkeypatch):
     monkeypatch.setattr(gpu.library, "cuLaunchKernelEx", lambda *_: 0)
     weight, scales = quantize_128x128(torch.randn(*LINEAR), False)
 
-    def kernels() -> list[str]:
+    def kernels(layer: Experts = EXPERTS, tokens: int = 20) -> list[str]:
         gpu.kernels.clear()
+        gpu.prepared().clear()
         fp8_linear(torch.zeros(60, LINEAR.k).bfloat16(), weight, scales, None)
-        e, k, h, i = EXPERTS
+        e, k, h, i, num_global = layer
         gate_up = torch.zeros(e, 2 * i, h).to(torch.float8_e4m3fn), torch.zeros(e, 2, 2)
         down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
-        ids = torch.zeros(20, k, dtype=torch.int64)
-        x, weights = torch.zeros(20, h).bfloat16(), (*gate_up, *down)
-        experts(x, ids, torch.ones(20, k), *weights, None, False)
+        ids = torch.zeros(tokens, k, dtype=torch.int64)
+        x, weights = torch.zeros(tokens, h).bfloat16(), (*gate_up, *down)
+        experts(x, ids, torch.ones(tokens, k), *weights, None, False, 0, num_global)
         return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
 
     expected = [FLAT.kernel_name("kNone")]
     expected += [config.kernel_name("kNone", GroupLayout.OFFSETS) for config in PAIR]
-    assert kernels() == expected
+    assert kernels() == kernels(RANK, 100) == kernels(Experts(*EXPERTS[:-1], 4)) == expected
+    assert not set(kernels(RANK)) & set(expected[1:])
     try:
         set_num_sms(100)  # measured with all of them
         assert not set(kernels()) & set(expected)
@@ -213,10 +227,16 @@ def test_what_is_compared_begins_with_the_heuristic_s_choice():
 # What `precompile` asks: all choices, without asking for each number of tokens
 
 LAYERS = [(4, 2, 256, 128), (256, 8, 7168, 2048), (128, 8, 2048, 768), (8, 8, 64, 64), (1, 1, 9, 9)]
+RANKS = [
+    (32, 8, 7168, 2048, 256),
+    (1, 8, 7168, 2048, 256),
+    (21, 8, 2048, 768, 128),
+    (1, 3, 9, 9, 4),
+]
 
 
 @pytest.mark.parametrize("num_sms", [1, 78, 132])
-@pytest.mark.parametrize("layer", [*LAYERS, (64, 1, 4096, 16384), (3, 5, 8192, 8192)])
+@pytest.mark.parametrize("layer", [*LAYERS, *RANKS, (64, 1, 4096, 16384), (3, 5, 8192, 8192)])
 @pytest.mark.parametrize("most", [1, 7, 33, 70, 6000])
 def test_all_choices_of_experts_are_listed(num_sms, layer, most):
     experts = Experts(*layer)
@@ -224,7 +244,8 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
     table = Table({experts: measured}) if num_sms == 132 else Table()
     configs = ConfigSource(num_sms, num_sms, table)
     for masked in (True, False):
-        sizes = Sizes(most, layer[1], layer[0], *layer[2:], masked)
+        num_experts, top_k, h, i, num_global = experts
+        sizes = Sizes(most, top_k, num_experts, h, i, masked, num_global)
         each = {experts_configs(configs, sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
         assert all_experts_configs(configs, sizes) == each
 
