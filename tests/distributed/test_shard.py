@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefp8
+import moefp8.hf
 from moefp8 import FP8Linear, GroupedExperts, MoE
 from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.layers.moe import SharedExperts
@@ -213,6 +214,23 @@ def test_a_rank_launches_the_kernels_of_its_layer_and_no_others(gpu, layout, ran
     masked_by_hand = index.masked_fill(~is_here, E), weights.masked_fill(~is_here, 0)
     with torch.inference_mode(), Watching():
         assert_matches_up_to_codes(whole(x, *masked_by_hand), expected)
+
+
+def test_experts_of_transformers_that_we_run_map_no_ids_either():
+    whole = make("moefp8", 192, H)
+    parts_of_whole = parts(whole, "experts", 2)
+    x, (index, weights) = tokens_of(40, H), choices(40)
+    for rank, part in enumerate(parts_of_whole):
+        with torch.inference_mode():
+            part(x, index, weights)  # it quantizes
+            with Watching() as watching:
+                y = part(x, index, weights)
+            assert watching.seen == ["moefp8.experts.default"]
+            elsewhere = index // 3 != rank
+            assert_matches_up_to_codes(y, whole(x, index.masked_fill(elsewhere, E), weights))
+            part.config._experts_implementation = "eager"  # the config is that of all three
+            assert row_errors(part(x, index, weights).double(), y.double()).max() < 0.12
+            part.config._experts_implementation = "moefp8"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])

@@ -65,14 +65,21 @@ def every_other(weights: Weights) -> Weights:
     return Weights(gate_up, gate_up_scales.mT.contiguous().mT, down, of_down)
 
 
-def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
-    return experts(x, ids, top_k_weights, *weights, limit, masked)
+def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None)):
+    """rank: the id of the first expert, and how many the whole model has; None: these."""
+    return experts(x, ids, top_k_weights, *weights, limit, masked, *rank)
 
 
-def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False) -> torch.Tensor:
-    """What the op's body in PyTorch gives, on any device; ids out of range count as E."""
-    e = weights.down_proj.shape[0]
-    ids = ids.masked_fill((ids < 0) | (ids > e), e)
+def ids_here(ids: torch.Tensor, num_experts: int, expert_offset: int = 0) -> torch.Tensor:
+    """Ids as experts are counted here; E is every other."""
+    ids = ids.long()
+    is_here = (ids >= expert_offset) & (ids < expert_offset + num_experts)
+    return torch.where(is_here, ids - expert_offset, num_experts)
+
+
+def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None)):
+    """What the op's body in PyTorch gives, on any device, of ids that are mapped by hand."""
+    ids = ids_here(ids, weights.down_proj.shape[0], rank[0])
     arguments = x, ids, top_k_weights, *weights, limit, masked
     return run_body(experts, *arguments)
 

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import moefp8
 from moefp8 import GroupedExperts, MoE
 from moefp8.functional.experts import experts as op
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
-from tests.functional.cases import Weights, every_other, inputs, run, tokens_of, weights_of
+from tests.functional.cases import Weights, body, every_other, inputs, run, tokens_of, weights_of
 from tests.layers.cases import assert_matches_up_to_codes
 
 E, H, I, K = 5, 144, 200, 2
@@ -110,6 +111,23 @@ def test_the_reference_rejects_other_routings():
             assert_matches_up_to_codes(run(*wrong, weights), expected)
     with pytest.raises(AssertionError, match="rows are off by more than"):  # limits count
         assert_matches_up_to_codes(run(x, ids, top_k_weights, weights, 0.2), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_ranks_sum_up_to_the_whole(masked):
+    """The op of a rank is that of its experts, with all other choices masked by hand."""
+    weights, (x, ids, top_k_weights) = weights_of(E, H, I), inputs(30, H, 3, E + 1, "repeated")
+    whole, total = run(x, ids, top_k_weights, weights, None, masked), torch.zeros(30, H)
+    for first, end in ((0, 2), (2, 3), (3, E)):
+        part, rank = Weights(*(y[first:end] for y in weights)), (first, E)
+        y = run(x, ids, top_k_weights, part, None, masked, rank)
+        assert_matches_up_to_codes(y, body(x, ids, top_k_weights, part, None, masked, rank))
+        elsewhere = (ids < first) | (ids >= end)
+        by_hand = ids.masked_fill(elsewhere, E), top_k_weights.masked_fill(elsewhere, 0)
+        assert_matches_up_to_codes(y, run(x, *by_hand, weights, None, masked))
+        assert (y[elsewhere.all(1)] == 0).all()
+        total += y.float()
+    assert relative_error(total, whole) < 1e-2
 
 
 # ---- Rows that stand for themselves ----
@@ -232,6 +250,27 @@ def test_bad_arguments_are_named(request, launched, error, index, change, messag
     assert gpu is None or len(gpu.prepared()) == 1
 
 
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("rank", [(-1, 9), (5, 9), (1, None), (0, 4), (0, 0)])
+def test_a_rank_is_a_part_of_its_model(request, launched, rank):
+    if launched:
+        request.getfixturevalue("gpu")
+    told = r"^experts: expert_offset must be in \[0, num_global_experts - E\] for E = 5 .* got"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{told} {rank[0]}"):
+            op(*arguments(), *rank)
+
+
+def test_ids_of_a_rank_are_those_of_the_whole_model():
+    made = arguments()
+    for ids in (made[IDS] + 10, made[IDS] - 1):
+        made[IDS] = ids
+        with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 9 experts"):
+            op(*made, 2, 9)
+    made[IDS] = torch.full_like(ids, 9)
+    assert not op(*made, 2, 9).any()
+
+
 def test_there_must_be_choices_and_experts():
     made = arguments()
     made[IDS : SCORES + 1] = made[IDS][:, :0], made[SCORES][:, :0]
@@ -248,13 +287,14 @@ def test_there_must_be_choices_and_experts():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
-def test_the_op_is_what_it_says(masked, limit):
+@pytest.mark.parametrize("rank", [(), (3, 20)])
+def test_the_op_is_what_it_says(masked, limit, rank):
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
-    made = [*arguments()[:-2], limit, masked]
-    before = [x.clone() for x in made[:-2]]
+    made = [*arguments()[:-2], limit, masked, *rank]
+    before = [x.clone() for x in made[:7]]
     torch.library.opcheck(op.overload, tuple(made), test_utils=checks)
     y = op(*made)
-    for x, was in zip(made[:-2], before, strict=True):
+    for x, was in zip(made[:7], before, strict=True):
         assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
         assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     assert "!" not in str(op.overload._schema)
@@ -271,13 +311,16 @@ def test_the_result_has_no_graph_and_heeds_no_autocast():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
-def test_experts_compile_whole_for_any_number_of_tokens(layout):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_experts_compile_whole_for_any_number_of_tokens(layout, num_ranks, dynamic):
     torch._dynamo.reset()
-    layer = GroupedExperts(E, H, I, layout=layout)
+    layer = GroupedExperts(num_ranks * E, H, I, layout=layout)
+    layer = moefp8.shard(layer, {"": "experts"}, num_ranks - 1, num_ranks)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=dynamic)
     for calls, num_tokens in enumerate((9, 4, 30)):
-        arguments = inputs(num_tokens, H, 2, E)
+        arguments = inputs(num_tokens, H, 2, num_ranks * E)
         if calls == 0:
             for x in arguments:
                 torch._dynamo.mark_dynamic(x, 0)

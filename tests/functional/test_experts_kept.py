@@ -31,6 +31,9 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         (x, ids, top_k_weights.half(), weights),
         (x, ids, top_k_weights, weights, None, True),
         (x, ids, top_k_weights, weights, 1e30),
+        (x, ids, top_k_weights, weights, None, False, (2, 10)),
+        (x, ids, top_k_weights, weights, None, False, (3, 10)),
+        (x, ids, top_k_weights, weights, None, False, (3, 90)),
         (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=scales.mT.contiguous().mT)),
     ]
     for _ in range(2):

@@ -63,6 +63,34 @@ def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range"])
+@pytest.mark.parametrize("rank", [(0, 1), (3, 8), (9, 9)])  # experts before, and in all others
+def test_a_rank_computes_what_its_experts_do(gpu, shape, masked, kind, rank):
+    """It takes the ids of the whole model as they are."""
+    (num_tokens, top_k, e, h, i), (first, others) = SHAPES[shape], rank
+    rank = first, e + others
+    arguments = inputs(num_tokens, h, top_k, e + others, kind)
+    assert_right(*arguments, weights_of(e, h, i), None, masked, rank)
+    dispatch = next(made for made in gpu.launched if made.kernel.name.startswith("dispatch"))
+    assert dispatch.arguments.routing.first_expert == first
+    assert len(gpu.launched) == (5 if shape == "counted" else 4)
+
+
+def test_parts_and_copies_are_of_the_same_rank(gpu, monkeypatch):
+    (x, *choices), weights = inputs(50, 144, 2, 20, "repeated"), weights_of(4, 144, 272)
+    expected = run(x, *choices, weights, rank=(5, 20))
+    assert expected.any()
+    copied = run(x.T.contiguous().T, *choices, weights, rank=(5, 20))
+    assert_matches_up_to_codes(copied, expected)
+    monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", len(gpu.workspaces[0]) // 3)
+    gpu.prepared().clear()
+    gpu.launched.clear()
+    assert_matches_up_to_codes(run(x, *choices, weights, rank=(5, 20)), expected)
+    assert len(gpu.launched) >= 3 * 4
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.25])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,7 @@ from moefp8.routing.plan_launch import Maps, PlanInputs
 from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.functional.cases import ids_here
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.routing.cases import (
     DTYPES,
@@ -245,6 +246,60 @@ def test_dispatch_equals_its_parts(
         pytest.skip("too much memory")
     done = run_dispatch(x, ids, num_experts, max_m)
     check_dispatch(done, x, ids, num_experts, max_m)
+
+
+# How many experts a rank has, the id of its first, and how many there are.
+RANKS = (5, 0, 20), (5, 5, 20), (5, 15, 20), (130, 126, 256), (1, 2, 3)
+
+
+def ids_of_whole(
+    kind: str, num_tokens: int, top_k: int, rank: tuple[int, int, int], wide: bool
+) -> torch.Tensor:
+    """Ids of the whole model; with "out of range", also those beside the rank's, and extremes."""
+    num_experts, first, num_global = rank
+    ids = ids_of(kind, num_tokens, top_k, num_global)
+    if kind == "one expert":
+        return torch.full_like(ids, first)
+    if kind == "out of range":
+        of_dtype = torch.iinfo(torch.int64 if wide else torch.int32)
+        edges = first - 1, first, first + num_experts - 1, first + num_experts, 2**31 - 1, -(2**31)
+        edges = torch.tensor((*edges, of_dtype.min, of_dtype.max, of_dtype.min + first))
+        ids = torch.where(torch.rand(ids.shape) < 0.7, edges[torch.randint(9, ids.shape)], ids)
+        ids = ids.clamp(of_dtype.min, of_dtype.max)
+    return ids if wide else ids.int()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("spare", [None, 1])
+def test_plan_of_a_rank_equals_the_portable_body(on_cpu, kind, rank, wide, spare):
+    on_cpu.sms = 5
+    ids = ids_of_whole(kind, 70, 3, rank, wide)
+    (num_experts, first, num_global), max_m = rank, None if spare is None else 70 + spare
+    expected = build_maps(ids, num_experts, 1, max_m, first)
+    by_hand = build_maps(ids_here(ids, num_experts, first), num_experts, 1, max_m)
+    assert all(map(torch.equal, expected, by_hand))
+    ours = Maps(*(poisoned(x.shape, x.dtype, "cpu") for x in expected))
+    plan_launch.launch_plan(PlanInputs(ids, num_experts, 1, max_m, first, num_global), ours)
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_sms"), [(1, 2, 4), (70, 5, 3), (1400, 6, 2)])
+def test_dispatch_of_a_rank_takes_the_ids_of_the_whole_model(
+    on_cpu, kind, rank, wide, masked, num_tokens, top_k, num_sms
+):
+    """The last choices are counted by a kernel before."""
+    on_cpu.sms = num_sms
+    x, ids = torch.randn(num_tokens, 24), ids_of_whole(kind, num_tokens, top_k, rank, wide)
+    (num_experts, first, _), max_m = rank, num_tokens if masked else None
+    done = run_dispatch(x, ids, num_experts, max_m, first)
+    check_dispatch(done, x, ids, num_experts, max_m, first)
+    assert len(on_cpu.launched) == (2 if num_tokens == 1400 else 1)
 
 
 @pytest.mark.parametrize(

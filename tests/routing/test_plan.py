@@ -39,6 +39,24 @@ def test_plan_equals_plain_python(ids, dtype, layout, alignment, spare):
     assert (plan.layout, rows_of_expert) == (layout, max_m)
 
 
+@given(
+    ids=st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=12),
+    num_experts=st.integers(1, 4),
+    expert_offset=st.integers(0, 5),
+)
+@both_layouts
+def test_a_rank_plans_for_its_own_experts(ids, num_experts, expert_offset, layout):
+    """9 is of no expert of the whole model."""
+    index = torch.tensor(ids, dtype=torch.int64).view(-1, 2)
+    rank = {"expert_offset": expert_offset, "num_global_experts": 9}
+    plan = build_plan(index, num_experts, layout, **rank)
+    own = range(expert_offset, expert_offset + num_experts)
+    here = [[x - expert_offset if x in own else num_experts for x in token] for token in ids]
+    *maps, rows_of_expert = vars(plan).values()
+    of_plan = num_experts, 1, rows_of_expert, len(plan.row_to_token)
+    assert [x.tolist() for x in maps] == naive.plan(here, *of_plan)
+
+
 def test_the_number_of_rows_does_not_depend_on_the_routing():
     even = torch.arange(32).view(16, 2) % 8
     one = torch.tensor([[5, 6]]).expand(16, 2)
@@ -142,6 +160,13 @@ def summed(index: torch.Tensor, num_rows: int, weights: torch.Tensor) -> torch.T
         (lambda i: build_plan(i.float(), 8), "top_k_index must be int32 or int64, got float32"),
         (lambda i: build_plan(i[0], 8), r"top_k_index must have 2 dimensions, got shape \[2\]"),
         (lambda i: build_plan(i[:, :0], 8), "k of at least 1, got k = 0"),
+        (lambda i: build_plan(i + 6, 4, num_global_experts=8), r"in \[0, E\] for E = 8 .* 6 to 9"),
+        (lambda i: build_plan(i, 4, expert_offset=1), "of 4 in the whole model, got 1"),
+        (
+            lambda i: build_plan(i, 4, expert_offset=-1, num_global_experts=8),
+            r"expert_offset must be in \[0, num_global_experts - E\] for E = 4 .* of 8 .* got -1",
+        ),
+        (lambda i: build_plan(i, 4, num_global_experts=3), "of 3 in the whole model, got 0"),
         (lambda i: build_plan(i, 0), "num_experts must be at least 1, got 0"),
         (lambda i: build_plan(i, 8, alignment=0), "alignment must be at least 1, got 0"),
         (lambda i: build_plan(i, 8, "masked", max_m=1), "max_m must be at least T = 2.*got 1"),
