@@ -1,5 +1,7 @@
 """`python -m moefp8`: every command as a user runs it; what needs a GPU carries the marker."""
 
+import argparse
+import copy
 import json
 import os
 import re
@@ -13,8 +15,9 @@ from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
 import moefp8
-from moefp8 import FP8Linear
+from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, fp8_layers
+from moefp8.checkpoint.inspect.fp8 import Layers
 from moefp8.cli import bench, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit
@@ -197,6 +200,22 @@ def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
     assert num_kernels == len(expected)
 
 
+def test_the_kernels_of_ranks_are_compiled(monkeypatch):
+    """Some of three ranks hold one expert more than others. Large layers take other tiles."""
+    named, whole = [], GroupedExperts(256, 7168, 2048, device="meta")
+    layers = Layers({FP8Linear(512, 256, device="meta"): "linear", whole: "experts"}, top_k=8)
+    monkeypatch.setattr(precompile, "fp8_layers", lambda *_: layers)
+    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
+    options = ["--max-tokens", "20000", "--expert-parallel-size", "3"]
+    assert main(["precompile", "anywhere", *options]) == 0
+    expected = set()
+    for rank in range(3):
+        part = moefp8.shard(copy.deepcopy(layers), {"1": "experts"}, rank, 3)
+        expected |= {*ahead.kernels_of(part, 20000)}
+    assert set(named) == expected
+    assert expected - {*ahead.kernels_of(layers, 20000)}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -204,6 +223,8 @@ def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
         (["--num-sms", "-4"], "num_sms must be at least 1, got -4"),
         (["--num-threads", "0"], "num_threads must be at least 1, got 0"),
         (["--num-threads", "-3"], "num_threads must be at least 1, got -3"),
+        (["--expert-parallel-size", "0"], "--expert-parallel-size must be at least 1, got 0"),
+        (["--expert-parallel-size", "999"], "would hold nothing of"),
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (["--top-k", "999"], "top_k must be at most the number of experts, which is "),
     ],
@@ -260,6 +281,25 @@ def test_bench_refuses_what_it_cannot_time(argv, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "held"), [("1", [(8, None)]), ("2", [(4, 8)]), ("3", [(2, 8), (3, 8)])]
+)
+def test_bench_times_what_ranks_hold(checkpoint, num_ranks, held):
+    parser = argparse.ArgumentParser()
+    bench.add_to(parser)
+    (stored,) = (x for x in fp8_layers(checkpoint) if isinstance(x, GroupedExperts))
+    options = ["--experts", "8", "2", "64", "32", "--expert-parallel-size", num_ranks]
+    found = dict.fromkeys(bench._layers(parser.parse_args([str(checkpoint), *options])))
+    experts = [x for x in found if isinstance(x, tuned.Experts)]
+    of_arguments = [x for x in experts if x.hidden_size == 64]
+    assert of_arguments == [tuned.Experts(e, 2, 64, 32, num_global) for e, num_global in held]
+    of_checkpoint = {x.num_global_experts for x in experts} - {8}
+    assert of_checkpoint == {None if num_ranks == "1" else stored.num_experts} - {8}
+    told = ["8"] if num_ranks == "1" else [f"{e} of 8" for e, _ in held]
+    for layer, of in zip(of_arguments, told, strict=True):
+        assert bench._title(layer).startswith(f"routed experts: {of}, of which 2 a token, ")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_bench_needs_a_gpu(checkpoint, capsys):
     assert main(["bench", str(checkpoint), "--tune"]) == 1
@@ -283,4 +323,8 @@ def test_bench_times_and_tunes(tmp_path, capsys):
     (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.txt")
     assert str(path) in out
     assert set(map(type, tuned.measured(0).found)) == {tuned.Dense, tuned.Experts}
+    of_ranks = ["--experts", "8", "2", "256", "128", "--expert-parallel-size", "4"]
+    assert main(["bench", "--tune", *of_ranks, "--max-tokens", "16"]) == 0
+    assert "2 of 8, of which 2 a token" in capsys.readouterr().out
+    assert tuned.Experts(2, 2, 256, 128, 8) in tuned.measured(0).found
     tuned.measured.cache_clear()

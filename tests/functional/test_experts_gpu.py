@@ -1,11 +1,13 @@
 """The routed experts on a GPU: against the portable body, and bit for bit against themselves."""
 
+import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+import moefp8
 from moefp8 import GroupedExperts
 from moefp8.functional import experts_launch
 from moefp8.functional.expert_configs import Sizes
@@ -20,6 +22,7 @@ from tests.functional.cases import (
     LOADS_AT_EDGES,
     Weights,
     body,
+    ids_here,
     ids_of_loads,
     run,
     tokens_of,
@@ -122,6 +125,49 @@ def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
         assert torch.equal(y, expected)
     nowhere = run(x, ids * 0 + E, top_k_weights * NAN, layer, None, masked)
     assert bool((nowhere == 0).all())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 50, 800, 2100])  # the last one's choices are counted
+@pytest.mark.parametrize("kind", ["distinct", "out of range"])
+def test_a_rank_takes_the_ids_of_the_whole_model(layer, num_tokens, masked, kind):
+    """Tiles are others than those of ids that are mapped before, and the bits are the same."""
+    x, ids, top_k_weights = inputs(num_tokens, num_experts=40, kind=kind)
+    for first in (0, 7, 40 - E):
+        by_hand = ids_here(ids, E, first)
+        expected = run(x, by_hand, top_k_weights, layer, None, masked)
+        assert_close(expected, body(x, by_hand, top_k_weights, layer), I)
+        poison()
+        with no_synchronisation():
+            y = run(x, ids, top_k_weights, layer, None, masked, (first, 40))
+        assert torch.equal(y, expected)
+        narrow = ids.clamp(-(2**31), 2**31 - 1).int()
+        assert torch.equal(run(x, narrow, top_k_weights, layer, None, masked, (first, 40)), y)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("num_tokens", [1, 32, 400, 2100])
+def test_one_graph_of_a_rank_serves_all_routings(num_tokens, layout):
+    """It holds the kernels of the layer alone."""
+    whole = GroupedExperts(E, H, I, layout=layout, device="cuda")
+    part = moefp8.shard(copy.deepcopy(whole), {"": "experts"}, 1, 4)
+    memory, graph = inputs(num_tokens), torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        part(*memory)
+        with torch.cuda.graph(graph):
+            y = part(*memory)
+        for kind in ("one expert", "distinct", "out of range", "repeated"):
+            for old, new in zip(memory, inputs(num_tokens, kind=kind), strict=True):
+                old.copy_(new)
+            graph.replay()
+            x, ids, top_k_weights = memory
+            elsewhere = (ids < E // 4) | (ids >= E // 2)
+            assert torch.equal(y, whole(x, ids.masked_fill(elsewhere, E), top_k_weights))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            part(*memory)
+            torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "kernel" in event.name.lower()]
+    assert not [name for name in kernels if "at::native" in name], kernels
 
 
 @pytest.mark.parametrize("num_tokens", [0, 4])

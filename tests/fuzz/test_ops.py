@@ -19,6 +19,7 @@ from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive
+from tests.functional.cases import ids_here
 from tests.fuzz import cases as fuzz
 from tests.fuzz import judges
 from tests.fuzz import layers as fuzz_layers
@@ -172,19 +173,26 @@ def test_feed_forward(device, case, apart):
 
 
 @on_cpu_and_gpu
-@given(case=fuzz_layers.layers(16 if fuzz.HAS_GPU else 5), choices=fuzz_layers.choices())
-def test_experts(device, case, choices):
+@given(
+    case=fuzz_layers.layers(16 if fuzz.HAS_GPU else 5),
+    choices=fuzz_layers.choices(),
+    others=st.sampled_from(((0, 0), (0, 0), (0, 3), (1, 0), (2, 5))),
+)
+def test_experts(device, case, choices, others):
+    """others: how many experts of the model are on ranks before, and on ranks behind."""
     (num_tokens, hidden_size), num_experts = case.x.shape, case.weights.num_experts
+    first, num_global = others[0], sum(others) + num_experts
 
     def make(place: str) -> list[torch.Tensor]:
-        ids = choices.make_ids(num_tokens, num_experts, place)
-        ids = fuzz_layers.known_to_cpu(ids, num_experts) if place == "cpu" else ids
+        ids = choices.make_ids(num_tokens, num_global, place)
+        ids = fuzz_layers.known_to_cpu(ids, num_global) if place == "cpu" else ids
         weights = choices.make_weights(num_tokens, place)
         return [case.x.make(place), ids, weights, *case.weights.make_experts(place)]
 
     x, ids, weights, *projections = make(device)
     pairs = projections[:2], projections[2:]
-    expected = judges.experts(quantized(x, device), ids, weights, *pairs, case.limit)
+    own = ids_here(ids, num_experts, first)
+    expected = judges.experts(quantized(x, device), own, weights, *pairs, case.limit)
     sizes = Sizes(
         num_tokens, choices.top_k, num_experts, hidden_size, case.weights.rows, masked=False
     )
@@ -192,7 +200,7 @@ def test_experts(device, case, choices):
     for place, masked in ((device, False), (device, True), ("cpu", False)):
         workspace = Workspace.of(sizes._replace(masked=masked))
         poison(place, workspace.size, 2 * expected.value.numel())
-        y = experts(*make(place), case.limit, masked)
+        y = experts(*make(place), case.limit, masked, first, num_global)
         check(y.to(device), expected)
         results.append(y.cpu())
         if device == "cpu":
@@ -200,7 +208,8 @@ def test_experts(device, case, choices):
     assert same_bits(results[0], results[1])
     x, ids, weights, *projections = make(device)
     some = torch.arange(0, num_tokens, 2)  # a token depends on no other
-    y = experts(x[some], ids[some], weights[some], *projections, case.limit, False)
+    rank = first, num_global
+    y = experts(x[some], ids[some], weights[some], *projections, case.limit, False, *rank)
     assert same_bits(y, results[0][some])
     if case.is_ordinary and choices.weights.kind == "ordinary":
         check_codes_lost(results[0], results[2])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, Pr
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
+import moefp8
 from moefp8 import GroupedExperts
 from moefp8.hf import fp8_experts_forward
 from moefp8.quant import quantize_128x128
@@ -121,6 +122,21 @@ def test_experts_held_elsewhere_count_nothing(flags):
     ours = run(experts, "moefp8", x, top_k_index, weights)
     assert_matches_reference(ours, expected, 0.12)
     assert ours[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm": True}])
+def test_a_rank_takes_the_ids_of_the_whole_model(flags):
+    whole = decorated(**flags)
+    x, index, weights = inputs_for(whole)
+    index[::7, 1] = E
+    for rank in range(2):
+        first, end = (0, 2) if rank == 0 else (2, E)
+        part = moefp8.shard(copy.deepcopy(whole), {"": "experts"}, rank, 2)
+        by_hand = index.masked_fill((index < first) | (index >= end), E)
+        expected = run(whole, "moefp8", x, by_hand, weights)
+        assert_matches_reference(run(part, "moefp8", x, index, weights), expected, 0.02)
+        with pytest.raises(ValueError, match=r"top_k_index must be in \[0, E\] for E = 5"):
+            run(part, "moefp8", x, index + 1, weights)
 
 
 def test_an_interleaved_swiglu_runs_fast():

@@ -90,6 +90,24 @@ def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
     assert len(rest) <= 2, rest
 
 
+@pytest.mark.parametrize("layout", ["auto", "masked"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_needs_what_its_load_does(layout, rank):
+    """Of 64 experts it holds 21 or 22."""
+    whole = GroupedExperts(64, 256, 144, layout=layout)
+    experts = moefp8.shard(whole, {"": "experts"}, rank, 3)
+    named = kernels_of(experts, MAX_TOKENS, top_k=2)
+    with emulated(library=Idle()) as gpu, torch.inference_mode():
+        for tokens in (*range(1, 130), *range(130, MAX_TOKENS, 45), MAX_TOKENS):
+            x, ids = torch.zeros(tokens, 256).bfloat16(), ids_of("distinct", tokens, 2, 64)
+            experts(x, ids, torch.ones(tokens, 2))
+    assert set(gpu.kernels) - named == set()
+    gemms = {kernel for kernel in named if kernel.name.startswith("gemm")}
+    assert gemms <= set(gpu.kernels)
+    alone = GroupedExperts(experts.num_experts, 256, 144, layout=layout, device="meta")
+    assert not gemms >= {x for x in kernels_of(alone, MAX_TOKENS, top_k=2) if "gemm" in x.name}
+
+
 @pytest.fixture
 def compile_no_more(fresh_jit, monkeypatch) -> Callable[[], None]:
     """A call of it is like the start of a new process, in which it is an error to compile."""

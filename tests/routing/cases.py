@@ -35,6 +35,27 @@ def ids_of(kind: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Te
     return torch.randint(0, num_experts, shape)  # "repeated"
 
 
+# How many experts a rank has, the id of its first, and how many there are.
+RANKS = (5, 0, 20), (5, 5, 20), (5, 15, 20), (130, 126, 256), (1, 2, 3)
+
+
+def ids_of_whole(
+    kind: str, num_tokens: int, top_k: int, rank: tuple[int, int, int], wide: bool
+) -> torch.Tensor:
+    """Ids of the whole model; with "out of range", also those beside the rank's, and extremes."""
+    num_experts, first, num_global = rank
+    ids = ids_of(kind, num_tokens, top_k, num_global)
+    if kind == "one expert":
+        return torch.full_like(ids, first)
+    if kind == "out of range":
+        of_dtype = torch.iinfo(torch.int64 if wide else torch.int32)
+        edges = first - 1, first, first + num_experts - 1, first + num_experts, 2**31 - 1, -(2**31)
+        edges = torch.tensor((*edges, of_dtype.min, of_dtype.max, of_dtype.min + first))
+        ids = torch.where(torch.rand(ids.shape) < 0.7, edges[torch.randint(9, ids.shape)], ids)
+        ids = ids.clamp(of_dtype.min, of_dtype.max)
+    return ids if wide else ids.int()
+
+
 def plan_of(
     ids: torch.Tensor, num_experts: int, max_m: int | None, expert_offset: int = 0
 ) -> RoutingPlan:

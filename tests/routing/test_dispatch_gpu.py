@@ -13,9 +13,11 @@ from tests.gpu import NEEDS_GPU, no_synchronisation
 from tests.routing.cases import (
     DTYPES,
     KINDS,
+    RANKS,
     check_dispatch,
     expected_combine,
     ids_of,
+    ids_of_whole,
     plan_of,
     run_combine,
     run_dispatch,
@@ -46,6 +48,22 @@ def test_plan_equals_the_cpu(num_tokens, num_experts, top_k):
             ours = build_plan_op(on_gpu, num_experts, alignment, max_m)
         for mine, theirs in zip(ours, expected, strict=True):
             assert torch.equal(mine.cpu(), theirs), (kind, alignment, max_m)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 129, 5000])
+def test_a_rank_takes_the_ids_of_the_whole_model(num_tokens, rank, wide):
+    num_experts, first, num_global = rank
+    x = torch.randn(num_tokens, 200, device="cuda").bfloat16()
+    for kind, max_m in product(KINDS, (None, num_tokens)):
+        ids = ids_of_whole(kind, num_tokens, 3, rank, wide)
+        expected = build_maps(ids, num_experts, 1, max_m, first)
+        ours = build_plan_op(ids.cuda(), num_experts, 1, max_m, first, num_global)
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs), (kind, max_m)
+        done = run_dispatch(x, ids.cuda(), num_experts, max_m, first)
+        check_dispatch(done, x, ids, num_experts, max_m, first)
 
 
 def test_the_op_runs_our_kernel():
