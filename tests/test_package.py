@@ -39,7 +39,10 @@ ALLOWED = {
     "checkpoint": {"checkpoint"},
     "precompile": {"kernels", "quant", "routing", "functional", "layers", "system", "precompile"},
     "tuning": {"kernels", "functional", "layers", "quant", "system", "tuning"},
-    "cli": {"kernels", "layers", "checkpoint", "precompile", "tuning", "cli", "__version__"},
+    "cli": {
+        *("kernels", "layers", "distributed", "checkpoint", "precompile", "tuning", "cli"),
+        "__version__",
+    },
     "hf": {"kernels", "quant", "routing", "functional", "layers", "checkpoint", "hf"},
     "__main__": {"cli"},
 }

@@ -196,19 +196,27 @@ def run_experts_families() -> None:
                     run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
                 set_num_sms(None)
     run_experts("experts, counted", 2731, 136, 144, False)
+    for num_tokens in (77, 2731):
+        for masked in (False, True):
+            name = f"experts of a rank, {num_tokens} tokens"
+            run_experts(name, num_tokens, 136, 144, masked, first=2, num_global=9)
 
 
-def run_experts(name: str, num_tokens: int, h: int, i: int, masked: bool) -> None:
+def run_experts(
+    name: str, num_tokens: int, h: int, i: int, masked: bool, first: int = 0, num_global: int = 4
+) -> None:
     """Gate and up are 1, so every choice that is held here gives its top_k_weight times silu(1)."""
     e, blocks_h, blocks_i = 4, num_blocks(h), num_blocks(i)
     gate_up_scales = torch.full((e, 2 * blocks_i, blocks_h), 1 / h, device="cuda")
     down_scales = torch.full((e, blocks_h, blocks_i), 1 / i, device="cuda")
     weights = ones(e, 2 * i, h), gate_up_scales, ones(e, h, i), down_scales
-    ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (e + 1)
+    ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (num_global + 1)
     x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
     top_k_weights = torch.ones(num_tokens, 3, device="cuda")
-    y = experts(x, ids.cuda(), top_k_weights, *weights, 100.0, masked).cpu()
-    expected = 0.7310586 * (ids < e).sum(1, keepdim=True)
+    options = 100.0, masked, first, num_global
+    y = experts(x, ids.cuda(), top_k_weights, *weights, *options).cpu()
+    is_here = (ids >= first) & (ids < first + e)
+    expected = 0.7310586 * is_here.sum(1, keepdim=True)
     wrong = int(((y - expected).abs() > 0.02).sum()) + int(y.isnan().sum())
     tell(f"{name}{', masked' if masked else ''}", wrong)
 
