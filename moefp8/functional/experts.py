@@ -27,7 +27,7 @@ from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
-from .experts_launch import Options, launch_experts
+from .experts_launch import launch_experts
 
 _OP = "experts"
 
@@ -143,8 +143,9 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
 def _launch(inputs: ExpertsInputs) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
-    options = Options(math.inf if limit is None else limit, *inputs[8:])
-    return launch_experts(partial(_allocate, inputs), inputs[:3], inputs[3:7], options)
+    limit = math.inf if limit is None else limit
+    tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:])
+    return launch_experts(partial(_allocate, inputs), tokens, projections, options)
 
 
 experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

@@ -15,7 +15,7 @@ in one workspace. Its size grows with T; a large T is split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -51,20 +51,13 @@ from .workspace import (
 _OP = "experts"
 MAX_WORKSPACE_BYTES = 4 << 30
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their scores
+# The limit, infinite if there is none; then masked, expert_offset and num_global_experts.
+Options = tuple[float, bool, int, int | None]
 
 # The addresses of a call, in order: the tokens, the six of `Weights`, the result, the workspace.
 _X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y, _MEMORY = map(
     Source, range(11)
 )
-
-
-class Options(NamedTuple):
-    """What else a layer is told: see `ExpertsInputs`. limit: infinite if there is none."""
-
-    limit: float
-    masked: bool
-    expert_offset: int = 0
-    num_global_experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +142,9 @@ def _prepare(
 ) -> _Prepared:
     x, ids, _ = tokens
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
+    limit, masked, expert_offset, num_global_experts = options
     layer = num_tokens, top_k, num_experts, h, i
-    sizes = Sizes(*layer, options.masked, options.num_global_experts)
+    sizes = Sizes(*layer, masked, num_global_experts)
     if 0 in layer:
         return _Prepared(0)
     # One token is never split.
@@ -169,10 +163,10 @@ def _prepare(
             sizes,
             tokens,
             fitting,
-            options.limit,
+            limit,
             experts_configs(configs, sizes),
             configs.sms,
-            expert_offset=options.expert_offset,
+            expert_offset=expert_offset,
             y_is_aligned=y_is_aligned,
         ),
     )

@@ -41,6 +41,8 @@ class GroupedExperts(FixedDtypeModule):
         device: as in `nn.Linear`; "meta" allocates nothing.
 
     Attributes:
+        expert_offset, num_global_experts: the id of its first expert, and how many the whole model
+            has, by which tiles are chosen on a GPU; 0 and None unless `shard` left a part.
         gate_up_proj: e4m3 [E, 2I, H], gate rows first.
         gate_up_proj_scale_inv: fp32 [E, 2 * ceil(I/128), ceil(H/128)]; gate and up are cut into
             blocks separately, as checkpoints do.
@@ -50,8 +52,8 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
-    expert_offset = 0  # the id of its first expert
-    num_global_experts: int | None = None  # of the whole model, if it holds a part of them
+    expert_offset = 0
+    num_global_experts: int | None = None
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
 
 
 def test_only_new_layouts_are_checked(gpu):
-    checked, weights, options = [], weights_of(E, H, I), experts_launch.Options(math.inf, False)
+    checked, weights, options = [], weights_of(E, H, I), (math.inf, False, 0, None)
     for made in (inputs(9, H), inputs(9, H), inputs(8, H), inputs(9, H)):
         experts_launch.launch_experts(lambda: checked.append(1), made, weights, options)
     assert len(checked) == 2
