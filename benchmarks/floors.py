@@ -1,9 +1,12 @@
-"""Draw the time of each layer of routed experts over the least that it must take."""
+"""Draw the time of each layer of routed experts over the least that it must take.
+
+What takes 100 us or more is drawn without rest, where it was timed so, and faintly with pauses.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gemm import fastest_us
+from benchmarks.figures import PAUSES, Row, fastest_us, told_mode
 from benchmarks.moe import goal_of
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
@@ -20,13 +23,18 @@ _STYLES: dict[str, dict[str, Any]] = {
 _GREY = "#555555"
 
 
-def points(rows: list[dict[str, Any]], name: str) -> list[tuple[str, float]]:
-    """(tokens, time over the floor) of every row that `name` ran."""
-    times = [(row, fastest_us(row, (name,))) for row in rows]
+def points(rows: list[Row], name: str, mode: str | None = None) -> list[tuple[str, float]]:
+    """(tokens, time over the floor) of every row that `name` ran, in the mode that is told."""
+    times = [(row, fastest_us(row, (name,), mode or told_mode(row))) for row in rows]
     return [(str(row["tokens"]), us / row["floor_us"]) for row, us in times if us is not None]
 
 
-def goals(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
+def with_pauses(rows: list[Row], name: str) -> list[tuple[str, float]]:
+    """The same with pauses, of the rows that are told without rest."""
+    return points([row for row in rows if told_mode(row) != PAUSES], name, PAUSES)
+
+
+def goals(rows: list[Row]) -> list[tuple[str, float]]:
     """(tokens, time over the floor) at which ours would just reach its goal."""
     of_mega = dict(points(rows, MEGA))
     found = [(str(row["tokens"]), goal_of(row)) for row in rows]
@@ -47,6 +55,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for name in (name for name in _STYLES if name in titles):
             style = {"label": titles[name], **_STYLES[name]}
             axes.plot(*_columns(points(of_model, name)), **style)
+            style |= {"linestyle": "none", "linewidth": 0, "alpha": 0.35, "label": None}
+            axes.plot(*_columns(with_pauses(of_model, name)), **style)
         style = {"marker": "_", "markersize": 15, "markeredgewidth": 2.2, "color": "black"}
         axes.plot(*_columns(goals(of_model)), linestyle="none", label="goal", **style)
         axes.set(yscale="log", xlabel="tokens", title=MODELS[model].title)

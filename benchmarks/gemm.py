@@ -1,16 +1,15 @@
 """The dense FP8 GEMM beside its peers on one Hopper GPU: `python -m benchmarks.gemm`.
 
 Every peer in `benchmarks.peers` multiplies random operands of DeepSeek-V3's shapes, in one process
-and taking turns; device time counts, and L2 is flushed before every call. First the worst row of
-each result is compared with FP64 sums of the very numbers that the peer was given.
+and taking turns. Each case is timed with pauses: device time, L2 flushed before every call; and if
+it takes 50 us or more, without rest, too (`benchmarks.without_rest`). First the worst row of each
+result is compared with FP64 sums of the very numbers that the peer was given.
 """
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,96 +17,30 @@ from typing import Any
 import torch
 
 from benchmarks.circumstances import require_gpu
+from benchmarks.figures import Row, figures, verdict
+from benchmarks.gemm_cases import MS, cases_of
+from benchmarks.gemm_goals import case_of, lines_of_comparisons
+from benchmarks.lines import lines_of_shapes
 from benchmarks.peers import (
     BF16,
-    BLOCK_SCALED,
     DEEP_GEMM,
     OURS,
     PEERS,
-    PER_TENSOR,
     Case,
     Operands,
+    add_compile_option,
     available,
     compile_ahead,
     first_line,
 )
-from benchmarks.session import Row, about_this_run, finish, first_calls, measured
+from benchmarks.session import Rest, about_this_run, finish, first_calls, measured, some_of
 from benchmarks.timing import device_us_many, host_us
+from benchmarks.without_rest import num_copies
 from moefp8.testing import row_errors
 
-MS = 1, 16, 64, 128, 512, 4096
-SHAPES = (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)
 HOST_CASE = Case(64, 4096, 7168)
 RESULTS = Path(__file__).parent / "results" / "gemm.json"
-
-# What ours is compared with: the title, and the peers of which the fastest counts.
-AGAINST = {
-    "deep_gemm": ("DeepGEMM", (DEEP_GEMM,)),
-    "best": ("the faster of DeepGEMM and cuBLASLt block-scaled", (DEEP_GEMM, BLOCK_SCALED)),
-    "per_tensor": ("cuBLASLt per-tensor", (PER_TENSOR,)),
-    "bf16": ("torch BF16", (BF16,)),
-}
-GROUPS = (1, 16), (64, 128), (512,), (4096,)  # values of M that share goals
-# (M, against) -> (geometric mean, worst): how many times as fast as these ours is to be.
-GOALS: dict[tuple[tuple[int, ...], str], tuple[float, float]] = {
-    ((1, 16), "best"): (1.20, 1.03),
-    ((64, 128), "best"): (1.15, 1.03),
-    ((512,), "best"): (1.10, 1.00),
-    ((4096,), "deep_gemm"): (1.05, 1.00),
-    **{(group, "per_tensor"): (1.00, 0.0) for group in GROUPS},
-}
 ERROR_GOAL = 2.0  # times DeepGEMM's error
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ratios of times, theirs to ours, over the `cases` in which both ran."""
-
-    geomean: float
-    worst: float
-    worst_case: Case
-    num_cases: int
-
-    def meets(self, goal: tuple[float, float]) -> bool:
-        return self.geomean >= goal[0] and self.worst >= goal[1]
-
-
-def case_of(row: Row) -> Case:
-    return Case(row["m"], row["n"], row["k"])
-
-
-def fastest_us(row: Row, names: Iterable[str]) -> float | None:
-    times = [row["peers"][name]["us"] for name in names if "us" in row["peers"].get(name, {})]
-    return min(times, default=None)
-
-
-def ratio(row: Row, names: Iterable[str]) -> float | None:
-    """How many times as fast as the fastest of `names` ours is; None where none of them ran."""
-    theirs, ours = fastest_us(row, names), fastest_us(row, (OURS,))
-    return None if theirs is None or ours is None else theirs / ours
-
-
-def geomean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(math.fsum(logs) / len(logs))
-
-
-def compare(rows: Iterable[Row], ms: Iterable[int], against: str) -> Comparison | None:
-    """The comparison of rows whose M is one of `ms`; None where nothing can be compared."""
-    names, wanted = AGAINST[against][1], set(ms)
-    found = [(ratio(row, names), case_of(row)) for row in rows if row["m"] in wanted]
-    ratios = [(value, case) for value, case in found if value is not None]
-    if not ratios:
-        return None
-    return Comparison(geomean(value for value, _ in ratios), *min(ratios), len(ratios))
-
-
-def groups_of(rows: Iterable[Row]) -> list[tuple[int, ...]]:
-    """The groups of M that have goals, and every other M of `rows` by itself."""
-    ms = {row["m"] for row in rows}
-    known = [group for group in GROUPS if ms & set(group)]
-    others = ms - {m for group in known for m in group}
-    return sorted(known + [(m,) for m in others])
 
 
 def error_ratio(row: Row) -> float | None:
@@ -140,23 +73,17 @@ def worst_errors(
     return worst
 
 
-def measure(case: Case, names: Iterable[str]) -> Row:
+def measure(case: Case, names: Iterable[str], rest: Rest) -> Row:
     operands = Operands.random(case)
     calls, first, found = first_calls(PEERS, names, case, operands)
     errors = worst_row_errors(operands, first)
     for name, us in device_us_many(calls).items():
         found[name] = figures(us, case.flops, case.num_bytes(PEERS[name].operands), errors[name])
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
+    if rest.wants(found):
+        more = num_copies(case.num_bytes("block_scaled")) - 1
+        rest.add_times(found, PEERS, calls, [Operands.random(case) for _ in range(more)])
     return {**case._asdict(), "peers": found}
-
-
-def figures(us: float, flops: int, num_bytes: int, error: float) -> dict[str, Any]:
-    return {
-        "us": round(us, 3),
-        "tflops": round(flops / us / 1e6, 1),
-        "gbps": round(num_bytes / us / 1e3, 1),
-        "error": float(f"{error:.4g}"),
-    }
 
 
 def host_times(names: Iterable[str]) -> dict[str, float]:
@@ -173,37 +100,6 @@ def lines_of_table(rows: list[Row]) -> Iterator[str]:
     """The lines for one M."""
     yield f"M = {rows[0]['m']}"
     yield from lines_of_shapes(rows, {name: PEERS[name].title for name in rows[0]["peers"]})
-
-
-def lines_of_shapes(rows: list[Row], titles: dict[str, str]) -> Iterator[str]:
-    """Our figures in full; the others' times, and how many times as long as ours they are."""
-    peers = [name for name in titles if name != OURS]
-    yield f"{'N x K':>13}  {'moefp8, us':>10} {'TFLOP/s':>8} {'GB/s':>6} {'error':>8}" + "".join(
-        f"  {titles[name]:>21}" for name in peers
-    )
-    for row in rows:
-        ours = row["peers"][OURS]
-        line = f"{row['n']:>5} x {row['k']:<5}  {ours['us']:10.1f} {ours['tflops']:8.0f} "
-        line += f"{ours['gbps']:6.0f} {ours['error']:8.1e}"
-        for name in peers:
-            times = ratio(row, (name,))
-            us = fastest_us(row, (name,))
-            line += f"  {f'{us:.1f} x{times:.2f}' if us else '-':>21}"
-        yield line
-
-
-def lines_of_comparisons(rows: list[Row]) -> Iterator[str]:
-    for group in groups_of(rows):
-        for against, (title, _) in AGAINST.items():
-            found, goal = compare(rows, group, against), GOALS.get((group, against))
-            if found is None:
-                continue
-            line = f"M = {' and '.join(map(str, group)):10} times as fast as {title:50} "
-            line += f"geomean {found.geomean:.3f}  worst {found.worst:.3f} at {found.worst_case}"
-            if goal:
-                least = f"{goal[0]:.2f}" + (f", worst {goal[1]:.2f}" if goal[1] else "")
-                line += f"  goal {least}: {verdict(found.meets(goal))}"
-            yield line
 
 
 def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
@@ -228,27 +124,22 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
         f"NOT at {', '.join(moved)}" if moved else "yes"
     )
     times = ", ".join(f"{PEERS[name].title} {us:.1f}" for name, us in host.items())
-    met = verdict(host.get(OURS, math.inf) <= host[BF16])
-    yield f"host time of one call, {HOST_CASE}, us: {times}  goal torch BF16's: {met}"
+    line = f"host time of one call, {HOST_CASE}, us: {times}"
+    if BF16 in host:
+        line += f"  goal torch BF16's: {verdict(host.get(OURS, math.inf) <= host[BF16])}"
+    yield line
     yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"
 
 
-def verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
-def run(cases: list[Case], num_processes: int) -> dict[str, Any]:
+def run(cases: list[Case], peers: Iterable[str], num_processes: int, rest: Rest) -> dict[str, Any]:
     """Measure, and print each M when it is done. A case in which moefp8 fails has no row."""
-    names = available(PEERS)
+    names = available({name: PEERS[name] for name in peers})
     about = about_this_run(names)
-    if num_processes > 1:
-        started = time.perf_counter()
-        compile_ahead([*cases, HOST_CASE], num_processes)
-        print(f"compiled ahead in {time.perf_counter() - started:.0f} s")
+    compile_ahead([*cases, HOST_CASE], num_processes)
     results: dict[str, Any] = {**about, "host_us": host_times(names), "rows": []}
     for m in sorted({case.m for case in cases}):
         of_m = [case for case in cases if case.m == m]
-        rows = list(measured(of_m, lambda case: measure(case, names)))
+        rows = list(measured(of_m, lambda case: measure(case, names, rest)))
         if rows:
             print("", *lines_of_table(rows), sep="\n", flush=True)
             results["rows"] += rows
@@ -258,26 +149,21 @@ def run(cases: list[Case], num_processes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--m", type=_ms, default=MS, help="such as 64,128")
-    parser.add_argument(
-        "--shapes", type=_shapes, default=SHAPES, help="such as 4096x7168,7168x2048"
-    )
+    parser.add_argument("--shapes", type=_shapes, help="such as 4096x7168,7168x2048")
+    parser.add_argument("--peers", type=some_of(PEERS), default=tuple(PEERS), metavar="P,...")
+    Rest.add_options(parser)
+    add_compile_option(parser)
     parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
-    parser.add_argument(
-        "--compile-with",
-        type=int,
-        metavar="N",
-        default=min(6, (os.cpu_count() or 1) // 2),
-        help="processes that compile kernels before any is timed (default %(default)s; 0: none)",
-    )
     options = parser.parse_args()
     require_gpu("benchmarks.gemm")
     torch.manual_seed(0)
-    cases = [Case(m, n, k) for m in options.m for n, k in options.shapes]
+    cases, rest = cases_of(options.m, options.shapes), Rest.of(options)
     started = time.perf_counter()
     with torch.no_grad():
-        results = run(cases, options.compile_with)
+        results = run(cases, options.peers, options.compile_with, rest)
     lines = chain(lines_of_comparisons(results["rows"]), lines_of_the_rest(results))
-    is_all = (options.m, options.shapes) == (MS, SHAPES)
+    chosen = options.m, options.shapes, options.peers, rest
+    is_all = chosen == (MS, None, tuple(PEERS), Rest())
     finish(results, len(cases), lines, options.out, RESULTS, is_all=is_all, started=started)
 
 

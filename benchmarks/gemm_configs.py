@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.circumstances import circumstances, require_gpu
-from benchmarks.gemm import geomean
+from benchmarks.figures import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import Call, device_us_many
 from moefp8.kernels import get_num_sms, jit, round_up

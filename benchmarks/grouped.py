@@ -1,8 +1,9 @@
 """The grouped FP8 GEMMs beside DeepGEMM on one Hopper GPU: `python -m benchmarks.grouped`.
 
 Every peer in `benchmarks.grouped_peers` multiplies the same random tokens of many groups, in one
-process and taking turns, in device time, L2 flushed before every call. Each result's worst row is
-compared with FP64 sums of the very numbers that the peer was given. What is padding is no work.
+process and taking turns, with pauses and, but for torch's, without rest as in `benchmarks.gemm`.
+Each result's worst row is compared with FP64 sums of the very numbers that the peer was given. What
+is padding is no work.
 """
 
 import argparse
@@ -15,15 +16,19 @@ from typing import Any
 import torch
 
 from benchmarks.circumstances import require_gpu
-from benchmarks.gemm import figures, geomean, lines_of_shapes, ratio, verdict, worst_errors
+from benchmarks.figures import Row, figures, geomean, told_ratio, verdict
+from benchmarks.gemm import worst_errors
 from benchmarks.grouped_cases import SETTINGS, Case, Setting
 from benchmarks.grouped_peers import FORMS, PADDED, PEERS, Operands
-from benchmarks.peers import DEEP_GEMM, OURS, available
-from benchmarks.session import Row, about_this_run, finish, first_calls, measured, titles_of
+from benchmarks.lines import lines_of_shapes
+from benchmarks.peers import BF16, DEEP_GEMM, OURS, available
+from benchmarks.session import Rest, about_this_run, finish, first_calls, measured, titles_of
 from benchmarks.timing import device_us_many
+from benchmarks.without_rest import num_copies
 
 RESULTS = Path(__file__).parent / "results" / "grouped.json"
 GOALS = {str(setting): setting.goal for setting in SETTINGS}
+PADDED_GOAL = 1.00  # by `grouped_layout`, of DeepGEMM, everywhere
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -37,9 +42,9 @@ def shape_of(row: Row) -> str:
     return f"{row['n']}x{row['k']}"
 
 
-def against_deep_gemm(rows: Iterable[Row]) -> dict[str, float]:
-    """How many times as fast as DeepGEMM ours is, at each shape that both ran."""
-    ratios = {shape_of(row): ratio(row, (DEEP_GEMM,)) for row in rows}
+def against_deep_gemm(rows: Iterable[Row], name: str = OURS) -> dict[str, float]:
+    """How many times as fast as DeepGEMM ours is, at each shape that both ran, as it is told."""
+    ratios = {shape_of(row): told_ratio(row, (DEEP_GEMM,), name) for row in rows}
     return {shape: value for shape, value in ratios.items() if value is not None}
 
 
@@ -65,7 +70,7 @@ def worst_row_errors(operands: Operands, tokens: dict[str, torch.Tensor]) -> dic
     return worst
 
 
-def measure(case: Case, names: Iterable[str]) -> Row:
+def measure(case: Case, names: Iterable[str], rest: Rest) -> Row:
     operands, setting = Operands.random(case), case.setting
     jobs, memory, found = first_calls(PEERS, names, case, operands, needed=(OURS, PADDED))
     first = {name: memory[name][job.at] for name, job in jobs.items()}
@@ -76,6 +81,10 @@ def measure(case: Case, names: Iterable[str]) -> Row:
     for name in {OURS, PADDED} & set(jobs):
         found[name]["repeatable"] = torch.equal(jobs[name].tokens(), first[name])
         found[name]["untouched"] = jobs[name].untouched()
+    if rest.wants(found):
+        more = num_copies(case.num_bytes("block_scaled")) - 1
+        fp8 = {name: job for name, job in jobs.items() if name != BF16}
+        rest.add_times(found, PEERS, fp8, [Operands.random(case) for _ in range(more)])
     about = {"form": setting.form, "loads": setting.loads, "groups": len(setting.counts)}
     return {**about, "tokens": setting.num_tokens, "n": case.n, "k": case.k, "peers": found}
 
@@ -92,15 +101,18 @@ def lines_of_table(setting: Setting, rows: list[Row]) -> Iterator[str]:
 
 def lines_of_comparisons(rows: Iterable[Row]) -> Iterator[str]:
     for setting, of_setting in by_setting(rows).items():
-        ratios, goal = against_deep_gemm(of_setting), GOALS.get(setting)
-        if not ratios:
-            continue
-        shape = min(ratios, key=ratios.__getitem__)
-        line = f"{setting:24} times as fast as DeepGEMM  worst {ratios[shape]:.3f} at {shape:9}  "
-        line += f"geomean {geomean(ratios.values()):.3f}"
-        if goal:
-            line += f"  goal {goal:.2f}: {verdict(ratios[shape] >= goal)}"
-        yield line
+        goals = {OURS: GOALS.get(setting), PADDED: PADDED_GOAL}
+        for name, goal in goals.items():
+            if ratios := against_deep_gemm(of_setting, name):
+                what = setting if name == OURS else "  by grouped_layout"
+                yield _line_of_comparison(what, ratios, goal)
+
+
+def _line_of_comparison(what: str, ratios: dict[str, float], goal: float | None) -> str:
+    shape = min(ratios, key=ratios.__getitem__)
+    line = f"{what:24} times as fast as DeepGEMM  worst {ratios[shape]:.3f} at {shape:9}  "
+    line += f"geomean {geomean(ratios.values()):.3f}"
+    return line + (f"  goal {goal:.2f}: {verdict(ratios[shape] >= goal)}" if goal else "")
 
 
 def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
@@ -123,14 +135,14 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
     yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"
 
 
-def run(settings: Iterable[Setting]) -> dict[str, Any]:
+def run(settings: Iterable[Setting], rest: Rest) -> dict[str, Any]:
     """Measure, and print each setting when it is done. A case in which moefp8 fails has no row."""
     names = available(PEERS)
     results: dict[str, Any] = {**about_this_run(names), "rows": []}
     for setting in settings:
         of_form = [name for name in FORMS[setting.form] if name in names]
         cases = [Case(setting, n, k) for n, k in setting.shapes]
-        rows = list(measured(cases, lambda case, names=of_form: measure(case, names)))
+        rows = list(measured(cases, lambda case, names=of_form: measure(case, names, rest)))
         if rows:
             print("", *lines_of_table(setting, rows), sep="\n", flush=True)
             results["rows"] += rows
@@ -141,16 +153,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     by_name = {setting.name: setting for setting in SETTINGS}
     parser.add_argument("--cases", nargs="+", choices=by_name, default=list(by_name), metavar="C")
+    Rest.add_options(parser)
     parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
     options = parser.parse_args()
     require_gpu("benchmarks.grouped")
     torch.manual_seed(0)
-    settings = [by_name[name] for name in options.cases]
+    settings, rest = [by_name[name] for name in options.cases], Rest.of(options)
     num_cases, started = sum(len(setting.shapes) for setting in settings), time.perf_counter()
     with torch.no_grad():
-        results = run(settings)
+        results = run(settings, rest)
     lines = chain(lines_of_comparisons(results["rows"]), lines_of_the_rest(results))
-    is_all = options.cases == list(by_name)
+    is_all = (options.cases, rest) == (list(by_name), Rest())
     finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.grouped_cases import CONTIGUOUS, MASKED, Case
-from benchmarks.peers import BF16, DEEP_GEMM, OURS, Peer, exact_values
+from benchmarks.peers import BF16, DEEP_GEMM, OURS, Peer, exact_values, has
 from moefp8 import kernels
 from moefp8.kernels import BLOCK, E4M3, num_blocks, round_up, tma_aligned
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
@@ -233,14 +233,14 @@ PEERS = {
     DEEP_GEMM: replace(
         peers.PEERS[DEEP_GEMM],
         prepare=_deep_gemm,
-        needs=("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        needs=has("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
     ),
     BF16: Peer(
         "torch BF16",
         "bf16",
         _torch_bf16,
         _without_large_weights,
-        needs=("torch.nn.functional", "grouped_mm"),
+        needs=has("torch.nn.functional", "grouped_mm"),
         remedy="install torch 2.10 or newer",
     ),
 }

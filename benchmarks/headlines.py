@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gemm import AGAINST, compare, ratio
+from benchmarks.figures import PAUSES, WITHOUT_REST, Row, told_mode, told_ratio
+from benchmarks.gemm_cases import LARGE_MS
+from benchmarks.gemm_goals import AGAINST, Comparison, compare
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
-from benchmarks.session import Row
 
 # `headlines` takes these results, in this order.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
@@ -23,10 +24,21 @@ def headlines(
     load: dict[str, Any],
     cpu: dict[str, Any],
 ) -> str:
-    """A table of speed, and what else a newcomer asks first."""
+    """A table of speed, and what else a newcomer asks first.
+
+    What takes 100 us or more is told without rest, where it was timed so.
+    """
     head = [f"on one {moe['gpu']}", "times as fast as", *map(_tokens, TOKENS)]
     speed = table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])])
-    return "\n".join([speed, "", _accuracy(accuracy), _load(load), _cpu(cpu)])
+    is_long = any(told_mode(row) != PAUSES for row in (*moe["rows"], *gemm["rows"]))
+    how = [_WITHOUT_REST] if is_long else []
+    return "\n".join([speed, "", *how, _accuracy(accuracy), _load(load), _cpu(cpu)])
+
+
+_WITHOUT_REST = (
+    "- What takes 100 us or more is timed without rest: calls back to back, as users run them, at "
+    "the clock that the power limit leaves."
+)
 
 
 def _tokens(n: int) -> str:
@@ -37,16 +49,22 @@ def _layers(rows: list[Row]) -> Iterator[list[str]]:
     for model in dict.fromkeys(row["model"] for row in rows):
         by_tokens = {row["tokens"]: row for row in rows if row["model"] == model}
         for name in OF_LAYERS:
-            values = [ratio(by_tokens[n], (name,)) if n in by_tokens else None for n in TOKENS]
+            values = [told_ratio(by_tokens[n], (name,)) if n in by_tokens else None for n in TOKENS]
             if any(values):
                 title = f"experts of {MODELS[model].title}"
                 yield [title, PEERS[name].title, *(number(x, 2) for x in values)]
 
 
 def _gemm(rows: list[Row]) -> Iterator[list[str]]:
-    what = f"`fp8_gemm_nt`, mean of {len({(row['n'], row['k']) for row in rows})} shapes"
+    nums = {sum(row["m"] == n for row in rows) for n in TOKENS}
+    what = f"`fp8_gemm_nt`, mean of {' to '.join(map(str, sorted(nums)))} shapes"
+
+    def told(m: int, against: str) -> Comparison | None:
+        without_rest = compare(rows, (m,), against, WITHOUT_REST) if m in LARGE_MS else None
+        return without_rest or compare(rows, (m,), against)
+
     for against in OF_THE_GEMM:
-        found = [compare(rows, (n,), against) for n in TOKENS]
+        found = [told(n, against) for n in TOKENS]
         if any(found):
             yield [what, AGAINST[against][0], *(number(x and x.geomean, 2) for x in found)]
 

@@ -4,70 +4,26 @@ All get the same tokens in BF16 and the same choice of the router. `block_scaled
 same FP8 weights, and quantize tokens themselves; `bf16` is what these weights stand for.
 """
 
-import atexit
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks import peers
+from benchmarks import mega_kernel, peers
+from benchmarks.mega_kernel import MegaKernel, block_scaled
 from benchmarks.moe_cases import Case, dequantized
-from benchmarks.peers import DEEP_GEMM, OURS, Call, Peer
-from moefp8 import GroupedExperts
+from benchmarks.peers import DEEP_GEMM, OURS, Call, Peer, has
 from moefp8.kernels import BLOCK
 
 MEGA, HF_FP8, HF_BF16 = "sgl_megamoe", "hf_deepgemm", "hf_bf16"
 
 
 def _sgl_megamoe(case: Case) -> Call:
-    import deep_gemm
-
-    (num_tokens, h), i = case.x.shape, case.model.intermediate_size
-    num_experts, top_k = case.model.num_experts, case.model.top_k
-    # If there is one rank, memory that others can write is like any other.
-    names = {
-        "empty": torch.empty,
-        "rendezvous": lambda memory, group: SimpleNamespace(buffer_ptrs=[memory.data_ptr()]),
-    }
-    with mock.patch.multiple("torch.distributed._symmetric_memory", **names):
-        buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
-            _group_of_one_rank(), num_experts, max(num_tokens, 64), top_k, h, i
-        )
-    transform = deep_gemm.transform_weights_for_mega_moe_sm90
-    gate_up, down = transform(*_block_scaled(case.experts))
+    run = MegaKernel(case.experts, len(case.x), case.model.top_k)
     x, index, weights = case.x, case.top_k_index.int(), case.top_k_weights
-    inputs = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
-    y = torch.full_like(x, torch.nan)
-
-    def call() -> torch.Tensor:
-        deep_gemm.mega_moe_pre_dispatch_sm90(x, index, weights, *inputs, num_tokens)
-        deep_gemm.fp8_mega_moe(y, gate_up, down, buffer)
-        return y
-
-    return call
-
-
-def _group_of_one_rank() -> Any:
-    from torch import distributed
-
-    if not distributed.is_initialized():
-        store = distributed.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
-        device = torch.device("cuda", torch.cuda.current_device())
-        distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-        atexit.register(distributed.destroy_process_group)
-    return distributed.group.WORLD
-
-
-def _block_scaled(experts: GroupedExperts) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Gate and up, and down, with their scales: plain tensors."""
-    return (
-        (experts.gate_up_proj.data, experts.gate_up_proj_scale_inv.data),
-        (experts.down_proj.data, experts.down_proj_scale_inv.data),
-    )
+    return lambda: run(x, index, weights)
 
 
 def _hf_deepgemm(case: Case) -> Call:
@@ -83,7 +39,7 @@ def _hf_deepgemm(case: Case) -> Call:
         "m_alignment": deep_gemm.get_mk_alignment_for_contiguous_layout(),
     }
     deepgemm._DEEPGEMM = deepgemm.DeepGEMM(**names)
-    (gate_up, gate_up_scale_inv), (down, down_scale_inv) = _block_scaled(case.experts)
+    (gate_up, gate_up_scale_inv), (down, down_scale_inv) = block_scaled(case.experts)
     module = _as_in_transformers(
         gate_up,
         down,
@@ -157,20 +113,21 @@ PEERS = {
         _deep_gemm,
         title="SGLang mega-kernel",
         prepare=_sgl_megamoe,
-        needs=("deep_gemm", "fp8_mega_moe"),
+        needs=mega_kernel.module,
+        remedy=mega_kernel.REMEDY,
     ),
     HF_FP8: replace(
         _deep_gemm,
         title="transformers, DeepGEMM",
         prepare=_hf_deepgemm,
-        needs=("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        needs=has("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
     ),
     HF_BF16: Peer(
         "transformers, BF16",
         "bf16",
         _hf_bf16,
         _without_room,
-        needs=("transformers.integrations.moe", "grouped_mm_experts_forward"),
+        needs=has("transformers.integrations.moe", "grouped_mm_experts_forward"),
         remedy="pip install 'transformers>=5.17'",
     ),
 }

@@ -8,8 +8,11 @@ take, which `Peer.operands` says:
 `bf16`: what was quantized.
 """
 
+import argparse
 import importlib
 import importlib.metadata
+import os
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +60,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Operands:
-    """Random normal x [M, K] and w [N, K], in BF16 and quantized."""
+    """x [M, K] and w [N, K], in BF16 and quantized."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -66,8 +69,12 @@ class Operands:
 
     @classmethod
     def random(cls, case: Case, device: str = "cuda") -> "Operands":
+        """Normal numbers."""
         x = torch.randn(case.m, case.k, device=device).bfloat16()
-        w = torch.randn(case.n, case.k, device=device).bfloat16()
+        return cls.of(x, torch.randn(case.n, case.k, device=device).bfloat16())
+
+    @classmethod
+    def of(cls, x: torch.Tensor, w: torch.Tensor) -> "Operands":
         return cls(x, w, quantize_1x128(x), quantize_128x128(w))
 
     def exact(self, operands: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +144,14 @@ def _torch_bf16(operands: Operands) -> Call:
     return lambda: x @ w.T
 
 
+def has(module: str, attribute: str) -> Callable[[], object]:
+    """Finds an attribute of a module, or raises."""
+    return lambda: getattr(importlib.import_module(module), attribute)
+
+
+_torch_has_fp8 = has("torch", "_scaled_mm")
+
+
 def _never(case: object) -> str | None:
     return None
 
@@ -155,7 +170,7 @@ class Peer:
         operands: what it multiplies, see above.
         prepare: makes a call of it; layouts and allocations that a user does once are done here.
         refuses: why it cannot take a case, or None.
-        needs: a module and an attribute of it without which there is no such peer.
+        needs: raises where there is no such peer.
         remedy: how to get that.
     """
 
@@ -163,13 +178,12 @@ class Peer:
     operands: str
     prepare: Callable[[Any], Call]
     refuses: Callable[[Any], str | None] = _never
-    needs: tuple[str, str] = ("torch", "_scaled_mm")
+    needs: Callable[[], object] = _torch_has_fp8
     remedy: str = ""
 
     def why_missing(self) -> str | None:
-        module, attribute = self.needs
         try:
-            getattr(importlib.import_module(module), attribute)
+            self.needs()
         except Exception as error:  # an extension that does not fit this torch raises anything
             return f"{self.title} is left out ({first_line(error)}); to have it, {self.remedy}"
         return None
@@ -181,7 +195,7 @@ PEERS = {
         "DeepGEMM",
         "block_scaled",
         _deep_gemm,
-        needs=("deep_gemm", "fp8_gemm_nt"),
+        needs=has("deep_gemm", "fp8_gemm_nt"),
         remedy="pip install --no-deps sgl-deep-gemm apache-tvm-ffi, in versions built for this "
         "torch (0.1.5 and 0.1.11 for 2.11), and set CUDA_HOME to a CUDA toolkit",
     ),
@@ -190,7 +204,7 @@ PEERS = {
         "block_scaled",
         _cublaslt_block_scaled,
         _without_small_or_uneven,
-        needs=("torch.nn.functional", "scaled_mm"),
+        needs=has("torch.nn.functional", "scaled_mm"),
         remedy="install torch 2.10 or newer, built for CUDA 12.9 or newer",
     ),
     PER_TENSOR: Peer("cuBLASLt per-tensor", "codes", _cublaslt_per_tensor),
@@ -218,12 +232,25 @@ def deep_gemm_version() -> str:
     return str(getattr(importlib.import_module("deep_gemm"), "__version__", "unknown"))
 
 
+def add_compile_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compile-with",
+        type=int,
+        metavar="N",
+        default=min(6, (os.cpu_count() or 1) // 2),
+        help="processes that compile kernels before any is timed (default %(default)s; 0: none)",
+    )
+
+
 def compile_ahead(cases: Iterable[Case], num_processes: int) -> None:
     """Fill the disk caches of moefp8 and DeepGEMM, which compile kernels at the first call.
 
     One process takes all cases of an N and K: both are part of DeepGEMM's kernels, so no two
     processes compile the same one. What fails here is reported when it is timed.
     """
+    if num_processes < 2:
+        return
+    started = time.perf_counter()
     by_weight: dict[tuple[int, int], list[Case]] = defaultdict(list)
     for case in cases:
         by_weight[case.n, case.k].append(case)
@@ -232,6 +259,7 @@ def compile_ahead(cases: Iterable[Case], num_processes: int) -> None:
             list(pool.map(_compile, by_weight.values()))
         except Exception as error:
             print(f"compiling ahead was cut short: {first_line(error)}")
+    print(f"compiled ahead in {time.perf_counter() - started:.0f} s")
 
 
 def _compile(cases: list[Case]) -> None:

@@ -9,21 +9,19 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from benchmarks import floors, grouped_peers, headlines, moe, moe_peers, roofline, speedups
+from benchmarks import floors, headlines, roofline, speedups
 from benchmarks.families import table as families
-from benchmarks.gemm import AGAINST, HOST_CASE, compare, fastest_us, geomean, ratio
-from benchmarks.grouped import GOALS, against_deep_gemm, by_setting, errors_of, shape_of
+from benchmarks.figures import Row, geomean
+from benchmarks.gemm_tables import gemm_tables, power_table, sweep_table
+from benchmarks.grouped_tables import grouped_tables
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
-from benchmarks.markdown import number, table
-from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
-from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
-from benchmarks.session import Row, titles_of
+from benchmarks.markdown import table
+from benchmarks.moe_tables import moe_tables
+from benchmarks.pages import Results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-Results = dict[str, Any]  # a file in RESULTS
 PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", "docs/families.md"))
 
 
@@ -62,180 +60,6 @@ def cpu_table(results: Results) -> str:
         for row in results["ms"]
     ]
     return table((f"`FP8Linear` 7168 -> 4096, {results['cpu']}", "FP8, ms", "BF16, ms"), rows)
-
-
-def _page(
-    results: Results,
-    name: str,
-    *,
-    speedups: str,
-    told: str,
-    plot: str,
-    cases: str,
-    how: str,
-    times: str,
-) -> str:
-    """Speedups and what they are, the plot, and all times folded away."""
-    where = (
-        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, "
-        f"{results['deep_gemm']}; {results['date'][:10]}, commit {results['commit']}."
-    )
-    parts = [
-        speedups,
-        told,
-        f"![{plot} on one {results['gpu']}](results/{name}.png)",
-        f"<details><summary>All {len(results['rows'])} {cases}</summary>",
-        f"{how} {where}",
-        times,
-        "</details>",
-    ]
-    return "\n\n".join(parts)
-
-
-def _listed(values: dict[str, float], form: str) -> str:
-    return ", ".join(f"{title} {value:{form}}" for title, value in values.items())
-
-
-def gemm_tables(results: Results) -> str:
-    rows = results["rows"]
-    num_shapes = len({(row["n"], row["k"]) for row in rows})
-    errors = {
-        PEERS[name].title: max(found, default=None)
-        for name in (OURS, DEEP_GEMM)
-        if (found := [e["error"] for row in rows if "error" in (e := row["peers"].get(name, {}))])
-    }
-    host = {PEERS[name].title: us for name, us in results["host_us"].items()}
-    return _page(
-        results,
-        "gemm",
-        speedups=_gemm_speedups(rows),
-        told=f"`fp8_gemm_nt` on one {results['gpu']}: how many times as fast as each, geometric "
-        f"mean over {num_shapes} shapes of DeepSeek-V3, and the worst of them. cuBLASLt "
-        "per-tensor applies no block scales: it gives another result, and is a ceiling to "
-        "reach for. Worst row against FP64 sums of the same FP8 operands: "
-        f"{_listed(errors, '.1e')}. Host time of one call ({HOST_CASE}), us: "
-        f"{_listed(host, '.1f')}.",
-        plot="Roofline of the GEMM",
-        cases="times",
-        how="Device time in us, L2 flushed before every call. Bold: the fastest that applies "
-        "block scales.",
-        times=_gemm_times(rows),
-    )
-
-
-def _gemm_speedups(rows: list[Row]) -> str:
-    def cell(m: int, against: str) -> str:
-        found = compare(rows, (m,), against)
-        return f"{found.geomean:.3f}, worst {found.worst:.3f}" if found else "-"
-
-    return table(
-        ["times as fast as", *(title for title, _ in AGAINST.values())],
-        [
-            [f"M = {m}", *(cell(m, against) for against in AGAINST)]
-            for m in sorted({row["m"] for row in rows})
-        ],
-    )
-
-
-def _gemm_times(rows: list[Row]) -> str:
-    same_result = (OURS, DEEP_GEMM, BLOCK_SCALED)
-
-    def cell(row: Row, name: str) -> str:
-        us = fastest_us(row, (name,))
-        is_best = us is not None and name in same_result and us == fastest_us(row, same_result)
-        return f"**{us:.1f}**" if is_best else number(us, 1)
-
-    titles = titles_of(PEERS, rows)
-    cells = [[str(row["m"]), shape_of(row), *(cell(row, name) for name in titles)] for row in rows]
-    return table(["M", "N x K", *titles.values()], cells)
-
-
-def grouped_tables(results: Results) -> str:
-    rows = results["rows"]
-    return _page(
-        results,
-        "grouped",
-        speedups=_grouped_speedups(rows),
-        told=f"`m_grouped_fp8_gemm_nt_contiguous` and `_masked` on one {results['gpu']}: how many "
-        "times as fast as DeepGEMM, for each N x K. A case is so many groups x so many tokens "
-        "of one: 0.7 to 1.3 times their mean, or by Zipf's law, or any number from a to b. "
-        "DeepGEMM's contiguous form takes padded groups, ours does not. Worst row against "
-        f"FP64 sums of the same operands: {_listed(errors_of(rows), '.1e')}.",
-        plot="Grouped GEMMs",
-        cases="cases",
-        how="Device time in us, L2 flushed before every call. TFLOP/s and GB/s are moefp8's, and "
-        "padding is no work. `moefp8 (padded rows)` multiplies rows that are padded for "
-        "DeepGEMM, by `grouped_layout`.",
-        times=_grouped_times(rows),
-    )
-
-
-def _grouped_speedups(rows: list[Row]) -> str:
-    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    lines = []
-    for setting, of_setting in by_setting(rows).items():
-        ratios, goal = against_deep_gemm(of_setting), GOALS.get(setting)
-        cells = [f"{ratios[shape]:.3f}" if shape in ratios else "" for shape in shapes]
-        lines.append([setting, f"{goal:.2f}" if goal else "", *cells])
-    return table(["case", "goal", *shapes], lines)
-
-
-def _grouped_times(rows: list[Row]) -> str:
-    titles = titles_of(grouped_peers.PEERS, rows)
-    ours_title = titles.pop(OURS)
-    lines = []
-    for setting, of_setting in by_setting(rows).items():
-        for row in of_setting:
-            ours = row["peers"][OURS]
-            figures = f"{ours['us']:.1f}", f"{ours['tflops']:.0f}", f"{ours['gbps']:.0f}"
-            others = [number(fastest_us(row, (name,)), 1) for name in titles]
-            lines.append([setting, str(row["tokens"]), shape_of(row), *figures, *others])
-    head = "case", "tokens", "N x K", ours_title, "TFLOP/s", "GB/s", *titles.values()
-    return table(head, lines)
-
-
-def moe_tables(results: Results) -> str:
-    rows, titles = results["rows"], titles_of(moe_peers.PEERS, results["rows"])
-    errors, of_fp8 = (_listed(moe.worst_of(rows, key), ".1e") for key in ("error", "fp8_error"))
-    return _page(
-        results,
-        "moe",
-        speedups=_moe_speedups(rows, titles),
-        told=f"Routed experts of whole layers on one {results['gpu']}, the router's choice given, "
-        "BF16 in and out. The floor is what takes longer: reading the weights of all experts "
-        f"that have a token once at {FLOOR_TBPS:g} TB/s, or all products at {FLOOR_TFLOPS:g} "
-        "TFLOP/s. Goals are against the mega-kernel. Error against an FP32 layer with the same "
-        f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
-        plot="Layers of routed experts",
-        cases="cases",
-        how="Device time / stream time of one eager call from an idle start / replay of a CUDA "
-        "graph, us, L2 flushed before every call; what overlaps counts once.",
-        times=_moe_times(rows, titles),
-    )
-
-
-def _moe_speedups(rows: list[Row], titles: dict[str, str]) -> str:
-    others = {name: title for name, title in titles.items() if name != OURS}
-    lines = []
-    for row in rows:
-        goal, ours = moe.goal_of(row), row["peers"][OURS]["us"]
-        cells = [MODELS[row["model"]].title, str(row["tokens"]), f"{row['floor_us']:.1f}"]
-        ratios = [number(ratio(row, (name,)), 2) for name in others]
-        lines.append([*cells, f"{ours:.1f}", f"{goal:.2f}" if goal else "", *ratios])
-    head = "model", "tokens", "floor, us", "moefp8, us", "goal"
-    return table([*head, *(f"times as fast as {title}" for title in others.values())], lines)
-
-
-def _moe_times(rows: list[Row], titles: dict[str, str]) -> str:
-    def cell(found: Row) -> str:
-        times = [found.get(key) for key in ("us", "eager_us", "graph_us")]
-        return " / ".join(number(us, 1) for us in times) if times[0] else "-"
-
-    lines = []
-    for row in rows:
-        about = MODELS[row["model"]].title, str(row["tokens"]), str(row["active"])
-        lines.append([*about, *(cell(row["peers"].get(name, {})) for name in titles)])
-    return table(["model", "tokens", "active experts", *titles.values()], lines)
 
 
 def interleaving_table(results: Results) -> str:
@@ -316,6 +140,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "load_gpu": load_table,
     "cpu": cpu_table,
     "gemm": gemm_tables,
+    "gemm_sweep": sweep_table,
+    "power": power_table,
     "grouped": grouped_tables,
     "moe": moe_tables,
     "families": families.table,

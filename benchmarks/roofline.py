@@ -1,10 +1,14 @@
-"""Draw where each GEMM stands under the roofs of its GPU: FLOPs over bytes, and TFLOP/s."""
+"""Draw where each GEMM stands under the roofs of its GPU: FLOPs over bytes, and TFLOP/s.
+
+What takes 100 us or more is drawn without rest, where it was timed so, and faintly with pauses.
+"""
 
 from math import atan2, degrees
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gemm import case_of
+from benchmarks.figures import PAUSES, tflops, told_mode
+from benchmarks.gemm_goals import case_of
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, PER_TENSOR
 
 DATASHEET_TFLOPS = 1979.0  # FP8 without sparsity: NVIDIA's datasheets of the H100 and H200 SXM
@@ -18,15 +22,22 @@ _STYLES: dict[str, dict[str, Any]] = {
 _GREY = "#555555"
 
 
-def points(results: dict[str, Any], name: str) -> list[tuple[float, float]]:
-    """(FLOPs per byte, TFLOP/s) of every case that `name` ran."""
-    operands = PEERS[name].operands
-    return [
-        (case.flops / case.num_bytes(operands), row["peers"][name]["tflops"])
-        for row in results["rows"]
-        if "us" in row["peers"].get(name, {})
-        for case in [case_of(row)]
-    ]
+def points(
+    results: dict[str, Any], name: str, mode: str | None = None
+) -> list[tuple[float, float]]:
+    """(FLOPs per byte, TFLOP/s) of every case that `name` ran, in the mode that is told."""
+    found = []
+    for row in results["rows"]:
+        case, speed = case_of(row), tflops(row, name, mode or told_mode(row))
+        if speed is not None:
+            found.append((case.flops / case.num_bytes(PEERS[name].operands), speed))
+    return found
+
+
+def with_pauses(results: dict[str, Any], name: str) -> list[tuple[float, float]]:
+    """The same with pauses, of the cases that are told without rest."""
+    long = [row for row in results["rows"] if told_mode(row) != PAUSES]
+    return points({**results, "rows": long}, name, PAUSES)
 
 
 def roofs(results: dict[str, Any]) -> dict[str, float]:
@@ -34,7 +45,7 @@ def roofs(results: dict[str, Any]) -> dict[str, float]:
     return {
         "copy": results["copy_gbps"] / 1e3,
         "datasheet": DATASHEET_TFLOPS,
-        "measured": max((y for _, y in points(results, PER_TENSOR)), default=0.0),
+        "measured": max((y for _, y in points(results, PER_TENSOR, PAUSES)), default=0.0),
     }
 
 
@@ -64,6 +75,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for name, found in shown.items():
         style = {"linestyle": "none", "label": PEERS[name].title, **_STYLES[name]}
         axes.plot(*zip(*found, strict=True), **style)
+        if others := with_pauses(results, name):
+            axes.plot(*zip(*others, strict=True), **{**style, "label": None, "alpha": 0.35})
     _label_each_m(axes, results)
     axes.legend(loc="upper left", frameon=False, reverse=True)
     figure.savefig(path)

@@ -1,20 +1,22 @@
-"""What the benchmarks beside peers share: first calls, cases that fail, results that are kept."""
+"""What the benchmarks beside peers share: options, first calls, times without rest, results."""
 
+import argparse
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from benchmarks.circumstances import circumstances
+from benchmarks.figures import Row
 from benchmarks.peers import DEEP_GEMM, OURS, Call, Peer, deep_gemm_version, first_line
 from benchmarks.timing import copy_gbps
+from benchmarks.without_rest import LEAST_US, ROUNDS, SECONDS, Loop, without_rest
 
-Row = dict[str, Any]  # the case, and "peers": {name: {"us", ...} or {"refused": why}}
 AnyCase = TypeVar("AnyCase")
 
 
@@ -53,6 +55,67 @@ def first_calls(
             why = first_line(error)
         found[name] = {} if why is None else {"refused": why}
     return calls, first, found
+
+
+class Rest(NamedTuple):
+    """How calls are timed without rest: in so many rounds, and so long in each; 0 rounds: not."""
+
+    rounds: int = ROUNDS
+    seconds: float = SECONDS
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--rounds",
+            type=int,
+            default=ROUNDS,
+            help=f"without rest, of calls of {LEAST_US:g} us and more (%(default)s; 0: none)",
+        )
+        parser.add_argument(
+            "--seconds", type=float, default=SECONDS, help="of each turn of these (%(default)s)"
+        )
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Rest":
+        return cls(options.rounds, options.seconds)
+
+    def wants(self, found: Mapping[str, Row]) -> bool:
+        """Whether calls with these times, with pauses, are timed without rest."""
+        return self.rounds > 0 and found[OURS]["us"] >= LEAST_US
+
+    def add_times(
+        self,
+        found: Mapping[str, Row],
+        peers: Mapping[str, Peer],
+        calls: Mapping[str, Call],
+        copies: Sequence[object] = (),
+    ) -> None:
+        """Add "without_rest" to each of `found` whose call is given; what fails is told.
+
+        copies: operands beside those of `calls`.
+        """
+        loops: dict[str, Loop] = {}
+        for name, call in calls.items():
+            try:
+                others = [peers[name].prepare(operands) for operands in copies]
+                loops[name] = Loop.over([call, *others], found[name]["us"])
+            except Exception as error:
+                print(f"{peers[name].title} is not timed without rest: {first_line(error)}")
+        for name, figures in without_rest(loops, OURS, self.rounds, self.seconds).items():
+            found[name]["without_rest"] = figures
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of some of `names`, with commas between, which gives them in their own order."""
+    names = tuple(names)
+
+    def parse(text: str) -> tuple[str, ...]:
+        if unknown := set(text.split(",")) - set(names):
+            wrong, right = ", ".join(sorted(unknown)), ",".join(names)
+            raise argparse.ArgumentTypeError(f"{wrong}: must be of {right}")
+        return tuple(name for name in names if name in text.split(","))
+
+    return parse
 
 
 def measured(

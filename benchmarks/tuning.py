@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.circumstances import circumstances, require_gpu
-from benchmarks.gemm import geomean
+from benchmarks.figures import geomean
 from benchmarks.moe_cases import MODELS
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, device_us_many
 from moefp8.functional.expert_configs import experts_configs

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +12,23 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import circumstances, gemm, gemm_configs, peers, report, roofline, timing
+from benchmarks import (
+    circumstances,
+    figures,
+    gemm,
+    gemm_cases,
+    gemm_configs,
+    gemm_goals,
+    gemm_sweep,
+    peers,
+    power,
+    report,
+    roofline,
+    session,
+    timing,
+    without_rest,
+)
+from benchmarks.figures import PAUSES, WITHOUT_REST
 from benchmarks.peers import BF16, BLOCK_SCALED, DEEP_GEMM, OURS, PEERS, Case, Operands
 from moefp8.kernels import fp8_gemm_nt, set_num_sms
 from moefp8.testing import relative_error
@@ -43,40 +60,43 @@ def results(rows) -> dict:
 
 
 def test_geomean():
-    assert gemm.geomean([2.0, 8.0]) == pytest.approx(4.0)
-    assert gemm.geomean([3.0]) == pytest.approx(3.0)
+    assert figures.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    assert figures.geomean([3.0]) == pytest.approx(3.0)
 
 
 def test_ratios_are_theirs_to_ours_and_none_without_them(rows):
-    assert gemm.ratio(rows[0], [DEEP_GEMM]) == 2.0
-    assert gemm.ratio(rows[1], [DEEP_GEMM, BLOCK_SCALED]) == 0.5
-    assert gemm.ratio(rows[0], [BLOCK_SCALED]) is None
+    assert figures.ratio(rows[0], [DEEP_GEMM]) == 2.0
+    assert figures.ratio(rows[1], [DEEP_GEMM, BLOCK_SCALED]) == 0.5
+    assert figures.ratio(rows[0], [BLOCK_SCALED]) is None
 
 
 def test_compare_takes_the_rows_of_its_m_that_both_ran(rows):
-    found = gemm.compare(rows, (1, 16), "best")
+    found = gemm_goals.compare(rows, (1, 16), "best")
     assert found.geomean == pytest.approx((2.0 * 0.5 * 4.0) ** (1 / 3))
     assert (found.worst, found.worst_case, found.num_cases) == (0.5, Case(16, 2112, 7168), 3)
-    assert gemm.compare(rows, (1, 16), "deep_gemm").num_cases == 2
-    assert gemm.compare(rows, (64,), "best") is None
+    assert gemm_goals.compare(rows, (1, 16), "deep_gemm").num_cases == 2
+    assert gemm_goals.compare(rows, (64,), "best") is None
 
 
 @pytest.mark.parametrize(
     ("goal", "met"), [((1.5, 1.1), True), ((1.6, 1.1), False), ((1.5, 1.2), False)]
 )
 def test_a_goal_wants_geomean_and_worst(goal, met):
-    found = gemm.Comparison(1.5, 1.1, Case(1, 1, 1), 2)
+    found = gemm_goals.Comparison(1.5, 1.1, Case(1, 1, 1), 2)
     assert found.meets(goal) == met
 
 
 def test_every_m_is_in_one_group(rows):
-    assert gemm.groups_of(rows) == [(1, 16), (256,), (4096,)]
+    assert gemm_goals.groups_of(rows) == [(1, 16), (256,), (4096,)]
+    assert gemm_goals.groups_of(rows, WITHOUT_REST)[-1] == (4096, 8192, 16384)
 
 
 def test_goals_name_groups_and_comparisons():
-    assert {group for group, _ in gemm.GOALS} == set(gemm.GROUPS)
-    assert {against for _, against in gemm.GOALS} <= set(gemm.AGAINST)
-    assert sorted(m for group in gemm.GROUPS for m in group) == list(gemm.MS)
+    for mode, goals in gemm_goals.GOALS.items():
+        assert {group for group, _ in goals} <= set(gemm_goals.GROUPS[mode])
+        assert {against for _, against in goals} <= set(gemm_goals.AGAINST)
+    every = [m for group in gemm_goals.GROUPS[PAUSES] for m in group]
+    assert sorted(every) == list(gemm_cases.MS)
 
 
 def test_what_is_printed(results):
@@ -85,7 +105,7 @@ def test_what_is_printed(results):
     assert table[0] == "M = 16"
     assert "12.0 x1.20" in table[2]
     assert len({len(line) for line in table[1:]}) == 1
-    comparisons = "\n".join(gemm.lines_of_comparisons(rows))
+    comparisons = "\n".join(gemm_goals.lines_of_comparisons(rows))
     assert "geomean 1.100  worst 1.100 at 4096x2112x7168  goal 1.05, worst 1.00: met" in comparisons
     assert "goal 1.20, worst 1.03: MISSED" in comparisons
     rest = "\n".join(gemm.lines_of_the_rest(results))
@@ -247,6 +267,71 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
         assert "refused" in each["peers"][BLOCK_SCALED]
     assert results["host_us"][OURS] == 5.0
     report.gemm_tables(results)
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_random_shapes_from_end_to_end(monkeypatch, capsys, tmp_path):
+    out, cases = tmp_path / "sweep.json", [Case(3, 64, 128), Case(40, 130, 64)]
+    monkeypatch.setattr(gemm_sweep, "random_cases", lambda models, count, seed: cases[:count])
+    run_main(monkeypatch, gemm_sweep, "--compile-with", "0", "--cases", "2", "--out", str(out))
+    printed = capsys.readouterr().out
+    assert "3x64x128     10.0" in printed
+    assert "2 of 2 cases" in printed
+    results = json.loads(out.read_text())
+    assert BF16 not in results["rows"][0]["peers"]
+    assert report.sweep_table(results)
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_power_from_end_to_end(monkeypatch, capsys, tmp_path):
+    out, random = tmp_path / "power.json", Operands.random
+    monkeypatch.setattr(power, "CASES", (Case(16, 128, 256),))
+    monkeypatch.setattr(power, "operands_of", partial(power.operands_of, device="cpu"))
+    monkeypatch.setattr(Operands, "random", lambda case, device: random(case, device="cpu"))
+    monkeypatch.setattr(power, "circumstances", lambda: {"gpu": "none"})
+    monkeypatch.setattr(power, "num_copies", lambda num_bytes: 2)
+    monkeypatch.setattr(without_rest, "captured", lambda call: (call(), call)[1])
+    monkeypatch.setattr(
+        power,
+        "without_rest",
+        lambda loops, *_: {name: {"us": 10.0, "ratio": 1.0} for name in loops},
+    )
+    run_main(monkeypatch, power, "--out", str(out))
+    assert "16x128x256: random 10.0 us, 0 TFLOP/s, - MHz, - W" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert [*results["rows"][0]["data"]] == ["random", "constant", "zero"]
+    assert report.power_table(results)
+
+
+def test_constants_and_zeros_are_what_they_say():
+    case = Case(16, 128, 256)
+    for data, value in ((power.CONSTANT, 256.0), (power.ZERO, 0.0)):
+        d = PEERS[OURS].prepare(power.operands_of(case, data, device="cpu"))()
+        assert torch.equal(d.float(), torch.full((16, 128), value))
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+def test_long_calls_are_timed_without_rest_too(monkeypatch, capsys, tmp_path):
+    out, num_operands = tmp_path / "gemm.json", []
+    random = Operands.random
+    monkeypatch.setattr(Operands, "random", lambda case: (num_operands.append(1), random(case))[1])
+    monkeypatch.setattr(gemm, "device_us_many", lambda calls: dict.fromkeys(calls, 110.0))
+    monkeypatch.setattr(gemm, "num_copies", lambda num_bytes: 3)
+    monkeypatch.setattr(without_rest, "captured", lambda call: (call(), call)[1])
+    turns = {"us": 120.0, "ratio": 1.1, "least": 1.0, "most": 1.2, "mhz": 1500, "watts": 700}
+    monkeypatch.setattr(session, "without_rest", lambda loops, *_: dict.fromkeys(loops, turns))
+    arguments = "--compile-with", "0", "--m", "4096", "--shapes", "64x128", "--out", str(out)
+    run_main(monkeypatch, gemm, *arguments, "--peers", f"{OURS},{BF16}")
+    printed = capsys.readouterr().out
+    assert "120.0 x1.100 (1.000 to 1.200) 1500 700" in printed
+    assert "without rest, M = 4096" in printed
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["peers"][BF16]["without_rest"] == turns
+    with_one_set = len(num_operands) - 2
+    num_operands.clear()
+    run_main(monkeypatch, gemm, *arguments, "--peers", f"{OURS},{BF16}", "--rounds", "0")
+    assert len(num_operands) == with_one_set
+    assert "without rest" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("cpu_as_gpu")

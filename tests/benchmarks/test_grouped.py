@@ -30,15 +30,20 @@ def row(setting: Setting, n: int, k: int, **us: float) -> dict:
     return {**about, "peers": found(known, Case(setting, n, k), us, untouched=True)}
 
 
+SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
+NAMES = "contiguous-4x8192", "contiguous-128x8..64", "masked-1x1024"
+LARGE, QWEN, MASKED_1 = (SETTINGS_BY_NAME[name] for name in NAMES)
+ZIPF = SETTINGS_BY_NAME["contiguous-256x32-Zipf"]
+
+
 @pytest.fixture
 def results() -> dict:
-    large, qwen, masked = SETTINGS[0], SETTINGS[4], SETTINGS[6]
     rows = [
-        row(large, 4096, 7168, deep_gemm=12.0, moefp8_padded=11.0, torch_bf16=30.0),
-        row(large, 7168, 2048, deep_gemm=10.0, moefp8_padded=11.0),
-        row(qwen, 1536, 2048, moefp8_padded=12.0, deep_gemm=13.0),
-        row(masked, 4096, 7168, deep_gemm=20.0),
-        row(masked, 7168, 2048),
+        row(LARGE, 4096, 7168, deep_gemm=12.0, moefp8_padded=11.0, torch_bf16=30.0),
+        row(LARGE, 7168, 2048, deep_gemm=10.0, moefp8_padded=11.0),
+        row(QWEN, 1536, 2048, moefp8_padded=12.0, deep_gemm=13.0),
+        row(MASKED_1, 4096, 7168, deep_gemm=20.0),
+        row(MASKED_1, 7168, 2048),
     ]
     return {"copy_gbps": 4300.0, "rows": rows}
 
@@ -73,9 +78,11 @@ def test_loads_by_zipf():
 
 def test_settings_have_names_and_fit_their_slabs():
     names = [setting.name for setting in SETTINGS]
-    assert len({*names}) == len(names) == 11
+    assert len({*names}) == len(names) == 15
     assert not any(" " in name for name in names)
     assert {"contiguous-4x8192", "contiguous-256x32-Zipf", "masked-128x8..64"} <= {*names}
+    lopsided = SETTINGS_BY_NAME["contiguous-63-lopsided"].counts
+    assert sorted(lopsided) == [0] * 30 + [7] * 32 + [3000]
     for setting in SETTINGS:
         assert len(setting.counts) == int(setting.loads.split()[0])
         assert (setting.max_m >= max(setting.counts)) == (setting.form == MASKED)
@@ -92,10 +99,10 @@ def test_work_of_a_case_counted_by_hand():
 
 
 def test_long_cases_compute_or_load_much():
-    assert Case(SETTINGS[0], 4096, 7168).is_long
-    assert Case(SETTINGS[3], 4096, 7168).is_long
+    assert Case(LARGE, 4096, 7168).is_long
+    assert Case(ZIPF, 4096, 7168).is_long
     assert not Case(SETTINGS[-1], 7168, 2048).is_long
-    assert not Case(SETTINGS[4], 2048, 768).is_long
+    assert not Case(QWEN, 2048, 768).is_long
 
 
 @pytest.fixture(params=[CONTIGUOUS, MASKED])
@@ -197,8 +204,8 @@ def test_a_write_past_the_tokens_is_seen(operands):
 
 def test_large_weights_stay_out_of_bf16(monkeypatch):
     refuses = PEERS[BF16].refuses
-    assert refuses(Case(SETTINGS[3], 7168, 2048)) is None
-    why = refuses(Case(SETTINGS[3], 4096, 7168))
+    assert refuses(Case(ZIPF, 7168, 2048)) is None
+    why = refuses(Case(ZIPF, 4096, 7168))
     assert why == "its weights would take 15.0 GB, more than 8"
     monkeypatch.setattr(grouped_peers, "MOST_BF16_BYTES", 1e3)
     assert Operands.random(Case(SMALL[CONTIGUOUS], 40, 200), device="cpu").w is None
@@ -206,17 +213,20 @@ def test_large_weights_stay_out_of_bf16(monkeypatch):
 
 def test_what_is_printed(results):
     rows = results["rows"]
-    table = list(grouped.lines_of_table(SETTINGS[0], rows[:2]))
-    total, least, most = (f(SETTINGS[0].counts) for f in (sum, min, max))
+    table = list(grouped.lines_of_table(LARGE, rows[:2]))
+    total, least, most = (f(LARGE.counts) for f in (sum, min, max))
     assert table[0] == f"contiguous 4 x 8192: {total} tokens, {least} to {most} of a group"
     assert "12.0 x1.20" in table[2]
     assert len({len(line) for line in table[1:4]}) == 1
     assert table[4:] == ["torch BF16 is left out at 7168x2048: it does"]
-    assert "padded" not in "\n".join(grouped.lines_of_table(SETTINGS[6], rows[3:]))
+    assert "padded" not in "\n".join(grouped.lines_of_table(MASKED_1, rows[3:]))
     comparisons = list(grouped.lines_of_comparisons(rows))
-    assert comparisons[0].endswith("worst 1.000 at 7168x2048  geomean 1.095  goal 1.05: MISSED")
-    assert comparisons[1].endswith("geomean 1.300  goal 1.30: met")
-    assert comparisons[2].endswith("geomean 2.000  goal 1.15: met")
+    assert comparisons[0].endswith("worst 1.000 at 7168x2048  geomean 1.095  goal 1.10: MISSED")
+    assert comparisons[1].startswith("  by grouped_layout ")
+    assert comparisons[1].endswith("worst 0.909 at 7168x2048  geomean 0.996  goal 1.00: MISSED")
+    assert comparisons[2].endswith("geomean 1.300  goal 1.30: met")
+    assert comparisons[3].endswith("geomean 1.083  goal 1.00: met")
+    assert comparisons[4].endswith("geomean 2.000  goal 1.15: met")
     rest = "\n".join(grouped.lines_of_the_rest(results))
     assert "moefp8 1.70e-03, moefp8 (padded rows) 1.70e-03, DeepGEMM 1.70e-03" in rest
     assert "the same bits before and after timing: yes" in rest
@@ -230,19 +240,38 @@ def test_what_is_printed(results):
 
 
 def test_a_setting_without_a_goal_is_compared_all_the_same(results):
-    results["rows"] = [row(SETTINGS[5], 1536, 2048, deep_gemm=9.0)]
+    results["rows"] = [row(SETTINGS_BY_NAME["masked-128x8..64"], 1536, 2048, deep_gemm=9.0)]
     (line,) = grouped.lines_of_comparisons(results["rows"])
     assert line.endswith("geomean 0.900")
-    assert speedups.bars(results) == [(0.0, "masked 128 x 8..64", "1536x2048", 0.9, None)]
+    assert speedups.bars(results) == [(0.0, "masked 128 x 8..64", "1536x2048", 0.9, None, None)]
+
+
+def add_without_rest(row: dict) -> None:
+    """Ours takes 100 us; without rest DeepGEMM takes 1.3 times as long, and the padded one 1.2."""
+    for name, ratio in ((OURS, None), (PADDED, 1.2), (DEEP_GEMM, 1.3)):
+        found = row["peers"][name]
+        found["us"] *= 10
+        found["without_rest"] = {"us": 110 * (ratio or 1)} | ({"ratio": ratio} if ratio else {})
+
+
+def test_what_takes_long_is_compared_without_rest(results):
+    row = results["rows"][0]
+    add_without_rest(row)
+    ours, padded, *_ = grouped.lines_of_comparisons([row])
+    assert ours.endswith("worst 1.300 at 4096x7168  geomean 1.300  goal 1.10: met")
+    assert padded.endswith("worst 1.083 at 4096x7168  geomean 1.083  goal 1.00: met")
 
 
 def test_bars_of_the_plot(results):
     assert speedups.bars(results) == [
-        (0.0, "contiguous 4 x 8192", "4096x7168", 1.2, 1.05),
-        (1.0, "", "7168x2048", 1.0, 1.05),
-        (2.6, "contiguous 128 x 8..64", "1536x2048", 1.3, 1.3),
-        (4.2, "masked 1 x 1024", "4096x7168", 2.0, 1.15),
+        (0.0, "contiguous 4 x 8192", "4096x7168", 1.2, 1.10, None),
+        (1.0, "", "7168x2048", 1.0, 1.10, None),
+        (2.6, "contiguous 128 x 8..64", "1536x2048", 1.3, 1.3, None),
+        (4.2, "masked 1 x 1024", "4096x7168", 2.0, 1.15, None),
     ]
+    add_without_rest(results["rows"][0])
+    told = speedups.bars(results)[0]
+    assert (told.ratio, told.with_pauses) == (1.3, 1.2)
     for each in results["rows"]:
         del each["peers"][DEEP_GEMM]
     assert speedups.bars(results) == []

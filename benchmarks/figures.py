@@ -1,0 +1,73 @@
+"""Figures of a row: times, ratios, and which of them is told first.
+
+A row holds a case and "peers": what each came to, {"us", ...} with pauses between its calls, and
+under "without_rest" what `benchmarks.without_rest` gives; or {"refused": why}.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.peers import OURS
+
+Row = dict[str, Any]
+
+HEADLINE_US = 100.0  # what takes so long is told without rest
+PAUSES, WITHOUT_REST = "with pauses", "without rest"
+
+
+def figures(us: float, flops: int, num_bytes: int, error: float) -> dict[str, Any]:
+    return {
+        "us": round(us, 3),
+        "tflops": round(flops / us / 1e6, 1),
+        "gbps": round(num_bytes / us / 1e3, 1),
+        "error": float(f"{error:.4g}"),
+    }
+
+
+def of_peer(row: Row, name: str, mode: str = PAUSES) -> dict[str, Any]:
+    """What a peer came to in this mode; nothing where it did not run."""
+    found: dict[str, Any] = row["peers"].get(name, {})
+    return found if mode == PAUSES else found.get("without_rest", {})
+
+
+def fastest_us(row: Row, names: Iterable[str], mode: str = PAUSES) -> float | None:
+    times = [found["us"] for name in names if "us" in (found := of_peer(row, name, mode))]
+    return min(times, default=None)
+
+
+def ratio(row: Row, names: Iterable[str], mode: str = PAUSES, of: str = OURS) -> float | None:
+    """How many times as fast as the fastest of `names` `of` is; None where one side did not run.
+
+    Without rest it is of the ratios to ours that each had, round by round, the median.
+    """
+    key = "us" if mode == PAUSES else "ratio"
+    ours = {"ratio": 1.0} if (of, mode) == (OURS, WITHOUT_REST) else of_peer(row, of, mode)
+    theirs = [found[key] for name in names if key in (found := of_peer(row, name, mode))]
+    return min(theirs) / ours[key] if theirs and key in ours else None
+
+
+def tflops(row: Row, name: str, mode: str = PAUSES) -> float | None:
+    """What a peer computes in a second; None where it did not run in this mode."""
+    us, with_pauses = fastest_us(row, (name,), mode), of_peer(row, name)
+    return None if us is None else with_pauses["tflops"] * with_pauses["us"] / us
+
+
+def told_mode(row: Row) -> str:
+    """The mode whose figures are told first: without rest where ours takes 100 us or more."""
+    ours = of_peer(row, OURS)
+    is_long = "us" in of_peer(row, OURS, WITHOUT_REST) and ours.get("us", 0.0) >= HEADLINE_US
+    return WITHOUT_REST if is_long else PAUSES
+
+
+def told_ratio(row: Row, names: Iterable[str], of: str = OURS) -> float | None:
+    return ratio(row, names, told_mode(row), of)
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "MISSED"

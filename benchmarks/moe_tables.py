@@ -1,0 +1,65 @@
+"""The tables of whole layers of routed experts."""
+
+from benchmarks import moe
+from benchmarks.figures import Row, fastest_us, told_mode
+from benchmarks.markdown import number, table
+from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
+from benchmarks.moe_peers import PEERS
+from benchmarks.pages import Results, listed, page, times_without_rest, told, told_by
+from benchmarks.peers import OURS
+from benchmarks.session import titles_of
+
+
+def moe_tables(results: Results) -> str:
+    rows, titles = results["rows"], titles_of(PEERS, results["rows"])
+    errors, of_fp8 = (listed(moe.worst_of(rows, key), ".1e") for key in ("error", "fp8_error"))
+    return page(
+        results,
+        "moe",
+        speedups=_moe_speedups(rows, titles),
+        told=f"Routed experts of whole layers on one {results['gpu']}, the router's choice given, "
+        "BF16 in and out. The floor is what takes longer: reading the weights of all experts "
+        f"that have a token once at {FLOOR_TBPS:g} TB/s, or all products at {FLOOR_TFLOPS:g} "
+        f"TFLOP/s. {told_by(rows)}Goals are against the mega-kernel"
+        f"{_of_mega_kernel(results)}. Error against an FP32 layer with the same "
+        f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
+        plot="Layers of routed experts",
+        cases="cases",
+        how="Device time / stream time of one eager call from an idle start / replay of a CUDA "
+        "graph, us, L2 flushed before every call; what overlaps counts once.",
+        times=_moe_times(rows, titles),
+        without_rest=times_without_rest(
+            rows,
+            ("model", "tokens"),
+            lambda row: [MODELS[row["model"]].title, str(row["tokens"])],
+            titles,
+        ),
+    )
+
+
+def _of_mega_kernel(results: Results) -> str:
+    return f" of {results['mega_kernel']}" if "mega_kernel" in results else ""
+
+
+def _moe_speedups(rows: list[Row], titles: dict[str, str]) -> str:
+    others = {name: title for name, title in titles.items() if name != OURS}
+    lines = []
+    for row in rows:
+        goal, ours = moe.goal_of(row), fastest_us(row, (OURS,), told_mode(row))
+        cells = [MODELS[row["model"]].title, str(row["tokens"]), f"{row['floor_us']:.1f}"]
+        ratios = [told(row, (name,), 2) for name in others]
+        lines.append([*cells, f"{ours:.1f}", f"{goal:.2f}" if goal else "", *ratios])
+    head = "model", "tokens", "floor, us", "moefp8, us", "goal"
+    return table([*head, *(f"times as fast as {title}" for title in others.values())], lines)
+
+
+def _moe_times(rows: list[Row], titles: dict[str, str]) -> str:
+    def cell(found: Row) -> str:
+        times = [found.get(key) for key in ("us", "eager_us", "graph_us")]
+        return " / ".join(number(us, 1) for us in times) if times[0] else "-"
+
+    lines = []
+    for row in rows:
+        about = MODELS[row["model"]].title, str(row["tokens"]), str(row["active"])
+        lines.append([*about, *(cell(row["peers"].get(name, {})) for name in titles)])
+    return table(["model", "tokens", "active experts", *titles.values()], lines)
