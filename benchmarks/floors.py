@@ -69,7 +69,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     panels[0].set_ylabel(f"time over floor ({FLOOR_TBPS:g} TB/s, {FLOOR_TFLOPS:g} TFLOP/s)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=len(labels))
-    figure.suptitle(f"Layers of routed experts on one {results['gpu']}")
+    faint = "; faint: with pauses" if any(told_mode(row) != PAUSES for row in rows) else ""
+    figure.suptitle(f"Layers of routed experts on one {results['gpu']}{faint}")
     figure.savefig(path)
 
 

@@ -1,6 +1,7 @@
 """The tables of the dense GEMM: beside its peers, at random shapes, and by the power it needs."""
 
 from collections.abc import Container
+from itertools import chain
 
 from benchmarks import power
 from benchmarks.figures import PAUSES, WITHOUT_REST, Row, fastest_us
@@ -58,13 +59,11 @@ def _gemm_speedups(rows: list[Row]) -> str:
         cells = [f"{x.geomean:.3f}, worst {x.worst:.3f}" if x else "-" for x in found]
         return [title, *cells] if any(found) else []
 
-    lines = [line(f"M = {m}", (m,), PAUSES) for m in sorted({row["m"] for row in rows})]
-    for ms in dict.fromkeys((m,) for group in groups_of(rows, WITHOUT_REST) for m in group):
-        lines.append(line(f"M = {ms[0]}, without rest", ms, WITHOUT_REST))
-    for ms in groups_of(rows, WITHOUT_REST):
-        if len(ms) > 1:
-            title = f"M = {', '.join(map(str, ms))}, without rest"
-            lines.append(line(title, ms, WITHOUT_REST))
+    each = [(m,) for m in sorted({row["m"] for row in rows})]
+    lines = [line(f"M = {m}", (m,), PAUSES) for (m,) in each]
+    groups = [ms for ms in groups_of(rows, WITHOUT_REST) if len({*chain(*each)} & {*ms}) > 1]
+    for ms in each + groups:
+        lines.append(line(f"M = {', '.join(map(str, ms))}, without rest", ms, WITHOUT_REST))
     head = "times as fast as", *(title for title, _ in AGAINST.values())
     return table(head, filter(None, lines))
 

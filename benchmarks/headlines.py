@@ -28,17 +28,11 @@ def headlines(
 
     What takes 100 us or more is told without rest, where it was timed so.
     """
-    head = [f"on one {moe['gpu']}", "times as fast as", *map(_tokens, TOKENS)]
-    speed = table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])])
     is_long = any(told_mode(row) != PAUSES for row in (*moe["rows"], *gemm["rows"]))
-    how = [_WITHOUT_REST] if is_long else []
-    return "\n".join([speed, "", *how, _accuracy(accuracy), _load(load), _cpu(cpu)])
-
-
-_WITHOUT_REST = (
-    "- What takes 100 us or more is timed without rest: calls back to back, as users run them, at "
-    "the clock that the power limit leaves."
-)
+    where = f"on one {moe['gpu']}" + (", without rest from 100 us on" if is_long else "")
+    head = [where, "times as fast as", *map(_tokens, TOKENS)]
+    speed = table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])])
+    return "\n".join([speed, "", _accuracy(accuracy), _load(load), _cpu(cpu)])
 
 
 def _tokens(n: int) -> str:

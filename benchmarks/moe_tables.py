@@ -38,7 +38,7 @@ def moe_tables(results: Results) -> str:
 
 
 def _of_mega_kernel(results: Results) -> str:
-    return f" of {results['mega_kernel']}" if "mega_kernel" in results else ""
+    return f" of {results.get('mega_kernel', results['deep_gemm'])}"
 
 
 def _moe_speedups(rows: list[Row], titles: dict[str, str]) -> str:

@@ -79,7 +79,7 @@ def told(row: Row, names: Iterable[str], digits: int, of: str = OURS) -> str:
     """The ratio that is told first, and in brackets that with pauses if it is another."""
     names, mode = list(names), told_mode(row)
     with_pauses = number(ratio(row, names, PAUSES, of), digits)
-    if mode == PAUSES:
+    if mode == PAUSES or with_pauses == "-":
         return with_pauses
     return f"{number(ratio(row, names, mode, of), digits)} ({with_pauses})"
 

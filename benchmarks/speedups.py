@@ -54,7 +54,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     goals = [(bar.goal, bar.y) for bar in found if bar.goal]
     axes.plot(*zip(*goals, strict=True), marker="|", color="black", label="goal", **style)
     if others := [(bar.with_pauses, bar.y) for bar in found if bar.with_pauses]:
-        style |= {"marker": "|", "color": _GREY, "alpha": 0.5, "label": "with pauses"}
+        style |= {"marker": "|", "color": "#bbbbbb", "label": "with pauses"}
         axes.plot(*zip(*others, strict=True), **style)
     for bar in found:
         label = f"{bar.ratio:.3f}   {bar.shape}"
