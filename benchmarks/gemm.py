@@ -40,6 +40,7 @@ from moefp8.testing import row_errors
 
 HOST_CASE = Case(64, 4096, 7168)
 RESULTS = Path(__file__).parent / "results" / "gemm.json"
+MOST_M_OF_BF16 = 4096  # for larger M it is timed with pauses alone, since it takes twice as long
 ERROR_GOAL = 2.0  # times DeepGEMM's error
 
 
@@ -82,6 +83,8 @@ def measure(case: Case, names: Iterable[str], rest: Rest) -> Row:
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
     if rest.wants(found):
         more = num_copies(case.num_bytes("block_scaled")) - 1
+        if case.m > MOST_M_OF_BF16:
+            calls.pop(BF16, None)
         rest.add_times(found, PEERS, calls, [Operands.random(case) for _ in range(more)])
     return {**case._asdict(), "peers": found}
 

@@ -8,7 +8,7 @@ weights.
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -59,22 +59,28 @@ ERROR_GOAL = 1.0  # times the error of each FP8 peer
 def measure(name_of_model: str, case: Case, names: Iterable[str], rest: Rest) -> Row:
     torch.cuda.empty_cache()
     calls, first, found = first_calls(PEERS, names, case, case)
-    errors, repeats = accuracy(case, first), 5 if case.floor_us > 1000 else 15
-    for name, us in layer_us_many(calls, repeats).items():
-        num_bytes = case.num_bytes(PEERS[name].operands)
-        found[name] = figures(us, case.flops, num_bytes, errors[name]["error"]) | errors[name]
-    for name, us in eager_us_many(calls, repeats).items():
-        found[name]["eager_us"] = round(us, 3)
+    times = times_of(calls, 5 if case.floor_us > 1000 else 15)
+    for name, errors in accuracy(case, first).items():
+        num_bytes, us = case.num_bytes(PEERS[name].operands), times[name]["us"]
+        found[name] = figures(us, case.flops, num_bytes, errors["error"]) | errors | times[name]
     found[OURS]["repeatable"] = torch.equal(calls[OURS](), first[OURS])
-    for name, figure in graph_times(calls, repeats).items():  # last: captures may leave traces
-        found[name] |= figure
     if rest.wants(found):
         rest.add_times(found, PEERS, calls)  # weights of experts fill L2 many times
     about = {"model": name_of_model, "tokens": len(case.x), "active": case.num_active}
     return {**about, "floor_us": round(case.floor_us, 3), "peers": found}
 
 
-def graph_times(calls: dict[str, Call], repeats: int) -> dict[str, dict[str, Any]]:
+def times_of(calls: Mapping[str, Call], repeats: int) -> dict[str, dict[str, Any]]:
+    """Of each: "us" on the device, "eager_us", and "graph_us" or "graph_refused"."""
+    found = {name: {"us": round(us, 3)} for name, us in layer_us_many(calls, repeats).items()}
+    for name, us in eager_us_many(calls, repeats).items():
+        found[name]["eager_us"] = round(us, 3)
+    for name, figure in graph_times(calls, repeats).items():  # last: captures may leave traces
+        found[name] |= figure
+    return found
+
+
+def graph_times(calls: Mapping[str, Call], repeats: int) -> dict[str, dict[str, Any]]:
     replays: dict[str, Call] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():

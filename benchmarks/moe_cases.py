@@ -44,14 +44,15 @@ def random_experts(model: Model, device: str = "cuda") -> GroupedExperts:
     return experts
 
 
+def values(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """What weights [..., N, K] and scales of 128x128 stand for, in FP32."""
+    n, k = data.shape[-2:]
+    scales = scale_inv.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
+    return data.float() * scales[..., :n, :k]
+
+
 def dequantized(experts: GroupedExperts, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of one expert: fp32 gate_up [2I, H] and down [H, I]."""
-
-    def values(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-        n, k = data.shape[-2:]
-        scales = scale_inv.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
-        return data.float() * scales[..., :n, :k]
-
     gate_up = (experts.gate_up_proj[expert], experts.gate_up_proj_scale_inv[expert])
     halves = values(*(part.unflatten(0, (2, -1)) for part in gate_up))
     down = values(experts.down_proj[expert], experts.down_proj_scale_inv[expert])

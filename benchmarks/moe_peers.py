@@ -6,7 +6,9 @@ same FP8 weights, and quantize tokens themselves; `bf16` is what these weights s
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +17,10 @@ from benchmarks import mega_kernel, peers
 from benchmarks.mega_kernel import MegaKernel, block_scaled
 from benchmarks.moe_cases import Case, dequantized
 from benchmarks.peers import DEEP_GEMM, OURS, Call, Peer, has
+from moefp8 import GroupedExperts
 from moefp8.kernels import BLOCK
+
+Experts = Callable[..., torch.Tensor]  # x, top_k_index, top_k_weights -> y
 
 MEGA, HF_FP8, HF_BF16 = "sgl_megamoe", "hf_deepgemm", "hf_bf16"
 
@@ -27,6 +32,11 @@ def _sgl_megamoe(case: Case) -> Call:
 
 
 def _hf_deepgemm(case: Case) -> Call:
+    return _call_of(deep_gemm_experts(case.experts), case)
+
+
+def deep_gemm_of_transformers() -> Any:
+    """transformers' module for DeepGEMM, which takes the one that is installed."""
     import deep_gemm
     from transformers.integrations import deepgemm
 
@@ -39,7 +49,11 @@ def _hf_deepgemm(case: Case) -> Call:
         "m_alignment": deep_gemm.get_mk_alignment_for_contiguous_layout(),
     }
     deepgemm._DEEPGEMM = deepgemm.DeepGEMM(**names)
-    (gate_up, gate_up_scale_inv), (down, down_scale_inv) = block_scaled(case.experts)
+    return deepgemm
+
+
+def deep_gemm_experts(experts: GroupedExperts) -> Experts:
+    (gate_up, gate_up_scale_inv), (down, down_scale_inv) = block_scaled(experts)
     module = _as_in_transformers(
         gate_up,
         down,
@@ -49,7 +63,7 @@ def _hf_deepgemm(case: Case) -> Call:
         activation_scheme="dynamic",
         _deepgemm_disabled=False,
     )
-    return _call_of(deepgemm.deepgemm_fp8_fp4_experts_forward, module, case)
+    return partial(deep_gemm_of_transformers().deepgemm_fp8_fp4_experts_forward, module)
 
 
 def _hf_bf16(case: Case) -> Call:
@@ -62,7 +76,7 @@ def _hf_bf16(case: Case) -> Call:
     for expert in range(case.model.num_experts):
         gate_up[expert], down[expert] = dequantized(case.experts, expert)
     module = _as_in_transformers(gate_up, down)
-    return _call_of(moe.grouped_mm_experts_forward, module, case)
+    return _call_of(partial(moe.grouped_mm_experts_forward, module), case)
 
 
 def _as_in_transformers(
@@ -89,9 +103,9 @@ def _as_in_transformers(
     )
 
 
-def _call_of(forward: Callable[..., torch.Tensor], module: SimpleNamespace, case: Case) -> Call:
+def _call_of(experts: Experts, case: Case) -> Call:
     arguments = case.x, case.top_k_index, case.top_k_weights
-    return lambda: forward(module, *arguments)
+    return lambda: experts(*arguments)
 
 
 def _without_room(case: Case) -> str | None:

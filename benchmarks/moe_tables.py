@@ -1,6 +1,6 @@
-"""The tables of whole layers of routed experts."""
+"""The tables of layers of routed experts, and of whole MoE layers."""
 
-from benchmarks import moe
+from benchmarks import moe, moe_layers
 from benchmarks.figures import Row, fastest_us, told_mode
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
@@ -63,3 +63,45 @@ def _moe_times(rows: list[Row], titles: dict[str, str]) -> str:
         about = MODELS[row["model"]].title, str(row["tokens"]), str(row["active"])
         lines.append([*about, *(cell(row["peers"].get(name, {})) for name in titles)])
     return table(["model", "tokens", "active experts", *titles.values()], lines)
+
+
+def layers_tables(results: Results) -> str:
+    """How many times as fast as each peer whole layers and routers are, and all times."""
+    rows = results["rows"]
+    tables = []
+    for what, about in (
+        (moe_layers.LAYER, "whole layer"),
+        (moe_layers.ROUTER, "router alone"),
+    ):
+        ran = [row for row in rows if row["what"] == what]
+        titles = titles_of(moe_layers.PEERS[what], ran)
+        if ran:
+            tables.append(_layer_table(ran, about, titles))
+    where = (
+        "Device time / stream time of one eager call from an idle start / replay of a CUDA graph, "
+        f"us, L2 flushed before every call; then without rest, where that was timed. "
+        f"{told_by(rows)}In the last columns, how many times as long as ours the others take. "
+        f"{results['gpu']}, torch {results['torch']}, mega-kernel of {results['mega_kernel']}; "
+        f"{results['date'][:10]}, commit {results['commit']}."
+    )
+    return "\n\n".join([*tables, where])
+
+
+def _layer_table(rows: list[Row], about: str, titles: dict[str, str]) -> str:
+    def cell(found: Row) -> str:
+        if "us" not in found:
+            return "-"
+        times = [found.get(key) for key in moe_layers.FIGURES]
+        times += [found["without_rest"]["us"]] if "without_rest" in found else []
+        return " / ".join(number(us, 1) for us in times)
+
+    others = [name for name in titles if name != OURS]
+    lines = []
+    for row in rows:
+        goal = moe_layers.goal_of(row)
+        told_goal = f"{moe_layers.FIGURES[goal[0]]} {goal[1]:g}" if goal else ""
+        cells = [MODELS[row["model"]].title, str(row["tokens"]), told_goal]
+        cells += [cell(row["peers"].get(name, {})) for name in titles]
+        lines.append([*cells, *(told(row, (name,), 2) for name in others)])
+    ratios = (f"times as fast as {titles[name]}" for name in others)
+    return table([about, "tokens", "goal, us", *titles.values(), *ratios], lines)

@@ -17,7 +17,7 @@ from benchmarks.gemm_tables import gemm_tables, power_table, sweep_table
 from benchmarks.grouped_tables import grouped_tables
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.markdown import table
-from benchmarks.moe_tables import moe_tables
+from benchmarks.moe_tables import layers_tables, moe_tables
 from benchmarks.pages import Results
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +144,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "power": power_table,
     "grouped": grouped_tables,
     "moe": moe_tables,
+    "moe_layers": layers_tables,
     "families": families.table,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name

@@ -46,7 +46,7 @@ class Sensors:
             read = self._read or of_current_gpu()
             while not self._is_over.wait(EVERY_SECONDS):
                 self._seen.append((time.perf_counter(), read()))
-        except OSError:
+        except (OSError, AttributeError):  # no driver, or one that does not know what is asked
             return
 
     def between(self, start: float, end: float) -> dict[str, float]:

@@ -94,6 +94,7 @@ class Rest(NamedTuple):
 
         copies: operands beside those of `calls`.
         """
+        torch.cuda.empty_cache()
         loops: dict[str, Loop] = {}
         for name, call in calls.items():
             try:

@@ -23,7 +23,7 @@ from benchmarks.timing import Call, captured
 LEAST_US = 50.0  # shorter calls are timed with pauses alone
 ROUNDS, SECONDS = 5, 0.3
 LEAST_BYTES = 256 << 20  # of all copies together: five times what L2 of an H100 or H200 holds
-_LEAD_IN_SECONDS = 0.05  # of a turn, before it is timed: clocks follow their load in so long
+_LEAD_IN_SECONDS = 0.05  # how a turn begins is not timed: clocks follow their load in so long
 _LOOP_US = 2000.0  # far longer than it takes the host to launch the next one
 _AHEAD = 3  # loops that wait on the device
 
@@ -80,7 +80,7 @@ def recorded() -> Mark:
 
 
 def turn_of(loop: Loop, seconds: float, mark: Callable[[], Mark] = recorded) -> Turn:
-    """Loops back to back for at least `seconds`, of which the host launches some ahead."""
+    """Loops back to back for at least `seconds`, some of which the host launches ahead."""
     ahead: deque[Mark] = deque()
 
     def launched() -> Mark:
@@ -102,7 +102,7 @@ def turn_of(loop: Loop, seconds: float, mark: Callable[[], Mark] = recorded) -> 
     ahead.extend(launched() for _ in range(_AHEAD))
     start, _ = run_for(first, _LEAD_IN_SECONDS)
     started = time.perf_counter()
-    end, count = run_for(start, seconds)
+    end, count = run_for(start, seconds - _LEAD_IN_SECONDS)
     us = start.elapsed_time(end) * 1e3 / (count * loop.num_calls)
     return Turn(us, started, time.perf_counter())
 

@@ -14,11 +14,10 @@ from benchmarks.moe_accuracy import accuracy, reference
 from benchmarks.moe_cases import MODELS, Case, Model, dequantized, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
 from benchmarks.peers import OURS
-from moefp8.functional.experts import experts
 from moefp8.testing import relative_error
 from moefp8.testing.reference import rounded_to_fp8
 from tests import naive
-from tests.benchmarks.cases import failing, fake_deep_gemm, found, run_main
+from tests.benchmarks.cases import failing, found, run_main
 
 SMALL = Model("small", 5, 2, 256, 128)
 UNEVEN = Model("uneven", 3, 2, 200, 136)
@@ -130,45 +129,6 @@ def test_of_many_tokens_the_last_is_compared_too():
     assert accuracy(case, {OURS: result})[OURS]["error"] < 1e-6
     result[-1] = 0
     assert accuracy(case, {OURS: result})[OURS]["worst_row"] == 1
-
-
-@pytest.fixture
-def deep_gemm(monkeypatch) -> SimpleNamespace:
-    """The mega-kernel computes the layer from what it is given."""
-
-    def pre_dispatch(x, index, weights, buf_x, buf_x_sf, buf_index, buf_weights, num_tokens):
-        assert (index.dtype, weights.dtype) == (torch.int32, torch.float32)
-        buf_x[:num_tokens], buf_index[:num_tokens], buf_weights[:num_tokens] = x, index, weights
-
-    def get_buffer(group, num_experts, num_tokens, top_k, h, i):
-        from torch.distributed import _symmetric_memory as memory
-
-        assert group == "one rank"
-        x = memory.empty((num_tokens, h), dtype=torch.bfloat16, device="cpu")
-        (pointer,) = memory.rendezvous(x, group=group).buffer_ptrs
-        assert pointer == x.data_ptr()
-        index = torch.empty(num_tokens, top_k, dtype=torch.int32)
-        weights = torch.empty(num_tokens, top_k)
-        return SimpleNamespace(x=x, x_sf=None, topk_idx=index, topk_weights=weights)
-
-    def mega(y, gate_up, down, buffer, num_tokens_bound=None):
-        assert num_tokens_bound == len(y)
-        given = (x[: len(y)] for x in (buffer.x, buffer.topk_idx, buffer.topk_weights))
-        y.copy_(experts(*given, *gate_up, *down, None, False))
-
-    integration = pytest.importorskip("transformers.integrations.deepgemm")
-    monkeypatch.setattr(integration, "_DEEPGEMM", None)  # put back to what transformers found
-    monkeypatch.setattr(mega_kernel, "group_of_one_rank", lambda: "one rank")
-    monkeypatch.setattr(mega_kernel, "MODULES", ("deep_gemm",))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-    return fake_deep_gemm(
-        monkeypatch,
-        get_symm_buffer_for_sm90_mega_moe=get_buffer,
-        transform_weights_for_mega_moe_sm90=lambda gate_up, down: (gate_up, down),
-        mega_moe_pre_dispatch_sm90=pre_dispatch,
-        fp8_mega_moe=mega,
-    )
 
 
 @pytest.mark.usefixtures("deep_gemm")
