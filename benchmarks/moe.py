@@ -7,7 +7,7 @@ time, L2 flushed before every call. Results are compared with an FP32 layer of t
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.gemm import fastest_us, figures, ratio, verdict
 from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
+from benchmarks.options import numbers, some_of
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
 from benchmarks.session import (
     Row,
@@ -180,9 +181,9 @@ def rows_of(name_of_model: str, tokens: Iterable[int], names: list[str]) -> Iter
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    some_models, some_peers = (_some_of(tuple(table)) for table in (MODELS, PEERS))
+    some_models, some_peers = (some_of(tuple(table)) for table in (MODELS, PEERS))
     parser.add_argument("--models", type=some_models, default=tuple(MODELS), metavar="M,...")
-    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="such as 1,128")
+    parser.add_argument("--tokens", type=numbers, default=TOKENS, help="such as 1,128")
     parser.add_argument("--peers", type=some_peers, default=tuple(PEERS), metavar="P,...")
     parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
     options = parser.parse_args()
@@ -195,22 +196,6 @@ def main() -> None:
     is_all = chosen == (tuple(MODELS), TOKENS, tuple(PEERS))
     lines = lines_of_the_rest(results)
     finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
-def _some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of some of `names`, which gives them in their own order."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        if unknown := set(text.split(",")) - set(names):
-            wrong, right = ", ".join(sorted(unknown)), ",".join(names)
-            raise argparse.ArgumentTypeError(f"{wrong}: must be of {right}")
-        return tuple(name for name in names if name in text.split(","))
-
-    return parse
 
 
 if __name__ == "__main__":

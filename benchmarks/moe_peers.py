@@ -70,9 +70,10 @@ def _block_scaled(experts: GroupedExperts) -> tuple[tuple[torch.Tensor, torch.Te
     )
 
 
-def _hf_deepgemm(case: Case) -> Call:
+def plug_in_deep_gemm() -> None:
+    """Let transformers find the DeepGEMM that is installed, instead of one that it downloads."""
     import deep_gemm
-    from transformers.integrations import deepgemm
+    from transformers.integrations import deepgemm, finegrained_fp8
 
     # This stands for what transformers would download, and name after its module.
     names = dict.fromkeys(field.name for field in fields(deepgemm.DeepGEMM)) | {
@@ -83,6 +84,13 @@ def _hf_deepgemm(case: Case) -> Call:
         "m_alignment": deep_gemm.get_mk_alignment_for_contiguous_layout(),
     }
     deepgemm._DEEPGEMM = deepgemm.DeepGEMM(**names)
+    finegrained_fp8.is_deepgemm_loadable = lambda raise_error=False: True
+
+
+def _hf_deepgemm(case: Case) -> Call:
+    from transformers.integrations import deepgemm
+
+    plug_in_deep_gemm()
     (gate_up, gate_up_scale_inv), (down, down_scale_inv) = _block_scaled(case.experts)
     module = _as_in_transformers(
         gate_up,
