@@ -17,6 +17,8 @@ from benchmarks.gemm import AGAINST, HOST_CASE, compare, fastest_us, geomean, ra
 from benchmarks.grouped import GOALS, against_deep_gemm, by_setting, errors_of, shape_of
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.markdown import number, table
+from benchmarks.model import plot as model_plot
+from benchmarks.model import table as model_table
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 from benchmarks.session import Row, titles_of
@@ -318,10 +320,16 @@ TABLES: dict[str, Callable[..., str]] = {
     "gemm": gemm_tables,
     "grouped": grouped_tables,
     "moe": moe_tables,
+    "model": model_table.tables,
     "families": families.table,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
-PLOTS = {"gemm": roofline.draw, "grouped": speedups.draw, "moe": floors.draw}
+PLOTS = {
+    "gemm": roofline.draw,
+    "grouped": speedups.draw,
+    "moe": floors.draw,
+    "model": model_plot.draw,
+}
 
 
 def with_tables(text: str, directory: Path = RESULTS) -> str:

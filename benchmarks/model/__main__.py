@@ -28,7 +28,7 @@ from benchmarks.moe_peers import PEERS
 from benchmarks.options import numbers, some_of
 from benchmarks.peers import deep_gemm_version
 from benchmarks.session import Row, finish, measured, write
-from moefp8.testing import relative_error
+from moefp8.testing import row_errors
 
 BATCHES, PROMPT, CONTEXT = (1, 16, 128), 4096, 256
 PATIENCE_S = 240
@@ -64,19 +64,21 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work = Path(tempfile.mkdtemp(prefix=f"moefp8-{name}-", dir=options.dir))
     checkpoint, started = work / "checkpoint", time.perf_counter()
-    row: Row = {"model": name, "title": model.title, "layers": config.num_hidden_layers}
+    title = model.title_of(config)
+    row: Row = {"model": name, "title": title, "layers": config.num_hidden_layers}
     try:
         with ThreadPoolExecutor(1) as pool:
             tokens = options.prompt, *options.batches
             cached = options.prompt, *(batch * options.context for batch in options.batches)
-            compiled = pool.submit(compile_ahead, config, tokens, cached) if on_gpu(device) else None
+            is_gpu = device.type == "cuda"
+            compiled = pool.submit(compile_ahead, config, tokens, cached) if is_gpu else None
             row["checkpoint_gib"] = round(write_checkpoint(config, checkpoint, device) / 2**30, 2)
             row["write_s"] = round(time.perf_counter() - started, 1)
             if compiled:
                 torch.cuda.empty_cache()  # the providers need it
                 compiled.result()
         row["ready_s"] = round(time.perf_counter() - started, 1)
-        print(f"\n{model.title}: {row['checkpoint_gib']} GiB in {row['write_s']} s", flush=True)
+        print(f"\n{title}: {row['checkpoint_gib']} GiB in {row['write_s']} s", flush=True)
         row["peers"] = {}
         for provider in options.providers:
             found = found_by(provider, work, options, device)
@@ -89,10 +91,6 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
             print(f"kept: {checkpoint}")
         else:
             shutil.rmtree(work)
-
-
-def on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def found_by(provider: str, work: Path, options: argparse.Namespace, device: torch.device) -> Found:
@@ -113,14 +111,18 @@ def found_by(provider: str, work: Path, options: argparse.Namespace, device: tor
 
 
 def add_errors(peers: dict[str, Found], work: Path) -> None:
-    """How far the last logits of the prompt are from BF16's, which say that all run one model."""
+    """How far logits are from BF16's: the median of the prompt's last tokens.
+
+    They say that all run one model. Some tokens are far off, since they get another expert.
+    """
     logits = {name: work / name / LOGITS for name in peers}
     if HF_BF16 not in peers or not logits[HF_BF16].exists():
         return
     exact = torch.load(logits[HF_BF16])
     for name, file in logits.items():
         if name != HF_BF16 and file.exists():
-            peers[name]["logits_error"] = float(f"{relative_error(torch.load(file), exact):.2e}")
+            error = row_errors(torch.load(file), exact).median()
+            peers[name]["logits_error"] = float(f"{error:.2e}")
 
 
 def lines_of_provider(provider: str, found: Found) -> Iterator[str]:
@@ -147,7 +149,9 @@ def main() -> None:
     add("--batches", type=numbers, default=BATCHES, help="of decoding, such as 1,16")
     add("--layers", type=int, help="so many at most; default: 48 and 4")
     add("--prompt", type=int, default=PROMPT, help="tokens of the prefill")
-    add("--context", type=int, default=CONTEXT, help="tokens that a cache for decoding has room for")
+    add(
+        "--context", type=int, default=CONTEXT, help="tokens that a cache for decoding has room for"
+    )
     add("--tiny", action="store_true", help="tiny models, which need no GPU; times mean nothing")
     add("--dir", type=Path, help="where checkpoints are written (31 GB)")
     add("--keep", action="store_true", help="leave the checkpoints there")

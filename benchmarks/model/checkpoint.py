@@ -29,19 +29,30 @@ _MAX_SHARD_BYTES, _CHUNK = 4 << 30, 1 << 24
 
 
 class Model(NamedTuple):
-    """sizes: of the published config; tiny: other ones, which a CPU runs in a second."""
+    """sizes: of the published config; tiny: other ones, which a CPU runs in a second.
+
+    most_layers: so many of them at most, since one GPU has to hold them.
+    """
 
     title: str
     config: type[PretrainedConfig]
     sizes: dict[str, Any]
     tiny: dict[str, Any]
+    most_layers: int | None = None
 
     def make_config(self, num_layers: int | None = None, tiny: bool = False) -> PretrainedConfig:
-        """The config, of at most `num_layers` layers."""
+        """The config, of at most `num_layers` layers, the last of which has experts."""
         sizes = self.sizes | (self.tiny if tiny else {})
-        if num_layers is not None:
-            sizes["num_hidden_layers"] = min(num_layers, sizes["num_hidden_layers"])
+        given = sizes["num_hidden_layers"], self.most_layers, num_layers
+        sizes["num_hidden_layers"] = least = min(n for n in given if n is not None)
+        if "first_k_dense_replace" in sizes:
+            sizes["first_k_dense_replace"] = min(sizes["first_k_dense_replace"], least - 1)
         return self.config(**sizes, dtype="bfloat16")
+
+    def title_of(self, config: PretrainedConfig) -> str:
+        """With the number of layers, if they are less than there are."""
+        is_whole = config.num_hidden_layers == self.sizes["num_hidden_layers"]
+        return self.title if is_whole else f"{self.title}, {config.num_hidden_layers} layers"
 
 
 _TINY = {
@@ -81,14 +92,14 @@ MODELS = {
         _TINY | {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8},
     ),
     "deepseek_v3": Model(
-        "DeepSeek-V3, 4 layers",
+        "DeepSeek-V3",
         DeepseekV3Config,
         {
             "vocab_size": 129280,
             "hidden_size": 7168,
             "intermediate_size": 18432,
             "moe_intermediate_size": 2048,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 61,
             "first_k_dense_replace": 3,
             "num_attention_heads": 128,
             "num_key_value_heads": 128,
@@ -131,6 +142,7 @@ MODELS = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 64,
         },
+        most_layers=4,
     ),
 }
 
@@ -208,7 +220,8 @@ def write_checkpoint(
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     by_key = {x.key: name for name, shard in zip(names, shards, strict=True) for x in shard}
     write_index(directory, by_key, num_bytes)
-    quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": ["lm_head"]}
+    kept = [x.key.removesuffix(".weight") for x in tensors if x.dtype == torch.bfloat16]
+    quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": kept}
     write_json(directory / "config.json", config.to_dict() | {"quantization_config": quantization})
     return num_bytes
 

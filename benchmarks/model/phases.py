@@ -21,6 +21,8 @@ from benchmarks.timing import FLUSH_BYTES, captured
 
 Figures = dict[str, Any]
 
+_NUM_LOGITS = 16  # of the prompt's last tokens: the head takes as long as for one
+
 
 class Phase(NamedTuple):
     """num_tokens: of one call. begin: makes room for `room` calls in a row."""
@@ -50,10 +52,10 @@ def _prefill(model: Any, prompt: int) -> Phase:
 
     def call() -> torch.Tensor:
         _set_length(cache, 0)
-        logits: torch.Tensor = model(ids, cache=cache, logits_to_keep=1).logits
+        logits: torch.Tensor = model(ids, cache=cache, logits_to_keep=_NUM_LOGITS).logits
         return logits
 
-    return Phase(PREFILL, prompt, call, lambda: None, 5)
+    return Phase(PREFILL, prompt, call, _nothing, 9)
 
 
 def _decode(model: Any, batch: int, context: int) -> Phase:
@@ -107,12 +109,13 @@ def measure(model: Any, phase: Phase) -> Figures:
             del replay
         except Exception as error:
             found["graph_refused"] = first_line(error)
-    in_graph = "graph_ms" in found
-    found["parts_of"] = "graph" if in_graph else "eager"
-    parts = _parts(model, phase, phase.call, in_graph)
-    alone = _parts(model, phase, _moe_alone(model, phase), in_graph)
-    found["parts"] = {part: [round(x, 2) for x in us] for part, us in parts.items()}
-    found["moe_ms"], found["moe_alone_ms"] = (round(moe_us(x) / 1e3, 4) for x in (parts, alone))
+    if "graph_ms" in found:
+        try:
+            found |= _parts(model, phase, in_graph=True)
+        except Exception as error:
+            found["parts_refused"] = first_line(error)
+    if "parts" not in found:
+        found |= _parts(model, phase, in_graph=False)
     gc.collect()
     if is_gpu:
         torch.cuda.empty_cache()
@@ -135,10 +138,21 @@ def _ms(phase: Phase, call: Call, repeats: int, device: torch.device) -> float:
         gc.enable()
 
 
-def _parts(model: Any, phase: Phase, call: Call, in_graph: bool) -> Parts:
-    phase.begin()
+def _parts(model: Any, phase: Phase, *, in_graph: bool) -> Figures:
+    """The parts of a call, and the sums of its MoE blocks, there and alone."""
     repeats = max(1, min(phase.room // 3, 10))
-    return parts_of_call(model, call, model.device, repeats, in_graph=in_graph)
+
+    def parts_of(call: Call) -> Parts:
+        phase.begin()
+        return parts_of_call(model, call, model.device, repeats, in_graph=in_graph)
+
+    parts, alone = parts_of(phase.call), parts_of(_moe_alone(model, phase))
+    return {
+        "parts_of": "graph" if in_graph else "eager",
+        "parts": {part: [round(x, 2) for x in us] for part, us in parts.items()},
+        "moe_ms": round(moe_us(parts) / 1e3, 4),
+        "moe_alone_ms": round(moe_us(alone) / 1e3, 4),
+    }
 
 
 def _moe_alone(model: Any, phase: Phase) -> Callable[[], None]:
@@ -154,9 +168,9 @@ def _moe_alone(model: Any, phase: Phase) -> Callable[[], None]:
     phase.call()
     for hook in hooks:
         hook.remove()
-    flush = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device=model.device).prod
-    if model.device.type == "cpu":
-        flush = _nothing
+    flush: Call = _nothing
+    if model.device.type != "cpu":
+        flush = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device=model.device).prod
 
     def call() -> None:
         for layer, block in blocks.items():

@@ -94,7 +94,9 @@ def _draw_layers(axes: Any, row: Row) -> None:
     below = [0.0] * row["layers"]
     for part in (x for x in _COLOURS if x in parts):
         us = parts[part][: row["layers"]]
-        axes.bar(range(row["layers"]), us, bottom=below, color=_COLOURS[part], width=0.9, label=part)
+        axes.bar(
+            range(row["layers"]), us, bottom=below, color=_COLOURS[part], width=0.9, label=part
+        )
         below = [x + y for x, y in zip(below, us, strict=True)]
     axes.set(xlabel="layer", ylabel="us")
     told = phase.replace("decode ", "decode, batch ")

@@ -62,7 +62,7 @@ def _load_bf16(path: Path, device: torch.device) -> Any:
 
 
 def _from_pretrained(path: Path, device: torch.device, **options: Any) -> Any:
-    place = {} if device.type == "cpu" else {"device_map": {"": device}}
+    place = {} if device.type == "cpu" else {"device_map": device.type}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **place, **options)
 
 
@@ -105,15 +105,19 @@ PROVIDERS = {
 }
 
 
-def compile_ahead(config: PretrainedConfig, tokens: Iterable[int], cached_tokens: Any) -> None:
+def compile_ahead(
+    config: PretrainedConfig, tokens: Iterable[int], cached_tokens: Iterable[int]
+) -> None:
     """Fill the disk caches of moefp8 and DeepGEMM, so that no provider waits for a compiler.
 
-    A process for each shape of a linear, and for each number of tokens that experts get.
+    A process takes all linears of one shape, or experts for some numbers of tokens. What fails is
+    compiled when a provider calls it.
+
     cached_tokens: how many a model with compressed caches expands at once.
     """
     tokens, cached_tokens = sorted(set(tokens)), sorted(set(cached_tokens))
     linears = {
-        x.shape: x.key.endswith("kv_b_proj.weight")
+        x.shape: cached_tokens if x.key.endswith("kv_b_proj.weight") else tokens
         for x in tensors_of(config)
         if x.dtype == E4M3 and ".mlp.experts." not in x.key
     }
@@ -125,20 +129,23 @@ def compile_ahead(config: PretrainedConfig, tokens: Iterable[int], cached_tokens
         config.moe_intermediate_size,
     )
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for (n, k), expands_cache in linears.items():
-            each = cached_tokens if expands_cache else tokens
-            pool.submit(compile_kernels, [Case(m, n, k) for m in each])
-        for num_tokens in tokens:
-            pool.submit(_compile_experts, experts, num_tokens)
+        try:
+            for (n, k), each in linears.items():
+                pool.submit(compile_kernels, [Case(m, n, k) for m in each])
+            for some in (tokens[::2], tokens[1::2]):
+                pool.submit(_compile_experts, experts, some)
+        except Exception as error:
+            print(f"compiling ahead was cut short: {first_line(error)}")
 
 
-def _compile_experts(model: ExpertsModel, num_tokens: int) -> None:
+def _compile_experts(model: ExpertsModel, tokens: Iterable[int]) -> None:
     sizes = model.num_experts, model.hidden_size, model.intermediate_size
     experts = GroupedExperts(*sizes, device="meta").to_empty(device="cuda")
-    case = ExpertsCase.random(model, experts, num_tokens)
-    for name in (moe_peers.OURS, moe_peers.HF_FP8):
-        try:
-            moe_peers.PEERS[name].prepare(case)()
-            torch.cuda.synchronize()
-        except Exception:
-            continue
+    for num_tokens in tokens:
+        case = ExpertsCase.random(model, experts, num_tokens)
+        for name in (OURS, moe_peers.HF_FP8):
+            try:
+                moe_peers.PEERS[name].prepare(case)()
+                torch.cuda.synchronize()
+            except Exception:
+                continue

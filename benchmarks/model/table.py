@@ -18,12 +18,13 @@ def tables(results: dict[str, Any]) -> str:
     versions = f"torch {results['torch']}, transformers {results['transformers']}"
     parts = [
         _speed(rows),
-        f"Whole models of random weights on one {where}: tokens per second of moefp8 as it is called "
-        "/ in a CUDA graph, and how many times as fast as the others that is. The prefill is of "
-        f"{results['prompt']} tokens; a decoding step is one token of each sequence, with a static "
-        f"cache of {results['context']}. Goals, against transformers' FP8 path: {GOALS['eager']} as "
-        f"it is called, {GOALS['graph']} in graphs. The last column: how long the MoE blocks take in "
-        f"the model over alone, on the same inputs; the goal is {MOE_GOAL}. {_verdict(rows)}",
+        f"Whole models of random weights on one {where}: tokens per second of moefp8 as it is "
+        "called / in a CUDA graph, and how many times as fast as the others that is. The prefill "
+        f"is of {results['prompt']} tokens; a decoding step is one token of each sequence, with a "
+        f"static cache of {results['context']}. Goals, against transformers' FP8 path: "
+        f"{GOALS['eager']} as it is called, {GOALS['graph']} in graphs. The last column: how long "
+        "the MoE blocks take in the model over alone, on the same inputs; the goal is "
+        f"{MOE_GOAL}. {_verdict(rows)}".rstrip(),
         _loads(rows),
         *_refusals(rows),
         f"![Where the time goes on one {where}](results/model.png)",
@@ -61,7 +62,7 @@ def speedup(row: Row, provider: str, phase: str, mode: str) -> float | None:
 def moe_ratio(row: Row, provider: str, phase: str) -> float | None:
     """The time of the MoE blocks in the model over their time alone."""
     figures = figures_of(row, provider, phase)
-    return figures["moe_ms"] / figures["moe_alone_ms"] if figures else None
+    return figures["moe_ms"] / figures["moe_alone_ms"] if "moe_ms" in figures else None
 
 
 def _speed(rows: list[Row]) -> str:
@@ -84,8 +85,10 @@ def _told(phase: str) -> str:
 
 
 def _both(eager: float | None, graph: float | None, digits: int) -> str:
-    return "-" if eager is None and graph is None else " / ".join(
-        number(x, digits) for x in (eager, graph)
+    return (
+        "-"
+        if eager is None and graph is None
+        else " / ".join(number(x, digits) for x in (eager, graph))
     )
 
 
@@ -110,7 +113,9 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _cases(rows: list[Row], measure: Any) -> list[tuple[float, str]]:
-    found = [(measure(row, x), f"{row['title']}, {_told(x)}") for row in rows for x in phases_of(row)]
+    found = [
+        (measure(row, x), f"{row['title']}, {_told(x)}") for row in rows for x in phases_of(row)
+    ]
     return [(value, case) for value, case in found if value is not None]
 
 
@@ -125,7 +130,7 @@ def _loads(rows: list[Row]) -> str:
             error = found.get("logits_error")
             cells = number(weights, 1), number(peak, 1), "-" if error is None else f"{error:.1e}"
             lines.append([row["title"], TITLES[name], load, *cells])
-    head = "checkpoint", "loaded by", "s", "GiB on the GPU", "at most", "logits off BF16"
+    head = "checkpoint", "loaded by", "s", "GiB on the GPU", "at most", "logits off BF16, median"
     return table(head, lines)
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def us_without_rest(call: Call, repeats: int, device: torch.device) -> float:
         call()
         moments.append(moment(device))
     synchronize(device)
-    return statistics.median(map(us_between, moments, moments[1:]))
+    return statistics.median(us_between(*pair) for pair in pairwise(moments))
 
 
 def moe_blocks(model: Any) -> dict[int, nn.Module]:
@@ -139,13 +140,13 @@ def parts_of_call(
     for _ in range(repeats):
         run()
         synchronize(device)
-        times.append([us_between(x.moment, y.moment) for x, y in zip(marks, marks[1:])])
-    return _summed(marks, [statistics.median(us) for us in zip(*times)], num_layers)
+        times.append([us_between(x.moment, y.moment) for x, y in pairwise(marks)])
+    return _summed(marks, [statistics.median(us) for us in zip(*times, strict=True)], num_layers)
 
 
 def _summed(marks: Sequence[Mark], us: Sequence[float], num_layers: int) -> Parts:
     parts: Parts = {part: [0.0] * (num_layers + 1) for part in PARTS}
-    for mark, taken in zip(marks, us):
+    for mark, taken in zip(marks[:-1], us, strict=True):
         parts[mark.part][mark.layer] += taken
     return {part: us for part, us in parts.items() if any(us)}
 

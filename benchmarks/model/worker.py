@@ -42,7 +42,12 @@ def run_in_a_process(settings: Settings, patience_s: float) -> Found:
     root, how = Path(__file__).parents[2], ""
     try:
         ran = subprocess.run(
-            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=patience_s, cwd=root
+            command,
+            stdout=sys.stderr,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=patience_s,
+            cwd=root,
         )
         if ran.returncode:
             last = (ran.stderr.strip().splitlines() or [""])[-1]

@@ -33,7 +33,9 @@ def test_a_table_is_written_when_all_its_results_are_there(tmp_path):
     assert {cells[3] for cells in layers} == {"-"}
 
 
-@pytest.mark.parametrize("name", report.PLOTS)
+@pytest.mark.parametrize(
+    "name", [name for name in report.PLOTS if (report.RESULTS / f"{name}.json").exists()]
+)
 def test_the_plot_is_a_picture(name, tmp_path):
     report.draw_plots(tmp_path)
     assert not list(tmp_path.iterdir())
