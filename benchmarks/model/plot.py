@@ -75,10 +75,9 @@ def _draw_phase(axes: Any, row: Row, phase: str, names: list[str]) -> None:
         axes.bar(places, ms, bottom=below, color=_COLOURS[part], label=part, width=0.7)
         below = [x + y for x, y in zip(below, ms, strict=True)]
     for place, name in enumerate(names):
-        how = figures_of(row, name, phase).get("parts_of", "")
-        axes.annotate(
-            "eager" if how == "eager" else "", (place, below[place]), ha="center", va="bottom"
-        )
+        if figures_of(row, name, phase).get("parts_of") == "eager":
+            at = place, below[place]
+            axes.annotate("eager", at, ha="center", va="bottom", fontsize=7)
     short = [TITLES[name].replace("transformers ", "").replace(", ", "\n") for name in names]
     axes.set_xticks(places, short, fontsize=7)
     axes.set_title(phase.replace("decode ", "decode, batch "), fontsize=9)
@@ -99,12 +98,14 @@ def _draw_layers(axes: Any, row: Row) -> None:
         )
         below = [x + y for x, y in zip(below, us, strict=True)]
     axes.set(xlabel="layer", ylabel="us")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     told = phase.replace("decode ", "decode, batch ")
     axes.set_title(f"{TITLES[OURS]}, layer by layer: {told}", fontsize=9)
     _plain(axes)
 
 
 def _plain(axes: Any) -> None:
+    axes.margins(y=0.08)
     axes.grid(which="major", axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from benchmarks import report
 from benchmarks.model import HF_BF16, HF_FP8, HF_HUB, PREFILL, TITLES, decode_name, table
@@ -57,6 +57,14 @@ def test_fewer_layers_have_experts_too(name, num_layers):
     assert not any(f"layers.{num_layers}." in key for key in keys)
 
 
+def from_transformers(checkpoint):
+    """The model as transformers itself dequantizes it."""
+    config = FineGrainedFP8Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=config, dtype=torch.bfloat16
+    )
+
+
 def test_the_checkpoint_loads_into_moefp8_and_transformers_alike(checkpoint):
     assert not inspect_checkpoint(checkpoint, weights=True).anomalies
     ours = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=FP8Config())
@@ -71,8 +79,7 @@ def test_the_checkpoint_loads_into_moefp8_and_transformers_alike(checkpoint):
     assert hidden.isfinite().all()
     assert 0.3 < logits.std() < 3
 
-    # Without a GPU, transformers dequantizes; the weights that it gets are those of our codes.
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    theirs = from_transformers(checkpoint)
     expected = theirs.state_dict()
     found = dequantize(ours).state_dict()
     assert found.keys() == expected.keys()
@@ -82,7 +89,7 @@ def test_the_checkpoint_loads_into_moefp8_and_transformers_alike(checkpoint):
 
 def test_bf16_runs_the_experts_of_transformers(checkpoint):
     model = PROVIDERS[HF_BF16].load(checkpoint, CPU)
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    theirs = from_transformers(checkpoint)
     assert type(model.model.layers[-1].mlp.experts) is type(theirs.model.layers[-1].mlp.experts)
     assert not any(isinstance(x, FP8Linear | GroupedExperts) for x in model.modules())
     ids = torch.randint(512, (1, 9))
@@ -160,6 +167,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     out = folder / "out.json"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
         main = import_module("benchmarks.model.__main__")
         names = "--models", "deepseek_v3", "--providers", f"{OURS},{HF_FP8},{HF_BF16}"
         run_main(patch, main, *names, *FEW, "--dir", str(folder), "--out", str(out))
