@@ -21,6 +21,7 @@ from benchmarks.figures import Row, figures, verdict
 from benchmarks.gemm_cases import MS, cases_of
 from benchmarks.gemm_goals import case_of, lines_of_comparisons
 from benchmarks.lines import lines_of_shapes
+from benchmarks.options import some_of
 from benchmarks.peers import (
     BF16,
     DEEP_GEMM,
@@ -33,7 +34,7 @@ from benchmarks.peers import (
     compile_ahead,
     first_line,
 )
-from benchmarks.session import Rest, about_this_run, finish, first_calls, measured, some_of
+from benchmarks.session import Rest, about_this_run, finish, first_calls, measured
 from benchmarks.timing import device_us_many, host_us
 from benchmarks.without_rest import num_copies
 from moefp8.testing import row_errors

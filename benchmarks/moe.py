@@ -32,6 +32,7 @@ from benchmarks.lines import sensed, without_rest
 from benchmarks.moe_accuracy import accuracy
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA, PEERS
+from benchmarks.options import numbers, some_of
 from benchmarks.peers import DEEP_GEMM, OURS, Call, available, first_line
 from benchmarks.session import (
     Rest,
@@ -39,7 +40,6 @@ from benchmarks.session import (
     finish,
     first_calls,
     measured,
-    some_of,
     titles_of,
     write,
 )
@@ -223,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     some_models, some_peers = (some_of(table) for table in (MODELS, PEERS))
     parser.add_argument("--models", type=some_models, default=tuple(MODELS), metavar="M,...")
-    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="such as 1,128")
+    parser.add_argument("--tokens", type=numbers, default=TOKENS, help="such as 1,128")
     parser.add_argument("--peers", type=some_peers, default=tuple(PEERS), metavar="P,...")
     Rest.add_options(parser)
     parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
@@ -237,10 +237,6 @@ def main() -> None:
     is_all = chosen == (tuple(MODELS), TOKENS, tuple(PEERS), Rest())
     lines = lines_of_the_rest(results)
     finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":

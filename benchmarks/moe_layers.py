@@ -23,8 +23,9 @@ from benchmarks.moe_cases import MODELS
 from benchmarks.moe_layer_cases import OPTIONS, TOKENS, Layer, random_moe
 from benchmarks.moe_layer_peers import LAYERS, ROUTERS
 from benchmarks.moe_peers import MEGA
+from benchmarks.options import numbers, some_of
 from benchmarks.peers import DEEP_GEMM, OURS, Peer, available
-from benchmarks.session import Rest, about_this_run, finish, first_calls, measured, some_of
+from benchmarks.session import Rest, about_this_run, finish, first_calls, measured
 from benchmarks.without_rest import num_copies
 
 RESULTS = Path(__file__).parent / "results" / "moe_layers.json"
@@ -135,7 +136,7 @@ def rows_of(model: str, tokens: Iterable[int], names: list[str], rest: Rest) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=some_of(OPTIONS), default=tuple(OPTIONS), metavar="M,...")
-    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="such as 1,128")
+    parser.add_argument("--tokens", type=numbers, default=TOKENS, help="such as 1,128")
     parser.add_argument("--peers", type=some_of(LAYERS), default=tuple(LAYERS), metavar="P,...")
     Rest.add_options(parser)
     parser.add_argument("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
@@ -149,10 +150,6 @@ def main() -> None:
     is_all = chosen == (tuple(OPTIONS), TOKENS, tuple(LAYERS), Rest())
     lines = lines_of_the_rest(results)
     finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":

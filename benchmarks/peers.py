@@ -256,13 +256,14 @@ def compile_ahead(cases: Iterable[Case], num_processes: int) -> None:
         by_weight[case.n, case.k].append(case)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         try:
-            list(pool.map(_compile, by_weight.values()))
+            list(pool.map(compile_kernels, by_weight.values()))
         except Exception as error:
             print(f"compiling ahead was cut short: {first_line(error)}")
     print(f"compiled ahead in {time.perf_counter() - started:.0f} s")
 
 
-def _compile(cases: list[Case]) -> None:
+def compile_kernels(cases: Iterable[Case]) -> None:
+    """Launch moefp8's and DeepGEMM's kernels of these cases once; what fails is left out."""
     warnings.simplefilter("ignore")  # the process that times repeats them
     for case in cases:
         operands = Operands.random(case)

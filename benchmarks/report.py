@@ -17,6 +17,8 @@ from benchmarks.gemm_tables import gemm_tables, power_table, sweep_table
 from benchmarks.grouped_tables import grouped_tables
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.markdown import table
+from benchmarks.model import plot as model_plot
+from benchmarks.model import table as model_table
 from benchmarks.moe_tables import layers_tables, moe_tables
 from benchmarks.pages import Results
 
@@ -145,10 +147,16 @@ TABLES: dict[str, Callable[..., str]] = {
     "grouped": grouped_tables,
     "moe": moe_tables,
     "moe_layers": layers_tables,
+    "model": model_table.tables,
     "families": families.table,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
-PLOTS = {"gemm": roofline.draw, "grouped": speedups.draw, "moe": floors.draw}
+PLOTS = {
+    "gemm": roofline.draw,
+    "grouped": speedups.draw,
+    "moe": floors.draw,
+    "model": model_plot.draw,
+}
 
 
 def with_tables(text: str, directory: Path = RESULTS) -> str:

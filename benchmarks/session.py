@@ -106,19 +106,6 @@ class Rest(NamedTuple):
             found[name]["without_rest"] = figures
 
 
-def some_of(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of some of `names`, with commas between, which gives them in their own order."""
-    names = tuple(names)
-
-    def parse(text: str) -> tuple[str, ...]:
-        if unknown := set(text.split(",")) - set(names):
-            wrong, right = ", ".join(sorted(unknown)), ",".join(names)
-            raise argparse.ArgumentTypeError(f"{wrong}: must be of {right}")
-        return tuple(name for name in names if name in text.split(","))
-
-    return parse
-
-
 def measured(
     cases: Iterable[AnyCase], measure: Callable[[AnyCase], Row], name_of: Callable[..., str] = str
 ) -> Iterator[Row]:

@@ -3,14 +3,15 @@
     python examples/generate.py                    # writes two small checkpoints and runs them
     python examples/generate.py --checkpoint DIR   # any that transformers knows, in FP8 blocks
 
-It needs transformers (pip install '.[hf]' in a clone) and no GPU; `--device cuda` also needs
-accelerate.
+It needs transformers (pip install '.[hf]' in a clone) and no GPU. Where there is one it runs there,
+which also needs accelerate; `--device cpu` stays on the CPU.
 """
 
 import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -38,20 +39,32 @@ def weight_bytes(model: PreTrainedModel) -> tuple[int, int]:
     return as_loaded, as_bf16
 
 
-@torch.inference_mode()
-def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> tuple[list[int], float]:
-    """Greedy decoding: the new tokens, and how many a second once all is warm."""
+class Generated(NamedTuple):
+    """New tokens, and the seconds that the prompt and each token after the first took."""
 
-    def run(num_new: int) -> list[int]:
+    tokens: list[int]
+    prefill_s: float
+    token_s: float
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> Generated:
+    """Greedy decoding, once all is warm. The prefill is what the first token takes."""
+
+    def run(num_new: int) -> tuple[list[int], float]:
+        start = time.perf_counter()
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new
         )
-        return output[0, ids.shape[1] :].tolist()
+        new = output[0, ids.shape[1] :].tolist()  # a GPU is done when they are here
+        return new, time.perf_counter() - start
 
     run(2)  # it compiles or sets up what is needed at first use
-    start = time.perf_counter()
-    new = run(num_tokens)
-    return new, len(new) / (time.perf_counter() - start)
+    _, prefill_s = run(1)
+    new, seconds = run(num_tokens)
+    num_later = len(new) - 1
+    token_s = max(seconds - prefill_s, 1e-9) / num_later if num_later else seconds
+    return Generated(new, prefill_s, token_s)
 
 
 def show(what: str, logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -81,9 +94,14 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
     else:
         tokenizer = None
         ids = torch.randint(2, model.config.vocab_size, (1, 64), device=arguments.device)
-    tokens, rate = generate(model, ids, arguments.max_new_tokens)
+    tokens, prefill_s, token_s = generate(model, ids, arguments.max_new_tokens)
     text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
-    print(f"  generated {len(tokens)} tokens at {rate:.1f} tokens/s: {text}")
+    print(
+        f"  generated {len(tokens)} tokens at {1 / token_s:,.1f} tokens/s, after a prefill of "
+        f"{ids.shape[1]} at {ids.shape[1] / prefill_s:,.1f}: {text}"
+    )
+    if arguments.device != "cpu":
+        print(f"  took {torch.cuda.max_memory_allocated() / 2**20:,.1f} MiB of the GPU at most")
 
     with torch.inference_mode():
         output, reference = teacher_forced(model, ids)
@@ -104,7 +122,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="an FP8 checkpoint; default: small ones")
     parser.add_argument("--prompt", default="The key idea of mixture-of-experts models is")
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.checkpoint:

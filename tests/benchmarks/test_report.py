@@ -17,6 +17,15 @@ def results_of(name: str) -> dict:
     return json.loads((report.RESULTS / f"{name}.json").read_text())
 
 
+def timed_with_pauses(name: str) -> dict:
+    """The results without what was timed without rest."""
+    results = results_of(name)
+    for row in results["rows"]:
+        for found in row["peers"].values():
+            found.pop("without_rest", None)
+    return results
+
+
 def test_a_table_is_written_when_all_its_results_are_there(tmp_path):
     for name in headlines.SOURCES:
         assert report.with_tables(TEXT, tmp_path) == TEXT
@@ -33,7 +42,9 @@ def test_a_table_is_written_when_all_its_results_are_there(tmp_path):
     assert {cells[3] for cells in layers} == {"-"}
 
 
-@pytest.mark.parametrize("name", report.PLOTS)
+@pytest.mark.parametrize(
+    "name", [name for name in report.PLOTS if (report.RESULTS / f"{name}.json").exists()]
+)
 def test_the_plot_is_a_picture(name, tmp_path):
     report.draw_plots(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -61,11 +72,11 @@ def timed_without_rest(results: dict) -> dict:
     return results
 
 
-@pytest.mark.parametrize("name", report.PLOTS)
+@pytest.mark.parametrize("name", ["gemm", "grouped", "moe"])
 def test_pages_and_plots_show_both_modes(name, tmp_path):
-    before = report.TABLES[name](results_of(name))
+    before = report.TABLES[name](timed_with_pauses(name))
     assert "without rest" not in before.lower()
-    results = timed_without_rest(results_of(name))
+    results = timed_without_rest(timed_with_pauses(name))
     after = report.TABLES[name](results)
     assert "Without rest: calls back to back" in after
     assert "1500 MHz, 690 W" in after
@@ -74,13 +85,13 @@ def test_pages_and_plots_show_both_modes(name, tmp_path):
     (tmp_path / f"{name}.json").write_text(json.dumps(results))
     report.draw_plots(tmp_path)
     shown = (tmp_path / f"{name}.png").read_bytes()
-    shutil.copy(report.RESULTS / f"{name}.json", tmp_path)
+    (tmp_path / f"{name}.json").write_text(json.dumps(timed_with_pauses(name)))
     report.draw_plots(tmp_path)
     assert shown != (tmp_path / f"{name}.png").read_bytes()
 
 
 def test_headlines_are_without_rest_where_it_takes_long():
-    of_moe, of_gemm, *others = (results_of(name) for name in headlines.SOURCES)
+    of_moe, of_gemm, *others = (timed_with_pauses(name) for name in headlines.SOURCES)
     plain = headlines.headlines(of_moe, of_gemm, *others)
     told = headlines.headlines(timed_without_rest(of_moe), timed_without_rest(of_gemm), *others)
     assert "without rest" not in plain
