@@ -1,9 +1,11 @@
 """How a GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each of the `candidates` and takes the best. The
-list and the constants of the estimate come from timing up to 97 configurations for each of 227
-shapes, with M = 1 to 8192, on an H200; `python -m benchmarks.gemm_configs` says how far the choice
-is from the best of still more. `choose_grouped_config` is for groups of tokens.
+list and the constants of the estimate come from timing up to 50 configurations for each of 282
+shapes of public models, with M = 1 to 16384, on an H100, and of 24 large ones without rest, where
+the power limit decides. `python -m benchmarks.gemm_configs` says how far the choice is from the
+best of still more, and `python -m benchmarks.gemm_sweep` how it does at other models' shapes.
+`choose_grouped_config` is for groups of tokens.
 """
 
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ def candidates(m: int) -> Iterator[GemmConfig]:
             yield few(128, k_blocks_per_stage=2, split_k=split)
         for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # the first of equal estimates wins
             yield few(64, k_blocks_per_stage=depth, ctas_per_sm=ctas)
+        yield few(64, k_blocks_per_stage=2, split_k=4, ctas_per_sm=3)
         yield few(128, ctas_per_sm=3)
     elif m <= 64:
         for split in splits:
@@ -36,20 +39,13 @@ def candidates(m: int) -> Iterator[GemmConfig]:
                 yield deep(64, n, split_k=split, num_product_buffers=2)
         yield from (config(64, n, ctas_per_sm=2) for n in (48, 64, 96))
         yield buffered(64, 96)
-    else:
-        if m <= 128:
-            for split in splits:
-                yield deep(64, round_up(m, 8), split_k=split, swap_ab=True)
-                yield deep(64, 32, split_k=split, num_product_buffers=2)
-            yield from (deep(64, n, num_product_buffers=2) for n in (64, 80))
-        else:
-            yield buffered(64, 64, ctas_per_sm=2)
-            yield config(64, 144)
-            yield buffered(192, 64)
-            yield from (config(192, n) for n in (96, 112, 128))
-            yield buffered(128, 192, parts=2)
+        yield deep(64, 32, split_k=4, num_product_buffers=2, ctas_per_sm=2)
+    elif m <= 128:
+        yield from (deep(64, n, num_product_buffers=2) for n in (64, 80))
         yield buffered(64, 128)
         for split in splits:
+            yield deep(64, round_up(m, 8), split_k=split, swap_ab=True)
+            yield deep(64, 32, split_k=split, num_product_buffers=2)
             for n in (32, 48):
                 for buffers in (1, 2):
                     yield deep(128, n, split_k=split, num_product_buffers=buffers)
@@ -58,12 +54,24 @@ def candidates(m: int) -> Iterator[GemmConfig]:
         yield from (buffered(128, n) for n in (80, 96, 112, 128))
         yield from (config(128, n) for n in (144, 160, 176, 192))
         yield from (config(128, n, parts=2) for n in (224, 256))
+    else:
+        for split in splits:
+            yield deep(64, 32, split_k=split, num_product_buffers=2)
+            yield from (deep(128, n, split_k=split) for n in (64, 96))
+        yield from (deep(64, n, num_product_buffers=2) for n in (48, 64, 80))
+        yield deep(128, 48, num_product_buffers=2)
+        yield from (buffered(64, n) for n in (96, 128))
+        yield from (buffered(128, n) for n in (96, 128))
+        yield from (buffered(rows, 192, parts=2) for rows in (64, 128))
+        yield from (config(128, n) for n in (144, 160, 176, 192))
+        yield from (config(128, n, parts=2) for n in (224, 256))
+        yield from (config(192, n) for n in (96, 112, 128))
 
 
 def estimate_us(
     config: GemmConfig, m: int, n: int, k: int, num_sms: int, all_sms: bool = True
 ) -> float:
-    """An estimate of the kernel's time on an H200; infinite if too few CTAs can run at once."""
+    """An estimate of the kernel's time; infinite if too few CTAs can run at once."""
     tokens, weights = config.tile
     num_tiles = ceil_div(m, tokens) * ceil_div(n, weights)
     return _estimate_us(config, num_tiles, n * k + m * k + 2 * m * n, k, num_sms, all_sms)
@@ -83,27 +91,21 @@ def _estimate_us(
     # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
     # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
     area, loaded = config.wgmma_m * config.wgmma_n, config.wgmma_m + config.wgmma_n
+    depth, more_pieces = config.k_blocks_per_stage, config.num_weight_pieces - 1
     reads = config.math_warpgroups * BLOCK // 32 * (2048 * config.parts + 32 * config.wgmma_n)
-    stage = (
-        on_sm
-        * config.k_blocks_per_stage
-        * (0.658 * area / 32 + 0.276 * (reads + BLOCK * loaded) / 128)
-    )
+    k_block = 0.44 * area / 32 + 0.389 * (reads + BLOCK * loaded) / 128 + 22 * more_pieces
+    stage = on_sm * depth * k_block
     if config.num_product_buffers == 2:
-        stage *= 0.921
+        stage = max(0.879 * stage, 22 + 94 * depth)
     else:  # a warpgroup's products and what it does before its next ones may take longer
-        stage = max(stage, 1.043 * config.wgmma_n * config.k_blocks_per_stage + 327 * config.parts)
-    # Starting a tile takes 1960 cycles; storing the last one takes 22 for each column.
-    compute = waves * (1960 + num_stages * stage) + 22 * config.wgmma_n
-    compute /= 1600
-    if compute > 300 and config.num_product_buffers == 1:
-        compute *= 1.14  # the power limit lowers the clock of long kernels, more with one buffer
+        stage = max(stage, (34 + 0.967 * config.wgmma_n) * depth + 299 * config.parts)
+    compute = waves * (2050 + num_stages * stage) / 1820  # a tile takes so long to start
     # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
-    into_sms = num_ctas * num_stages * config.k_blocks_per_stage * BLOCK * loaded
-    memory = max(num_bytes / 3.62e6, into_sms / 13.6e6)
-    result = 1.45 + max(compute, memory) + 0.087 * min(compute, memory)
+    into_sms = num_ctas * num_stages * depth * BLOCK * loaded
+    memory = max(num_bytes / 4.03e6, into_sms / 18.6e6)
+    result = 1.57 + max(compute, memory) + 0.75 * min(compute, memory)
     if config.split_k > 1:
-        result += 0.077 + 0.055 * (config.split_k - 1) + 2.58e-4 * area * (1 - 1 / config.split_k)
+        result += 0.01 * (config.split_k - 1) + 3.64e-4 * area * (1 - 1 / config.split_k)
     return result
 
 

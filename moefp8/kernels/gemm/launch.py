@@ -281,14 +281,16 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     """How many tiles of tokens are walked together, before the next tiles of weights.
 
     They are all, if the L2 cache can hold the tokens while the weights stream past; else about 512
-    tokens, so that the CTAs that run at once read few tokens and few weights. They are 128 at most:
-    the kernel divides by multiplying, which is exact while band^2 * num_col_tiles <= 2^33. A
-    grouped GEMM has an order of its own, and no bands.
+    tokens, so that the CTAs that run at once read few tokens and few weights, or 2048 where tiles
+    have 256 weights. They are 128 at most: the kernel divides by multiplying, which is exact while
+    band^2 * num_col_tiles <= 2^33. A grouped GEMM has an order of its own, and no bands.
     """
-    tokens = config.tile[0]
+    tokens, weights = config.tile
     if config.swap_ab or config.grouped:
         return 1
-    return min(ceil_div(m, tokens), 128) if m * k <= 24 << 20 else max(1, 512 // tokens)
+    if m * k <= 24 << 20:
+        return min(ceil_div(m, tokens), 128)
+    return max(1, (512 if weights < 256 else 2048) // tokens)
 
 
 # ---- How many SMs may be busy ----
