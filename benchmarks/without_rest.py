@@ -34,10 +34,14 @@ def num_copies(num_bytes: int) -> int:
 
 
 class Loop(NamedTuple):
-    """`run` makes `num_calls` calls, one after the other."""
+    """`run` makes `num_calls` calls, one after the other.
+
+    kept: what a graph reads, which knows addresses alone.
+    """
 
     run: Call
     num_calls: int
+    kept: Sequence[Call] = ()
 
     @classmethod
     def over(cls, calls: Sequence[Call], us: float) -> "Loop":
@@ -51,7 +55,7 @@ class Loop(NamedTuple):
                     results[i] = call()  # it lives until its next turn: memory rotates, too
 
         try:
-            return cls(captured(run), repeats * len(calls))
+            return cls(captured(run), repeats * len(calls), calls)
         except Exception:
             torch.cuda.synchronize()
             return cls(run, repeats * len(calls))

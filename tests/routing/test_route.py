@@ -135,8 +135,9 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, num_experts, h):
         lambda x, weight: (x.half(), weight),
         lambda x, weight: (x[:, 1:], weight[:, 1:]),
         lambda x, weight: (x[:, :33], weight[:, :33].contiguous()),
+        lambda x, weight: (x[:1, :36], weight[:, :36].contiguous()),
     ],
-    ids=["float32", "float16", "unaligned", "pitch"],
+    ids=["float32", "float16", "unaligned", "pitch", "one row"],
 )
 def test_what_no_kernel_multiplies_runs_in_pytorch(gpu, given):
     x, weight, _ = inputs_of(5, 64, 16)
