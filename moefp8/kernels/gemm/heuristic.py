@@ -1,17 +1,19 @@
 """How a GEMM is cut into tiles: a pure function of its shape and the number of SMs.
 
 `choose_config` estimates the time of each of the `candidates` and takes the best. The
-list and the constants of the estimate come from timing up to 50 configurations for each of 282
-shapes of public models, with M = 1 to 16384, on an H100, and of 24 large ones without rest, where
-the power limit decides. `python -m benchmarks.gemm_configs` says how far the choice is from the
-best of still more, and `python -m benchmarks.gemm_sweep` how it does at other models' shapes.
-`choose_grouped_config` is for groups of tokens.
+list and the constants of the estimate come from timing up to 97 configurations for each of 227
+shapes on an H200, and up to 50 for each of 265 shapes of public models with M above 64 on an H100,
+and for 24 large ones without rest, where the power limit decides. `python -m
+benchmarks.gemm_configs` says how far the choice is from the best of still more, and `python -m
+benchmarks.gemm_sweep` how it does at other models' shapes. `choose_grouped_config` is for groups of
+tokens.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import ceil
+from typing import NamedTuple
 
 from ..common.blocks import BLOCK, ceil_div, round_up
 from .config import GemmConfig, is_possible, usable_ctas, with_most_stages
@@ -29,7 +31,6 @@ def candidates(m: int) -> Iterator[GemmConfig]:
             yield few(128, k_blocks_per_stage=2, split_k=split)
         for depth, ctas in ((2, 3), (2, 4), (1, 4)):  # the first of equal estimates wins
             yield few(64, k_blocks_per_stage=depth, ctas_per_sm=ctas)
-        yield few(64, k_blocks_per_stage=2, split_k=4, ctas_per_sm=3)
         yield few(128, ctas_per_sm=3)
     elif m <= 64:
         for split in splits:
@@ -39,8 +40,8 @@ def candidates(m: int) -> Iterator[GemmConfig]:
                 yield deep(64, n, split_k=split, num_product_buffers=2)
         yield from (config(64, n, ctas_per_sm=2) for n in (48, 64, 96))
         yield buffered(64, 96)
-        yield deep(64, 32, split_k=4, num_product_buffers=2, ctas_per_sm=2)
     elif m <= 128:
+        yield buffered(64, 64, ctas_per_sm=2)
         yield from (deep(64, n, num_product_buffers=2) for n in (64, 80))
         yield buffered(64, 128)
         for split in splits:
@@ -68,17 +69,99 @@ def candidates(m: int) -> Iterator[GemmConfig]:
         yield from (config(192, n) for n in (96, 112, 128))
 
 
+class Rates(NamedTuple):
+    """Constants of the estimate, fitted to timings. Cycles, unless they say otherwise.
+
+    Attributes:
+        products, shared_memory: how much counts of what the tensor cores need for a k-block, and of
+            what shared memory does.
+        more_pieces: for each piece of a tile's weights but the first, in a k-block.
+        two_buffers: of a stage where two product buffers overlap promotion with products.
+        least: what a warpgroup with one product buffer needs for a stage at least, for each column
+            of a k-block, each k-block and each part; least_of_two: with two buffers, for each
+            k-block and the stage.
+        start: of a tile. store: for each column of the last one.
+        clock: in MHz; long: of the time above 300 us, with one product buffer.
+        memory, l2: bytes in a microsecond.
+        ramp: microseconds. overlap: how much counts of the shorter of products and memory.
+        split_k: microseconds of more than one CTA, of each further one, and of each of a tile's
+            numbers that is given away.
+    """
+
+    products: float
+    shared_memory: float
+    more_pieces: float
+    two_buffers: float
+    least: tuple[float, float, float]
+    least_of_two: tuple[float, float]
+    start: float
+    store: float
+    clock: float
+    long: float
+    memory: float
+    l2: float
+    ramp: float
+    overlap: float
+    split_k: tuple[float, float, float]
+
+
+# From an H200: few tokens, whose weights come from memory, and groups of tokens.
+_FEW = Rates(
+    products=0.658,
+    shared_memory=0.276,
+    more_pieces=0,
+    two_buffers=0.921,
+    least=(1.043, 0, 327),
+    least_of_two=(0, 0),
+    start=1960,
+    store=22,
+    clock=1600,
+    long=1.14,
+    memory=3.62e6,
+    l2=13.6e6,
+    ramp=1.45,
+    overlap=0.087,
+    split_k=(0.077, 0.055, 2.58e-4),
+)
+# From an H100.
+_MANY = Rates(
+    products=0.565,
+    shared_memory=0.307,
+    more_pieces=22,
+    two_buffers=0.886,
+    least=(0.782, 64, 272),
+    least_of_two=(33, 32),
+    start=2160,
+    store=0,
+    clock=1830,
+    long=1,
+    memory=7.55e6,
+    l2=21.2e6,
+    ramp=1.67,
+    overlap=0.87,
+    split_k=(0, 0, 2.62e-4),
+)
+
+
 def estimate_us(
     config: GemmConfig, m: int, n: int, k: int, num_sms: int, all_sms: bool = True
 ) -> float:
     """An estimate of the kernel's time; infinite if too few CTAs can run at once."""
     tokens, weights = config.tile
     num_tiles = ceil_div(m, tokens) * ceil_div(n, weights)
-    return _estimate_us(config, num_tiles, n * k + m * k + 2 * m * n, k, num_sms, all_sms)
+    num_bytes = n * k + m * k + 2 * m * n
+    rates = _FEW if m <= 64 else _MANY
+    return _estimate_us(rates, config, num_tiles, num_bytes, k, num_sms, all_sms)
 
 
 def _estimate_us(
-    config: GemmConfig, num_tiles: int, num_bytes: int, k: int, num_sms: int, all_sms: bool
+    rates: Rates,
+    config: GemmConfig,
+    num_tiles: int,
+    num_bytes: int,
+    k: int,
+    num_sms: int,
+    all_sms: bool,
 ) -> float:
     num_ctas = num_tiles * config.cluster
     at_once = usable_ctas(config, num_sms, all_sms)
@@ -88,24 +171,33 @@ def _estimate_us(
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.k_blocks_per_stage), config.split_k)
     ctas_per_sm = config.ctas_per_sm if all_sms else 1
     on_sm = min(ctas_per_sm, ceil_div(num_ctas, num_sms))
-    # Cycles of a stage. All CTAs of an SM share its tensor cores and its shared memory, which takes
-    # and gives 128 bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
+    # All CTAs of an SM share its tensor cores and its shared memory, which takes and gives 128
+    # bytes a cycle: what TMA writes, and for each WGMMA of 32 along K both operands.
     area, loaded = config.wgmma_m * config.wgmma_n, config.wgmma_m + config.wgmma_n
-    depth, more_pieces = config.k_blocks_per_stage, config.num_weight_pieces - 1
     reads = config.math_warpgroups * BLOCK // 32 * (2048 * config.parts + 32 * config.wgmma_n)
-    k_block = 0.44 * area / 32 + 0.389 * (reads + BLOCK * loaded) / 128 + 22 * more_pieces
+    k_block = rates.products * area / 32 + rates.shared_memory * (reads + BLOCK * loaded) / 128
+    k_block += rates.more_pieces * (config.num_weight_pieces - 1)
+    depth = config.k_blocks_per_stage
     stage = on_sm * depth * k_block
     if config.num_product_buffers == 2:
-        stage = max(0.879 * stage, 22 + 94 * depth)
+        each, fixed = rates.least_of_two
+        stage = max(rates.two_buffers * stage, each * depth + fixed)
     else:  # a warpgroup's products and what it does before its next ones may take longer
-        stage = max(stage, (34 + 0.967 * config.wgmma_n) * depth + 299 * config.parts)
-    compute = waves * (2050 + num_stages * stage) / 1820  # a tile takes so long to start
-    # Bytes from memory to the GPU, and from the L2 cache to all SMs, with their rates.
+        of_column, each, of_part = rates.least
+        least = (of_column * config.wgmma_n + each) * depth + of_part * config.parts
+        stage = max(stage, least)
+    compute = waves * (rates.start + num_stages * stage) + rates.store * config.wgmma_n
+    compute /= rates.clock
+    if compute > 300 and config.num_product_buffers == 1:
+        compute *= rates.long
+    # Bytes from memory to the GPU, and from the L2 cache to all SMs.
     into_sms = num_ctas * num_stages * depth * BLOCK * loaded
-    memory = max(num_bytes / 4.03e6, into_sms / 18.6e6)
-    result = 1.57 + max(compute, memory) + 0.75 * min(compute, memory)
+    memory = max(num_bytes / rates.memory, into_sms / rates.l2)
+    result = rates.ramp + max(compute, memory) + rates.overlap * min(compute, memory)
     if config.split_k > 1:
-        result += 0.01 * (config.split_k - 1) + 3.64e-4 * area * (1 - 1 / config.split_k)
+        once, each, of_number = rates.split_k
+        given = area * (1 - 1 / config.split_k)
+        result += once + each * (config.split_k - 1) + of_number * given
     return result
 
 
@@ -183,7 +275,8 @@ def choose_grouped_config(
         expected = max(least, ceil(num_groups * each))
         counts = (least + expected) // 2, expected
         return sum(
-            _estimate_us(config, count * width, num_bytes, k, num_sms, all_sms) for count in counts
+            _estimate_us(_FEW, config, count * width, num_bytes, k, num_sms, all_sms)
+            for count in counts
         )
 
     candidates = [square, grouped(128, 144), grouped(128, 160)]
