@@ -11,7 +11,14 @@ from benchmarks.gemm_goals import AGAINST, compare, groups_of
 from benchmarks.gemm_sweep import COMPARED, RANGES, num_slower
 from benchmarks.grouped import shape_of
 from benchmarks.markdown import number, table
-from benchmarks.pages import Results, listed, page, times_without_rest
+from benchmarks.pages import (
+    HOW_WITHOUT_REST,
+    Results,
+    listed,
+    page,
+    times_without_rest,
+    where,
+)
 from benchmarks.peers import BLOCK_SCALED, DEEP_GEMM, OURS, PEERS
 from benchmarks.session import titles_of
 
@@ -43,6 +50,23 @@ def gemm_tables(results: Results) -> str:
             rows, ("M", "N x K"), lambda row: [str(row["m"]), shape_of(row)], titles_of(PEERS, rows)
         ),
     )
+
+
+def large_tables(results: Results) -> str:
+    """Results of large M alone, which may be of another GPU."""
+    rows, titles = results["rows"], titles_of(PEERS, results["rows"])
+    cells = ("M", "N x K"), lambda row: [str(row["m"]), shape_of(row)]
+    parts = [
+        _gemm_speedups(rows),
+        f"One {results['gpu']}{_and_more_shapes(rows)}.",
+        f"<details><summary>All {len(rows)} times</summary>",
+        f"Device time in us, L2 flushed before every call. {where(results)}",
+        _gemm_times(rows),
+        HOW_WITHOUT_REST,
+        times_without_rest(rows, *cells, titles),
+        "</details>",
+    ]
+    return "\n\n".join(parts)
 
 
 def _and_more_shapes(rows: list[Row]) -> str:

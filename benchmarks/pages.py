@@ -15,6 +15,13 @@ HOW_WITHOUT_REST = (
 )
 
 
+def where(results: Results) -> str:
+    return (
+        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, "
+        f"{results['deep_gemm']}; {results['date'][:10]}, commit {results['commit']}."
+    )
+
+
 def page(
     results: Results,
     name: str,
@@ -28,16 +35,12 @@ def page(
     without_rest: str,
 ) -> str:
     """Speedups and what they are, the plot, and all times folded away: those with pauses first."""
-    where = (
-        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, "
-        f"{results['deep_gemm']}; {results['date'][:10]}, commit {results['commit']}."
-    )
     parts = [
         speedups,
         told,
         f"![{plot} on one {results['gpu']}](results/{name}.png)",
         f"<details><summary>All {len(results['rows'])} {cases}</summary>",
-        f"{how} {where}",
+        f"{how} {where(results)}",
         times,
         *((HOW_WITHOUT_REST, without_rest) if without_rest else ()),
         "</details>",

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import floors, headlines, roofline, speedups
 from benchmarks.families import table as families
 from benchmarks.figures import Row, geomean
-from benchmarks.gemm_tables import gemm_tables, power_table, sweep_table
+from benchmarks.gemm_tables import gemm_tables, large_tables, power_table, sweep_table
 from benchmarks.grouped_tables import grouped_tables
 from benchmarks.interleaving import AS_COMPILED, SHIPPED
 from benchmarks.markdown import table
@@ -142,6 +142,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "load_gpu": load_table,
     "cpu": cpu_table,
     "gemm": gemm_tables,
+    "gemm_large": large_tables,
     "gemm_sweep": sweep_table,
     "power": power_table,
     "grouped": grouped_tables,
