@@ -173,6 +173,7 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     assert config.split_k <= kernels.ceil_div(kernels.num_blocks(k), config.k_blocks_per_stage)
     assert config.multicast == 1  # multicast was nowhere faster
     assert config == heuristic.choose_config(m, n, k, num_sms)
+    assert config.split_k == 1 or m <= 512  # docs/linear.md says so
 
 
 @given(
