@@ -106,7 +106,7 @@ def _allocate(inputs: RouteInputs) -> Chosen:
     x, weight, bias, k, _, num_groups, topk_groups, *_ = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     check_tensor(_OP, "weight", weight, (torch.float32,), 2)
-    num_tokens, (num_experts, hidden_size) = len(x), weight.shape
+    num_tokens, (num_experts, hidden_size) = x.shape[0], weight.shape  # len(x) would be a constant
     check_shape(_OP, "x", x, [num_tokens, hidden_size], "[T, H] for weight [E, H]")
     check_same_device(_OP, x=x, weight=weight, bias=bias)
     if bias is not None:
