@@ -28,6 +28,7 @@ _WARPGROUP, _WARP = 128, 32
 _CHUNK, _DEPTH, _STAGES, _IN_BOX = 256, 64, 4, 32  # as in logits.cu
 _CHUNKS_OF_GROUP = 4  # see logits.cu; results depend on it, and on the chunk
 _SWIZZLE_BYTES = 128
+MAX_SUMS_BYTES = 1 << 30
 
 
 class _Arguments(ctypes.Structure):
@@ -104,10 +105,15 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.dtype == torch.bfloat16
         and weight.dtype == torch.float32
         and x.ndim == weight.ndim == 2
-        and x.shape[1] % 8 == 0  # a single row would always fit, and have other bits than many
+        and x.shape[1] > 0 == x.shape[1] % 8  # a single row would always fit, with bits of its own
         and fits(x)
         and fits(weight)
     )
+
+
+def most_tokens(num_experts: int, hidden_size: int) -> int:
+    """How many tokens have sums of at most `MAX_SUMS_BYTES`, at least one, whatever the tile."""
+    return MAX_SUMS_BYTES // (4 * num_experts * ceil_div(hidden_size, _CHUNK)) or 1
 
 
 def kernel_of(tile: Tile) -> Kernel:

@@ -62,8 +62,8 @@ def route(*inputs: Any) -> TopK:
     `sigmoid_group_topk`.
 
     Sums are in FP32 or FP64, whatever `torch.set_float32_matmul_precision` says. On a Hopper GPU,
-    what a token in BF16 gets does not depend on the other tokens, bit for bit. Gradients flow to x
-    and weight.
+    what a token in BF16 gets does not depend on the other tokens, bit for bit, and a token or
+    weight that is not finite gives NaN. Gradients flow to x and weight.
 
     Raises TypeError, ValueError, naming the argument, the rule and what came.
     """
@@ -131,12 +131,17 @@ _X, _WEIGHT, _BIAS, _INDEX, _WEIGHTS, _MEMORY = map(Source, range(6))
 def _takes(*args: Any) -> bool:
     """Whether there is a kernel; for other arguments the body runs, without a warning."""
     x, weight = args[:2]
-    return len(weight) <= MAX_EXPERTS and logits_launch.takes(x, weight)
+    return logits_launch.takes(x, weight) and 0 < len(weight) <= MAX_EXPERTS
 
 
 def _launch(inputs: RouteInputs) -> Chosen:
-    """Two kernels on the current stream; nothing waits for them."""
+    """Two kernels on the current stream, of very many tokens two for each part; nothing waits."""
     x, weight, bias, *rest = inputs
+    most = logits_launch.most_tokens(*weight.shape)
+    if len(x) > most:
+        parts = [_launch(inputs._replace(x=part)) for part in x.split(most)]
+        index, weights = map(torch.cat, zip(*parts, strict=True))
+        return index, weights
     driver = current_driver()
     of_bias = None if bias is None else layout_of(bias)
     key = (_OP, layout_of(x), layout_of(weight), of_bias, *rest)

@@ -136,14 +136,25 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, num_experts, h):
         lambda x, weight: (x[:, 1:], weight[:, 1:]),
         lambda x, weight: (x[:, :33], weight[:, :33].contiguous()),
         lambda x, weight: (x[:1, :36], weight[:, :36].contiguous()),
+        lambda x, weight: (x[:, :0], weight[:, :0]),
     ],
-    ids=["float32", "float16", "unaligned", "pitch", "one row"],
+    ids=["float32", "float16", "unaligned", "pitch", "one row", "no columns"],
 )
 def test_what_no_kernel_multiplies_runs_in_pytorch(gpu, given):
     x, weight, _ = inputs_of(5, 64, 16)
     x, weight = given(x, weight)
     assert_equal(route(x, weight, None, *SOFTMAX), OP(x, weight, None, *SOFTMAX))
     assert "logits" not in [y.kernel.source.stem for y in gpu.launched]
+
+
+def test_very_many_tokens_are_split(gpu, monkeypatch):
+    x, weight, bias = inputs_of(20, 512, 64)
+    whole = route(x, weight, bias, *SIGMOID)
+    assert len(gpu.launched) == 2
+    monkeypatch.setattr(logits_launch, "MAX_SUMS_BYTES", 4 * 64 * 2 * 7)  # seven tokens
+    assert_equal(route(x, weight, bias, *SIGMOID), whole)
+    assert len(gpu.launched) == 2 + 2 * 3
+    assert max(map(len, gpu.workspaces[1:])) <= logits_launch.MAX_SUMS_BYTES
 
 
 def test_no_tokens_launch_nothing(gpu):
