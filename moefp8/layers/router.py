@@ -19,7 +19,7 @@ class TopKRouter(FixedDtypeModule):
     """Score E experts for every token and choose k; weight and bias stay FP32.
 
     The choice does not depend on `torch.set_float32_matmul_precision` and similar switches, and on
-    a Hopper GPU, for tokens in BF16, not on the other tokens.
+    a Hopper GPU, for tokens in BF16 and up to 512 experts, not on the other tokens.
 
     Args:
         hidden_size, num_experts, top_k: H, E, and k experts per token.
@@ -89,17 +89,11 @@ class TopKRouter(FixedDtypeModule):
                 f"TopKRouter: hidden_states must be [T, {self.hidden_size}], got {came}"
             )
         check_same_device("TopKRouter", hidden_states=hidden_states, weight=self.weight)
-        return route(
-            hidden_states,
-            self.weight,
-            self.e_score_correction_bias,
-            self.top_k,
-            self.scoring == "sigmoid",
-            self.num_groups,
-            self.topk_groups,
-            self.renormalize,
-            self.scaling_factor,
-        )
+        x, weight, k = hidden_states, self.weight, self.top_k
+        if self.scoring == "softmax":
+            return route(x, weight, None, k, False, 1, 1, self.renormalize, 1.0)
+        bias, groups = self.e_score_correction_bias, (self.num_groups, self.topk_groups)
+        return route(x, weight, bias, k, True, *groups, self.renormalize, self.scaling_factor)
 
     def extra_repr(self) -> str:
         return attributes_repr(self, "hidden_size", "num_experts", "top_k", "scoring")

@@ -111,7 +111,7 @@ class Router(NamedTuple):
         if num_experts > top_k_launch.MAX_EXPERTS:
             return
         yield top_k_launch.kernel_of(self.op, num_experts)
-        if torch.bfloat16 in demand.dtypes and h and h % 8 == 0:
+        if torch.bfloat16 in demand.dtypes and h:
             num_sms = demand.configs.all_sms
             tiles = logits_launch.needed_tiles(demand.max_tokens, num_experts, h, num_sms)
             yield from map(logits_launch.kernel_of, tiles)

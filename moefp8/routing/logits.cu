@@ -151,8 +151,8 @@ __device__ void consume(Shared<kTokens, kExperts>& shared, const Arguments& args
 #pragma unroll
       for (int i = 0; i < kTokens / 2; ++i) total[i] = chunk == item.first_chunk ? sum[i] : __fadd_rn(total[i], sum[i]);
     }
-    float* sums = args.sums + (static_cast<int64_t>(item.part) * args.num_tokens + item.first_token) * args.num_experts +
-                  item.first_expert;
+    const int64_t first_row = static_cast<int64_t>(item.part) * args.num_tokens + item.first_token;
+    float* sums = args.sums + first_row * args.num_experts + item.first_expert;
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) {
       const uint32_t token = i / 4 * 8 + lane % 4 * 2 + i % 2, expert = row + i / 2 % 2 * 8;
@@ -162,7 +162,8 @@ __device__ void consume(Shared<kTokens, kExperts>& shared, const Arguments& args
   }
 }
 
-// One warp. Weights are older than the kernel before this one, whose tokens it waits for.
+// One warp. Weights are loaded before the wait, which would be wrong if the kernel before this one wrote them: the host
+// lets this kernel start only when that one is over.
 template <int kTokens, int kExperts, int kChunks>
 __device__ void produce(Shared<kTokens, kExperts>& shared, const Arguments& args, const TensorMap& token_map,
                         const TensorMap& weight_map) {

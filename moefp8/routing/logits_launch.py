@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div
-from ..kernels.common.tma_operands import box_of, fits
+from ..kernels.common.tma_operands import box_of
 from ..kernels.jit import (
     Kernel,
     Launch,
@@ -100,14 +100,12 @@ def needed_tiles(max_tokens: int, num_experts: int, hidden_size: int, num_sms: i
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel can multiply them."""
+    """Whether the kernel can multiply them, or copies that TMA can address."""
     return (
         x.dtype == torch.bfloat16
         and weight.dtype == torch.float32
         and x.ndim == weight.ndim == 2
-        and x.shape[1] > 0 == x.shape[1] % 8  # a single row would always fit, with bits of its own
-        and fits(x)
-        and fits(weight)
+        and x.shape[1] == weight.shape[1] > 0
     )
 
 
@@ -132,7 +130,7 @@ def prepare_logits(
 ) -> tuple[Launch, Sums]:
     """The launch that writes sums, and what they are.
 
-    x: [T, H] and weight [E, H] that the kernel takes; T, H and E at least 1.
+    x: [T, H] and weight [E, H] that the kernel takes and TMA can address; T, H, E at least 1.
     """
     (num_tokens, hidden_size), num_experts = x.shape, len(weight)
     driver, device_index = current_driver(), x.get_device()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs, without_autocast
+from ..kernels.common.tma_operands import fitting
 from ..kernels.jit import Source, current_driver
 from . import logits_launch
 from .logits_launch import prepare_logits
@@ -62,8 +63,9 @@ def route(*inputs: Any) -> TopK:
     `sigmoid_group_topk`.
 
     Sums are in FP32 or FP64, whatever `torch.set_float32_matmul_precision` says. On a Hopper GPU,
-    what a token in BF16 gets does not depend on the other tokens, bit for bit, and a token or
-    weight that is not finite gives NaN. Gradients flow to x and weight.
+    what a token in BF16 gets among up to 512 experts does not depend on the other tokens, bit for
+    bit. There a weight that is not finite gives NaN, and an infinite token NaN or Inf. Gradients
+    flow to x and weight.
 
     Raises TypeError, ValueError, naming the argument, the rule and what came.
     """
@@ -76,13 +78,13 @@ class _Route(torch.autograd.Function):
         index, weights = _route_op(*args)
         ctx.mark_non_differentiable(index)
         ctx.save_for_backward(args[0], args[1], index)
-        ctx.rest = args[2:]
+        ctx.rest = args[3:]
         return index, weights
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, index = ctx.saved_tensors
-        inputs = RouteInputs(x, weight, *ctx.rest)
+        inputs = RouteInputs(x, weight, None, *ctx.rest)
         with without_autocast(x.device):
             logits = _logits(x, weight)
             if inputs.by_sigmoid:
@@ -93,7 +95,7 @@ class _Route(torch.autograd.Function):
             needs_x, needs_weight, *_ = ctx.needs_input_grad
             of_x = (of_logits @ weight.double()).to(x.dtype) if needs_x else None
             of_weight = (of_logits.T @ x.double()).to(weight.dtype) if needs_weight else None
-        return of_x, of_weight, *(None for _ in ctx.rest)
+        return of_x, of_weight, None, *(None for _ in ctx.rest)
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -136,17 +138,20 @@ def _takes(*args: Any) -> bool:
 
 def _launch(inputs: RouteInputs) -> Chosen:
     """Two kernels on the current stream, of very many tokens two for each part; nothing waits."""
+    most = logits_launch.most_tokens(*inputs.weight.shape)
     x, weight, bias, *rest = inputs
-    most = logits_launch.most_tokens(*weight.shape)
     if len(x) > most:
         parts = [_launch(inputs._replace(x=part)) for part in x.split(most)]
         index, weights = map(torch.cat, zip(*parts, strict=True))
         return index, weights
+    x, weight = fitting(x), fitting(weight)
+    bias = None if bias is None else bias.contiguous()
     driver = current_driver()
     of_bias = None if bias is None else layout_of(bias)
     key = (_OP, layout_of(x), layout_of(weight), of_bias, *rest)
     found = driver.prepared().get(key)
     if found is None:
+        inputs = inputs._replace(x=x, weight=weight, bias=bias)
         _allocate(inputs)
         found = driver.keep(key, _prepare(inputs))
     num_tokens, k, device = len(x), inputs.k, x.device
@@ -161,10 +166,10 @@ def _launch(inputs: RouteInputs) -> Chosen:
 
 def _prepare(inputs: RouteInputs) -> Launches:
     x, weight, bias, *_ = inputs
-    if not (x.numel() and len(weight)):
+    if not len(x):
         return Launches((), 0)
     logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
-    shape = torch.empty((), device=x.device).expand(len(x), len(weight))  # it has no memory
+    shape = weight[:1, :1].expand(len(x), len(weight))  # what the choice asks of logits
     sources = TopKSources(_MEMORY, None if bias is None else _BIAS, _INDEX, _WEIGHTS)
     choice = prepare_top_k(inputs.choice, inputs.with_logits(shape), sources, sums)
     return Launches((logits, choice), 4 * sums.num_parts * len(x) * len(weight))

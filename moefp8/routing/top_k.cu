@@ -3,8 +3,8 @@
 // A warp owns a token. A lane holds every 32nd expert as an integer that rises with the expert's score;
 // then, k times, the warp finds the largest one and takes it out.
 //
-// Logits are given; or, with kParts > 0, as the sums that logits.cu leaves, kParts of them for each group of chunks. Then
-// all threads of a CTA add them up, and all but the sums is read before the kernel that writes them is over.
+// Logits are given; or, with kParts > 0, as the sums that logits.cu leaves, kParts of them for each group of chunks.
+// Then all threads of a CTA add them up, and all but the sums is read before the kernel that writes them is over.
 #include "input.cuh"
 #include "sigmoid.cuh"
 

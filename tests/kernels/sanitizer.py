@@ -16,6 +16,7 @@ from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
+from moefp8.routing.route import route
 from tests.functional.cases import EXPERTS_FAMILIES
 from tests.kernels.gemm.cases import choosing, filled
 from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, launch, routing_of
@@ -88,6 +89,7 @@ def main() -> None:
         fp8_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
+    run_route()
     for num_tokens, top_k, hidden_size, num_sms in (
         (3, 2, 200, 132), (200, 3, 1160, 5),
         (2731, 3, 136, 50),  # a kernel before counts the choices
@@ -122,6 +124,18 @@ def run_top_k(dtype: torch.dtype) -> None:
         index = softmax_topk(logits, k, True)[0].cpu()
         wrong += int((index != torch.arange(k)).sum())
         tell(f"top-k of {num_experts}, {dtype}", wrong)
+
+
+def run_route() -> None:
+    """Tokens are the same, so all choose what a single one chooses; sizes divide no tile."""
+    for num_experts, h, counts in ((130, 1160, (1, 70, 300)), (72, 520, (9, 2000))):
+        x = torch.randn(1, h, device="cuda").bfloat16()
+        weight = torch.randn(num_experts, h, device="cuda") / h**0.5
+        expected = (x.double() @ weight.double().T).topk(5).indices.cpu()
+        for num_tokens in counts:
+            rows = x.repeat(num_tokens, 1)
+            index = route(rows, weight, None, 5, False, 1, 1, True, 1.0).top_k_index.cpu()
+            tell(f"route, {num_tokens} tokens, {num_experts}", int((index != expected).sum()))
 
 
 def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> None:

@@ -1,5 +1,8 @@
 """The router: its logits and its choice are the same whatever the batch, and exact to FP32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -102,12 +105,12 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
 
 @pytest.mark.parametrize(("num_experts", "h"), [(256, 7168), (128, 2048), (8, 4096), (64, 2880)])
 def test_tiles_fill_the_gpu_with_few_tokens_and_with_many(num_experts, h):
-    chosen = [choose_tile(m, num_experts, h, 132) for m in (1, 8, 64, 512, 4096, 16384)]
-    assert [x.chunks for x in chosen[:2]] == [1, 1]
-    assert all(x.tokens >= m for x, m in zip(chosen[:2], (1, 8), strict=True))
-    for m in (1, 100, 4096):
-        needed = {choose_tile(i, num_experts, h, 132) for i in range(1, m + 1)}
-        assert needed_tiles(m, num_experts, h, 132) == needed
+    one, eight, many = (choose_tile(m, num_experts, h, 132) for m in (1, 8, 16384))
+    assert one == eight == (8, 64, 1)  # as many CTAs as can be, and no weight is read twice
+    assert many.tokens >= 64
+    if num_experts >= 128:
+        assert many.chunks == 4
+    assert {one, many} <= needed_tiles(16384, num_experts, h, 132)
 
 
 # ---- The launcher ----
@@ -131,20 +134,48 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, num_experts, h):
 @pytest.mark.parametrize(
     "given",
     [
-        lambda x, weight: (x.float(), weight),
-        lambda x, weight: (x.half(), weight),
         lambda x, weight: (x[:, 1:], weight[:, 1:]),
         lambda x, weight: (x[:, :33], weight[:, :33].contiguous()),
         lambda x, weight: (x[:1, :36], weight[:, :36].contiguous()),
-        lambda x, weight: (x[:, :0], weight[:, :0]),
+        lambda x, weight: (x.T.contiguous().T, weight.T.contiguous().T),
+        lambda x, weight: (x[:1].expand(5, -1), weight),
     ],
-    ids=["float32", "float16", "unaligned", "pitch", "one row", "no columns"],
+    ids=["unaligned", "odd", "one row", "transposed", "expanded"],
 )
-def test_what_no_kernel_multiplies_runs_in_pytorch(gpu, given):
-    x, weight, _ = inputs_of(5, 64, 16)
+def test_what_tma_cannot_address_is_copied(gpu, given):
+    x, weight, bias = inputs_of(5, 64, 16)
     x, weight = given(x, weight)
+    bias = torch.stack([bias, bias + 1], dim=1)[:, 0]
+    options = (3, True, 4, 2, True, 2.5)
+    with float64_by_default():
+        ours = route(x, weight, bias, *options)
+    assert [y.kernel.source.stem for y in gpu.launched] == ["logits", "top_k"]
+    expected = OP(x, weight, bias, *options)
+    assert torch.equal(ours.top_k_index, expected[0])
+    torch.testing.assert_close(ours.top_k_weights, expected[1])
+
+
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_run_in_pytorch(gpu, dtype):
+    x, weight, _ = inputs_of(5, 64, 16, dtype)
     assert_equal(route(x, weight, None, *SOFTMAX), OP(x, weight, None, *SOFTMAX))
     assert "logits" not in [y.kernel.source.stem for y in gpu.launched]
+
+
+def test_widths_that_differ_are_named(gpu):
+    x, weight, _ = inputs_of(5, 64, 16)
+    for other in (weight[:, :0], weight[:, :32]):
+        with pytest.raises(ValueError, match=r"x must be \[T, H\] for weight \[E, H\]"):
+            route(x, other, None, *SOFTMAX)
+    ours = route(x[:, :0], weight[:, :0], None, *SOFTMAX)
+    assert torch.equal(ours.top_k_index, torch.arange(4).expand(5, 4))
 
 
 def test_very_many_tokens_are_split(gpu, monkeypatch):

@@ -2,7 +2,7 @@
 
 `choose_config` estimates the time of each of the `candidates` and takes the best. The
 list and the constants of the estimate come from timing up to 97 configurations for each of 227
-shapes on an H200, and up to 50 for each of 265 shapes of public models with M above 64 on an H100,
+shapes on an H200, and up to 50 for each of 241 shapes of public models with M above 64 on an H100,
 and for 24 large ones without rest, where the power limit decides. `python -m
 benchmarks.gemm_configs` says how far the choice is from the best of still more, and `python -m
 benchmarks.gemm_sweep` how it does at other models' shapes. `choose_grouped_config` is for groups of
