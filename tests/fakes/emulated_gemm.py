@@ -163,6 +163,7 @@ class GemmEmulator:
             GroupLayout.OFFSETS: num_groups + 1,
             GroupLayout.MASKED: num_groups,
             GroupLayout.ROWS: num_tokens,
+            GroupLayout.SEGMENTS: 4 + 4 * groups.num_segments,
         }
         if groups.bounds is None:  # there is a single group
             bounds = [0, num_tokens]
@@ -170,10 +171,14 @@ class GemmEmulator:
         else:
             bounds = memory(groups.bounds, torch.int32, [sizes[layout]], [1]).tolist()
         if layout == GroupLayout.ROWS:
-            found = []
-            for begin in range(0, num_tokens, 128):
-                rows = itertools.takewhile(bounds[begin].__eq__, bounds[begin : begin + 128])
-                found.append(Segment(begin, begin + len(list(rows)), bounds[begin]))
+            found = rows_of_blocks(bounds)
+        elif layout == GroupLayout.SEGMENTS:
+            entries = [Segment(*bounds[i : i + 3]) for i in range(4, len(bounds), 4)]
+            found, behind = entries[: bounds[0]], entries[bounds[0] :]
+            assert all(begin < end for begin, end, _ in found)
+            assert all(x == (0, 0, 0) for x in behind)
+            assert len(entries) == kernels.num_blocks(num_tokens)
+            found = entries
         else:
             begins = bounds if layout == GroupLayout.OFFSETS else [0] * num_groups
             ends = bounds[1:] if layout == GroupLayout.OFFSETS else bounds
@@ -182,6 +187,15 @@ class GemmEmulator:
         assert min(x.begin for x in found) >= 0
         assert max(x.end for x in found) <= num_tokens
         return [x for x in found if x.begin < x.end and 0 <= x.group < num_groups]
+
+    @staticmethod
+    def find_segments(made, parameters):
+        """What `segments.cu` writes."""
+        x = made.arguments
+        bounds = memory(x.group_of_row, torch.int32, [x.num_rows], [1]).tolist()
+        written = list_of_segments(bounds, x.num_groups)
+        assert (made.grid, x.list % 16) == (1, 0)
+        memory(x.list, torch.int32, [len(written)], [1]).copy_(torch.tensor(written))
 
     def check_tiles(self, made, m, n):
         """Every tile is walked once."""
@@ -288,6 +302,33 @@ class GemmEmulator:
         assert made.d_map.box == [*config.store_box, *outer]
         span = config.store_box[0] * made.d_map.dtype.itemsize
         assert made.d_map.swizzle == (span if span > 16 else 0)
+
+
+def rows_of_blocks(group_of_row: list[int]) -> list[Segment]:
+    """The first rows of each block of 128, which are of one group, also where that is none."""
+    found = []
+    for begin in range(0, len(group_of_row), 128):
+        of_block = group_of_row[begin : begin + 128]
+        rows = itertools.takewhile(of_block[0].__eq__, of_block)
+        found.append(Segment(begin, begin + len(list(rows)), of_block[0]))
+    return found
+
+
+def list_of_segments(group_of_row: list[int], num_groups: int) -> list[int]:
+    """How many segments there are, three zeros; each of them with a zero; zeros to the end."""
+    blocks, found = rows_of_blocks(group_of_row), []
+    for begin, end, group in blocks:
+        if not 0 <= group < num_groups:
+            continue
+        before = found[-1] if found else Segment(0, 0, -1)
+        if before.group == group and before.end == begin:
+            found[-1] = before._replace(end=end)
+        else:
+            found.append(Segment(begin, end, group))
+    numbers = [len(found), 0, 0, 0]
+    for segment in found:
+        numbers += [*segment, 0]
+    return numbers + [0] * 4 * (len(blocks) - len(found))
 
 
 def layout_of(made) -> GroupLayout:

@@ -16,6 +16,7 @@ from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
+from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics, quantize_launch
@@ -29,6 +30,7 @@ from tests.routing.cases import plan_of
 _GUARD = 1 << 12
 ARGUMENTS = {  # source of a kernel -> its last argument
     "gemm": gemm_launch.Arguments,
+    "segments": segments.Arguments,
     "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
@@ -48,7 +50,7 @@ class FakeDriver(jit.Driver):
 
     num_sms: how many SMs it has. max_prepared: as in `jit.Driver`.
     library: runs what is launched.
-    launched: all launches so far, with what the kernel was given.
+    launched: all launches so far, with what the kernel was given; `gemms` are those of GEMMs.
     """
 
     def __init__(
@@ -63,6 +65,10 @@ class FakeDriver(jit.Driver):
         self.maps = self.library.maps
         self.workspaces: list[torch.Tensor] = []
         self._guarded: dict[int, torch.Tensor] = {}
+
+    @property
+    def gemms(self) -> list[SimpleNamespace]:
+        return [made for made in self.launched if made.kernel.source == gemm_launch.SOURCE]
 
     def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
         self.kernels.append(kernel)
@@ -242,6 +248,7 @@ class Emulator(GemmEmulator):
         given = structure.from_address(parameters[-1])
         made.arguments = structure.from_buffer_copy(given)
         bodies = {
+            "segments": self.find_segments,
             "quantize": self.quantize,
             "logits": self.logits,
             "softmax": self.top_k,

@@ -10,14 +10,19 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
-from ..jit import Launch, Source, current_driver
+from ..common.prepared import Launches
+from ..jit import Source, current_driver
 from . import heuristic
-from .config import GroupLayout
-from .launch import GemmSources, GroupsOfTokens, prepare_gemm
+from .config import GemmConfig, GroupLayout
+from .launch import GemmSources, GroupsOfTokens, Sms, prepare_gemm
 from .operands import Operands, check_sizes, fitting_operands
+from .segments import list_bytes, most_segments, prepare_segments
 from .tuned import config_source_of
 
 _SOURCES = GemmSources(*map(Source, range(5)))
+_BOUNDS, _LIST = Source(5), Source(6)  # the list of segments, in memory of its own
+
+_Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
 
 class GemmCall(NamedTuple):
@@ -26,7 +31,7 @@ class GemmCall(NamedTuple):
     check: raises TypeError or ValueError if the tensors are wrong; called for new layouts.
     bias: [N] in bf16, fp16 or fp32, of a dense GEMM.
     group_layout: what tells which group a token is of; None: the GEMM is dense.
-    bounds: `expert_offsets`, `masked_m` or `grouped_layout`, as `group_layout` says.
+    bounds: `expert_offsets`, `masked_m` or, for both ROWS and SEGMENTS, `grouped_layout`.
     expected_m: about how many tokens a group has, at least 1; only speed heeds it. None: the mean.
     programmatic: it may be launched before the stream's previous kernel ends; then it reads a, its
         scales and writes d only after that end. All else must be older than that kernel. It has
@@ -56,7 +61,7 @@ class GemmCall(NamedTuple):
 def launch_gemm(
     tensors: Sequence[torch.Tensor], options: Hashable, describe: Callable[[], GemmCall]
 ) -> None:
-    """Launch one kernel on the current stream; nothing waits for it.
+    """Launch one kernel on the current stream, or two for SEGMENTS; nothing waits for it.
 
     Operands that TMA cannot address are copied first, and d is written through a copy.
 
@@ -71,17 +76,17 @@ def launch_gemm(
     of_a, of_a_scales, of_b, _, of_d = addresses[:5]
     aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
     key = (options, layouts, aligned, driver.max_sms)
-    launch = driver.prepared().get(key)
-    if launch is None:
-        launch = _first_launch(describe())
-        if launch is None:
+    run = driver.prepared().get(key)
+    if run is None:
+        run = _first_launch(describe())
+        if run is None:
             return
-        driver.keep(key, launch)
-    launch.on(layouts[0][3], addresses)
+        driver.keep(key, run)
+    run(layouts[0][3], addresses)
 
 
 @torch.no_grad()
-def _first_launch(call: GemmCall) -> Launch | None:
+def _first_launch(call: GemmCall) -> _Run | None:
     """Check; then prepare a launch for these layouts, or run the GEMM with copies that fit."""
     call.check()
     operands, is_dense = call.operands, call.group_layout is None
@@ -121,37 +126,61 @@ def _write_empty_sums(call: GemmCall) -> None:
     d.masked_fill_(rows[..., None], 0)
 
 
-def _prepare(call: GemmCall) -> Launch:
+def _prepare(call: GemmCall) -> _Run:
     layout, operands = call.group_layout, call.operands
-    if layout in (GroupLayout.OFFSETS, GroupLayout.ROWS):
+    if layout is not None and layout != GroupLayout.MASKED:
         a, a_scale_inv, b, b_scale_inv, d = operands
         operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
     (m, k), n = operands.a.shape[-2:], operands.b.shape[-2]
     check_sizes(call.op, m, n, k)
     configs = config_source_of(operands.b.get_device())
-    groups = None
     if layout is None:
-        tokens, config = m, configs.dense(m, n, k)
+        config, tokens, groups = configs.dense(m, n, k), m, None
     else:
-        num_segments, limit = len(operands.b), m
-        tokens = call.expected_m or ceil_div(m, num_segments)
-        if layout == GroupLayout.ROWS:  # each block of rows counts as a group
-            num_segments, limit = ceil_div(m, BLOCK), BLOCK
-        tokens, (busy, all_sms) = min(tokens, limit), configs.sms
-        config = heuristic.choose_grouped_config(
-            tokens, limit, num_segments, n, k, busy, busy == all_sms
-        )
-        groups = GroupsOfTokens(layout, num_segments, config.token_tiles(tokens))
-    return prepare_gemm(
+        config, tokens, groups = _choose_grouped(call, layout, m, configs.sms)
+    finds_segments = layout == GroupLayout.SEGMENTS
+    bounds = _LIST if finds_segments else _BOUNDS
+    gemm = prepare_gemm(
         config,
         operands,
         _SOURCES._replace(
             bias=None if call.bias is None else Source(5),
-            bounds=None if call.bounds is None else Source(5),
+            bounds=None if call.bounds is None else bounds,
         ),
         configs.sms,
         tokens,
         bias=None if call.bias is None else call.bias.dtype,
         groups=groups,
+        programmatic=call.programmatic or finds_segments,
+    )
+    if not finds_segments:
+        return gemm.on
+    # It waits for all that came before it, so the GEMM may start as soon as it has.
+    segments = prepare_segments(
+        m,
+        len(operands.b),
+        operands.b.get_device(),
+        _BOUNDS,
+        _LIST,
         programmatic=call.programmatic,
     )
+    return Launches((segments, gemm), list_bytes(m))
+
+
+def _choose_grouped(
+    call: GemmCall, layout: GroupLayout, m: int, sms: Sms
+) -> tuple[GemmConfig, int, GroupsOfTokens]:
+    """The config, about how many tokens a group has, and what is known of the groups."""
+    num_groups, n, k = call.operands.b.shape
+    limit, mean, most = m, ceil_div(m, num_groups), num_groups
+    if layout == GroupLayout.ROWS:  # each block of rows counts as a group
+        num_groups = most = most_segments(m)
+        limit = BLOCK
+    elif layout == GroupLayout.SEGMENTS:
+        # A group that has tokens has a block, and its last one is half padding on average.
+        most = most_segments(m)
+        num_groups, mean = min(num_groups, most), max(mean, BLOCK) - BLOCK // 2
+    tokens = min(call.expected_m or mean, limit)
+    all_sms = sms.busy == sms.all
+    config = heuristic.choose_grouped_config(tokens, limit, num_groups, n, k, sms.busy, all_sms)
+    return config, tokens, GroupsOfTokens(layout, most, config.token_tiles(tokens))

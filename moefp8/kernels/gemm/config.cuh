@@ -18,6 +18,7 @@ enum class GroupLayout {
   kMasked,   // group g has the first bounds[g] rows of its own matrix
   kRows,     // row i is of the group bounds[i], or of none if that is -1; of each 128 rows, the first are of one group
              // and the others of none
+  kSegments, // bounds is the list of segments that segments.cu has found in such rows
 };
 
 __host__ __device__ constexpr int gcd(int x, int y) { return y == 0 ? x : gcd(y, x % y); }
@@ -111,7 +112,7 @@ __host__ __device__ constexpr bool is_valid() {
 struct Groups {
   const int* bounds;
   int num_groups;
-  int num_segments;    // groups, or blocks of 128 rows
+  int num_segments;    // groups, or blocks of 128 rows; of kSegments the most that there may be
   int num_tokens;      // rows of a, or of each of its matrices
   int expected_tiles;  // tiles of tokens in a group
   int64_t weight_scale_stride;

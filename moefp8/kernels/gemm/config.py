@@ -15,11 +15,16 @@ _TILE_SLOTS = 4  # kTileSlots in schedule.cuh
 
 
 class GroupLayout(str, Enum):
-    """What says which group a token belongs to: `GroupLayout` of config.cuh without kDense."""
+    """What says which group a token belongs to: `GroupLayout` of config.cuh without kDense.
+
+    ROWS and SEGMENTS both come from `grouped_layout`: with SEGMENTS, a kernel reads it before the
+    GEMM does.
+    """
 
     OFFSETS = "kOffsets"
     MASKED = "kMasked"
     ROWS = "kRows"
+    SEGMENTS = "kSegments"
 
 
 class told(cached_property[Any]):

@@ -21,6 +21,10 @@ from .operands import Operand, Operands, check_operands, check_pairs
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 _MASKED = "m_grouped_fp8_gemm_nt_masked"
 
+# From so many rows of `grouped_layout` on, a kernel finds its segments before the GEMM starts: more
+# launches, but better tiles. The number is a guess, to be replaced by timings.
+SEGMENTS_FROM_ROWS = 4096
+
 Segment = tuple[int, int, int]  # group, first row, end row
 
 
@@ -105,8 +109,10 @@ def _contiguous(inputs: ContiguousInputs) -> None:
 
 def _launch_contiguous(inputs: ContiguousInputs) -> None:
     *operands, grouped_layout, expert_offsets = inputs
-    layout = GroupLayout.ROWS if expert_offsets is None else GroupLayout.OFFSETS
-    bounds = grouped_layout if expert_offsets is None else expert_offsets
+    layout, bounds = GroupLayout.OFFSETS, expert_offsets
+    if expert_offsets is None and grouped_layout is not None:
+        bounds, finds_segments = grouped_layout, grouped_layout.numel() >= SEGMENTS_FROM_ROWS
+        layout = GroupLayout.SEGMENTS if finds_segments else GroupLayout.ROWS
     check = partial(check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises

@@ -261,7 +261,7 @@ def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, operands
     num_groups = len(operands.b)
     if groups.layout == GroupLayout.MASKED:
         return num_groups * ceil_div(m, tokens)
-    if groups.layout == GroupLayout.ROWS:
+    if groups.layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS):
         return ceil_div(m, BLOCK) * ceil_div(BLOCK, tokens)
     # Each group that has a token takes up to two tiles more than its share: one that begins before
     # it, at a multiple of 16 bytes in each row of scales, and one that ends after it.

@@ -49,7 +49,7 @@ struct Producer {
   }
   __device__ void load_weights(const SchedulerOf<C>& schedule) {
     const TileCoord<C>& coord = schedule.coord;
-    // Blocks of rows may have the same weights as other blocks, and nobody knows which.
+    // Blocks of kRows may have the same weights as other blocks, and nobody knows which.
     const bool is_read_once = C.grouped && C.group_layout != GroupLayout::kRows && coord.is_only;
     shared.full[schedule.stage].arrive_and_expect(elected, schedule.args->stage_bytes[coord.token_box()]);
 #pragma unroll

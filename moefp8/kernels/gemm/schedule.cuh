@@ -180,11 +180,19 @@ __device__ inline Segment rows_of_block(const Groups& groups, int block) {
   return {begin, uint32_t(group) < uint32_t(groups.num_groups) ? end : begin, group};
 }
 
+// The segment `i` of the list that segments.cu has written. Behind the last one are empty ones, so that no read waits
+// for the number of segments.
+__device__ inline Segment found_segment(const int* list, int i) {
+  const int4 entry = reinterpret_cast<const int4*>(list)[1 + i];
+  return {entry.x, entry.y, entry.z};
+}
+
 // Whatever `bounds` holds, nothing outside of the tensors is touched.
 template <GroupLayout kGroupLayout>
 __device__ Segment segment(const Groups& groups, int i) {
   if (i >= groups.num_segments) return {0, 0, i};
   if constexpr (kGroupLayout == GroupLayout::kRows) return rows_of_block(groups, i);
+  else if constexpr (kGroupLayout == GroupLayout::kSegments) return found_segment(groups.bounds, i);
   else if constexpr (kGroupLayout == GroupLayout::kMasked) return {0, min(groups.bounds[i], groups.num_tokens), i};
   else if (groups.bounds == nullptr) return {0, groups.num_tokens, i};  // there is a single group
   else return {max(groups.bounds[i], 0), min(groups.bounds[i + 1], groups.num_tokens), i};
@@ -218,12 +226,14 @@ struct GroupedScheduler {
   int tile = blockIdx.x / C.tiles_per_cluster;
   int first_segment = -kWarp;
   Segment mine, next_mine;
+  int num_found = 0;  // segments of kSegments
   int tiles_end = 0;  // how many tiles this lane's segment and all before it have
 
   // The reads begin as early as can be, since the answer takes long.
   __device__ void prepare() {
     if (!args.groups.bounds_ready) wait_for_previous_kernel();
     next_mine = segment<C.group_layout>(args.groups, lane);
+    if constexpr (C.group_layout == GroupLayout::kSegments) num_found = args.groups.bounds[0];
   }
   __device__ void run(Shared<C>& shared) {
 #pragma unroll 1
@@ -265,7 +275,7 @@ struct GroupedScheduler {
   __device__ TileCoord<C> find() {
     uint32_t found;
     while ((found = __ballot_sync(~0u, tile < tiles_end)) == 0) {
-      if (first_segment + kWarp >= args.groups.num_segments) return TileCoord<C>::none();
+      if (first_segment + kWarp >= num_segments()) return TileCoord<C>::none();
       next_segments();
     }
     const int owner = __ffs(found) - 1;
@@ -303,6 +313,9 @@ struct GroupedScheduler {
       if (lane >= step) tiles_end += before;
     }
     tiles_end += tiles_before;
+  }
+  __device__ int num_segments() const {
+    return C.group_layout == GroupLayout::kSegments ? num_found : args.groups.num_segments;
   }
   // Where the first tile of a segment begins.
   static __device__ int first_token_of(int begin) { return C.begins_anywhere ? begin : begin / 4 * 4; }

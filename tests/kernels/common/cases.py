@@ -40,7 +40,8 @@ def gemm(layout: GroupLayout | None) -> Callable[[int], Sample]:
             grouped_cases.run_op(routing, made, bounds, bias=bias)
             return made.d
 
-        return Sample(call, grouped_cases.expected_of(routing, made, bias))
+        num_kernels = 2 if layout == GroupLayout.SEGMENTS else 1
+        return Sample(call, grouped_cases.expected_of(routing, made, bias), num_kernels)
 
     return sample
 

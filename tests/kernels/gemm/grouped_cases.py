@@ -7,6 +7,7 @@ more than `sanitizer` may need.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -17,6 +18,7 @@ from moefp8.kernels import (
     num_blocks,
     tma_aligned,
 )
+from moefp8.kernels.gemm import grouped
 from moefp8.kernels.gemm.call import GemmCall
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
@@ -113,11 +115,13 @@ def routing_of(layout: GroupLayout | None, counts: Sequence[int], spare: int = 3
         return by_offsets(counts, spare, spare)
     if layout == GroupLayout.MASKED:
         return masked(counts, spare)
-    return by_rows(list(enumerate(counts)), len(counts), spare)
+    return by_rows(list(enumerate(counts)), len(counts), spare)._replace(layout=layout)
 
 
 def routings_of_384_rows(layout: GroupLayout) -> list[Routing]:
     """Three groups of any sizes, and always as many rows of a."""
+    if layout == GroupLayout.SEGMENTS:
+        return [x._replace(layout=layout) for x in routings_of_384_rows(GroupLayout.ROWS)]
     return {
         GroupLayout.OFFSETS: [
             by_offsets((384, 0, 0)),
@@ -148,10 +152,12 @@ def routings() -> "SearchStrategy[Routing]":
     count = st.sampled_from((0, 0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 200))
     counts, spare = st.lists(count, min_size=1, max_size=5), st.sampled_from((0, 1, 2, 5))
     runs = st.lists(st.tuples(st.integers(-1, 3), count), min_size=1, max_size=4)
+    named = st.builds(by_rows, runs, st.just(4), spare)
     return st.one_of(
         st.builds(by_offsets, counts, spare, spare),
         st.builds(masked, counts, spare),
-        st.builds(by_rows, runs, st.just(4), spare),
+        named,
+        named.map(lambda routing: routing._replace(layout=GroupLayout.SEGMENTS)),
     )
 
 
@@ -230,10 +236,16 @@ def run_op(
         fp8_gemm_nt(a, b, d, bias=bias)
     elif routing.layout == GroupLayout.MASKED:
         m_grouped_fp8_gemm_nt_masked(a, b, d, bounds, expected_m)
-    elif routing.layout == GroupLayout.ROWS:
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
+    elif routing.layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS):
+        with finding_segments(routing.layout == GroupLayout.SEGMENTS):
+            m_grouped_fp8_gemm_nt_contiguous(a, b, d, bounds)
     else:
         m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds)
+
+
+def finding_segments(always: bool) -> AbstractContextManager[object]:
+    """Whether a kernel finds the segments of `grouped_layout`: always, or never."""
+    return mock.patch.object(grouped, "SEGMENTS_FROM_ROWS", 0 if always else 2**31)
 
 
 def launch(

@@ -56,7 +56,7 @@ def test_rows_of_no_group_survive_a_copy_of_d(gpu, layout, n):
     launch(routing, made)
     assert torch.equal(made.d[others].view(torch.int16), before[others].view(torch.int16))
     assert torch.equal(made.d[~others], expected_of(routing, made)[~others])
-    assert gpu.launched[0].d_map.address != made.d.data_ptr()
+    assert gpu.gemms[0].d_map.address != made.d.data_ptr()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -65,7 +65,7 @@ def test_pairs_of_tiles_are_walked_whole_also_the_last(layout, family):
     routing = routing_of(layout, (300, 0, 1, 65, 8, 64 * 6))
     with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
         launch_and_compare(routing, operands(routing, 200, 48))
-    assert len(gpu.launched) == 1
+    assert len(gpu.gemms) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,7 +100,7 @@ def test_a_launch_serves_all_routings(layout, family):
                 x.copy_(y)
             *made, bounds = memory
             launch_and_compare(routing, Operands(*made), bounds)
-        first, *others = gpu.launched
+        first, *others = gpu.gemms
         assert len(others) == len(cases) - 1
         assert all(bytes(x.arguments) == bytes(first.arguments) for x in others)
         assert {x.grid for x in others} == {first.grid}
