@@ -12,6 +12,7 @@ import torch
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
+from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
@@ -79,6 +80,7 @@ def shapes_of(config: GemmConfig) -> list[tuple[int, int, int]]:
 def main() -> None:
     torch.manual_seed(0)
     run_families()
+    run_segments()
     run_experts_families()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
@@ -172,6 +174,22 @@ def run_families() -> None:
                     run_gemm(name, routing_of(layout, counts), n, k, limit)
     for layout in GroupLayout:
         run_broken_bounds(layout)
+
+
+def run_segments() -> None:
+    """Two blocks of rows for each group, and more blocks than the CTA takes at once."""
+    num_rows = 128 * 2100 - 50
+    rows = torch.arange(num_rows, dtype=torch.int32).div(256, rounding_mode="floor").int()
+    found = torch.full((segments.list_bytes(num_rows) // 16, 4), -1, dtype=torch.int32).cuda()
+    sources, group_of_row = (jit.Source(0), jit.Source(1)), rows.cuda()
+    launch = segments.prepare_segments(num_rows, 2000, 0, *sources, programmatic=False)
+    launch.on(0, (group_of_row.data_ptr(), found.data_ptr()))
+    begin = 256 * torch.arange(1050, dtype=torch.int32)
+    zero, end = torch.zeros_like(begin), (begin + 256).clamp(max=num_rows)
+    of_each = torch.stack([begin, end, torch.arange(1050, dtype=torch.int32), zero], 1)
+    expected = torch.zeros_like(found, device="cpu")
+    expected[0, 0], expected[1:1051] = 1050, of_each
+    tell("segments", int((found.cpu() != expected).sum()))
 
 
 def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = None) -> None:

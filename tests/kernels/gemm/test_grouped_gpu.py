@@ -174,12 +174,15 @@ def test_one_graph_serves_all_loads(layout, m):
         (GroupLayout.MASKED, [-1, 2**31 - 1, 0, -(2**31), 80, 81]),
         (GroupLayout.ROWS, [6, -2] * 150),
         (GroupLayout.ROWS, [2**31 - 1] * 128 + [-(2**31)] * 128 + [5] * 44),
+        (GroupLayout.SEGMENTS, [6, -2] * 150),
+        (GroupLayout.SEGMENTS, [2**31 - 1] * 128 + [-(2**31)] * 128 + [5] * 44),
+        (GroupLayout.SEGMENTS, [3, 3, 5] * 100),
     ],
 )
 def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
     """On a GPU nobody checks them. `sanitizer.py` shows that nothing else is read."""
     routing = routing_of(layout, (50,) * 6)._replace(segments=[])
-    if layout == GroupLayout.ROWS:
+    if layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS):
         routing = routing._replace(num_tokens=len(bounds))
     guard, made = 1 << 20, on_gpu(operands(routing, 136, 144))
     memory = torch.full((made.d.numel() + 2 * guard,), UNTOUCHED).bfloat16().cuda()
