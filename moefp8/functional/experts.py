@@ -64,6 +64,9 @@ class ExpertsInputs(NamedTuple):
     expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
         and how many the whole model has, by which tiles are chosen; None: E. Ids are then in
         [0, num_global_experts], and all but [expert_offset, expert_offset + E) are held elsewhere.
+    addend: bf16 [T, H], such as the output of shared experts, or None. The result is bit for bit
+        that of an addition behind the op: the sum over the choices is rounded to BF16, then the
+        sum with `addend` is.
     """
 
     hidden_states: torch.Tensor
@@ -77,15 +80,16 @@ class ExpertsInputs(NamedTuple):
     masked: bool
     expert_offset: int = 0
     num_global_experts: int | None = None
+    addend: torch.Tensor | None = None
 
 
 def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    hidden_states, down = inputs.hidden_states, inputs.down_proj
+    hidden_states, down, addend = inputs.hidden_states, inputs.down_proj, inputs.addend
     fp32, ids = (torch.float32,), (torch.int32, torch.int64)
     dtypes = (FLOATS, ids, FLOATS, (E4M3,), fp32, (E4M3,), fp32)
     named = dict(zip(inputs._fields, inputs[:7], strict=False))
-    check_same_device(_OP, **named)
+    check_same_device(_OP, **named, addend=addend)
     for (name, x), allowed in zip(named.items(), dtypes, strict=True):
         check_tensor(_OP, name, x, allowed, 3 if "proj" in name else 2)
     (num_tokens, _), (e, h, i) = hidden_states.shape, down.shape
@@ -101,6 +105,9 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     )
     for (name, x), (shape, rule) in zip(named.items(), rules, strict=True):
         check_shape(_OP, name, x, shape, rule)
+    if addend is not None:
+        check_tensor(_OP, "addend", addend, (torch.bfloat16,), 2)
+        check_shape(_OP, "addend", addend, [num_tokens, h], "[T, H] as hidden_states")
     check_limit(_OP, inputs.swiglu_limit)
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
@@ -118,7 +125,7 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
     if hidden_states.device.type == "cpu":
         check_choices(_OP, top_k_index, inputs.num_global_experts or num_experts)
     if i == 0:
-        return y.zero_()
+        return y.zero_() if inputs.addend is None else y.zero_().add_(inputs.addend)
     maps = build_maps(top_k_index, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
     if len(row_to_token) == 0:
@@ -137,15 +144,16 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
         activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit))
         of_down = down_proj[expert], down_scales[expert]
         rows[begin:end] = block_scaled_matmul(*activated, *of_down)
-    return combine_rows(rows, token_to_row, top_k_weights)
+    return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
 def _launch(inputs: ExpertsInputs) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
     limit = math.inf if limit is None else limit
-    tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:])
-    return launch_experts(partial(_allocate, inputs), tokens, projections, options)
+    tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
+    check = partial(_allocate, inputs)
+    return launch_experts(check, tokens, projections, options, inputs.addend)
 
 
 experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

@@ -6,7 +6,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
    one kernel, or two for many choices.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
-4. `routing/combine.cu`: the weighted sum of every token's rows.
+4. `routing/combine.cu`: the weighted sum of every token's rows, to which `addend` is added.
 
 Each is launched before the one before it ends, and waits where it needs its results: the code of
 the next kernel and its first weights are on their way meanwhile. What lies between the kernels is
@@ -54,10 +54,10 @@ Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choic
 # The limit, infinite if there is none; then masked, expert_offset and num_global_experts.
 Options = tuple[float, bool, int, int | None]
 
-# The addresses of a call, in order: the tokens, the six of `Weights`, the result, the workspace.
-_X, _IDS, _SCORES, _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES, _Y, _MEMORY = map(
-    Source, range(11)
-)
+# The addresses of a call, in order: the tokens, the six of `Weights`, the result, the addend or 0,
+# the workspace.
+_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _MEMORY = map(Source, range(12))
+_GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES = _OF_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def launch_experts(
     tokens: Tokens,
     projections: Projections,
     options: Options,
+    addend: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
@@ -95,17 +96,19 @@ def launch_experts(
     addresses = tuple([z.data_ptr() for z in tensors])
     x_address, _, _, gate, gate_scales, down, _ = addresses
     y_alignment = 0 if y is None else y.data_ptr() % 16
-    alignment = x_address % 16, gate % 16, down % 16, y_alignment
+    added, of_addend = (0, None) if addend is None else (addend.data_ptr(), layout_of(addend))
+    alignment = x_address % 16, gate % 16, down % 16, y_alignment, added % 16
     layouts = tuple([layout_of(z) for z in tensors])
-    key = (_OP, layouts, alignment, options, driver.max_sms)
+    key = (_OP, layouts, of_addend, alignment, options, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()
-        found = driver.keep(key, _prepare(tokens, projections, options, y_alignment == 0))
+        is_aligned = y_alignment == 0 and added % 16 == 0
+        found = driver.keep(key, _prepare(tokens, projections, options, addend, is_aligned))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     if found.launches is None:
-        _launch_parts(found.num_parts, check, tokens, projections, options, y)
+        _launch_parts(found.num_parts, check, tokens, projections, options, addend, y)
         return y
     if found.fits:
         up, up_scales = gate + found.up, gate_scales + found.up_scales
@@ -113,7 +116,7 @@ def launch_experts(
     else:
         copies = fitting_weights(split_weights(projections))
         weights = tuple([z.data_ptr() for z in copies])
-    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr()))
+    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr(), added))
     return y
 
 
@@ -123,22 +126,32 @@ def _launch_parts(
     tokens: Tokens,
     projections: Projections,
     options: Options,
+    addend: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch part by part, or as a whole with hidden states made contiguous."""
+    """Launch part by part, or as a whole with hidden states and addend made contiguous."""
     x, ids, scores = tokens
     if num_parts == 0:
         y.zero_()
+        if addend is not None:
+            y.add_(addend.detach())
     elif num_parts == 1:
-        launch_experts(check, (x.contiguous(), ids, scores), projections, options, y)
+        addend = None if addend is None else addend.contiguous()
+        launch_experts(check, (x.contiguous(), ids, scores), projections, options, addend, y)
     else:
         split = ceil_div(x.shape[0], num_parts)
-        for *some, part in zip(*(z.split(split) for z in (*tokens, y)), strict=True):
-            launch_experts(check, cast(Tokens, tuple(some)), projections, options, part)
+        parts = [z.split(split) for z in (*tokens, y)]
+        addends = [None] * len(parts[0]) if addend is None else addend.split(split)
+        for *some, part, added in zip(*parts, addends, strict=True):
+            launch_experts(check, cast(Tokens, tuple(some)), projections, options, added, part)
 
 
 def _prepare(
-    tokens: Tokens, projections: Projections, options: Options, y_is_aligned: bool
+    tokens: Tokens,
+    projections: Projections,
+    options: Options,
+    addend: torch.Tensor | None,
+    is_aligned: bool,
 ) -> _Prepared:
     x, ids, _ = tokens
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
@@ -149,7 +162,8 @@ def _prepare(
         return _Prepared(0)
     # One token is never split.
     num_parts = min(num_tokens, ceil_div(Workspace.of(sizes).size, MAX_WORKSPACE_BYTES))
-    if num_parts > 1 or (x.stride(1) != 1 and h > 1):
+    is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
+    if num_parts > 1 or is_copied:
         return _Prepared(num_parts)
     split = split_weights(projections)
     fitting = fitting_weights(split)
@@ -167,7 +181,8 @@ def _prepare(
             experts_configs(configs, sizes),
             configs.sms,
             expert_offset=expert_offset,
-            y_is_aligned=y_is_aligned,
+            has_addend=addend is not None,
+            is_aligned=is_aligned,
         ),
     )
 
@@ -181,12 +196,14 @@ def prepare_experts(
     sms: Sms,
     *,
     expert_offset: int = 0,
-    y_is_aligned: bool = True,
+    has_addend: bool = False,
+    is_aligned: bool = True,
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
-    the tokens, `Weights`, y [T, H], the workspace.
+    the tokens, `Weights`, y [T, H], the addend [T, H] or 0, the workspace.
 
     weights: TMA must be able to address them.
+    is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -217,12 +234,13 @@ def prepare_experts(
         scores,
         h,
         y_row_pitch=round_up(h, 8),
-        out_is_aligned=y_is_aligned,
+        is_aligned=is_aligned,
         sources=CombineSources(
             y=_in_memory(at.results),
             token_to_row=_in_memory(at.token_to_row),
             weights=_SCORES,
             out=_Y,
+            addend=_ADDEND if has_addend else None,
         ),
         programmatic=True,
     )

@@ -157,7 +157,12 @@ class GroupedExperts(FixedDtypeModule):
         return experts.train(self.training)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run every token through its experts.
 
@@ -168,6 +173,8 @@ class GroupedExperts(FixedDtypeModule):
                 counts with score 0. Ids are checked on the CPU; on a GPU others count as E too.
                 A part that `shard` left takes the ids of the whole model.
             top_k_weights: [T, k] bf16, fp16 or fp32.
+            addend: bf16 [T, H], or in the shape of `hidden_states`; it is added to the result as
+                an addition behind the layer would, to the bit, and without its kernel.
 
         Returns:
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
@@ -176,11 +183,13 @@ class GroupedExperts(FixedDtypeModule):
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            return self.forward(rows, top_k_index, top_k_weights).view(hidden_states.shape)
+            added = {} if addend is None else {"addend": addend.reshape(-1, addend.shape[-1])}
+            y = self.forward(rows, top_k_index, top_k_weights, **added)
+            return y.view(hidden_states.shape)
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.swiglu_limit, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
-        inputs = *tokens, *map(self._look_up, WEIGHTS), *options, *rank
+        inputs = *tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend
         y = run_without_backward("GroupedExperts", experts, *inputs)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 

@@ -48,9 +48,15 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
 
 
 def combine_rows(
-    rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
+    rows: torch.Tensor,
+    token_to_row: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The numerics, in PyTorch: rows [R, H], int32 token_to_row [T, k], where -1 is no row."""
+    """The numerics, in PyTorch: rows [R, H], int32 token_to_row [T, k], where -1 is no row.
+
+    addend: [T, H], added to the rounded sum, as an addition of the two tensors would.
+    """
     num_tokens, top_k = token_to_row.shape
     result = torch.zeros(num_tokens, rows.shape[-1], dtype=torch.float32, device=rows.device)
     for choice in range(top_k):
@@ -58,7 +64,8 @@ def combine_rows(
         weight = top_k_weights[:, choice, None].float()
         term = weight * rows.index_select(0, row.clamp(min=0)).float()
         result = result + term.masked_fill(row[:, None] < 0, 0.0)
-    return result.to(rows.dtype)
+    result = result.to(rows.dtype)
+    return result if addend is None else result + addend
 
 
 class _Combine(torch.autograd.Function):
@@ -130,7 +137,7 @@ def _launch(inputs: CombineInputs) -> torch.Tensor:
                 weights,
                 rows.shape[1],
                 y_row_pitch=rows.stride(0),
-                out_is_aligned=True,
+                is_aligned=True,
                 sources=_SOURCES,
             ),
         )

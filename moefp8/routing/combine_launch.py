@@ -29,7 +29,7 @@ class _Arguments(ctypes.Structure):
         (c_int64, "y_row_bytes"),
         (c_void_p, "token_to_row weights"),
         (c_int64, "weight_token_bytes weight_choice_bytes"),
-        (c_void_p, "out"),
+        (c_void_p, "out addend"),
         (c_uint32, "num_tokens top_k hidden_size"),
         (Divisor, "units"),
     )
@@ -41,17 +41,18 @@ def threads_of(num_units: int, num_sms: int) -> int:
 
 
 def kernel_of(weights_dtype: torch.dtype, vectorized: bool) -> Kernel:
-    """vectorized: eight elements of the result can be stored at once."""
+    """vectorized: eight elements of the result can be stored at once, and of the addend loaded."""
     return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
 
 
 class CombineSources(NamedTuple):
-    """Which addresses of a launch are those of a combine."""
+    """Which addresses of a launch are those of a combine; addend: None if there is none."""
 
     y: Source
     token_to_row: Source
     weights: Source
     out: Source
+    addend: Source | None = None
 
 
 def prepare_combine(
@@ -59,7 +60,7 @@ def prepare_combine(
     hidden_size: int,
     *,
     y_row_pitch: int,
-    out_is_aligned: bool,
+    is_aligned: bool,
     sources: CombineSources,
     programmatic: bool = False,
 ) -> Launch:
@@ -72,12 +73,13 @@ def prepare_combine(
         token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
         weights: [T, k] like the tensor `weights`, whose layout counts.
         out: bf16 [T, H], contiguous; T and H at least 1.
+        addend: bf16 [T, H], contiguous, which is added to the sum once that is rounded to BF16.
 
     Args:
         y_row_pitch: in elements, a multiple of 8 and at least H.
-        out_is_aligned: whether out lies at a multiple of 16 bytes.
+        is_aligned: whether out, and addend if there is one, lie at multiples of 16 bytes.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before
-            it reads `y`, but `token_to_row` and `weights` must be older than that kernel.
+            it reads `y`, but all else that it reads must be older than that kernel.
 
     Raises:
         ValueError: there are more elements than a kernel can count.
@@ -102,7 +104,7 @@ def prepare_combine(
         units=Divisor.of(units),
     )
     driver, device_index = current_driver(), weights.get_device()
-    vectorized = hidden_size % _COLUMNS == 0 and out_is_aligned
+    vectorized = hidden_size % _COLUMNS == 0 and is_aligned
     threads = threads_of(num_units, driver.num_sms(device_index))
     return Launch(
         driver.load(kernel_of(weights.dtype, vectorized), device_index),

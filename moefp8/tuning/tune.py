@@ -232,7 +232,8 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 
     def call_with(configs: Pair) -> Call:
         launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
-        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y)])
+        no_addend = torch.empty(0)  # its address is 0
+        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, no_addend)])
 
     return call_with
 

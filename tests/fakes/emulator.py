@@ -395,6 +395,10 @@ class Emulator(GemmEmulator):
         y = memory(x.y, torch.bfloat16, [num_rows, h], [x.y_row_bytes // 2, 1])
         out = memory(x.out, torch.bfloat16, [x.num_tokens, h], [h, 1])
         out.copy_(naive.combine(y, token_to_row, weights))
+        if x.addend:
+            out.copy_(out.float() + memory(x.addend, torch.bfloat16, [x.num_tokens, h], [h, 1]))
+        if made.kernel.name.endswith("true>"):
+            assert (h * 2 | x.out | (x.addend or 0)) % 16 == 0
 
 
 @contextmanager

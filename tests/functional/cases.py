@@ -65,9 +65,11 @@ def every_other(weights: Weights) -> Weights:
     return Weights(gate_up, gate_up_scales.mT.contiguous().mT, down, of_down)
 
 
-def run(x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None)):
+def run(
+    x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None), addend=None
+):
     """rank: the id of the first expert, and how many the whole model has; None: these."""
-    return experts(x, ids, top_k_weights, *weights, limit, masked, *rank)
+    return experts(x, ids, top_k_weights, *weights, limit, masked, *rank, addend)
 
 
 def ids_here(ids: torch.Tensor, num_experts: int, expert_offset: int = 0) -> torch.Tensor:
@@ -77,11 +79,13 @@ def ids_here(ids: torch.Tensor, num_experts: int, expert_offset: int = 0) -> tor
     return torch.where(is_here, ids - expert_offset, num_experts)
 
 
-def body(x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None)):
+def body(
+    x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None), addend=None
+):
     """What the op's body in PyTorch gives, on any device, of ids that are mapped by hand."""
     ids = ids_here(ids, weights.down_proj.shape[0], rank[0])
     arguments = x, ids, top_k_weights, *weights, limit, masked
-    return run_body(experts, *arguments)
+    return run_body(experts, *arguments, 0, None, addend)
 
 
 def run_body(op: Op, *arguments) -> torch.Tensor:

@@ -12,6 +12,7 @@ from moefp8.functional.experts import experts as op
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
 from tests.functional.cases import Weights, body, every_other, inputs, run, tokens_of, weights_of
+from tests.gpu import same_bits
 from tests.layers.cases import assert_matches_up_to_codes
 
 E, H, I, K = 5, 144, 200, 2
@@ -128,6 +129,31 @@ def test_ranks_sum_up_to_the_whole(masked):
         assert (y[elsewhere.all(1)] == 0).all()
         total += y.float()
     assert relative_error(total, whole) < 1e-2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_tokens", "h", "i"), [(9, H, I), (4, 100, 36), (0, H, I), (5, H, 0)])
+def test_an_addend_is_added_as_it_would_be_behind(masked, num_tokens, h, i):
+    """To the bit; also where tokens have no expert here, and where experts are empty."""
+    x, ids, top_k_weights = inputs(num_tokens, h, 2, E + 1, "repeated")
+    arguments = x, ids, top_k_weights, weights_of(E, h, i), None, masked
+    y, addend = run(*arguments), tokens_of(num_tokens, h)
+    addend[:1, :4] = torch.tensor([NAN, INF, -0.0, 0.0])
+    assert same_bits(run(*arguments, addend=addend), y + addend)
+    assert same_bits(run(*arguments, addend=addend.T.contiguous().T), y + addend)
+    assert same_bits(run(*arguments, addend=-y), y - y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_adds_to_what_it_returns(dtype):
+    layer = GroupedExperts(E, H, I)
+    x, ids, top_k_weights = inputs(12, H, 2, E)
+    x, addend = x.to(dtype), tokens_of(12, H)
+    y = layer(x, ids, top_k_weights, addend=addend)
+    assert y.dtype == dtype
+    assert torch.equal(y, (layer(x, ids, top_k_weights).bfloat16() + addend).to(dtype))
+    in_rows = layer(x.view(3, 4, H), ids, top_k_weights, addend=addend.view(3, 4, H))
+    assert torch.equal(in_rows, y.view(3, 4, H))
 
 
 # ---- Rows that stand for themselves ----
@@ -251,6 +277,27 @@ def test_bad_arguments_are_named(request, launched, error, index, change, messag
 
 
 @pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(
+    ("error", "addend", "message"),
+    [
+        (TypeError, torch.ones(4, H), "addend must be bfloat16, got float32"),
+        (ValueError, tokens_of(4, H)[0], r"addend must have 2 dimensions, got shape \[144\]"),
+        (ValueError, tokens_of(1, H), r"be \[T, H\] as hidden_states = \[4, 144\], got \[1, 144\]"),
+        (ValueError, tokens_of(4, H).T, r"= \[4, 144\], got \[144, 4\]"),
+        (ValueError, tokens_of(4, H).to("meta"), "on one device, got .*addend on meta"),
+    ],
+)
+def test_a_bad_addend_is_named(request, launched, error, addend, message):
+    if launched and addend.is_meta:
+        pytest.skip("the emulated GPU has the index of `meta`")
+    if launched:
+        request.getfixturevalue("gpu")
+    for _ in range(2):
+        with pytest.raises(error, match=f"^experts: .*{message}"):
+            op(*arguments(), 0, None, addend)
+
+
+@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("rank", [(-1, 9), (5, 9), (1, None), (0, 4), (0, 0)])
 def test_a_rank_is_a_part_of_its_model(request, launched, rank):
     if launched:
@@ -287,7 +334,7 @@ def test_there_must_be_choices_and_experts():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
-@pytest.mark.parametrize("rank", [(), (3, 20)])
+@pytest.mark.parametrize("rank", [(), (3, 20), (0, None, tokens_of(4, H))])
 def test_the_op_is_what_it_says(masked, limit, rank):
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
     made = [*arguments()[:-2], limit, masked, *rank]
@@ -365,7 +412,7 @@ def test_layers_hand_over_what_they_are(monkeypatch):
     x, ids, top_k_weights = inputs(3, H, 2, E)
     y = layer(x, ids, top_k_weights)
     (given,) = came
-    assert given[7:] == (0.5, True, 0, None)
+    assert given[7:] == (0.5, True, 0, None, None)
     in_layer = layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.down_proj
     for ours, theirs in zip(given[3:], (*in_layer, layer.down_proj_scale_inv), strict=False):
         assert ours.data_ptr() == theirs.data_ptr()
@@ -374,7 +421,8 @@ def test_layers_hand_over_what_they_are(monkeypatch):
     for layout in ("auto", "contiguous"):
         layer.layout, layer.swiglu_limit = layout, None
         layer(x.float(), ids, top_k_weights)
-        assert came[-1][7:] == (None, False, 0, None)
+        assert came[-1][7:] == (None, False, 0, None, None)
     layer.expert_offset, layer.num_global_experts = 3, 20
-    layer(x, ids, top_k_weights)
-    assert came[-1][7:] == (None, False, 3, 20)
+    layer(x, ids, top_k_weights, addend=x)
+    assert came[-1][7:-1] == (None, False, 3, 20)
+    assert came[-1][-1] is x

@@ -282,6 +282,47 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
         assert torch.equal(run(*arguments, layer, None, masked), expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 9, 130, 2100])
+@pytest.mark.parametrize(("h", "i"), [(H, I), (264, 200), (100, 200), (3, 5)])
+def test_an_addend_is_added_as_it_would_be_behind(
+    monkeypatch, new_driver, num_tokens, masked, h, i
+):
+    """Also where it is not aligned, or copied, and where the tokens go in parts."""
+    weights = weights_of(E, h, i, "cuda")
+    arguments = *inputs(num_tokens, hidden_size=h, kind="out of range"), weights, None, masked
+    addend = tokens_of(num_tokens, h, "cuda")
+    unaligned = torch.empty(num_tokens * h + 1, device="cuda").bfloat16()[1:].view_as(addend)
+    unaligned.copy_(addend)
+    y = run(*arguments)
+    assert_close(run(*arguments, addend=addend), body(*arguments[:4], addend=addend), i)
+    for place in (addend, unaligned, addend.T.contiguous().T):
+        poison()
+        with no_synchronisation():
+            added = run(*arguments, addend=place)
+        assert torch.equal(added, y + addend)
+        assert torch.equal(run(*arguments), y)
+    size = Workspace.of(Sizes(num_tokens, K, E, h, i, masked)).size
+    for parts in (2, 5):
+        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
+        new_driver.prepared().clear()
+        assert torch.equal(run(*arguments, addend=addend), y + addend)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_addend_is_read_when_it_is_written(layer, masked):
+    """It is written right before the call, and over right behind it."""
+    arguments = *inputs(300), layer, None, masked
+    y, values = run(*arguments), [tokens_of(300, H, "cuda") for _ in range(10)]
+    addend, results = torch.empty_like(y), []
+    for value in values:
+        addend.copy_(value)
+        results.append(run(*arguments, addend=addend))
+        addend.fill_(NAN)
+    for value, added in zip(values, results, strict=True):
+        assert torch.equal(added, y + value)
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("num_tokens", [5, 100, 900])
 def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):

@@ -35,6 +35,8 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         (x, ids, top_k_weights, weights, None, False, (3, 10)),
         (x, ids, top_k_weights, weights, None, False, (3, 90)),
         (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=scales.mT.contiguous().mT)),
+        (x, ids, top_k_weights, weights, None, False, (0, None), x),
+        (x, ids, top_k_weights, weights, None, False, (0, None), unaligned),
     ]
     for _ in range(2):
         for arguments in variants:

@@ -91,6 +91,32 @@ def test_parts_and_copies_are_of_the_same_rank(gpu, monkeypatch):
     assert len(gpu.launched) >= 3 * 4
 
 
+def addends(num_tokens: int, h: int) -> dict[str, torch.Tensor]:
+    """The same values where they may lie."""
+    addend = tokens_of(num_tokens, h)
+    return {
+        "aligned": addend,
+        "unaligned": torch.empty(num_tokens * h + 1).bfloat16()[1:].view_as(addend).copy_(addend),
+        "in wide rows": torch.empty(num_tokens, h + 8).bfloat16()[:, :h].copy_(addend),
+        "transposed": addend.T.contiguous().T,
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_tokens", "h"), [(9, 144), (1, 136), (30, 100), (7, 3)])
+def test_combine_adds_an_addend(gpu, masked, num_tokens, h):
+    arguments = *inputs(num_tokens, h), weights_of(3, h, 128), None, masked
+    y, places = run(*arguments), addends(num_tokens, h)
+    for place, addend in places.items():
+        for _ in range(2):
+            gpu.launched.clear()
+            added = run(*arguments, (0, None), addend)
+            assert torch.equal(added, y + places["aligned"]), place
+            assert len(gpu.launched) == 4
+            in_words = h % 8 == 0 and place != "unaligned"  # others are aligned, or copied
+            assert gpu.launched[-1].kernel.name.endswith(f"{str(in_words).lower()}>")
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.25])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -273,8 +299,10 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
     arguments = *inputs(num_tokens, h), weights_of(3, h, i), None, masked
+    zeros, addend = torch.zeros(num_tokens, h).bfloat16(), tokens_of(num_tokens, h)
     for call in (run, body):
-        assert torch.equal(call(*arguments), torch.zeros(num_tokens, h, dtype=torch.bfloat16))
+        assert torch.equal(call(*arguments), zeros)
+        assert torch.equal(call(*arguments, addend=addend), addend)
     assert gpu.launched == []
 
 
@@ -285,7 +313,7 @@ def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
 @pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
 def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
     arguments = *inputs(num_tokens, 144, 2, 4), weights_of(4, 144, 272), None, masked
-    whole = run(*arguments)
+    whole, addend = run(*arguments), tokens_of(num_tokens, 144)
     assert len(gpu.launched) == 4
     (size,) = {len(memory) for memory in gpu.workspaces}
     least = Workspace.of(Sizes(1, 2, 4, 144, 272, masked)).size
@@ -297,6 +325,8 @@ def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
         parts = len(gpu.launched) // 4
         assert max(len(memory) for memory in gpu.workspaces) <= limit
         assert parts == 1 if limit >= size else parts >= min(num_tokens, -(-size // limit))
+        added = run(*arguments, addend=addend.T.contiguous().T)
+        assert torch.equal(added, run(*arguments) + addend)
 
 
 # ---- The workspace ----

@@ -203,6 +203,9 @@ def test_experts(device, case, choices, others):
         y = experts(*make(place), case.limit, masked, first, num_global)
         check(y.to(device), expected)
         results.append(y.cpu())
+        addend = fuzz.floats(case.x.kind, torch.bfloat16, num_tokens, hidden_size).to(place)
+        added = experts(*make(place), case.limit, masked, first, num_global, addend)
+        assert same_bits(added, y + addend)
         if device == "cpu":
             return
     assert same_bits(results[0], results[1])

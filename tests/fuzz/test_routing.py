@@ -103,6 +103,9 @@ def test_the_kernels_of_layers(x, choices, num_experts, masked):
     y[plan.row_to_token < 0] = torch.nan
     ours = run_combine(y.cuda(), hidden_size, plan, weights)
     assert same_bits(ours, expected_combine(y, hidden_size, plan, weights))
+    addend = fuzz.floats(x.kind, torch.bfloat16, num_tokens, hidden_size).cuda()
+    added = run_combine(y.cuda(), hidden_size, plan, weights, addend=addend)
+    assert same_bits(added, expected_combine(y, hidden_size, plan, weights, addend))
 
 
 # ---- The router ----

@@ -174,26 +174,46 @@ def run_combine(
     plan: RoutingPlan,
     weights: torch.Tensor,
     programmatic: bool = False,
+    addend: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> torch.Tensor:
-    """y [R, pitch] of which `hidden_size` columns count."""
-    token_to_row = plan.token_to_row.to(y.device)
-    out = poisoned((weights.shape[0], hidden_size), torch.bfloat16, y.device)
+    """y [R, pitch] of which `hidden_size` columns count.
+
+    offset: where in memory the result begins, in elements; nothing around it is written.
+    """
+    token_to_row, size = plan.token_to_row.to(y.device), weights.shape[0] * hidden_size
+    guarded = poisoned((size + offset + _GUARD,), torch.bfloat16, y.device)
+    out = guarded[offset : offset + size].view(-1, hidden_size)
+    start = 0 if addend is None else addend.data_ptr()
     launch = prepare_combine(
         weights,
         hidden_size,
         y_row_pitch=y.stride(0),
-        out_is_aligned=out.data_ptr() % 16 == 0,
-        sources=COMBINE_SOURCES,
+        is_aligned=(out.data_ptr() | start) % 16 == 0,
+        sources=COMBINE_SOURCES._replace(addend=None if addend is None else Source(4)),
         programmatic=programmatic,
     )
-    addresses = tuple(x.data_ptr() for x in (y, token_to_row, weights, out))
+    addresses = *(x.data_ptr() for x in (y, token_to_row, weights, out)), start
     launch.on(y.get_device(), addresses)
+    around = torch.cat([guarded[:offset].cpu(), guarded[offset + size :].cpu()])
+    assert (around.view(torch.uint8) == POISON).all()
     return out
 
 
 def expected_combine(
-    y: torch.Tensor, hidden_size: int, plan: RoutingPlan, weights: torch.Tensor
+    y: torch.Tensor,
+    hidden_size: int,
+    plan: RoutingPlan,
+    weights: torch.Tensor,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What combine gives on the CPU, of the same rows."""
+    """What combine gives on the CPU, of the same rows; an addend is added behind it."""
     rows = y.cpu()[:, :hidden_size]
-    return torch.ops.moefp8.combine(rows, plan.token_to_row.cpu(), weights.cpu())
+    summed = torch.ops.moefp8.combine(rows, plan.token_to_row.cpu(), weights.cpu())
+    return summed if addend is None else summed + addend.cpu()
+
+
+def placed_addend(num_tokens: int, hidden_size: int, offset: int, device: Any) -> torch.Tensor:
+    """bf16 [T, H], contiguous, that begins so many elements behind an aligned place."""
+    memory = torch.randn(num_tokens * hidden_size + offset, device=device).bfloat16()
+    return memory[offset:].view(num_tokens, hidden_size)

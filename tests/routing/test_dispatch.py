@@ -25,6 +25,7 @@ from tests.routing.cases import (
     expected_combine,
     ids_of,
     ids_of_whole,
+    placed_addend,
     plan_of,
     poisoned,
     run_combine,
@@ -322,3 +323,7 @@ def test_combine_equals_the_cpu(kind, weights_dtype, num_tokens, top_k, hidden_s
     weights = torch.rand(top_k, num_tokens).to(weights_dtype).T
     ours = run_combine(y, hidden_size, plan, weights)
     assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights))
+    for offsets in ((0, 0), (8, 0), (1, 0), (0, 3), (5, 1)):
+        addend = placed_addend(num_tokens, hidden_size, offsets[0], "cpu")
+        ours = run_combine(y, hidden_size, plan, weights, addend=addend, offset=offsets[1])
+        assert torch.equal(ours, expected_combine(y, hidden_size, plan, weights, addend))

@@ -18,6 +18,7 @@ from tests.routing.cases import (
     expected_combine,
     ids_of,
     ids_of_whole,
+    placed_addend,
     plan_of,
     run_combine,
     run_dispatch,
@@ -161,6 +162,25 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
         assert torch.equal(ours.cpu(), expected), kind
 
 
+@pytest.mark.parametrize("offsets", [(0, 0), (8, 0), (1, 0), (0, 3), (5, 1)])
+@pytest.mark.parametrize("top_k", [1, 8, 10])
+@pytest.mark.parametrize("num_tokens", [1, 16, 3000])
+@pytest.mark.parametrize("hidden_size", [1, 200, 333, 2048])
+def test_combine_adds_as_an_addition_behind_it(hidden_size, num_tokens, top_k, offsets):
+    """offsets: of the addend and of the result, in elements."""
+    for kind in KINDS:
+        plan = plan_of(ids_of(kind, num_tokens, top_k, 20), 20, None)
+        y = torch.randn(plan.row_to_token.shape[0], (hidden_size + 15) // 8 * 8).bfloat16().cuda()
+        weights = torch.rand(num_tokens, top_k).to(DTYPES[(num_tokens + top_k) % 3]).cuda()
+        addend = placed_addend(num_tokens, hidden_size, offsets[0], "cuda")
+        addend[-1, -1] = torch.inf
+        ours = run_combine(y, hidden_size, plan, weights, addend=addend, offset=offsets[1])
+        alone = run_combine(y, hidden_size, plan, weights)
+        assert torch.equal(ours, alone + addend), kind
+        expected = expected_combine(y, hidden_size, plan, weights, addend)
+        assert torch.equal(ours.cpu(), expected), kind
+
+
 @pytest.mark.parametrize("num_tokens", [1, 40, 700, 3000])  # the last one's choices are counted
 def test_launched_early_it_waits(num_tokens):
     """They run behind kernels that write what dispatch and combine read."""
@@ -178,8 +198,8 @@ def test_launched_early_it_waits(num_tokens):
         y = torch.full_like(rows, torch.nan)
         y.copy_(rows)
         plan_there = type(plan)(**{**vars(plan), "token_to_row": token_to_row})
-        ours = run_combine(y, 2048, plan_there, weights, True)
-        assert torch.equal(ours.cpu(), expected_combine(rows, 2048, plan, weights))
+        ours = run_combine(y, 2048, plan_there, weights, True, source)
+        assert torch.equal(ours.cpu(), expected_combine(rows, 2048, plan, weights, source))
 
 
 @pytest.mark.parametrize("num_tokens", [50, 3000])
