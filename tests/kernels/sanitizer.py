@@ -153,9 +153,12 @@ def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> Non
         check_dispatch(run_dispatch(x, ids, 9, max_m), x, ids, 9, max_m)
         plan = plan_of(ids, 9, max_m)
         y = torch.ones(len(plan.row_to_token), hidden_size, dtype=torch.bfloat16, device="cuda")
-        out = run_combine(y, hidden_size, plan, weights)
-        expected = (plan.token_to_row >= 0).sum(1, keepdim=True)
-        tell(f"routing, {kind}, {num_tokens} tokens", int((out.cpu() != expected).sum()))
+        expected, wrong = (plan.token_to_row >= 0).sum(1, keepdim=True), 0
+        unaligned = torch.ones(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x)
+        for addend in (None, x, unaligned):
+            out = run_combine(y, hidden_size, plan, weights, addend=addend).cpu()
+            wrong += int((out != expected + (addend is not None)).sum())
+        tell(f"routing, {kind}, {num_tokens} tokens", wrong)
 
 
 def run_families() -> None:
@@ -237,7 +240,10 @@ def run_experts_families() -> None:
 def run_experts(
     name: str, num_tokens: int, h: int, i: int, masked: bool, first: int = 0, num_global: int = 4
 ) -> None:
-    """Gate and up are 1, so every choice that is held here gives its top_k_weight times silu(1)."""
+    """Gate and up are 1, so every choice that is held here gives its top_k_weight times silu(1).
+
+    The addend is 1 where the layout is masked; else there is none.
+    """
     e, blocks_h, blocks_i = 4, num_blocks(h), num_blocks(i)
     gate_up_scales = torch.full((e, 2 * blocks_i, blocks_h), 1 / h, device="cuda")
     down_scales = torch.full((e, blocks_h, blocks_i), 1 / i, device="cuda")
@@ -245,10 +251,10 @@ def run_experts(
     ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (num_global + 1)
     x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
     top_k_weights = torch.ones(num_tokens, 3, device="cuda")
-    options = 100.0, masked, first, num_global
+    options = 100.0, masked, first, num_global, x if masked else None
     y = experts(x, ids.cuda(), top_k_weights, *weights, *options).cpu()
     is_here = (ids >= first) & (ids < first + e)
-    expected = 0.7310586 * is_here.sum(1, keepdim=True)
+    expected = 0.7310586 * is_here.sum(1, keepdim=True) + masked
     wrong = int(((y - expected).abs() > 0.02).sum()) + int(y.isnan().sum())
     tell(f"{name}{', masked' if masked else ''}", wrong)
 
