@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from ..functional.experts import swiglu
 from ..functional.feed_forward import feed_forward
@@ -66,7 +67,9 @@ def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class MoE(nn.Module):
     """`experts(x, router(x)) + sigmoid(shared_gate(x)) * shared(x)`, with DeepSeek's names.
 
-    In a CUDA graph, shared and routed experts of few tokens are computed side by side.
+    In a CUDA graph, shared and routed experts of few tokens are computed side by side. Else the
+    shared ones come first, and the last kernel of the routed ones adds their output. Either way the
+    output of the routed experts is rounded to BF16, and then the sum: the bits are the same.
 
     Args:
         hidden_size: H.
@@ -126,11 +129,29 @@ class MoE(nn.Module):
         tokens = hidden_states.reshape(math.prod(hidden_states.shape[:-1]), self.hidden_size)
         if self.shared_experts is None:
             return self._routed(tokens).view(hidden_states.shape)
-        y, shared = _side_by_side(self._routed, self._shared, tokens)
-        return (y + shared).view(hidden_states.shape)
+        if _may_run_beside(tokens):
+            y, shared = _side_by_side(self._routed, self._shared, tokens)
+            return (y + shared).view(hidden_states.shape)
+        shared = self._shared(tokens)
+        if self._can_add(tokens, shared):
+            return self._routed(tokens, addend=shared).view(hidden_states.shape)
+        return (self._routed(tokens) + shared).view(hidden_states.shape)
 
-    def _routed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.experts(tokens, *self.gate(tokens))
+    def _can_add(self, tokens: torch.Tensor, shared: torch.Tensor) -> bool:
+        """Whether `experts` can add `shared`, and no hook or gradient would notice."""
+        experts = self.experts
+        return (
+            type(experts) is GroupedExperts
+            and not is_wrapped(experts)
+            and tokens.dtype == shared.dtype == torch.bfloat16
+            and tokens.shape == shared.shape
+            and not shared.requires_grad
+            and forward_ad._current_level < 0
+        )
+
+    def _routed(self, tokens: torch.Tensor, **addend: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.experts(tokens, *self.gate(tokens), **addend)
+        return y
 
     def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.shared_experts is not None
@@ -144,6 +165,16 @@ class MoE(nn.Module):
 _FEW_TOKENS = 128
 
 
+def _may_run_beside(x: torch.Tensor) -> bool:
+    """Whether there are few tokens, in a CUDA graph.
+
+    With more tokens the GPU gains nothing; without a graph it gains less than the host loses.
+    """
+    is_on_gpu = x.is_cuda and not torch.compiler.is_compiling()
+    is_few = is_on_gpu and x.shape[0] <= _FEW_TOKENS
+    return is_few and torch.cuda.is_current_stream_capturing()
+
+
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device, thread: int, current: int) -> torch.cuda.Stream:
     """A stream for each thread and current stream, since several may be at work at once."""
@@ -155,14 +186,7 @@ def _side_by_side(
     second: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first(x), second(x)), computed at the same time for few tokens in a CUDA graph.
-
-    With more tokens the GPU gains nothing; without a graph it gains less than the host loses.
-    """
-    is_on_gpu = x.is_cuda and not torch.compiler.is_compiling()
-    is_few = is_on_gpu and x.shape[0] <= _FEW_TOKENS
-    if not (is_few and torch.cuda.is_current_stream_capturing()):
-        return first(x), second(x)
+    """(first(x), second(x)), computed at the same time."""
     current = torch.cuda.current_stream(x.device)
     side = _side_stream(x.device, get_ident(), current.cuda_stream)
     # The result is allocated on this stream: memory of the side stream would be free for its next
