@@ -1,7 +1,8 @@
 // Plan, quantize and dispatch on Hopper: each token goes to the rows of its experts.
 //
 // Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and quantize it once, and
-// write its codes and its scale to each row of the token.
+// write its codes and its scale to each row of the token. Where a warp can hold the choices of all tokens, a kernel of
+// its own finds their rows without counts.
 #include "fp8.cuh"
 #include "plan.cuh"
 
@@ -25,6 +26,31 @@ struct Arguments {
   uint32_t num_chunks;
   uint32_t* counts;  // [chunks, slots / 2], if an earlier kernel has counted
   int* zeros;        // [2], for the kernels that follow
+};
+
+// What a thread holds of a block. All threads of a warp call its functions.
+template <Input kInput>
+struct Share {
+  Eight<kInput> x[2];
+
+  // The block begins at `block`, and has `width` elements.
+  template <bool kVectorized>
+  __device__ void load(const uint8_t* block, uint32_t column, uint32_t width) {
+    x[0].template load<kVectorized>(block, column, width);
+    x[1].template load<kVectorized>(block, column + 8, width);
+  }
+  __device__ Scale scale() const {
+    uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(x[0].largest(), x[1].largest()));
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
+    }
+    return Scale(amax, false);
+  }
+  __device__ uint4 codes(const Scale& scale) const {
+    const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
+    return {low.x, low.y, high.x, high.y};
+  }
 };
 
 // The block that a thread has a share in. All CTAs work along K, on some k-blocks of all their tokens at a time, so
@@ -79,14 +105,13 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
 
   struct Held {
     Block block;
-    Eight<kInput> x[2];
+    Share<kInput> share;
   };
   const auto load = [&](uint32_t index) {
     Held held{Block(args, index, num_tokens, part)};
     const int64_t first_byte = static_cast<int64_t>(held.block.k_block) * kBlock * Eight<kInput>::kElementBytes;
     const uint8_t* x = args.x + (plan.begin + held.block.token) * args.x_row_bytes + first_byte;
-    held.x[0].template load<kVectorized>(x, column, held.block.width);
-    held.x[1].template load<kVectorized>(x, column + 8, held.block.width);
+    held.share.template load<kVectorized>(x, column, held.block.width);
     return held;
   };
 
@@ -122,15 +147,10 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   constexpr uint32_t kInWarp = kWarp / kLanes;
 #pragma unroll 1
   for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
-    const auto [block, x] = next;
+    const auto [block, share] = next;
     next = load(index + step);
-    uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(x[0].largest(), x[1].largest()));
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
-    }
-    const Scale scale(amax, false);
-    const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
+    const Scale scale = share.scale();
+    const uint4 codes = share.codes(scale);
     const int* rows = plan.rows + block.token * routing.rows_of_token;
     uint8_t* target = args.rows + static_cast<int64_t>(block.k_block) * kBlock + column;
     if (column < block.width) {
@@ -140,8 +160,7 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
         const int four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if (four[j] >= 0)
-            *reinterpret_cast<uint4*>(target + four[j] * args.row_pitch) = {low.x, low.y, high.x, high.y};
+          if (four[j] >= 0) *reinterpret_cast<uint4*>(target + four[j] * args.row_pitch) = codes;
         }
       }
     }
@@ -150,5 +169,73 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
     for (uint32_t i = lane; i < routing.top_k; i += kLanes) {
       if (rows[i] >= 0) scales[scale_rows[block.token * routing.rows_of_token + i]] = scale.scale_inv;
     }
+  }
+}
+
+// The choices of all tokens, one in each lane of a warp, and the row of each.
+struct FewChoices {
+  uint32_t count, expert;  // expert E: this lane has none
+  int row;                 // -1: none
+
+  __device__ FewChoices(const Routing& routing, uint32_t lane) : count(routing.num_tokens * routing.top_k) {
+    expert = lane < count ? routing.expert(lane) : routing.num_experts;
+    uint32_t before = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t other = of_lane(expert, i);
+      before += other < expert || (other == expert && i < lane);
+    }
+    row = expert < routing.num_experts ? before : -1;
+  }
+  static __device__ int of_lane(int value, uint32_t lane) { return __shfl_sync(0xffffffff, value, lane); }
+};
+
+// The same as above in the contiguous layout, where all tokens have 32 choices at most.
+// Grid: CTAs of 128 threads: num_parts for each token have part_blocks, up to 16, of its k-blocks each; the last one
+// writes the plan.
+// Shared memory: none.
+// Barriers: none. Each warp finds all rows for itself.
+// Alignment: as above.
+template <Input kInput, bool kVectorized>
+__global__ void __launch_bounds__(128) dispatch_few_kernel(const __grid_constant__ Arguments args) {
+  const Routing& routing = args.routing;
+  const uint32_t token = args.parts.quotient(blockIdx.x), part = blockIdx.x - token * args.num_parts;
+  const uint32_t lane = threadIdx.x % kWarp, column = threadIdx.x % kLanes * kColumns;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (token < routing.num_tokens) {
+    const uint32_t in_part = min(threadIdx.x / kLanes, args.part_blocks - 1);
+    const uint32_t k_block = min(part * args.part_blocks + in_part, args.num_k_blocks - 1);
+    const uint32_t width = min(args.hidden_size - k_block * kBlock, kBlock);
+    const int64_t first_byte = static_cast<int64_t>(k_block) * kBlock * Eight<kInput>::kElementBytes;
+    Share<kInput> share;
+    share.template load<kVectorized>(args.x + token * args.x_row_bytes + first_byte, column, width);
+    const FewChoices choices(routing, lane);
+    const Scale scale = share.scale();
+    const uint4 codes = share.codes(scale);
+    uint8_t* const target = args.rows + static_cast<int64_t>(k_block) * kBlock + column;
+    float* const scales = args.row_scales + static_cast<int64_t>(k_block) * args.scale_pitch;
+#pragma unroll 1
+    for (uint32_t i = 0; i < routing.top_k; ++i) {
+      const int row = FewChoices::of_lane(choices.row, token * routing.top_k + i);
+      if (row < 0) continue;
+      if (column < width) *reinterpret_cast<uint4*>(target + row * args.row_pitch) = codes;
+      if (column == 0) scales[row] = scale.scale_inv;
+    }
+    return;
+  }
+  const FewChoices choices(routing, lane);
+  if (threadIdx.x < 2) args.zeros[threadIdx.x] = 0;
+  if (threadIdx.x < choices.count) routing.token_to_row[threadIdx.x] = choices.row;
+#pragma unroll 1
+  for (uint32_t expert = threadIdx.x; expert - lane <= routing.num_experts; expert += blockDim.x) {
+    uint32_t before = 0, same = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < choices.count; ++i) {
+      const uint32_t other = FewChoices::of_lane(choices.expert, i);
+      before += other < expert, same += other == expert;
+    }
+    if (expert <= routing.num_experts) routing.expert_offsets[expert] = before;
+    if (expert < routing.num_experts) routing.tokens_per_expert[expert] = same;
   }
 }

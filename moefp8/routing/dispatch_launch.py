@@ -33,6 +33,8 @@ _LANES = 8  # so many threads hold a block of 128 elements
 _COUNT_THREADS = 128
 _MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by each CTA
 _MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
+_FEW_CHOICES = WARP  # a warp holds so many, and needs no counts
+_FEW_THREADS = 128
 
 
 class _Arguments(ctypes.Structure):
@@ -87,6 +89,15 @@ def _is_counted(num_choices: int, num_experts: int) -> bool:
     return num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
 
 
+def is_few(num_choices: int, *, masked: bool) -> bool:
+    """Whether `dispatch_few_kernel` takes so many."""
+    return num_choices <= _FEW_CHOICES and not masked
+
+
+def few_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
+    return Kernel(_SOURCE, f"dispatch_few_kernel<{INPUTS[dtype]}, {str(vectorized).lower()}>")
+
+
 def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
     """vectorized: elements lie such that eight can be loaded at once."""
     flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
@@ -102,11 +113,19 @@ def needed_kernels(
 ) -> list[Kernel]:
     """The kernels for up to `max_choices` choices; tokens may lie anywhere."""
     counts = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
-    return counts + [
-        kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
-        for vectorized in ((True, False) if hidden_size % 8 == 0 else (False,))
-        for is_counted in ((True, False) if counts else (False,))
-    ]
+    flags = (True, False) if hidden_size % 8 == 0 else (False,)
+    few = [] if masked else [few_kernel_of(dtype, vectorized=vectorized) for vectorized in flags]
+    if is_few(max_choices, masked=masked):
+        return few
+    return (
+        counts
+        + few
+        + [
+            kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
+            for vectorized in flags
+            for is_counted in ((True, False) if counts else (False,))
+        ]
+    )
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -145,7 +164,8 @@ def prepare_dispatch(
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
-    That is one kernel, or two for many tokens: the first counts choices. What `sources` name:
+    That is one kernel, or two for many tokens: the first counts choices. It may start before the
+    stream's previous kernel ends, and waits for it. What `sources` name:
 
         x: [T, H] like the tensor `x`, whose layout and alignment count; T and H at least 1.
         rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
@@ -201,23 +221,27 @@ def prepare_dispatch(
     masked = max_m is not None
     shared = shared_bytes(routing, 2 if masked else 1)
 
-    def launch(kernel: Kernel, grid: int, threads: int, *, programmatic: bool) -> Launch:
+    def launch(kernel: Kernel, grid: int, threads: int, shared_bytes: int = shared) -> Launch:
+        """Each waits for the kernel before it, whoever's that is."""
         return Launch(
             driver.load(kernel, device_index),
             grid,
             threads,
             (arguments,),
             sources.pointers(),
-            shared_bytes=shared,
-            programmatic=programmatic,
+            shared_bytes=shared_bytes,
+            programmatic=True,
         )
 
+    if is_few(num_tokens * top_k, masked=masked):
+        arguments.part_blocks = _FEW_THREADS // _LANES
+        arguments.num_parts = ceil_div(num_k_blocks, arguments.part_blocks)
+        arguments.parts = Divisor.of(arguments.num_parts)
+        few = few_kernel_of(x.dtype, vectorized=vectorized)
+        return (launch(few, num_tokens * arguments.num_parts + 1, _FEW_THREADS, shared_bytes=0),)
     kernel = kernel_of(x.dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
     grid = num_chunks * parts
     if not cut.is_counted:
-        return (launch(kernel, grid, cut.threads, programmatic=False),)
+        return (launch(kernel, grid, cut.threads),)
     count = count_kernel_of(masked=masked)
-    return (
-        launch(count, num_chunks, _COUNT_THREADS, programmatic=False),
-        launch(kernel, grid, cut.threads, programmatic=True),
-    )
+    return launch(count, num_chunks, _COUNT_THREADS), launch(kernel, grid, cut.threads)

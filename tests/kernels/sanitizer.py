@@ -230,6 +230,7 @@ def run_experts_families() -> None:
                 for masked in (False, True):
                     run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
                 set_num_sms(None)
+    run_experts("experts, few choices", 3, 264, 400, False)
     run_experts("experts, counted", 2731, 136, 144, False)
     for num_tokens in (77, 2731):
         for masked in (False, True):

@@ -224,7 +224,8 @@ def test_plan_equals_the_portable_body(
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "hidden_size", "dtype", "num_sms"),
     [
-        (1, 2, 8, 128, torch.float32, 4),
+        (1, 2, 8, 128, torch.float32, 4), (4, 8, 5, 130, torch.float16, 1),
+        (1, 32, 300, 4104, torch.bfloat16, 9),
         (2, 8, 130, 2104, torch.bfloat16, 7),
         (3, 10, 5, 200, torch.float16, 2),
         (37, 1, 8, 333, torch.float32, 6),
@@ -292,7 +293,20 @@ def test_of_many_choices_a_kernel_before_counts(on_cpu, num_tokens, num_experts,
     x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, 3, num_experts)
     run_dispatch(x, ids, num_experts, None)
     assert [made.kernel.name.split("_")[0] for made in on_cpu.launched] == names
-    assert [made.programmatic for made in on_cpu.launched] == [False, True][: len(names)]
+    assert all(made.programmatic for made in on_cpu.launched)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "masked", "is_few"),
+    [(1, 8, False, True), (4, 8, False, True), (33, 1, False, False), (4, 8, True, False)],
+)
+def test_of_choices_that_a_warp_holds_a_kernel_needs_no_counts(
+    on_cpu, num_tokens, top_k, masked, is_few
+):
+    x, ids = torch.randn(num_tokens, 16), ids_of("distinct", num_tokens, top_k, 20)
+    run_dispatch(x, ids, 20, num_tokens if masked else None)
+    (made,) = on_cpu.launched
+    assert ("few" in made.kernel.name) == is_few
 
 
 @pytest.mark.parametrize("masked", [False, True])
