@@ -9,9 +9,9 @@ from benchmarks.peers import OURS
 
 Results = dict[str, Any]  # a file in `benchmarks/results`
 HOW_WITHOUT_REST = (
-    "Without rest: calls back to back for 0.3 s and more, in turns with the others and on operands "
-    "that no cache holds. Time of a call in us, how many times as long as ours that is (median "
-    "over rounds, least to most), SM clock and power of the GPU."
+    "Without rest: calls back to back for a second and more, in turns with the others and on "
+    "operands that no cache holds. Time of a call in us, how many times as long as ours that is "
+    "(median over rounds, least to most), SM clock and power of the GPU."
 )
 
 

@@ -1,9 +1,15 @@
 """Time calls back to back, without rest: what is left of a GPU's clock at its power limit.
 
-All calls take turns in random order, each turn lasts 0.3 s or more, and nothing flushes L2: calls
-rotate over copies of their operands and results that together hold several times what L2 does. A
-turn replays a CUDA graph of many calls, so that no host is too slow; what cannot be captured is
-called one by one. Calls of less than 50 us gain nothing from rest, and are not timed like this.
+All calls take turns in random order, each turn lasts a second or more, and nothing flushes L2:
+calls rotate over copies of their operands and results that together hold several times what L2
+does. A turn replays a CUDA graph of many calls, so that no host is too slow; what cannot be
+captured is called one by one. Calls of less than 50 us gain nothing from rest, and are not timed
+like this.
+
+What limits the power of an H100 answers late, and too much: for 0.7 s a GPU that had rested draws
+790 W of 700, then its clock falls from 1980 to 1010 MHz, and it swings with a period of about a
+second, less each time. In turns of 0.3 s, whoever came next paid for that. So all turns follow
+seconds of the same load, and each lasts a period.
 """
 
 import gc
@@ -21,9 +27,10 @@ from benchmarks.sensors import Sensors
 from benchmarks.timing import Call, captured
 
 LEAST_US = 50.0  # shorter calls are timed with pauses alone
-ROUNDS, SECONDS = 5, 0.3
+ROUNDS, SECONDS = 5, 1.0
 LEAST_BYTES = 256 << 20  # of all copies together: five times what L2 of an H100 or H200 holds
 _LEAD_IN_SECONDS = 0.05  # how a turn begins is not timed: clocks follow their load in so long
+_SETTLING_SECONDS = 3.0  # before the first turn, for the clock to swing less
 _LOOP_US = 2000.0  # far longer than it takes the host to launch the next one
 _AHEAD = 3  # loops that wait on the device
 
@@ -117,14 +124,14 @@ TakeTurn = Callable[[Loop, float], Turn]
 def turns_of(
     loops: Mapping[str, Loop], rounds: int, seconds: float, take_turn: TakeTurn = turn_of
 ) -> dict[str, list[Turn]]:
-    """A turn of each in every round, in an order drawn anew; before these, a short one of each."""
+    """A turn of each in every round, in an order drawn anew; before these, one without a time."""
     order = random.Random(0)
     turns: dict[str, list[Turn]] = {name: [] for name in loops}
     gc.collect()
     gc.disable()
     try:
         for loop in loops.values():
-            take_turn(loop, _LEAD_IN_SECONDS)
+            take_turn(loop, _SETTLING_SECONDS / len(loops))
         for _ in range(rounds):
             for name in order.sample(list(loops), len(loops)):
                 turns[name].append(take_turn(loops[name], seconds))

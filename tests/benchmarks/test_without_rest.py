@@ -73,7 +73,7 @@ def test_everyone_has_one_turn_in_every_round_in_random_order():
     loops = {name: Loop(lambda: None, i) for i, name in enumerate("abcd", 1)}
     turns = turns_of(loops, rounds=6, seconds=0.3, take_turn=take_turn)
     warm_up, timed = taken[:4], taken[4:]
-    assert all(seconds < 0.3 for _, seconds in warm_up)
+    assert sum(seconds for _, seconds in warm_up) == pytest.approx(3.0)
     assert {seconds for _, seconds in timed} == {0.3}
     orders = [tuple(i for i, _ in timed[at : at + 4]) for at in range(0, 24, 4)]
     assert all(sorted(order) == [1, 2, 3, 4] for order in orders)
