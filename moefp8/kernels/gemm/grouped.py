@@ -21,10 +21,6 @@ from .operands import Operand, Operands, check_operands, check_pairs
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 _MASKED = "m_grouped_fp8_gemm_nt_masked"
 
-# From so many rows of `grouped_layout` on, a kernel finds its segments before the GEMM starts: more
-# launches, but better tiles. The number is a guess, to be replaced by timings.
-SEGMENTS_FROM_ROWS = 4096
-
 Segment = tuple[int, int, int]  # group, first row, end row
 
 
@@ -107,12 +103,22 @@ def _contiguous(inputs: ContiguousInputs) -> None:
         d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
 
 
+def finds_segments(num_rows: int, num_groups: int) -> bool:
+    """Whether a kernel finds the segments of so many rows of `grouped_layout` before the GEMM.
+
+    It takes as long as a launch does, and gains where groups have more than a block of rows; the
+    numbers come from timings on an H100, see docs/design/grouped.md.
+    """
+    return num_rows >= max(2048, 160 * num_groups)
+
+
 def _launch_contiguous(inputs: ContiguousInputs) -> None:
     *operands, grouped_layout, expert_offsets = inputs
     layout, bounds = GroupLayout.OFFSETS, expert_offsets
     if expert_offsets is None and grouped_layout is not None:
-        bounds, finds_segments = grouped_layout, grouped_layout.numel() >= SEGMENTS_FROM_ROWS
-        layout = GroupLayout.SEGMENTS if finds_segments else GroupLayout.ROWS
+        bounds, layout = grouped_layout, GroupLayout.ROWS
+        if finds_segments(grouped_layout.numel(), len(operands[2])):
+            layout = GroupLayout.SEGMENTS
     check = partial(check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises

@@ -245,7 +245,7 @@ def run_op(
 
 def finding_segments(always: bool) -> AbstractContextManager[object]:
     """Whether a kernel finds the segments of `grouped_layout`: always, or never."""
-    return mock.patch.object(grouped, "SEGMENTS_FROM_ROWS", 0 if always else 2**31)
+    return mock.patch.object(grouped, "finds_segments", return_value=always)
 
 
 def launch(

@@ -6,7 +6,7 @@ import torch
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.grouped import SEGMENTS_FROM_ROWS
+from moefp8.kernels.gemm.grouped import finds_segments
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulated_gemm import layout_of as layout_of_gemm
 from tests.fakes.emulated_gemm import list_of_segments
@@ -96,11 +96,25 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
     assert_arguments_fit(segments.Arguments, segments.kernel_of(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "expected"),
+    [
+        (1032, 8, False),
+        (2047, 3, False), (2048, 3, True),
+        (2696, 16, True),
+        (4104, 32, False),  # a block for each
+        (11912, 64, True),
+        (40000, 256, False),
+    ],
+)  # fmt: skip
+def test_segments_are_found_where_groups_have_several_blocks(num_rows, num_groups, expected):
+    assert finds_segments(num_rows, num_groups) == expected
+
+
 @pytest.mark.parametrize("spare", [-1, 0])
 def test_many_rows_have_their_segments_found(gpu, spare):
-    """The op's own choice: see `SEGMENTS_FROM_ROWS`."""
-    num_rows = SEGMENTS_FROM_ROWS + spare
-    runs = [(1, 700), (0, 1024), (1, 90), (2, 1)]
+    """By the op's own choice."""
+    num_rows, runs = 2048 + spare, [(1, 700), (0, 1024), (1, 90), (2, 1)]
     routing = by_rows(runs, 3, num_rows - by_rows(runs, 3).num_tokens)
     made, bounds = operands(routing, 72, 144), routing.bounds_on()
     for _ in range(4):  # the last ones by a graph

@@ -6,7 +6,7 @@ import torch
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, tma_aligned
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.grouped import SEGMENTS_FROM_ROWS
+from moefp8.kernels.gemm.grouped import finds_segments
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
@@ -76,7 +76,7 @@ MANY = {
 
 def many(name: str, after: int) -> Routing:
     routing = by_rows(MANY[name], 5, after)._replace(layout=GroupLayout.SEGMENTS)
-    assert routing.num_tokens >= SEGMENTS_FROM_ROWS
+    assert finds_segments(routing.num_tokens, routing.num_groups)
     return routing
 
 
