@@ -138,7 +138,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
 def run(cases: list[Case], peers: Iterable[str], num_processes: int, rest: Rest) -> dict[str, Any]:
     """Measure, and print each M when it is done. A case in which moefp8 fails has no row."""
     names = available({name: PEERS[name] for name in peers})
-    about = about_this_run(names)
+    about = about_this_run(names, rest)
     compile_ahead([*cases, HOST_CASE], num_processes)
     results: dict[str, Any] = {**about, "host_us": host_times(names), "rows": []}
     for m in sorted({case.m for case in cases}):

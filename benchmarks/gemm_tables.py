@@ -12,8 +12,8 @@ from benchmarks.gemm_sweep import COMPARED, RANGES, num_slower
 from benchmarks.grouped import shape_of
 from benchmarks.markdown import number, table
 from benchmarks.pages import (
-    HOW_WITHOUT_REST,
     Results,
+    how_without_rest,
     listed,
     page,
     times_without_rest,
@@ -62,7 +62,7 @@ def large_tables(results: Results) -> str:
         f"<details><summary>All {len(rows)} times</summary>",
         f"Device time in us, L2 flushed before every call. {where(results)}",
         _gemm_times(rows),
-        HOW_WITHOUT_REST,
+        how_without_rest(results),
         times_without_rest(rows, *cells, titles),
         "</details>",
     ]

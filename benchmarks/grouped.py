@@ -138,7 +138,7 @@ def lines_of_the_rest(results: dict[str, Any]) -> Iterator[str]:
 def run(settings: Iterable[Setting], rest: Rest) -> dict[str, Any]:
     """Measure, and print each setting when it is done. A case in which moefp8 fails has no row."""
     names = available(PEERS)
-    results: dict[str, Any] = {**about_this_run(names), "rows": []}
+    results: dict[str, Any] = {**about_this_run(names, rest), "rows": []}
     for setting in settings:
         of_form = [name for name in FORMS[setting.form] if name in names]
         cases = [Case(setting, n, k) for n, k in setting.shapes]

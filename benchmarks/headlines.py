@@ -28,11 +28,17 @@ def headlines(
 
     What takes 100 us or more is told without rest, where it was timed so.
     """
-    is_long = any(told_mode(row) != PAUSES for row in (*moe["rows"], *gemm["rows"]))
-    where = f"on one {moe['gpu']}" + (", without rest from 100 us on" if is_long else "")
-    head = [where, "times as fast as", *map(_tokens, TOKENS)]
-    speed = table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])])
-    return "\n".join([speed, "", _accuracy(accuracy), _load(load), _cpu(cpu)])
+    of_layers, of_gemm = _where(moe), _where(gemm)
+    head = [of_layers if of_layers == of_gemm else "", "times as fast as", *map(_tokens, TOKENS)]
+    parts = [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])]), ""]
+    if of_layers != of_gemm:
+        parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
+    return "\n".join([*parts, _accuracy(accuracy), _load(load), _cpu(cpu)])
+
+
+def _where(results: dict[str, Any]) -> str:
+    is_long = any(told_mode(row) != PAUSES for row in results["rows"])
+    return f"on one {results['gpu']}" + (", without rest from 100 us on" if is_long else "")
 
 
 def _tokens(n: int) -> str:

@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     A case in which moefp8 fails has no row.
     """
     names = available({name: PEERS[name] for name in PEERS if name in (OURS, *options.peers)})
-    about = about_this_run([DEEP_GEMM] if {MEGA, HF_FP8} & {*names} else [])
+    about = about_this_run([DEEP_GEMM] if {MEGA, HF_FP8} & {*names} else [], Rest.of(options))
     about["mega_kernel"] = mega_kernel.version() if MEGA in names else "missing"
     about["transformers"] = version("transformers") if {HF_FP8, HF_BF16} & {*names} else "missing"
     results: dict[str, Any] = {**about, "rows": []}

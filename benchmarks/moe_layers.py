@@ -111,7 +111,7 @@ def _is_slower(row: Row) -> bool:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, and print each row when it is done. A case in which moefp8 fails has no row."""
     names = available({name: LAYERS[name] for name in LAYERS if name in (OURS, *options.peers)})
-    about = about_this_run([DEEP_GEMM] if len(names) > 1 else [])
+    about = about_this_run([DEEP_GEMM] if len(names) > 1 else [], Rest.of(options))
     about["mega_kernel"] = mega_kernel.version() if MEGA in names else "missing"
     results: dict[str, Any] = {**about, "rows": []}
     for model in options.models:

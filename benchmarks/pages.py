@@ -6,13 +6,20 @@ from typing import Any
 from benchmarks.figures import PAUSES, WITHOUT_REST, Row, of_peer, ratio, told_mode
 from benchmarks.markdown import number, table
 from benchmarks.peers import OURS
+from benchmarks.without_rest import ROUNDS, SECONDS
 
 Results = dict[str, Any]  # a file in `benchmarks/results`
-HOW_WITHOUT_REST = (
-    "Without rest: calls back to back for a second and more, in turns with the others and on "
-    "operands that no cache holds. Time of a call in us, how many times as long as ours that is "
-    "(median over rounds, least to most), SM clock and power of the GPU."
-)
+
+
+def how_without_rest(results: Results) -> str:
+    turns = results.get("turns", {"rounds": ROUNDS, "seconds": SECONDS, "settling_seconds": 0})
+    behind = f", behind {turns['settling_seconds']:g} s of them" * (turns["settling_seconds"] > 0)
+    return (
+        f"Without rest: calls back to back on operands that no cache holds, {turns['rounds']} "
+        f"turns of {turns['seconds']:g} s for each peer in random order{behind}. Time of a call in "
+        "us, how many times as long as ours that is (median over rounds, least to most), SM clock "
+        "and power of the GPU."
+    )
 
 
 def where(results: Results) -> str:
@@ -42,7 +49,7 @@ def page(
         f"<details><summary>All {len(results['rows'])} {cases}</summary>",
         f"{how} {where(results)}",
         times,
-        *((HOW_WITHOUT_REST, without_rest) if without_rest else ()),
+        *((how_without_rest(results), without_rest) if without_rest else ()),
         "</details>",
     ]
     return "\n\n".join(parts)

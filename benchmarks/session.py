@@ -15,17 +15,16 @@ from benchmarks.circumstances import circumstances
 from benchmarks.figures import Row
 from benchmarks.peers import DEEP_GEMM, OURS, Call, Peer, deep_gemm_version, first_line
 from benchmarks.timing import copy_gbps
-from benchmarks.without_rest import LEAST_US, ROUNDS, SECONDS, Loop, without_rest
+from benchmarks.without_rest import (
+    LEAST_US,
+    ROUNDS,
+    SECONDS,
+    SETTLING_SECONDS,
+    Loop,
+    without_rest,
+)
 
 AnyCase = TypeVar("AnyCase")
-
-
-def about_this_run(names: Iterable[str]) -> dict[str, Any]:
-    """`circumstances()`, which DeepGEMM it is, and how fast this GPU copies."""
-    return circumstances() | {
-        "deep_gemm": deep_gemm_version() if DEEP_GEMM in names else "missing",
-        "copy_gbps": round(copy_gbps(), 1),
-    }
 
 
 def first_calls(
@@ -55,6 +54,18 @@ def first_calls(
             why = first_line(error)
         found[name] = {} if why is None else {"refused": why}
     return calls, first, found
+
+
+def about_this_run(names: Iterable[str], rest: "Rest | None" = None) -> dict[str, Any]:
+    """`circumstances()`, which DeepGEMM it is, how fast this GPU copies, and the turns without
+    rest."""
+    about = circumstances() | {
+        "deep_gemm": deep_gemm_version() if DEEP_GEMM in names else "missing",
+        "copy_gbps": round(copy_gbps(), 1),
+    }
+    if rest is not None and rest.rounds:
+        about["turns"] = rest._asdict() | {"settling_seconds": SETTLING_SECONDS}
+    return about
 
 
 class Rest(NamedTuple):

@@ -30,7 +30,7 @@ LEAST_US = 50.0  # shorter calls are timed with pauses alone
 ROUNDS, SECONDS = 5, 1.0
 LEAST_BYTES = 256 << 20  # of all copies together: five times what L2 of an H100 or H200 holds
 _LEAD_IN_SECONDS = 0.05  # how a turn begins is not timed: clocks follow their load in so long
-_SETTLING_SECONDS = 3.0  # before the first turn, for the clock to swing less
+SETTLING_SECONDS = 3.0  # before the first turn, for the clock to swing less
 _LOOP_US = 2000.0  # far longer than it takes the host to launch the next one
 _AHEAD = 3  # loops that wait on the device
 
@@ -131,7 +131,7 @@ def turns_of(
     gc.disable()
     try:
         for loop in loops.values():
-            take_turn(loop, _SETTLING_SECONDS / len(loops))
+            take_turn(loop, SETTLING_SECONDS / len(loops))
         for _ in range(rounds):
             for name in order.sample(list(loops), len(loops)):
                 turns[name].append(take_turn(loops[name], seconds))
