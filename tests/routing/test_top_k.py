@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from moefp8 import TopKRouter
 from moefp8.kernels import jit
+from moefp8.kernels.jit import Source
 from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
+from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k import _sigmoid
+from moefp8.routing.top_k_launch import TopKInputs, TopKSources, prepare_top_k
 from tests import naive
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
@@ -228,13 +231,22 @@ void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
 }
 """
 RUN_KERNEL = """
-extern "C" bool {op}_{items}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
-  run({op}_kernel<Input::kFloat, {items}, 0>, *x, grid, block);
+extern "C" bool {name}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
+  run({op}_kernel<Input::kFloat, {items}, {parts}>, *x, grid, {parts} ? kWarp : block);
   return bytes == 0;
 }}
-"""
+"""  # With sums, threads meet: here warps run one after the other, so a single one adds up all.
 SIZES = 1, 8, 33, 64, 160, 256, 512
-VARIANTS = [(op, items) for op in OPS for items in {-(-e // 32) for e in SIZES}]
+VARIANTS = [
+    (op, items, parts)
+    for op in OPS
+    for items in {-(-e // 32) for e in SIZES}
+    for parts in (0, 1, 4)
+]
+
+
+def name_of(op: str, items: int, parts: int) -> str:
+    return f"{op}_{items}_{parts}"
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +255,9 @@ def on_cpu(tmp_path_factory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("cpu")
-    code = RUN + "".join(RUN_KERNEL.format(op=op, items=items) for op, items in VARIANTS)
+    code = RUN + "".join(
+        RUN_KERNEL.format(name=name_of(*x), op=x[0], items=x[1], parts=x[2]) for x in VARIANTS
+    )
     (folder / "run.cpp").write_text(code)
     folders = [Path(cuda_on_cpu.__file__).parent, top_k_launch._SOURCE.parent]
     includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
@@ -265,10 +279,10 @@ def test_the_kernels_sigmoid_is_bit_equal(on_cpu):
 def runs_the_text(on_cpu):
     """A GPU of four SMs that runs the kernels' text."""
     functions = {}
-    for op, items in VARIANTS:
-        function = on_cpu[f"{op}_{items}"]
+    for op, items, parts in VARIANTS:
+        function = on_cpu[name_of(op, items, parts)]
         function.restype = ctypes.c_bool
-        functions[f"{op}_kernel<Input::kFloat, {items}, 0>"] = function
+        functions[f"{op}_kernel<Input::kFloat, {items}, {parts}>"] = function
     with jit.using(FakeDriver(4, library=cuda_on_cpu.OnCpu(functions))) as driver:
         yield driver
 
@@ -287,6 +301,37 @@ def test_the_kernels_text_chooses_the_same(runs_the_text, num_experts):
                 rest = (steered, k, *groups, steered is None, 2.5)
                 assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
     assert runs_the_text.launched
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("num_parts", "parts_of_group"), [(1, 1), (7, 1), (19, 1), (3, 4), (28, 4), (33, 4)]
+)
+def test_the_kernels_text_adds_up_sums_in_order(runs_the_text, op, num_parts, parts_of_group):
+    """Those of a group first, each rounded to FP32: what logits.cu leaves."""
+    num_tokens, num_experts, k = 4, 40, 6
+    sums = torch.randn(num_parts, num_tokens, num_experts) * 2.0 ** torch.randint(
+        -9, 9, (num_parts, 1, 1)
+    )
+    logits = torch.zeros(num_tokens, num_experts)
+    for group in sums.split(parts_of_group):
+        of_group = group[0]
+        for part in group[1:]:
+            of_group = of_group + part
+        logits = logits + of_group
+    bias = bias_of(num_experts)
+    rest = (1, 1, True, 1.0) if op == "softmax_topk" else (8, 4, True, 2.5)
+    steered = None if op == "softmax_topk" else bias
+    inputs = TopKInputs(logits, steered, k, *rest)
+    index = torch.full((num_tokens, k), -1)
+    weights = torch.full((num_tokens, k), math.nan)
+    sources = TopKSources(Source(0), Source(1), Source(2), Source(3))
+    launch = prepare_top_k(op, inputs, sources, Sums(num_parts, parts_of_group))
+    tensors = sums, steered, index, weights
+    launch.on(-1, tuple(0 if x is None else x.data_ptr() for x in tensors))
+    expected = SOFTMAX(logits, k, True) if op == "softmax_topk" else SIGMOID(*inputs)
+    assert_same_choice((index, weights), expected, 16 if op == "softmax_topk" else 0)
+    assert runs_the_text.launched[-1].programmatic
 
 
 # ---- The launcher ----
