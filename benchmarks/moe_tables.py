@@ -19,8 +19,8 @@ def moe_tables(results: Results) -> str:
         speedups=_moe_speedups(rows, titles),
         told=f"Routed experts of whole layers on one {results['gpu']}, the router's choice given, "
         "BF16 in and out. The floor is what takes longer: reading the weights of all experts "
-        f"that have a token once at {FLOOR_TBPS:g} TB/s, or all products at {FLOOR_TFLOPS:g} "
-        f"TFLOP/s. {told_by(rows)}Goals are against the mega-kernel"
+        f"that have a token once at {FLOOR_TBPS:g} TB/s, which an H200 gives, or all products at "
+        f"{FLOOR_TFLOPS:g} TFLOP/s. {told_by(rows)}Goals are against the mega-kernel"
         f"{_of_mega_kernel(results)}. Error against an FP32 layer with the same "
         f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
         plot="Layers of routed experts",

@@ -7,7 +7,7 @@ captured is called one by one. Calls of less than 50 us gain nothing from rest, 
 like this.
 
 What limits the power of an H100 answers late, and too much: for 0.7 s a GPU that had rested draws
-790 W of 700, then its clock falls from 1980 to 1010 MHz, and it swings with a period of about a
+790 W of 700, then its clock falls from 1350 to 1010 MHz, and it swings with a period of about a
 second, less each time. In turns of 0.3 s, whoever came next paid for that. So all turns follow
 seconds of the same load, and each lasts a period.
 """
@@ -29,7 +29,7 @@ from benchmarks.timing import Call, captured
 LEAST_US = 50.0  # shorter calls are timed with pauses alone
 ROUNDS, SECONDS = 5, 1.0
 LEAST_BYTES = 256 << 20  # of all copies together: five times what L2 of an H100 or H200 holds
-_LEAD_IN_SECONDS = 0.05  # how a turn begins is not timed: clocks follow their load in so long
+_LEAD_IN_SECONDS = 0.05  # how a turn begins is not timed: its first loops follow those of another
 SETTLING_SECONDS = 3.0  # before the first turn, for the clock to swing less
 _LOOP_US = 2000.0  # far longer than it takes the host to launch the next one
 _AHEAD = 3  # loops that wait on the device

@@ -173,8 +173,9 @@ class GroupedExperts(FixedDtypeModule):
                 counts with score 0. Ids are checked on the CPU; on a GPU others count as E too.
                 A part that `shard` left takes the ids of the whole model.
             top_k_weights: [T, k] bf16, fp16 or fp32.
-            addend: bf16 [T, H], or in the shape of `hidden_states`; it is added to the result as
-                an addition behind the layer would, to the bit, and without its kernel.
+            addend: bf16 [T, H], or in the shape of `hidden_states`; it is added to the result in
+                BF16, before the cast to another dtype of `hidden_states`. So for BF16 it equals an
+                addition behind the layer to the bit. No gradient flows to it.
 
         Returns:
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.

@@ -138,7 +138,7 @@ class MoE(nn.Module):
         return (self._routed(tokens) + shared).view(hidden_states.shape)
 
     def _can_add(self, tokens: torch.Tensor, shared: torch.Tensor) -> bool:
-        """Whether `experts` can add `shared`, and no hook or gradient would notice."""
+        """Whether `experts` can add `shared`, and no gradient or hook of its own would notice."""
         experts = self.experts
         return (
             type(experts) is GroupedExperts
@@ -149,8 +149,12 @@ class MoE(nn.Module):
             and forward_ad._current_level < 0
         )
 
-    def _routed(self, tokens: torch.Tensor, **addend: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.experts(tokens, *self.gate(tokens), **addend)
+    def _routed(self, tokens: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+        inputs = tokens, *self.gate(tokens)
+        if addend is None:  # experts of others know no addend
+            y: torch.Tensor = self.experts(*inputs)
+        else:
+            y = self.experts(*inputs, addend=addend)
         return y
 
     def _shared(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ class Experts(NamedTuple):
             )
         # Our routers give FP32 scores; those of others have the dtype of activations.
         for dtype in {*demand.dtypes, torch.float32}:
-            yield combine_launch.kernel_of(dtype, h % 8 == 0)
+            for aligned in {h % 8 == 0, False}:  # an addend may lie anywhere
+                yield combine_launch.kernel_of(dtype, aligned)
 
 
 class Router(NamedTuple):

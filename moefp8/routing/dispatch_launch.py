@@ -221,7 +221,7 @@ def prepare_dispatch(
     masked = max_m is not None
     shared = shared_bytes(routing, 2 if masked else 1)
 
-    def launch(kernel: Kernel, grid: int, threads: int, shared_bytes: int = shared) -> Launch:
+    def launch(kernel: Kernel, grid: int, threads: int, num_bytes: int = shared) -> Launch:
         """Each waits for the kernel before it, whoever's that is."""
         return Launch(
             driver.load(kernel, device_index),
@@ -229,7 +229,7 @@ def prepare_dispatch(
             threads,
             (arguments,),
             sources.pointers(),
-            shared_bytes=shared_bytes,
+            shared_bytes=num_bytes,
             programmatic=True,
         )
 
@@ -238,7 +238,7 @@ def prepare_dispatch(
         arguments.num_parts = ceil_div(num_k_blocks, arguments.part_blocks)
         arguments.parts = Divisor.of(arguments.num_parts)
         few = few_kernel_of(x.dtype, vectorized=vectorized)
-        return (launch(few, num_tokens * arguments.num_parts + 1, _FEW_THREADS, shared_bytes=0),)
+        return (launch(few, num_tokens * arguments.num_parts + 1, _FEW_THREADS, num_bytes=0),)
     kernel = kernel_of(x.dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
     grid = num_chunks * parts
     if not cut.is_counted:

@@ -117,7 +117,8 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     layout, bounds = GroupLayout.OFFSETS, expert_offsets
     if expert_offsets is None and grouped_layout is not None:
         bounds, layout = grouped_layout, GroupLayout.ROWS
-        if finds_segments(grouped_layout.numel(), len(operands[2])):
+        b = operands[2]  # it is checked later
+        if b.ndim and finds_segments(grouped_layout.numel(), b.shape[0]):
             layout = GroupLayout.SEGMENTS
     check = partial(check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) segments_kernel(const __grid_constan
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int num_blocks = ceil_div(args.num_rows, kBlock);
 
-  // The next kernel starts now and waits for this one: its CTAs do not need the SM that this CTA has.
+  // The next kernel starts now, and waits for this one. Only its CTA for this SM starts when this one ends.
   wait_for_previous_kernel();
   let_next_kernel_start();
 

@@ -127,6 +127,16 @@ def test_many_rows_have_their_segments_found(gpu, spare):
     assert {layout_of_gemm(x) for x in gpu.gemms} == {layout}
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("shape", [(), (72,)])
+def test_weights_of_too_few_dimensions_are_named_when_launched(shape):
+    routing = by_rows([(0, 130)], 1)
+    made = operands(routing, 72, 144)
+    weights = torch.zeros(shape, dtype=torch.float8_e4m3fn), made.b_scale_inv
+    with pytest.raises(ValueError, match="must have 3 dimensions"):
+        m_grouped_fp8_gemm_nt_contiguous(made[:2], weights, made.d, routing.bounds_on())
+
+
 def test_the_list_is_memory_of_each_call(gpu):
     routing = by_rows([(0, 130), (1, 5)], 2)._replace(layout=GroupLayout.SEGMENTS)
     made, bounds = operands(routing, 72, 144), routing.bounds_on()
