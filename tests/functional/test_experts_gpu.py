@@ -411,6 +411,41 @@ def test_calls_in_a_row_do_not_meet(layer):
         assert all(torch.equal(y, right) for y, right in zip(results, expected, strict=True))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 300, 2100])
+@pytest.mark.parametrize("behind", ["a copy", "two streams"])
+def test_dispatch_waits_for_whatever_is_before_it(layer, behind, num_tokens, captured):
+    """It may start before a kernel ends; here a copy, or the end of another stream, is before it."""
+    x, *choice = inputs(num_tokens)
+    expected, late, side = run(x, *choice, layer), torch.empty_like(x), torch.cuda.Stream()
+
+    def call() -> torch.Tensor:
+        late.fill_(NAN)
+        here = torch.cuda.current_stream()
+        if behind == "a copy":
+            late.copy_(x)
+        else:
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(1_000_000)
+                late.copy_(x)
+            torch.ones(1, device="cuda")  # so that two kernels are before the next one
+            here.wait_stream(side)
+        return run(late, *choice, layer)
+
+    assert torch.equal(call(), expected)
+    if not captured:
+        assert all(torch.equal(call(), expected) for _ in range(4))
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for _ in range(3):
+        y.fill_(NAN)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
 @NEEDS_TWO_GPUS
 def test_two_gpus_from_two_threads_give_the_same_bits(layer):
     """They do so whichever GPU is the current one."""
