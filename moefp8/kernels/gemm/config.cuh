@@ -142,7 +142,8 @@ struct Arguments {
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
   int num_row_tiles, num_col_tiles;  // tiles of clusters; a grouped GEMM has at most so many of tokens
-  int band;                          // row tiles of a dense GEMM that are walked together, for the L2 cache
+  int band;                          // row tiles of a dense GEMM, tiles of tokens of a group, that are walked
+                                     // together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up, since a division takes long. For all
                                      // x < 2^33 / band, (x * inverse) >> 33 == x / band exactly
   int programmatic;                  // whether the previous kernel may still write the tokens

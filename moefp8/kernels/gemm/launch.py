@@ -34,6 +34,7 @@ BIASES = {
     torch.float16: "kHalf",
 }
 _MAX_TOKEN_BOXES = 4
+_BAND_OF_GROUP = 8
 
 
 class GemmSources(NamedTuple):
@@ -280,13 +281,16 @@ def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
 def band(config: GemmConfig, m: int, k: int) -> int:
     """How many tiles of tokens are walked together, before the next tiles of weights.
 
-    They are all, if the L2 cache can hold the tokens while the weights stream past; else about 512
-    tokens, so that the CTAs that run at once read few tokens and few weights, or 2048 where tiles
-    have 256 weights. They are 128 at most: the kernel divides by multiplying, which is exact while
-    band^2 * num_col_tiles <= 2^33. A grouped GEMM has an order of its own, and no bands.
+    In a dense GEMM they are all, if the L2 cache can hold the tokens while the weights stream past;
+    else about 512 tokens, so that the CTAs that run at once read few tokens and few weights, or
+    2048 where tiles have 256 weights. They are 128 at most: the kernel divides by multiplying,
+    which is exact while band^2 * num_col_tiles <= 2^33. In a grouped GEMM they are up to 8 of one
+    group.
     """
     tokens, weights = config.tile
-    if config.swap_ab or config.grouped:
+    if config.grouped:
+        return _BAND_OF_GROUP
+    if config.swap_ab:
         return 1
     if m * k <= 24 << 20:
         return min(ceil_div(m, tokens), 128)

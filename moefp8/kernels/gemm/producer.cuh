@@ -86,7 +86,7 @@ struct Producer {
     TileCoord<C> coord;
     coord.group = tile / (height * width);
     if (coord.group >= args.groups.num_groups) return;
-    const Cell cell = Cell::at(tile - coord.group * height * width, height, width);
+    const Cell cell = Cell::at(tile - coord.group * height * width, height, width, args.band);
     coord.tile = cell.weight * C.tiles_per_cluster + rank;
     coord.first_token = min(cell.token * C.tile_tokens, args.last_token);
     if (C.multicast > 1) coord.first_token += rank * (C.most_tokens / 2);

@@ -198,15 +198,17 @@ __device__ Segment segment(const Groups& groups, int i) {
   else return {max(groups.bounds[i], 0), min(groups.bounds[i + 1], groups.num_tokens), i};
 }
 
-// Where the tile `i` of a segment lies. Two tiles of tokens come one after the other, since they read the same weights;
-// then come their tiles of the next weights; after all weights, the next two tiles of tokens.
+// Where the tile `i` of a segment lies. A band of tiles of tokens, one after the other, reads the same weights; then come
+// their tiles of the next weights; after all weights, the next band.
 struct Cell {
   int token, weight;
 
-  static __device__ constexpr Cell at(uint32_t i, uint32_t height, uint32_t width) {
-    const uint32_t first = height <= 2 ? 0 : i / (2 * width) * 2, in_pair = i - first * width;
-    if (height - first == 1) return {int(first), int(in_pair)};
-    return {int(first + in_pair % 2), int(in_pair / 2)};
+  static __device__ constexpr Cell at(uint32_t i, uint32_t height, uint32_t width, uint32_t band) {
+    const uint32_t first = height <= band ? 0 : i / (band * width) * band, in_band = i - first * width;
+    const uint32_t rows = height - first < band ? height - first : band;
+    if (rows == 1) return {int(first), int(in_band)};
+    if (rows == 2) return {int(first + in_band % 2), int(in_band / 2)};  // no division where weights are few
+    return {int(first + in_band % rows), int(in_band / rows)};
   }
 };
 
@@ -282,7 +284,7 @@ struct GroupedScheduler {
     const int begin = __shfl_sync(~0u, mine.begin, owner), end = __shfl_sync(~0u, mine.end, owner);
     const int height = token_tiles(begin, end), width = weight_tiles();
     const int in_segment = tile - (__shfl_sync(~0u, tiles_end, owner) - height * width);
-    const Cell cell = Cell::at(in_segment, height, width);
+    const Cell cell = Cell::at(in_segment, height, width, args.band);
     const int rank = C.tiles_per_cluster == 1 ? 0 : cluster_rank() % C.tiles_per_cluster;
 
     const int from = first_token_of(begin) + cell.token * C.tile_tokens;
