@@ -12,6 +12,12 @@ from ..kernels.gemm.config import GemmConfig, with_most_stages
 from ..kernels.gemm.heuristic import FEW_TOKENS, MANY_PRODUCTS, PEAK_LOAD, SOME_TOKENS
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
 
+# From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
+# tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if experts have
+# SOME_TOKENS. What is multiplied with fewer than so many k keeps 256 weights: nothing is computed
+# while a tile of 192 tokens is stored.
+_WIDE_PRODUCTS, _TALL_PRODUCTS, _TALL_K = 2e10, MANY_PRODUCTS / 2, 2048
+_WIDE_TOKENS = 640  # with so many, tiles have 256 weights whatever the products
 _TAIL = 24
 _MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
 
@@ -100,8 +106,9 @@ def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -
 
 def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
     """The loads, rising, at which `choose_experts_configs` may choose anew."""
-    many = ceil_div(int(MANY_PRODUCTS / 2), num_groups * h * i)
-    return sorted({*range(1, 2 * SOME_TOKENS + 1), many})
+    products = _WIDE_PRODUCTS, _TALL_PRODUCTS
+    from_products = (ceil_div(int(x), num_groups * h * i) for x in products)
+    return sorted({*range(1, _WIDE_TOKENS + 1), *from_products})
 
 
 def choose_experts_configs(
@@ -110,15 +117,18 @@ def choose_experts_configs(
     """The configs of gate and up, and of down, for `num_groups` experts of about `tokens` tokens.
 
     They come from timing up to 20 configs of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other.
+    Qwen3-30B-A3B on an H200, alone and one behind the other; above 160 tokens, from timing up to 16
+    pairs for 13 loads of these and of Mixtral 8x7B on an H100, without rest.
 
     exact: whether `tokens` is no mean, but what a single group has: it then gets a tail if the tail
         holds all tokens behind the tile's rows.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
-    many = num_groups * tokens * h * i >= MANY_PRODUCTS / 2
-    about_128 = 128 < PEAK_LOAD * tokens <= 192
+    wide = down(128, 256, parts=2)
+    products = num_groups * tokens * h * i
+    many = products >= _TALL_PRODUCTS
+    about_128, is_more = 128 < PEAK_LOAD * tokens <= 192, PEAK_LOAD * tokens > 192
     most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
     if tokens <= FEW_TOKENS:  # `choose_grouped_config` does so, too
         cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
@@ -130,15 +140,17 @@ def choose_experts_configs(
         configs = gate_up(192, 128), down(192, 128)
     elif about_128 and (not exact or 128 < tokens <= most_with_tail):
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
-    elif many:
-        configs = (
-            gate_up(128, 128, num_product_buffers=2, multicast=2),
-            down(128, 128, num_product_buffers=2, multicast=2),
-        )
-    elif tokens < 2 * SOME_TOKENS:
-        configs = gate_up(128, 128, num_product_buffers=2), down(128, 128, num_product_buffers=2)
+    elif is_more and many and num_groups > 1 and tokens >= SOME_TOKENS:
+        tall = down(192, 128, multicast=2)
+        configs = gate_up(192, 128, multicast=2), tall if i >= _TALL_K else wide
+    elif is_more and (products >= _WIDE_PRODUCTS or tokens >= _WIDE_TOKENS):
+        configs = gate_up(128, 256, parts=2), wide
     else:
-        configs = gate_up(128, 256, parts=2), down(128, 256, parts=2)
+        sharing = 2 if many else 1
+        configs = (
+            gate_up(128, 128, num_product_buffers=2, multicast=sharing),
+            down(128, 128, num_product_buffers=2, multicast=sharing),
+        )
     if num_sms == 1:  # one SM cannot hold a cluster of two CTAs
         configs = gate_up(128, 256, parts=2), down(128, 128, num_product_buffers=2)
     return with_most_stages(configs[0]), with_most_stages(configs[1])

@@ -164,7 +164,8 @@ def prepare_dispatch(
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
-    That is one kernel, or two for many tokens: the first counts choices. What `sources` name:
+    That is one kernel, or two for many tokens: the first counts choices. It may start before the
+    stream's previous kernel ends, and waits for it. What `sources` name:
 
         x: [T, H] like the tensor `x`, whose layout and alignment count; T and H at least 1.
         rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
@@ -220,9 +221,8 @@ def prepare_dispatch(
     masked = max_m is not None
     shared = shared_bytes(routing, 2 if masked else 1)
 
-    def launch(
-        kernel: Kernel, grid: int, threads: int, num_bytes: int = shared, *, is_first: bool = True
-    ) -> Launch:
+    def launch(kernel: Kernel, grid: int, threads: int, num_bytes: int = shared) -> Launch:
+        """Each waits for the kernel before it, whoever's that is."""
         return Launch(
             driver.load(kernel, device_index),
             grid,
@@ -230,7 +230,7 @@ def prepare_dispatch(
             (arguments,),
             sources.pointers(),
             shared_bytes=num_bytes,
-            programmatic=not is_first,
+            programmatic=True,
         )
 
     if is_few(num_tokens * top_k, masked=masked):
@@ -244,7 +244,4 @@ def prepare_dispatch(
     if not cut.is_counted:
         return (launch(kernel, grid, cut.threads),)
     count = count_kernel_of(masked=masked)
-    return (
-        launch(count, num_chunks, _COUNT_THREADS),
-        launch(kernel, grid, cut.threads, is_first=False),
-    )
+    return launch(count, num_chunks, _COUNT_THREADS), launch(kernel, grid, cut.threads)

@@ -415,7 +415,7 @@ def test_calls_in_a_row_do_not_meet(layer):
 @pytest.mark.parametrize("num_tokens", [1, 300, 2100])
 @pytest.mark.parametrize("behind", ["a copy", "two streams"])
 def test_dispatch_waits_for_whatever_is_before_it(layer, behind, num_tokens, captured):
-    """Here a copy, or the end of another stream."""
+    """It may start before a kernel ends; here a copy or another stream's end is before it."""
     x, *choice = inputs(num_tokens)
     expected, late, side = run(x, *choice, layer), torch.empty_like(x), torch.cuda.Stream()
 

@@ -236,9 +236,11 @@ def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmC
 FEW_TOKENS = 16
 # Tiles hold so many times the average: what is left over costs less than taller tiles would.
 PEAK_LOAD = 1.2
-# From so many products on, the power limit counts. With some tokens in a group, CTAs that share
-# them then save power, because they ask less of the L2 cache; with many, so do tiles of 192.
-MANY_PRODUCTS, SOME_TOKENS, _MANY_TOKENS = 4e11, 320, 1024
+# From so many products on, the power limit counts: of groups of some tokens, and of fewer products
+# where groups have many. Tiles of 192, whose tokens two CTAs share, then save power, because they
+# ask less of the L2 cache.
+MANY_PRODUCTS, SOME_TOKENS = 4e11, 384
+_LESS_PRODUCTS, _MANY_TOKENS = 1e11, 640
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # loads of groups whose average is 1
 
 
@@ -259,10 +261,10 @@ def choose_grouped_config(
     flat, square = grouped(64, 128, num_product_buffers=2), grouped(128, 128, num_product_buffers=2)
     tall = grouped(192, 128)
     rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
-    if tokens >= SOME_TOKENS and rows * n * k >= MANY_PRODUCTS and num_sms > 1:
-        config = tall if tokens >= _MANY_TOKENS else square
-        if weight_tiles % 2 < 0.02 * weight_tiles:  # else the last pair would use one CTA of two
-            return with_most_stages(replace(config, multicast=2))
+    least = _LESS_PRODUCTS if num_groups > 1 and tokens >= _MANY_TOKENS else MANY_PRODUCTS
+    has_pairs = num_sms > 1 and weight_tiles % 2 < 0.02 * weight_tiles  # else one CTA would idle
+    if has_pairs and tokens >= SOME_TOKENS and rows * n * k >= least:
+        return with_most_stages(replace(tall, multicast=2))
 
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n
 

@@ -34,7 +34,7 @@ BIASES = {
     torch.float16: "kHalf",
 }
 _MAX_TOKEN_BOXES = 4
-_BAND_OF_GROUP = 8
+_L2_BYTES = 24 << 20  # of tokens that the L2 cache holds while weights stream past
 
 
 class GemmSources(NamedTuple):
@@ -284,15 +284,17 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     In a dense GEMM they are all, if the L2 cache can hold the tokens while the weights stream past;
     else about 512 tokens, so that the CTAs that run at once read few tokens and few weights, or
     2048 where tiles have 256 weights. They are 128 at most: the kernel divides by multiplying,
-    which is exact while band^2 * num_col_tiles <= 2^33. In a grouped GEMM they are up to 8 of one
-    group.
+    which is exact while band^2 * num_col_tiles <= 2^33.
+
+    In a grouped GEMM they are of one group, 16 at most, and two or more: those read the same
+    weights at about the same time.
     """
     tokens, weights = config.tile
     if config.grouped:
-        return _BAND_OF_GROUP
+        return max(2, min(16, _L2_BYTES // (tokens * k)))
     if config.swap_ab:
         return 1
-    if m * k <= 24 << 20:
+    if m * k <= _L2_BYTES:
         return min(ceil_div(m, tokens), 128)
     return max(1, (512 if weights < 256 else 2048) // tokens)
 

@@ -271,27 +271,28 @@ def test_machine_code_is_what_was_meant(which, cubins_of, disassemble):
 CELLS = """
 #include "schedule.cuh"
 
-// Each tile once, and of two that follow each other in a pair the same weights.
-__device__ constexpr bool is_walked(int height, int width) {
+// Each tile once, and of those that follow each other in a band the same weights.
+__device__ constexpr bool is_walked(int height, int width, int band) {
   bool met[64] = {};
   for (int i = 0; i < height * width; ++i) {
-    const Cell cell = Cell::at(i, height, width);
+    const Cell cell = Cell::at(i, height, width, band);
     if (cell.token < 0 || cell.token >= height) return false;
     if (cell.weight < 0 || cell.weight >= width) return false;
     bool& seen = met[cell.token * width + cell.weight];
     if (seen) return false;
     seen = true;
-    if (cell.token % 2 == 1) {
-      const Cell before = Cell::at(i - 1, height, width);
+    if (cell.token % band != 0) {
+      const Cell before = Cell::at(i - 1, height, width, band);
       if (before.token != cell.token - 1 || before.weight != cell.weight) return false;
     }
   }
   return true;
 }
 __device__ constexpr bool all_are_walked() {
-  for (int height = 1; height <= 8; ++height)
-    for (int width = 1; width <= 8; ++width)
-      if (!is_walked(height, width)) return false;
+  for (int band = 2; band <= 5; ++band)
+    for (int height = 1; height <= 8; ++height)
+      for (int width = 1; width <= 8; ++width)
+        if (!is_walked(height, width, band)) return false;
   return true;
 }
 static_assert(all_are_walked());

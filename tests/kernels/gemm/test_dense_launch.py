@@ -26,6 +26,9 @@ def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
         ({"wgmma_m": 192, "wgmma_n": 128}, 4096, 6145, 2),
         ({"wgmma_m": 128, "wgmma_n": 128}, 65536, 128, 128),
         ({"wgmma_m": 64, "wgmma_n": 8, "swap_ab": True}, 8, 512, 1),
+        ({"wgmma_m": 192, "wgmma_n": 128, "grouped": True}, 4096, 2048, 16),
+        ({"wgmma_m": 192, "wgmma_n": 128, "grouped": True}, 4096, 14336, 9),
+        ({"wgmma_m": 192, "wgmma_n": 128, "grouped": True}, 4096, 1 << 17, 2),
     ],
 )
 def test_how_many_tokens_are_walked_together(config, m, k, band):
