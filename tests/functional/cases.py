@@ -134,6 +134,7 @@ DOWN_FAMILIES = {
     "two buffers, two math groups": _down(128, 128, num_product_buffers=2),
     "two buffers, multicast": _down(128, 128, num_product_buffers=2, multicast=2),
     "three math groups": _down(192, 128),
+    "three math groups, multicast": _down(192, 128, multicast=2),
     "a tail": _down(128, 128, tail=24),
     "two parts": _down(128, 256, parts=2),
 }
