@@ -170,3 +170,35 @@ def routers(draw: st.DrawFn) -> Router:
         bias = bias._replace(shape=(1, num_experts))
     options = draw(st.booleans()), draw(st.sampled_from((1.0, 2.5, -3e38)))
     return Router(logits, bias, k, num_groups, topk_groups, *options)
+
+
+class Route(NamedTuple):
+    """Tokens [T, H] and a router's weight [E, H]; of its `logits` the shape alone counts."""
+
+    x: fuzz.Matrices
+    weight: fuzz.Matrices
+    router: Router
+    by_sigmoid: bool
+
+    def make(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        bias = self.router.bias
+        made = None if bias is None else bias.make(device)[0]
+        return self.x.make(device), self.weight.make(device), made
+
+    @property
+    def rest(self) -> tuple:
+        k, *rest = self.router.rest
+        return k, self.by_sigmoid, *rest
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Route:
+    router, x, weight = draw(routers()), draw(fuzz.matrices()), draw(fuzz.matrices())
+    num_tokens, num_experts = router.logits.shape
+    hidden_size = draw(fuzz.size(200, 1100, 1))
+    dtype = draw(st.sampled_from((torch.bfloat16, torch.bfloat16, x.dtype)))  # kernels take BF16
+    x = x._replace(shape=(num_tokens, hidden_size), dtype=dtype)
+    weight = weight._replace(shape=(num_experts, hidden_size), dtype=torch.float32)
+    by_sigmoid = draw(st.booleans())
+    bias = router.bias._replace(dtype=torch.float32) if router.bias and by_sigmoid else None
+    return Route(x, weight, router._replace(bias=bias), by_sigmoid)

@@ -13,6 +13,7 @@ from moefp8.routing import (
     sigmoid_group_topk,
     softmax_topk,
 )
+from moefp8.routing.route import route
 from tests import naive
 from tests.fuzz import cases as fuzz
 from tests.fuzz import layers as fuzz_layers
@@ -162,3 +163,37 @@ def scores_of(logits: torch.Tensor) -> torch.Tensor:
     """All sigmoids of FP32 as the op has them, with the order of experts undone."""
     index, weights = sigmoid_group_topk(logits, None, logits.shape[1], renormalize=False)
     return torch.empty_like(weights).scatter_(1, index, weights)
+
+
+@on_cpu_and_gpu
+@given(case=fuzz_layers.routes())
+def test_route(device, case):
+    """What a token chooses has the largest logits, and is its own whatever else is computed."""
+    x, weight, bias = case.make(device)
+    index, weights = route(x, weight, bias, *case.rest)
+    k, num_experts = case.router.k, len(weight)
+    assert index.shape == weights.shape == (len(x), k)
+    assert index.sort(1).values.diff(dim=1).gt(0).all()
+    assert ((index >= 0) & (index < num_experts)).all()
+    if device != "cpu" and x.dtype == torch.bfloat16:
+        some = torch.arange(len(x), device=device)[len(x) // 3 :].flip(0)
+        bias = None if bias is None else bias.contiguous()
+        alone = route(x[some].contiguous(), weight.contiguous(), bias, *case.rest)
+        assert torch.equal(alone[0], index[some])
+        assert same_bits(alone[1], weights[some].cpu())
+    if case.router.num_groups > 1 and case.by_sigmoid:
+        return  # the choice among groups is followed by `test_sigmoid_group_topk`
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    # Parts of an FP32 number below 2^-133 may be lost, and denormal products.
+    errors = 1e-6 * sizes + 2.0**-120 * (1 + x.double().abs().sum(1, keepdim=True))
+    scores = exact
+    if case.by_sigmoid:
+        scores, errors = exact.sigmoid(), errors / 4 + 2.0**-22
+        if bias is not None:
+            scores, errors = scores + bias.double(), errors + 2.0**-22 * bias.double().abs()
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, index, True)
+    least = (scores + errors).masked_fill(~is_chosen, torch.inf).amin(1)
+    others = (scores - errors).masked_fill(is_chosen, -torch.inf).amax(1)
+    known = (sizes < 1e37).all(1) & scores.isfinite().all(1)
+    assert (least >= others)[known].all()
