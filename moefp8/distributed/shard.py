@@ -221,10 +221,11 @@ def _to_own_ids(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A pre-hook for transformers: ids of the whole model become ids here, or E with score 0."""
-    if getattr(getattr(module, "config", None), "_experts_implementation", None) == "moefp8":
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if chosen == "moefp8" and hasattr(module, "has_gate"):  # only such classes ask the config
         return None  # it takes the ids as they are
-    given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False))
-    given |= kwargs
+    names = "hidden_states", "top_k_index", "top_k_weights"
+    given = dict(zip(names, args, strict=False)) | kwargs
     index, weights = given["top_k_index"], given["top_k_weights"]
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         check_choices(type(module).__name__, index, module.num_global_experts)
@@ -232,4 +233,5 @@ def _to_own_ids(
     is_here = (own >= 0) & (own < module.num_experts)
     given["top_k_index"] = own.where(is_here, module.num_experts)
     given["top_k_weights"] = weights.where(is_here, 0)
-    return (), given
+    in_order = [given.pop(name) for name in names[: len(args)]]
+    return (*in_order, *args[len(names) :]), given

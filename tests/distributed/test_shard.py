@@ -194,6 +194,32 @@ class Watching(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+class OwnExperts(nn.Module):
+    """Experts whose forward is always their own, whatever the config of their model says."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.config, self.act_fn, self.num_experts = experts.config, nn.functional.silu, E
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, x, index, weights):
+        y = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(
+            zip(self.gate_up_proj, self.down_proj, strict=True)
+        ):
+            gate, up = (x @ gate_up.T).chunk(2, 1)
+            weight = weights.where(index == expert, 0).sum(1, keepdim=True)
+            y += (weight * (self.act_fn(gate) * up @ down.T)).to(y.dtype)
+        return y
+
+
+def test_experts_that_no_config_chooses_get_their_own_ids():
+    whole = OwnExperts(make("moefp8", 192, H))
+    x, (index, weights) = tokens_of(40, H), choices(40)
+    summed = sum(part(x, index, weights).double() for part in parts(whole, "experts", 2))
+    assert row_errors(summed, whole(x, index, weights).double()).max() < 0.02
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_launches_the_kernels_of_its_layer_and_no_others(gpu, layout, rank):
