@@ -140,8 +140,9 @@ def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple
         there: list[slice] = []
         here: list[int | slice] = []
         for x, (first, last), (of_whole, of_here) in zip(wanted, bounds, box, strict=True):
-            start, stop = max(first, of_whole.start), min(last, of_whole.stop)
-            if start >= stop and first < last:
+            start = max(first, of_whole.start)
+            stop = max(start, min(last, of_whole.stop))
+            if start == stop and first < last:
                 break
             moved = of_here.start - of_whole.start
             if isinstance(x, slice):
