@@ -13,11 +13,10 @@ from ..kernels.gemm.heuristic import FEW_TOKENS, MANY_PRODUCTS, PEAK_LOAD, SOME_
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
 
 # From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
-# tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if experts have
-# SOME_TOKENS. What is multiplied with fewer than so many k keeps 256 weights: nothing is computed
-# while a tile of 192 tokens is stored.
+# tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if several experts
+# have SOME_TOKENS. Down with fewer than so many k was faster in tiles of 256 weights all the same.
 _WIDE_PRODUCTS, _TALL_PRODUCTS, _TALL_K = 2e10, MANY_PRODUCTS / 2, 2048
-_WIDE_TOKENS = 640  # with so many, tiles have 256 weights whatever the products
+_WIDE_TOKENS = 640  # with so many, tiles have 256 weights however few products there are
 _TAIL = 24
 _MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
 
@@ -106,9 +105,8 @@ def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -
 
 def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
     """The loads, rising, at which `choose_experts_configs` may choose anew."""
-    products = _WIDE_PRODUCTS, _TALL_PRODUCTS
-    from_products = (ceil_div(int(x), num_groups * h * i) for x in products)
-    return sorted({*range(1, _WIDE_TOKENS + 1), *from_products})
+    tall = ceil_div(int(_TALL_PRODUCTS), num_groups * h * i)
+    return sorted({*range(1, _WIDE_TOKENS + 1), tall})  # _WIDE_PRODUCTS decide among these alone
 
 
 def choose_experts_configs(

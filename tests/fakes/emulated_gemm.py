@@ -261,9 +261,11 @@ class GemmEmulator:
         step, (begin, end, _) = config.tile_tokens, segment
         start = begin if config.begins_anywhere else begin // 4 * 4
         tall = kernels.ceil_div(max(end - start - config.tail, 1), step)
+        assert arguments.band >= 1
         for tile in range(tall * weight_tiles):
-            first = tile // (2 * weight_tiles) * 2
-            weight_tile, token_tile = divmod(tile - first * weight_tiles, min(2, tall - first))
+            first = tile // (arguments.band * weight_tiles) * arguments.band
+            height = min(arguments.band, tall - first)
+            weight_tile, token_tile = divmod(tile - first * weight_tiles, height)
             first_token = start + (first + token_tile) * step
             in_rows = kernels.round_up(min(max(0, end - first_token), step), 64)
             first_token = min(first_token, arguments.last_token)

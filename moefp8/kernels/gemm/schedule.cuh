@@ -207,7 +207,7 @@ struct Cell {
     const uint32_t first = height <= band ? 0 : i / (band * width) * band, in_band = i - first * width;
     const uint32_t rows = height - first < band ? height - first : band;
     if (rows == 1) return {int(first), int(in_band)};
-    if (rows == 2) return {int(first + in_band % 2), int(in_band / 2)};  // no division where weights are few
+    if (rows == 2) return {int(first + in_band % 2), int(in_band / 2)};  // no division where tiles are few
     return {int(first + in_band % rows), int(in_band / rows)};
   }
 };
