@@ -202,8 +202,8 @@ def _experts_configs(sizes: Sizes, base: ConfigSource) -> tuple[list[GemmConfig]
         (33, grouped(128, 128, num_product_buffers=2)),
         (33, grouped(128, 128, tail=24)),
         (33, grouped(192, 128)),
-        (193, grouped(128, 128, num_product_buffers=2, multicast=2)),
         (161, grouped(128, 256, parts=2)),
+        (193, grouped(128, 128, num_product_buffers=2, multicast=2)),
         (257, grouped(192, 128, multicast=2)),
     )
     rows = [config for least, config in from_load if load >= least]

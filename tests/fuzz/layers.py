@@ -173,7 +173,7 @@ def routers(draw: st.DrawFn) -> Router:
 
 
 class Route(NamedTuple):
-    """Tokens [T, H] and a router's weight [E, H]; of its `logits` the shape alone counts."""
+    """Tokens [T, H], the weight [E, H] of a router, and how it chooses, but not its `logits`."""
 
     x: fuzz.Matrices
     weight: fuzz.Matrices

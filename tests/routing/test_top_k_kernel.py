@@ -1,0 +1,215 @@
+"""The kernel of the router's choice: its text, which the CPU runs too, and its launch."""
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefp8.kernels import jit
+from moefp8.kernels.jit import Source
+from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
+from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
+from moefp8.routing.logits_launch import Sums
+from moefp8.routing.top_k import _sigmoid
+from moefp8.routing.top_k_launch import TopKInputs, TopKSources, prepare_top_k
+from tests.fakes import cuda_on_cpu
+from tests.fakes.emulator import FakeDriver
+from tests.gpu import assert_arguments_fit
+from tests.routing.top_k_cases import (
+    DTYPES,
+    OPS,
+    assert_same_choice,
+    bias_of,
+    group_limits,
+    logits_of,
+    samples,
+)
+
+# What the dispatcher gives for tensors on the CPU, whatever GPU there is.
+SOFTMAX, SIGMOID = (getattr(torch.ops.moefp8, op).default for op in OPS)
+
+
+# ---- Its text ----
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_variant_compiles_and_spills_nothing(op, dtype):
+    kernels = [
+        top_k_launch.kernel_of(op, num_experts, dtype, parts)
+        for num_experts in range(32, 513, 32)
+        for parts in ((0, 1, 4) if dtype == torch.float32 else (0,))
+    ]
+    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+        assert cubin.problems() == [], kernel
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
+    kernel = top_k_launch.kernel_of("softmax_topk", 8, torch.float32)
+    assert_arguments_fit(top_k_launch._Arguments, kernel, tmp_path)
+
+
+RUN = """
+#include "warp.hpp"
+#include "top_k.cu"
+
+extern "C" void sigmoids(const float* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = sigmoid(x[i]);
+}
+template <class Kernel>
+void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
+  blockDim.x = block;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+    for (uint32_t warp = 0; warp < block / kWarp; ++warp) run_warp(warp, [&] { kernel(args); });
+}
+"""
+RUN_KERNEL = """
+extern "C" bool {name}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
+  run({op}_kernel<Input::kFloat, {items}, {parts}>, *x, grid, {parts} ? kWarp : block);
+  return bytes == 0;
+}}
+"""  # With sums, threads meet: here warps run one after the other, so a single one adds up all.
+SIZES = 1, 8, 33, 64, 160, 256, 512
+VARIANTS = [
+    (op, items, parts)
+    for op in OPS
+    for items in {-(-e // 32) for e in SIZES}
+    for parts in (0, 1, 4)
+]
+
+
+def name_of(op: str, items: int, parts: int) -> str:
+    return f"{op}_{items}_{parts}"
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory) -> ctypes.CDLL:
+    """`top_k.cu` as g++ understands it."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("cpu")
+    code = RUN + "".join(
+        RUN_KERNEL.format(name=name_of(*x), op=x[0], items=x[1], parts=x[2]) for x in VARIANTS
+    )
+    (folder / "run.cpp").write_text(code)
+    folders = [Path(cuda_on_cpu.__file__).parent, top_k_launch._SOURCE.parent]
+    includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    command = ["g++", *flags, *includes, "run.cpp", "-o", "run.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "run.so"))
+
+
+def test_the_kernels_sigmoid_is_bit_equal(on_cpu):
+    x = samples()
+    y = torch.empty_like(x)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
+    on_cpu.sigmoids(*pointers, ctypes.c_int64(x.numel()))
+    assert torch.equal(y.nan_to_num(7.0), _sigmoid(x).nan_to_num(7.0))
+
+
+@pytest.fixture
+def runs_the_text(on_cpu):
+    """A GPU of four SMs that runs the kernels' text."""
+    functions = {}
+    for op, items, parts in VARIANTS:
+        function = on_cpu[name_of(op, items, parts)]
+        function.restype = ctypes.c_bool
+        functions[f"{op}_kernel<Input::kFloat, {items}, {parts}>"] = function
+    with jit.using(FakeDriver(4, library=cuda_on_cpu.OnCpu(functions))) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("num_experts", SIZES)
+def test_the_kernels_text_chooses_the_same(runs_the_text, num_experts):
+    logits, bias = logits_of(13, num_experts), bias_of(num_experts)
+    for k in {1, min(8, num_experts), min(40, num_experts), num_experts}:
+        assert_same_choice(softmax_topk(logits, k, True), SOFTMAX(logits, k, True), 16)
+        for groups in group_limits(num_experts, k):
+            for steered in (bias, None):
+                rest = (steered, k, *groups, steered is None, 2.5)
+                assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert runs_the_text.launched
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("num_parts", "parts_of_group"), [(1, 1), (7, 1), (19, 1), (3, 4), (28, 4), (33, 4)]
+)
+def test_the_kernels_text_adds_up_sums_in_order(runs_the_text, op, num_parts, parts_of_group):
+    """Those of a group first, each rounded to FP32: what logits.cu leaves."""
+    num_tokens, num_experts, k = 4, 40, 6
+    sums = torch.randn(num_parts, num_tokens, num_experts) * 2.0 ** torch.randint(
+        -9, 9, (num_parts, 1, 1)
+    )
+    logits = torch.zeros(num_tokens, num_experts)
+    for group in sums.split(parts_of_group):
+        of_group = group[0]
+        for part in group[1:]:
+            of_group = of_group + part
+        logits = logits + of_group
+    bias = bias_of(num_experts)
+    rest = (1, 1, True, 1.0) if op == "softmax_topk" else (8, 4, True, 2.5)
+    steered = None if op == "softmax_topk" else bias
+    inputs = TopKInputs(logits, steered, k, *rest)
+    index = torch.full((num_tokens, k), -1)
+    weights = torch.full((num_tokens, k), math.nan)
+    sources = TopKSources(Source(0), Source(1), Source(2), Source(3))
+    launch = prepare_top_k(op, inputs, sources, Sums(num_parts, parts_of_group))
+    tensors = sums, steered, index, weights
+    launch.on(-1, tuple(0 if x is None else x.data_ptr() for x in tensors))
+    expected = SOFTMAX(logits, k, True) if op == "softmax_topk" else SIGMOID(*inputs)
+    assert_same_choice((index, weights), expected, 16 if op == "softmax_topk" else 0)
+    assert runs_the_text.launched[-1].programmatic
+
+
+# ---- The launcher ----
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("num_tokens", [1, 133, 600])
+def test_launch_says_where_everything_lies(gpu, num_tokens, dtype):
+    for logits in (
+        logits_of(num_tokens, 40, dtype),
+        logits_of(num_tokens, 64, dtype)[:, 3:43],
+        logits_of(40, num_tokens, dtype).T,
+    ):
+        assert_same_choice(softmax_topk(logits, 3, True), SOFTMAX(logits, 3, True), 0)
+        rest = (bias_of(80)[::2], 3, 8, 2, False, 2.5)
+        assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert [x.stream for x in gpu.launched] == [7] * 6
+
+
+def test_a_launch_is_prepared_once_for_each_layout(gpu):
+    for logits in torch.randn(3, 5, 16):
+        assert_same_choice(softmax_topk(logits, 2, True), SOFTMAX(logits, 2, True), 0)
+    assert len(gpu.prepared()) == 1
+    softmax_topk(logits, 2, False)
+    softmax_topk(logits, 3, True)
+    softmax_topk(logits[:4], 2, True)
+    softmax_topk(logits.half(), 2, True)
+    assert len(gpu.prepared()) == 5
+    for bias in (None, *torch.randn(2, 16)):
+        rest = (bias, 2, 4, 2, True, 1.0)
+        assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert len(gpu.prepared()) == 6
+
+
+def test_nothing_is_launched_for_no_token(gpu):
+    index, weights = softmax_topk(torch.zeros(0, 8), 3, True)
+    assert (index.shape, weights.shape, gpu.launched) == ((0, 3), (0, 3), [])
+
+
+@pytest.mark.parametrize(("num_experts", "launches"), [(512, 2), (513, 0)])
+def test_more_experts_than_lanes_hold_run_in_pytorch(gpu, num_experts, launches):
+    logits = logits_of(7, num_experts)
+    assert_same_choice(softmax_topk(logits, 4, True), SOFTMAX(logits, 4, True), 0)
+    rest = (None, 4, 1, 1, True, 1.0)
+    assert_same_choice(sigmoid_group_topk(logits, *rest), SIGMOID(logits, *rest), 0)
+    assert len(gpu.launched) == launches
