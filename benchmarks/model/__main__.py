@@ -62,6 +62,8 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
     model = MODELS[name]
     config = model.make_config(options.layers, options.tiny)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.dir is not None:
+        options.dir.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"moefp8-{name}-", dir=options.dir))
     checkpoint, started = work / "checkpoint", time.perf_counter()
     title = model.title_of(config)

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from ..kernels.common.blocks import ceil_div, round_up
 from ..kernels.gemm.config import GemmConfig, with_most_stages
-from ..kernels.gemm.heuristic import FEW_TOKENS, MANY_PRODUCTS, PEAK_LOAD, SOME_TOKENS
+from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
 
 # From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
 # tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if several experts
-# have SOME_TOKENS. Down with fewer than so many k was faster in tiles of 256 weights all the same.
-_WIDE_PRODUCTS, _TALL_PRODUCTS, _TALL_K = 2e10, MANY_PRODUCTS / 2, 2048
+# have _SOME_TOKENS. Down with fewer than so many k was faster in tiles of 256 weights all the same.
+_WIDE_PRODUCTS, _TALL_PRODUCTS, _TALL_K = 2e10, 2e11, 2048
+_SOME_TOKENS = 384
 _WIDE_TOKENS = 640  # with so many, tiles have 256 weights however few products there are
 _TAIL = 24
 _MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
@@ -138,7 +139,7 @@ def choose_experts_configs(
         configs = gate_up(192, 128), down(192, 128)
     elif about_128 and (not exact or 128 < tokens <= most_with_tail):
         configs = gate_up(128, 128, tail=_TAIL), down(128, 128, tail=_TAIL)
-    elif is_more and many and num_groups > 1 and tokens >= SOME_TOKENS:
+    elif is_more and many and num_groups > 1 and tokens >= _SOME_TOKENS:
         tall = down(192, 128, multicast=2)
         configs = gate_up(192, 128, multicast=2), tall if i >= _TALL_K else wide
     elif is_more and (products >= _WIDE_PRODUCTS or tokens >= _WIDE_TOKENS):
