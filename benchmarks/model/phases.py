@@ -67,11 +67,18 @@ def _decode(model: Any, batch: int, context: int) -> Phase:
         return logits
 
     call()
-    for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
+    fill_at_random(cache)
     room = min(context - begin, 60)
     return Phase(decode_name(batch), batch, call, lambda: _set_length(cache, begin), room)
+
+
+def fill_at_random(cache: Any) -> None:
+    """Normal numbers into all that a cache holds. Some layers hold no values of their own: latent
+    attention makes them of the keys."""
+    for layer in cache.layers:
+        for held in (layer.keys, layer.values):
+            if held is not None:
+                held.normal_()
 
 
 def _random_ids(model: Any, batch: int, length: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ import re
 import time
 from importlib import import_module
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from benchmarks import report
 from benchmarks.model import HF_BF16, HF_FP8, HF_HUB, PREFILL, TITLES, decode_name, table
 from benchmarks.model.checkpoint import MODELS, tensors_of, write_checkpoint
+from benchmarks.model.phases import fill_at_random
 from benchmarks.model.providers import PROVIDERS
 from benchmarks.model.timeline import moe_us, parts_of_call
 from benchmarks.model.worker import Settings, run_in_a_process
@@ -159,6 +161,14 @@ def test_the_parts_sum_up_to_the_call(sleeping_model):
     assert total == pytest.approx(1e6 * sorted(walls)[1], rel=0.05)
     assert moe_us(parts) == pytest.approx(19e3, rel=0.2)
     assert not any(module._forward_pre_hooks for module in sleeping_model.modules())
+
+
+def test_a_cache_without_values_is_filled():
+    keys, values = torch.zeros(2, 8), torch.zeros(2, 8)
+    layers = [SimpleNamespace(keys=keys, values=None), SimpleNamespace(keys=keys, values=values)]
+    fill_at_random(SimpleNamespace(layers=layers))
+    assert (keys != 0).all()
+    assert (values != 0).all()
 
 
 @pytest.fixture(scope="module")
