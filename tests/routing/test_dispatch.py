@@ -270,8 +270,7 @@ def test_plan_of_a_rank_equals_the_portable_body(on_cpu, kind, rank, wide, spare
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("wide", "masked"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_sms"), [(1, 2, 4), (70, 5, 3), (1400, 6, 2)])
 def test_dispatch_of_a_rank_takes_the_ids_of_the_whole_model(
     on_cpu, kind, rank, wide, masked, num_tokens, top_k, num_sms

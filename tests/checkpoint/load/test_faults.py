@@ -132,6 +132,15 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new():
+    """Collections do not look through what was there before: libraries have millions of objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def num_open_and_kept() -> tuple[int, int]:
     """Open descriptors, and tensors that something refers to."""
     gc.collect()

@@ -68,9 +68,13 @@ def runs_in(instructions: list[Instruction]) -> list[list[int]]:
     return [run for run in runs if len(run) >= 4]
 
 
-def test_the_runs_are_those_that_nvdisasm_shows(image, tmp_path):
-    ((begin, end),) = code_ranges(image)
-    instructions = disassembled(image, tmp_path)
+@pytest.fixture(scope="module")
+def before(image, tmp_path_factory) -> list[Instruction]:
+    return disassembled(image, tmp_path_factory.mktemp("before"))
+
+
+def test_the_runs_are_those_that_nvdisasm_shows(image, before):
+    ((begin, end),), instructions = code_ranges(image), before
     assert len(instructions) == (end - begin) // 16
     expected = runs_in(instructions)
     assert sum(map(len, expected)) >= 32
@@ -83,10 +87,10 @@ def test_the_runs_are_those_that_nvdisasm_shows(image, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["01", "01111", "1", "0"])
-def test_only_yield_and_reuse_of_promotions_change(image, tmp_path, pattern):
+def test_only_yield_and_reuse_of_promotions_change(image, before, tmp_path, pattern):
     made = interleaved(image, pattern)
     ((begin, _),) = code_ranges(image)
-    before, after = disassembled(image, tmp_path), disassembled(made, tmp_path)
+    after = disassembled(made, tmp_path)
     restored = bytearray(made)
     for run in runs_in(before):
         for i, at in enumerate(run):
