@@ -205,9 +205,10 @@ def deciding_size(m: int) -> int:
     """The M that decides for m, and for all M above the deciding size before it.
 
     They are few, so that all kernels that a weight can need can be listed, and compiled ahead. Up
-    to 2048, such an M takes no more tiles of 64, 128 or 192 tokens than m does.
+    to 8192, such an M takes no more tiles of 64, 128 or 192 tokens than m does, and up to 16384 no
+    more tiles of 128: one more may be the only one of its wave.
     """
-    return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 5)))
+    return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 7)))
 
 
 def deciding_sizes(max_m: int) -> Iterator[int]:

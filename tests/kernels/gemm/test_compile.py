@@ -179,6 +179,14 @@ def test_every_configuration_fits_an_sm(m, n, k, num_sms):
     assert config.split_k == 1 or m <= 512  # docs/linear.md says so
 
 
+@given(sizes(16384, 1))
+def test_what_decides_for_m_takes_as_many_tiles(m):
+    decides = heuristic.deciding_size(m)
+    assert m <= decides == heuristic.deciding_size(decides)
+    for tokens in (128,) if m > 8192 else (64, 128, 192):
+        assert kernels.ceil_div(decides, tokens) == kernels.ceil_div(m, tokens)
+
+
 @given(
     tokens=sizes(5000, 1),
     limit=sizes(5000, 1),
