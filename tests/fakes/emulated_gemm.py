@@ -197,6 +197,11 @@ class GemmEmulator:
         assert (made.grid, x.list % 16) == (1, 0)
         memory(x.list, torch.int32, [len(written)], [1]).copy_(torch.tensor(written))
 
+    @staticmethod
+    def zero_tile_counter(made, parameters):
+        assert made.grid == 1
+        memory(made.arguments.counter, torch.int32, [1], [1]).zero_()
+
     def check_tiles(self, made, m, n):
         """Every tile is walked once."""
         config, arguments = made.config, made.arguments

@@ -16,7 +16,7 @@ from moefp8 import kernels
 from moefp8.kernels import jit
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm import segments
+from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics, quantize_launch
@@ -31,6 +31,7 @@ _GUARD = 1 << 12
 ARGUMENTS = {  # source of a kernel -> its last argument
     "gemm": gemm_launch.Arguments,
     "segments": segments.Arguments,
+    "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
@@ -249,6 +250,7 @@ class Emulator(GemmEmulator):
         made.arguments = structure.from_buffer_copy(given)
         bodies = {
             "segments": self.find_segments,
+            "tile": self.zero_tile_counter,
             "quantize": self.quantize,
             "logits": self.logits,
             "softmax": self.top_k,

@@ -11,16 +11,25 @@ import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
 from ..common.prepared import Launches
-from ..jit import Source, current_driver
+from ..jit import Launch, Source, current_driver
 from . import heuristic
 from .config import GemmConfig, GroupLayout
-from .launch import GemmSources, GroupsOfTokens, Sms, prepare_gemm
+from .launch import (
+    GemmSources,
+    GroupsOfTokens,
+    Sms,
+    most_token_tiles,
+    num_clusters,
+    prepare_gemm,
+)
 from .operands import Operands, check_sizes, fitting_operands
-from .segments import list_bytes, most_segments, prepare_segments
+from .segments import ZERO_OF_LIST, list_bytes, most_segments, prepare_segments
+from .tile_counter import COUNTER_BYTES, prepare_tile_counter
 from .tuned import config_source_of
 
 _SOURCES = GemmSources(*map(Source, range(5)))
-_BOUNDS, _LIST = Source(5), Source(6)  # the list of segments, in memory of its own
+_BOUNDS, _MEMORY = Source(5), Source(6)  # memory of a call, which grouped GEMMs may have
+_LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
@@ -61,7 +70,7 @@ class GemmCall(NamedTuple):
 def launch_gemm(
     tensors: Sequence[torch.Tensor], options: Hashable, describe: Callable[[], GemmCall]
 ) -> None:
-    """Launch one kernel on the current stream, or two for SEGMENTS; nothing waits for it.
+    """Launch one kernel on the current stream, or two for some grouped GEMMs; nothing waits for it.
 
     Operands that TMA cannot address are copied first, and d is written through a copy.
 
@@ -135,36 +144,61 @@ def _prepare(call: GemmCall) -> _Run:
     check_sizes(call.op, m, n, k)
     configs = config_source_of(operands.b.get_device())
     if layout is None:
-        config, tokens, groups = configs.dense(m, n, k), m, None
-    else:
-        config, tokens, groups = _choose_grouped(call, layout, m, configs.sms)
-    finds_segments = layout == GroupLayout.SEGMENTS
-    bounds = _LIST if finds_segments else _BOUNDS
+        return prepare_gemm(
+            configs.dense(m, n, k),
+            operands,
+            _SOURCES._replace(bias=None if call.bias is None else Source(5)),
+            configs.sms,
+            m,
+            bias=None if call.bias is None else call.bias.dtype,
+            programmatic=call.programmatic,
+        ).on
+    config, tokens, groups = _choose_grouped(call, layout, m, configs.sms)
+    takes = _takes_tiles(config, tokens, operands, groups, configs.sms)
+    before, num_bytes, sources = _prepare_before(call, operands, layout, takes)
     gemm = prepare_gemm(
         config,
         operands,
-        _SOURCES._replace(
-            bias=None if call.bias is None else Source(5),
-            bounds=None if call.bounds is None else bounds,
-        ),
+        sources,
         configs.sms,
         tokens,
-        bias=None if call.bias is None else call.bias.dtype,
         groups=groups,
-        programmatic=call.programmatic or finds_segments,
+        # What is before it waits for all that came before, so the GEMM may start as soon as it has.
+        programmatic=call.programmatic or before is not None,
     )
-    if not finds_segments:
-        return gemm.on
-    # It waits for all that came before it, so the GEMM may start as soon as it has.
-    segments = prepare_segments(
-        m,
-        len(operands.b),
-        operands.b.get_device(),
-        _BOUNDS,
-        _LIST,
-        programmatic=call.programmatic,
-    )
-    return Launches((segments, gemm), list_bytes(m))
+    return gemm.on if before is None else Launches((before, gemm), num_bytes)
+
+
+def _prepare_before(
+    call: GemmCall, operands: Operands, layout: GroupLayout, takes_tiles: bool
+) -> tuple[Launch | None, int, GemmSources]:
+    """The launch before a grouped GEMM, the bytes that both share, and what the GEMM reads."""
+    device_index, rows = operands.b.get_device(), operands.a.shape[-2]
+    if layout == GroupLayout.SEGMENTS:
+        segments = prepare_segments(
+            rows, len(operands.b), device_index, _BOUNDS, _MEMORY, programmatic=call.programmatic
+        )
+        counter = Source(_MEMORY.which, ZERO_OF_LIST) if takes_tiles else None
+        return segments, list_bytes(rows), _SOURCES._replace(bounds=_MEMORY, tile_counter=counter)
+    sources = _SOURCES._replace(bounds=_BOUNDS)
+    if not takes_tiles:
+        return None, 0, sources
+    zeroed = prepare_tile_counter(device_index, _MEMORY, programmatic=call.programmatic)
+    return zeroed, COUNTER_BYTES, sources._replace(tile_counter=_MEMORY)
+
+
+def _takes_tiles(
+    config: GemmConfig, tokens: int, operands: Operands, groups: GroupsOfTokens, sms: Sms
+) -> bool:
+    """Whether clusters take tiles from a counter, and so end together though tiles are unequal.
+
+    What zeroes it takes time, so it must be many products.
+    """
+    num_groups, n, k = operands.b.shape
+    num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)
+    most = most_token_tiles(config, groups, operands)
+    is_worth_it = num_groups > 1 and num_groups * tokens * n * k >= _LEAST_PRODUCTS
+    return is_worth_it and num_tiles > num_clusters(config, most, n, sms)
 
 
 def _choose_grouped(

@@ -9,7 +9,7 @@ constexpr int kBlock = 128;  // rows
 
 struct Arguments {
   const int* group_of_row;  // [num_rows]; what is no group, e.g. -1, is none
-  int4* list;               // {how many segments}, then {begin, end, group} of each; blocks without one follow as zeros
+  int4* list;  // {how many segments, 0 for a tile counter}, then {begin, end, group} of each; then zeros, to all blocks
   int num_rows, num_groups;
 };
 

@@ -9,6 +9,7 @@ from ..jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 SOURCE = Path(__file__).with_name("segments.cu")
 _ENTRY_BYTES = 16
+ZERO_OF_LIST = 4  # bytes from its beginning to an int that is zero, for a tile counter
 _THREADS = 1024
 
 
