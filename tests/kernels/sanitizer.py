@@ -20,7 +20,14 @@ from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from moefp8.routing.route import route
 from tests.functional.cases import EXPERTS_FAMILIES
 from tests.kernels.gemm.cases import choosing, filled
-from tests.kernels.gemm.grouped_cases import UNTOUCHED, Routing, dense, launch, routing_of
+from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
+    Routing,
+    dense,
+    launch,
+    routing_of,
+    taking_tiles,
+)
 from tests.routing.cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
 
 FAMILIES = {
@@ -175,6 +182,9 @@ def run_families() -> None:
             for (_, n, k), counts, limit in zip(shapes_of(config), COUNTS, (None, 1), strict=True):
                 for layout in GroupLayout:
                     run_gemm(name, routing_of(layout, counts), n, k, limit)
+            with taking_tiles(True):  # several clusters take many tiles
+                for layout in (GroupLayout.MASKED, GroupLayout.SEGMENTS):
+                    run_gemm(f"{name}, in turn", routing_of(layout, COUNTS[1]), 712, k, 6)
     for layout in GroupLayout:
         run_broken_bounds(layout)
 

@@ -154,7 +154,7 @@ def _prepare(call: GemmCall) -> _Run:
             programmatic=call.programmatic,
         ).on
     config, tokens, groups = _choose_grouped(call, layout, m, configs.sms)
-    takes = _takes_tiles(config, tokens, operands, groups, configs.sms)
+    takes = takes_tiles(config, tokens, operands, groups, configs.sms)
     before, num_bytes, sources = _prepare_before(call, operands, layout, takes)
     gemm = prepare_gemm(
         config,
@@ -187,12 +187,15 @@ def _prepare_before(
     return zeroed, COUNTER_BYTES, sources._replace(tile_counter=_MEMORY)
 
 
-def _takes_tiles(
+def takes_tiles(
     config: GemmConfig, tokens: int, operands: Operands, groups: GroupsOfTokens, sms: Sms
 ) -> bool:
     """Whether clusters take tiles from a counter, and so end together though tiles are unequal.
 
-    What zeroes it takes time, so it must be many products.
+    The kernel that zeroes the counter takes a microsecond or two, so there must be many products;
+    the number comes from timings on an H200, see docs/design/grouped.md.
+
+    tokens: about how many a group has.
     """
     num_groups, n, k = operands.b.shape
     num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)

@@ -240,7 +240,7 @@ PEAK_LOAD = 1.2
 # From so many products of one group, or of several groups, the power limit counts. Tiles of 192,
 # whose tokens two CTAs share, then save power, because they ask less of the L2 cache; in groups of
 # fewer tokens, too much of their last tiles is empty.
-_MANY_PRODUCTS, _MANY_OF_ALL, _MANY_TOKENS = 4e11, 1e11, 1280
+_MANY_PRODUCTS, _MANY_OF_ALL, _MANY_TOKENS = 4e11, 1e11, 384
 # With more tokens in a group, tiles have 128: loads are seldom even, and in tiles of 64 a group of
 # many reads its weights twice as often. They cost even loads 1 %, and gain uneven ones up to 12 %.
 _FLAT_TOKENS = 30

@@ -13,12 +13,13 @@ import torch
 
 from moefp8.kernels import (
     fp8_gemm_nt,
+    jit,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
     num_blocks,
     tma_aligned,
 )
-from moefp8.kernels.gemm import grouped
+from moefp8.kernels.gemm import call, grouped
 from moefp8.kernels.gemm.call import GemmCall
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
@@ -34,8 +35,8 @@ _ALIGNMENT = 128  # groups begin at multiples of it where rows name them
 
 def launch_grouped_gemm(op, layout, operands, bounds, expected_m=None, **options) -> None:
     """The launcher of the grouped GEMMs, with options that their ops do not have."""
-    call = GemmCall(op, lambda: None, operands, None, layout, bounds, expected_m)
-    call._replace(**options).launch()
+    made = GemmCall(op, lambda: None, operands, None, layout, bounds, expected_m)
+    made._replace(**options).launch()
 
 
 class Segment(NamedTuple):
@@ -248,6 +249,21 @@ def finding_segments(always: bool) -> AbstractContextManager[object]:
     return mock.patch.object(grouped, "finds_segments", return_value=always)
 
 
+@contextmanager
+def taking_tiles(always: bool) -> Iterator[None]:
+    """Whether clusters take tiles from a counter: always, or never.
+
+    What this thread has prepared is forgotten, before and after.
+    """
+    prepared = jit.current_driver().prepared()
+    prepared.clear()
+    try:
+        with mock.patch.object(call, "takes_tiles", return_value=always):
+            yield
+    finally:
+        prepared.clear()
+
+
 def launch(
     routing: Routing,
     made: Operands,
@@ -257,11 +273,11 @@ def launch(
     **options: bool,
 ) -> None:
     """Call the launcher of all GEMMs, with options that ops do not have; it checks nothing."""
-    call = GemmCall("op", lambda: None, made, bias, **options)
+    what = GemmCall("op", lambda: None, made, bias, **options)
     if routing.layout is not None:
         bounds = routing.bounds_on(made.a.device) if bounds is None else bounds
-        call = call._replace(group_layout=routing.layout, bounds=bounds, expected_m=expected_m)
-    call.launch()
+        what = what._replace(group_layout=routing.layout, bounds=bounds, expected_m=expected_m)
+    what.launch()
 
 
 def launch_and_compare(

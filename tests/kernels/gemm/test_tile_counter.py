@@ -1,0 +1,72 @@
+"""Where clusters of a grouped GEMM take tiles from a counter, and how that is launched."""
+
+import pytest
+import torch
+
+from moefp8.kernels import jit
+from moefp8.kernels.gemm import heuristic, segments, tile_counter
+from moefp8.kernels.gemm.call import takes_tiles
+from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
+from moefp8.kernels.gemm.operands import Operands
+from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
+    expected_of,
+    launch,
+    operands,
+    routing_of,
+    taking_tiles,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "tokens", "n", "k", "expected"),
+    [
+        (32, 256, 4096, 7168, True),
+        (256, 32, 7168, 2048, True),
+        (63, 51, 4096, 7168, True),
+        (1, 8192, 4096, 7168, False),  # all tiles but the last are equal
+        (128, 36, 1536, 2048, False),  # too few products
+        (2, 512, 4096, 7168, False),
+        (64, 4, 4096, 7168, False),
+    ],
+)
+@pytest.mark.parametrize("layout", [GroupLayout.OFFSETS, GroupLayout.MASKED])
+def test_tiles_are_taken_where_they_are_unequal_and_many(
+    num_groups, tokens, n, k, expected, layout
+):
+    config = heuristic.choose_grouped_config(tokens, 10 * tokens, num_groups, n, k, NUM_SMS)
+    rows = (num_groups, 10 * tokens) if layout == GroupLayout.MASKED else (1, num_groups * tokens)
+    with torch.device("meta"):
+        a, b = torch.empty(*rows, k), torch.empty(num_groups, n, k)
+        made = Operands(a, a, b, b, torch.empty(*rows, n))
+    groups, sms = GroupsOfTokens(layout, num_groups), Sms(NUM_SMS, NUM_SMS)
+    assert takes_tiles(config, tokens, made, groups, sms) == expected
+
+
+@pytest.mark.parametrize("layout", GroupLayout)
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_the_counter_is_memory_of_each_call_and_zeroed_before(gpu, layout, programmatic):
+    """The emulated GEMM checks that it is zero, and leaves another number."""
+    routing = routing_of(layout, (300, 0, 77, 5))
+    made, bounds = operands(routing, 264, 144), routing.bounds_on()
+    with taking_tiles(True):
+        for _ in range(4):  # the last ones by a graph
+            made.d.fill_(UNTOUCHED)
+            launch(routing, made, bounds, 100, programmatic=programmatic)
+            assert torch.equal(made.d, expected_of(routing, made))
+    before, size = "tile_counter", tile_counter.COUNTER_BYTES
+    if layout == GroupLayout.SEGMENTS:  # their list has a zero
+        before, size = "segments", segments.list_bytes(routing.num_tokens)
+    assert [x.kernel.source.stem for x in gpu.launched] == [before, "gemm"] * 4
+    assert [x.programmatic for x in gpu.launched] == [programmatic, True] * 4
+    assert [x.numel() for x in gpu.workspaces] == [size] * 4
+    assert all(x.arguments.groups.tile_counter for x in gpu.gemms)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_kernel_spills_nothing_and_reads_its_argument(tmp_path):
+    kernel = tile_counter.kernel_of()
+    assert jit.compile_kernel(kernel).problems() == []
+    assert_arguments_fit(tile_counter.Arguments, kernel, tmp_path)
