@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from benchmarks import gemm, grouped, headlines, moe, report
+from benchmarks.figures import told_ratio
 from benchmarks.moe_peers import HF_BF16, HF_FP8, MEGA
 from benchmarks.peers import DEEP_GEMM, OURS
 
@@ -149,21 +150,15 @@ def test_everything_prints_without_deep_gemm(benchmark):
     assert report.TABLES[name](results)
 
 
-def ratios_of(page: str, peer: str) -> list[float]:
-    """Each cell against `peer`, for the two models that the README's first claim names."""
-    rows = re.findall(
-        r"^\| experts of (?:DeepSeek-V3|Qwen3-30B-A3B) \| (.*)\|$", page, re.MULTILINE
-    )
-    cells = [row.split(" | ") for row in rows]
-    return [float(x) for title, *values in cells if title == peer for x in values]
-
-
 def test_the_first_claim_of_the_readme_is_that_of_its_tables():
     page = (report.ROOT / "README.md").read_text()
     claim = re.search(r"run (\S+) to (\S+) times.*?decodes (\S+) to (\S+) times", page, re.DOTALL)
     assert claim
-    mega_kernel = ratios_of(page, "SGLang mega-kernel")
-    assert len(mega_kernel) == 6
+    of_experts = [
+        x for x in results_of("moe")["rows"] if x["model"] in ("qwen3_30b_a3b", "deepseek_v3")
+    ]
+    mega_kernel = [told_ratio(row, (MEGA,)) for row in of_experts]
+    assert len(mega_kernel) == 12
     (qwen,) = (row for row in results_of("model")["rows"] if row["model"] == "qwen3_30b_a3b")
     ours, bf16 = (qwen["peers"][name]["phases"] for name in (OURS, HF_BF16))
     decoding = [bf16[x]["graph_ms"] / ours[x]["graph_ms"] for x in ours if x.startswith("decode")]

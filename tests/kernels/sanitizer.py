@@ -223,7 +223,9 @@ def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = No
     set_num_sms(None)
     expected = torch.where(is_of_group, k + (bias or 0.0), UNTOUCHED).bfloat16()
     layout = routing.layout.name if routing.layout else "dense"
-    what = f"{layout}, {name}, {routing.num_tokens}x{n}x{k}{', one SM' if limit else ''}"
+    what = (
+        f"{layout}, {name}, {routing.num_tokens}x{n}x{k}{f', {limit} SMs at most' if limit else ''}"
+    )
     tell(what, int((d.cpu() != expected).sum()))
 
 

@@ -6,7 +6,7 @@
 2. A prepared launch is kept by the thread that prepared it, and no other thread sees it, because
    a launch writes the addresses of its call into its arguments.
 3. A call then looks up its key, writes its addresses if one is new, and calls the driver on the
-   GPU's current stream: once for each kernel, or once for all of a layer (`Launches`).
+   GPU's current stream: once for each kernel, or once for several (`Launches`).
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -29,7 +29,7 @@ from .tuned import config_source_of
 
 _SOURCES = GemmSources(*map(Source, range(5)))
 _BOUNDS, _MEMORY = Source(5), Source(6)  # memory of a call, which grouped GEMMs may have
-_LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
+LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
@@ -192,16 +192,18 @@ def takes_tiles(
 ) -> bool:
     """Whether clusters take tiles from a counter, and so end together though tiles are unequal.
 
-    The kernel that zeroes the counter takes a microsecond or two, so there must be many products;
-    the number comes from timings on an H200, see docs/design/grouped.md.
+    A kernel that zeroes the counter takes a microsecond or two, so there must be many products; the
+    number comes from timings on an H200, see docs/design/grouped.md.
 
-    tokens: about how many a group has.
+    tokens: about how many a group has, or with ROWS a block of rows, which counts as a group.
     """
     num_groups, n, k = operands.b.shape
+    if groups.layout == GroupLayout.ROWS:
+        num_groups = groups.num_segments
     num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)
-    most = most_token_tiles(config, groups, operands)
-    is_worth_it = num_groups > 1 and num_groups * tokens * n * k >= _LEAST_PRODUCTS
-    return is_worth_it and num_tiles > num_clusters(config, most, n, sms)
+    clusters = num_clusters(config, most_token_tiles(config, groups, operands), n, sms)
+    is_worth_it = num_groups > 1 and num_groups * tokens * n * k >= LEAST_PRODUCTS
+    return is_worth_it and num_tiles > clusters > 1
 
 
 def _choose_grouped(

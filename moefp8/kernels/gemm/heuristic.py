@@ -238,9 +238,10 @@ FEW_TOKENS = 16
 # Tiles hold so many times the average: what is left over costs less than taller tiles would.
 PEAK_LOAD = 1.2
 # From so many products of one group, or of several groups, the power limit counts. Tiles of 192,
-# whose tokens two CTAs share, then save power, because they ask less of the L2 cache; in groups of
-# fewer tokens, too much of their last tiles is empty.
-_MANY_PRODUCTS, _MANY_OF_ALL, _MANY_TOKENS = 4e11, 1e11, 384
+# whose tokens two CTAs share, then save power, because they ask less of the L2 cache; with fewer
+# tokens, too much of their last tiles is empty, and a single group has no tile counter.
+_MANY_PRODUCTS, _MANY_TOKENS = 4e11, 1280
+_MANY_OF_ALL, _MANY_TOKENS_OF_EACH = 1e11, 384
 # With more tokens in a group, tiles have 128: loads are seldom even, and in tiles of 64 a group of
 # many reads its weights twice as often. They cost even loads 1 %, and gain uneven ones up to 12 %.
 _FLAT_TOKENS = 30
@@ -256,7 +257,7 @@ def choose_grouped_config(
     """The config for groups of about `tokens` tokens, each with weights [N, K].
 
     It comes from timing up to 58 configurations for each of 80 loads and shapes on an H200, and
-    for many groups and many tokens from timings on an H100 without rest.
+    for many groups and many tokens from timings on an H100 and an H200 without rest.
 
     tokens: from 1 to `limit`, which is the most that a group can have.
     """
@@ -268,8 +269,10 @@ def choose_grouped_config(
     tall, wide = grouped(192, 128), grouped(128, 256, parts=2)
     rows, weight_tiles = num_groups * tokens, ceil_div(n, 128)
     are_pairs = weight_tiles % 2 < 0.02 * weight_tiles  # else half of some pairs would be idle
-    least = _MANY_OF_ALL if num_groups > 1 else _MANY_PRODUCTS
-    if num_sms > 1 and are_pairs and tokens >= _MANY_TOKENS and rows * n * k >= least:
+    many, products = _MANY_TOKENS, _MANY_PRODUCTS
+    if num_groups > 1:
+        many, products = _MANY_TOKENS_OF_EACH, _MANY_OF_ALL
+    if num_sms > 1 and are_pairs and tokens >= many and rows * n * k >= products:
         return with_most_stages(replace(tall, multicast=2))
 
     num_bytes = num_groups * n * k + rows * k + 2 * rows * n

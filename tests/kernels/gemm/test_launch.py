@@ -141,7 +141,7 @@ FAMILIES |= {
 }
 
 
-# With one SM, two of five: other configs in each layout.
+# With one SM, two of five, all grouped configs in one layout or another.
 ON_ONE_SM = [family for i, family in enumerate(FAMILIES) if i % 5 in (0, 2)]
 
 

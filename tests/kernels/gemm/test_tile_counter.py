@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import heuristic, segments, tile_counter
+from moefp8.kernels.gemm import call, heuristic, segments, tile_counter
 from moefp8.kernels.gemm.call import takes_tiles
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
@@ -30,6 +30,7 @@ from tests.kernels.gemm.grouped_cases import (
         (128, 36, 1536, 2048, False),  # too few products
         (2, 512, 4096, 7168, False),
         (64, 4, 4096, 7168, False),
+        (2, 160, 8192, 16384, False),  # a tile for each cluster
     ],
 )
 @pytest.mark.parametrize("layout", [GroupLayout.OFFSETS, GroupLayout.MASKED])
@@ -43,6 +44,20 @@ def test_tiles_are_taken_where_they_are_unequal_and_many(
         made = Operands(a, a, b, b, torch.empty(*rows, n))
     groups, sms = GroupsOfTokens(layout, num_groups), Sms(NUM_SMS, NUM_SMS)
     assert takes_tiles(config, tokens, made, groups, sms) == expected
+    assert not takes_tiles(config, tokens, made, groups, Sms(config.cluster, NUM_SMS))
+
+
+@pytest.mark.parametrize("layout", GroupLayout)
+@pytest.mark.parametrize("spare", [0, 1])
+def test_launches_count_the_products_of_all_groups(gpu, monkeypatch, layout, spare):
+    """Many weights, so that there are more tiles than clusters."""
+    routing = routing_of(layout, (384, 512), 0)
+    made, bounds = operands(routing, 9000, 128), routing.bounds_on()
+    products = 896 * 9000 * 128
+    monkeypatch.setattr(call, "LEAST_PRODUCTS", products + spare)
+    launch(routing, made, bounds, 448)
+    assert torch.equal(made.d, expected_of(routing, made))
+    assert bool(gpu.gemms[0].arguments.groups.tile_counter) == (spare == 0)
 
 
 @pytest.mark.parametrize("layout", GroupLayout)

@@ -9,6 +9,8 @@ from moefp8.kernels import (
     set_num_sms,
 )
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.segments import list_bytes
+from moefp8.kernels.gemm.tile_counter import COUNTER_BYTES
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
@@ -25,7 +27,7 @@ from tests.kernels.sanitizer import COUNTS, GROUPED_FAMILIES
 pytestmark = NEEDS_GPU
 
 UNEVEN = (700, 3, 0, 512, 130, 1, 900, 64, 257, 0, 333, 1000)
-N, K = 4096, 2560  # with so many tokens, ops take tiles from a counter by themselves
+N, K = 4096, 2560
 
 
 def call(routing: Routing, made, bounds: torch.Tensor) -> None:
@@ -68,12 +70,14 @@ def test_bits_are_those_without_a_counter(layout):
         call(routing, made, bounds)
     expected = made.d.clone()
     assert_right(routing, made)
-    for _ in range(6):  # the last ones by a graph
-        made.d.fill_(UNTOUCHED)
-        poison("cuda", 512)
-        with no_synchronisation():
-            call(routing, made, bounds)
-        assert torch.equal(made.d, expected)
+    with taking_tiles(True):
+        for _ in range(6):  # the last ones by a graph
+            made.d.fill_(UNTOUCHED)
+            for size in (COUNTER_BYTES, list_bytes(routing.num_tokens)):
+                poison("cuda", size)
+            with no_synchronisation():
+                call(routing, made, bounds)
+            assert torch.equal(made.d, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -83,15 +87,17 @@ def test_calls_on_two_streams_have_counters_of_their_own(layout):
     for counts in (UNEVEN, UNEVEN[::-1]):
         routing = routing_of(layout, counts)
         made, bounds = random(routing, N, K), routing.bounds_on("cuda")
-        call(routing, made, bounds)
+        with taking_tiles(False):
+            call(routing, made, bounds)
         cases.append((routing, made, bounds, made.d.clone(), torch.cuda.Stream()))
     torch.cuda.synchronize()
-    for _ in range(20):
-        for routing, made, bounds, _, stream in cases:
-            with torch.cuda.stream(stream):
-                made.d.fill_(UNTOUCHED)
-                call(routing, made, bounds)
-    torch.cuda.synchronize()
+    with taking_tiles(True):
+        for _ in range(20):
+            for routing, made, bounds, _, stream in cases:
+                with torch.cuda.stream(stream):
+                    made.d.fill_(UNTOUCHED)
+                    call(routing, made, bounds)
+        torch.cuda.synchronize()
     for _, made, _, expected, _ in cases:
         assert torch.equal(made.d, expected)
 
