@@ -27,8 +27,7 @@ from ..kernels.gemm.launch import (
     GemmSources,
     GroupsOfTokens,
     Sms,
-    most_token_tiles,
-    num_clusters,
+    has_more_tiles_than_clusters,
     prepare_gemm,
 )
 from ..kernels.gemm.operands import Operands
@@ -312,7 +311,5 @@ def takes_tiles(
 
     They do where there are more tiles than clusters, and unequal ones; else a counter costs time.
     """
-    (active, load), n = mean_load(sizes), operands.b.shape[1]
-    num_tiles = active * config.token_tiles(load) * config.weight_tiles(n)
-    most = most_token_tiles(config, groups, operands)
-    return load > 1 and num_tiles > num_clusters(config, most, n, sms)
+    active, load = mean_load(sizes)
+    return load > 1 and has_more_tiles_than_clusters(config, active, load, operands, groups, sms)

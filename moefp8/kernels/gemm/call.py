@@ -18,8 +18,7 @@ from .launch import (
     GemmSources,
     GroupsOfTokens,
     Sms,
-    most_token_tiles,
-    num_clusters,
+    has_more_tiles_than_clusters,
     prepare_gemm,
 )
 from .operands import Operands, check_sizes, fitting_operands
@@ -200,10 +199,11 @@ def takes_tiles(
     num_groups, n, k = operands.b.shape
     if groups.layout == GroupLayout.ROWS:
         num_groups = groups.num_segments
-    num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)
-    clusters = num_clusters(config, most_token_tiles(config, groups, operands), n, sms)
-    is_worth_it = num_groups > 1 and num_groups * tokens * n * k >= LEAST_PRODUCTS
-    return is_worth_it and num_tiles > clusters > 1
+    if num_groups * tokens * n * k < LEAST_PRODUCTS or num_groups == 1:
+        return False
+    if sms.busy <= config.cluster:  # a lone cluster takes all tiles anyway
+        return False
+    return has_more_tiles_than_clusters(config, num_groups, tokens, operands, groups, sms)
 
 
 def _choose_grouped(

@@ -278,6 +278,20 @@ def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
     return min(num_tiles, max(1, num_ctas // config.cluster))
 
 
+def has_more_tiles_than_clusters(
+    config: GemmConfig,
+    num_groups: int,
+    tokens: int,
+    operands: Operands,
+    groups: GroupsOfTokens,
+    sms: Sms,
+) -> bool:
+    """Whether clusters walk over several tiles, if `num_groups` have about `tokens` tokens each."""
+    n = operands.b.shape[-2]
+    num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)
+    return num_tiles > num_clusters(config, most_token_tiles(config, groups, operands), n, sms)
+
+
 def band(config: GemmConfig, m: int, k: int) -> int:
     """How many tiles of tokens are walked together, before the next tiles of weights.
 
