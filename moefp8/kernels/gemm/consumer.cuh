@@ -27,7 +27,8 @@ struct Scales {
   }
 };
 
-// The second level of accumulation: total += product * (token scale * weight scale).
+// The second level of accumulation: total += product * (token scale * weight scale). It says that product and sum are
+// rounded once, since compilers form products ahead of a branch and only then add: bits would differ between kernels.
 template <GemmConfig C>
 __device__ void promote(float (&total)[C.part_n / 2], const float (&product)[C.part_n / 2], const Scales<C>& scales,
                         const float* token_scales, int part, const Thread<C>& thread) {
@@ -43,7 +44,8 @@ __device__ void promote(float (&total)[C.part_n / 2], const float (&product)[C.p
       scale[0] = scales.token[0] * weight, scale[1] = scales.token[1] * weight;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) total[4 * j + i] += scale[C.swap_ab ? i % 2 : i / 2] * product[4 * j + i];
+    for (int i = 0; i < 4; ++i)
+      total[4 * j + i] = fmaf(scale[C.swap_ab ? i % 2 : i / 2], product[4 * j + i], total[4 * j + i]);
   }
 }
 

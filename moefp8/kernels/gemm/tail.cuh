@@ -45,7 +45,8 @@ struct Tail {
       pin_registers(products[part]);
       const float weight = weight_scales[C.weight_scales == 1 ? 0 : part];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) total[part][i] += scales[i / 4][i % 2] * weight * products[part][i];
+      for (int i = 0; i < kSize; ++i)
+        total[part][i] = fmaf(scales[i / 4][i % 2] * weight, products[part][i], total[part][i]);
     }
     fence_cta();  // see `release`
     release(shared, stage, thread);

@@ -293,6 +293,15 @@ def test_machine_code_is_what_was_meant(which, codes_of):
             assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_promotion_is_rounded_once(disassemble):
+    """Else a row would get other bits in other tiles. All FADDs would be of promotions here."""
+    variants = [Variant(config) for config in configs() if config.parts == 2]
+    for cubin in jit.compile_kernels(variant.kernel() for variant in variants):
+        code = disassemble(cubin)
+        assert ("FFMA" in code, "FADD" in code) == (True, False)
+
+
 CELLS = """
 #include "schedule.cuh"
 

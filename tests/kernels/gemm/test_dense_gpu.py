@@ -9,6 +9,7 @@ import torch
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
 from moefp8.kernels.gemm import heuristic
+from moefp8.kernels.gemm.config import with_most_stages
 from moefp8.kernels.gemm.launch import band
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
@@ -53,6 +54,25 @@ def test_every_family_is_right(name):
             alone = made.d.clone()
             launch(dense(m), made._replace(d=made.d.fill_(NAN)), bias=bias, programmatic=True)
             assert torch.equal(made.d, alone)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2112, 2880), (4096, 3840), (1000, 7168)])
+def test_above_512_rows_a_row_has_the_same_bits_in_all_tiles(n, k):
+    m, first = 1100, None
+    made = random_dense(m, n, k)
+    for config in map(with_most_stages, heuristic.candidates(m)):
+        with choosing(config):
+            made.d.fill_(NAN)
+            run_gemm(*made)
+            first = made.d.clone() if first is None else first
+            assert torch.equal(made.d, first), config
+
+
+def test_above_512_rows_other_rows_change_nothing():
+    layer, x = FP8Linear(3840, 4096, device="cuda"), torch.randn(5000, 3840, device="cuda")
+    y = layer(x.bfloat16())
+    for m in (513, 777, 1564, 2496, 3397):
+        assert torch.equal(layer(x[:m].bfloat16()), y[:m]), m
 
 
 @pytest.mark.parametrize("m", [3, 40, 70, 130, 200])
