@@ -77,6 +77,8 @@ class GemmEmulator:
         num_boxes = 1
         if config.begins_anywhere:  # as many times 64 tokens as a group has left
             num_boxes = kernels.ceil_div(config.wgmma_m + config.tail, 64)
+        elif config.halves_tiles:
+            num_boxes = 2
         counts = num_boxes, 1, len(config.weight_pieces), 1
         maps = map(self.maps_at, parameters, counts)
         made.a_maps, (made.scale_map,), made.b_maps, (made.d_map,) = maps
@@ -203,7 +205,7 @@ class GemmEmulator:
         memory(made.arguments.counter, torch.int32, [1], [1]).zero_()
 
     def check_tiles(self, made, m, n):
-        """Every tile is walked once."""
+        """Every tile is walked once, whole or in halves; a half is the last one of its CTA."""
         config, arguments = made.config, made.arguments
         sizes = (n, m) if config.swap_ab else (m, n)
         tile = reversed(config.tile) if config.swap_ab else config.tile
@@ -214,22 +216,31 @@ class GemmEmulator:
         num_tiles = counts[0] * counts[1]
         assert clusters == num_tiles if config.split_k > 1 else 1 <= clusters <= num_tiles
         assert 1 <= arguments.band <= counts[0]
+        whole, units = arguments.num_whole_tiles, arguments.num_tiles
+        assert config.halves_tiles or whole == num_tiles
+        assert units == 2 * num_tiles - whole
+        assert whole == units or (whole % clusters == 0 and units - whole <= clusters)
         walked = sorted(self.walk(arguments, clusters))
-        assert walked == sorted(itertools.product(*map(range, counts)))
+        assert walked == sorted(itertools.product(*map(range, counts), (0, 1)))
 
     @staticmethod
     def walk(arguments, clusters):
-        """(row, column) of the tiles in the order of `StaticScheduler` in schedule.cuh."""
-        num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
+        """(row, column, half) of the tiles in the order of `StaticScheduler` in schedule.cuh."""
+        num_cols, whole = arguments.num_col_tiles, arguments.num_whole_tiles
+        num_rows = arguments.num_row_tiles
         for cluster in range(clusters):
-            for tile in range(cluster, num_rows * num_cols, clusters):
+            for unit in range(cluster, arguments.num_tiles, clusters):
+                halves, tile = (0, 1), unit
+                if unit >= whole:
+                    beyond, half = divmod(unit - whole, 2)
+                    halves, tile = (half,), whole + beyond
                 band, in_band = divmod(tile, arguments.band * num_cols)
                 first = band * arguments.band
                 height = min(arguments.band, num_rows - first)
                 col = in_band // height
                 if height == arguments.band:
                     assert in_band * arguments.inverse >> 33 == col
-                yield first + in_band - col * height, col
+                yield from ((first + in_band - col * height, col, half) for half in halves)
 
     def check_group_tiles(self, made, segments):
         """Every token of a group meets every weight, and each box holds its tile's tokens."""

@@ -35,6 +35,7 @@ FAMILIES = {
     "three math groups": filled(192, 112),
     "uneven columns": filled(128, 176),
     "two parts": filled(128, 256, parts=2),
+    "two parts, three pieces": filled(128, 224, parts=2),
     "split": filled(128, 192, split_k=3),
     "two CTAs on an SM": filled(64, 64, ctas_per_sm=2),
     "one math group, deep": filled(64, 24, k_blocks_per_stage=2),
@@ -177,6 +178,8 @@ def run_families() -> None:
                 run_gemm(name, dense(m), n, k)
             if config.split_k == 1:
                 run_gemm(name, dense(m), n, k, 1)
+            if config.halves_tiles:  # one tile is left for three SMs
+                run_gemm(f"{name}, halved", dense(m), n, k, 3)
     for name, config in GROUPED_FAMILIES.items():
         with choosing(config):
             for (_, n, k), counts, limit in zip(shapes_of(config), COUNTS, (None, 1), strict=True):

@@ -57,7 +57,8 @@ struct GemmConfig {
   int num_weight_pieces;        // see `TileCoord`
   int weight_scales;            // how many a tile has in one k-block
   bool begins_anywhere;         // a tile may begin at any token, and its box of scales up to three tokens before it
-  int num_token_boxes;          // one for each number of 64 tokens that a group may have left
+  bool halves_tiles;            // the last tiles may be halves: 64 tokens, and a part of the weights for each warpgroup
+  int num_token_boxes;          // one for each number of 64 tokens that a group, or half a tile, may have left
   int token_scales;             // how many one row of that box has
   int slice_owners;             // CTAs that get a slice of the sums when K is divided
   int store_n;                  // columns that are stored at once: of a part, or of such a slice
@@ -68,7 +69,7 @@ struct GemmConfig {
   // An initialiser calls no function: NVRTC would not take what follows it for constant.
   int dimensions = grouped ? 3 : 2;  // how many a, b and d have
   int part_n = stacked ? wgmma_n : wgmma_n / parts;
-  bool has_short_tiles = num_token_boxes > 1;  // a group may end before the rows of some warpgroups
+  bool has_short_tiles = grouped && num_token_boxes > 1;  // a group may end before the rows of some warpgroups
   // Registers do not suffice to run the epilogue of a tile while products of the next one are under way.
   bool stores_first = gate_up && row_warpgroups == 3 && parts == 1;
   int block_weights = tile_weights / kBlock * kBlock;  // the size of the first piece, if there is a whole block
@@ -93,6 +94,9 @@ __host__ __device__ constexpr bool is_valid() {
   static_assert(C.stages >= C.num_product_buffers, "a product may wait for the stage after that of the one before it");
   static_assert(C.num_product_buffers == 1 || (C.num_product_buffers == 2 && C.parts <= 2 && !C.swap_ab),
                 "a part keeps its buffer");
+  static_assert(!C.halves_tiles || (C.parts == 2 && C.row_warpgroups == 2 && C.k_blocks_per_stage == 1 && !C.swap_ab),
+                "a warpgroup for each part");
+  static_assert(!C.halves_tiles || C.part_n <= C.block_weights, "the first part has a single scale");
   static_assert(C.split_k == 1 || C.parts == 1, "the sums of a tile are divided among CTAs as a whole");
   static_assert(C.grouped == (C.group_layout != GroupLayout::kDense), "what says which group a token is of");
   static_assert(C.grouped ? C.split_k == 1 && C.bias == Bias::kNone : !C.gate_up && C.multicast == 1 && C.tail == 0,
@@ -142,6 +146,7 @@ struct Arguments {
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
   int num_row_tiles, num_col_tiles;  // tiles of clusters; a grouped GEMM has at most so many of tokens
+  int num_whole_tiles, num_tiles;    // of a dense GEMM: those before the halves, and all, where a half counts as one
   int band;                          // row tiles of a dense GEMM, tiles of tokens of a group, that are walked
                                      // together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up, since a division takes long. For all

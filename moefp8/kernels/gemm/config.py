@@ -159,9 +159,15 @@ class GemmConfig:
         return self.grouped and not self.swap_ab
 
     @told
+    def halves_tiles(self) -> bool:
+        """Whether the last tiles may be halves, see `num_whole_tiles`."""
+        is_plain = not self.grouped and self.split_k == self.k_blocks_per_stage == 1
+        return is_plain and self.parts == self.row_warpgroups == 2 and not self.swap_ab
+
+    @told
     def num_token_boxes(self) -> int:
         """How many boxes a tile chooses from: 64 tokens, 128, ..., the last with the tail."""
-        return self.math_warpgroups if self.begins_anywhere else 1
+        return self.math_warpgroups if self.begins_anywhere or self.halves_tiles else 1
 
     def token_boxes(self, m: int) -> list[int]:
         """Tokens in one TMA load, for each box that the kernel may choose where a group ends.
@@ -316,3 +322,13 @@ def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
         num_sms = num_sms * 7 // 8
     ctas_per_sm = config.ctas_per_sm if all_sms else 1
     return num_sms * ctas_per_sm // config.cluster * config.cluster
+
+
+def num_whole_tiles(config: GemmConfig, num_tiles: int, clusters: int) -> int:
+    """How many of a dense GEMM's tiles are not halved, if `clusters` walk over them.
+
+    Those of the last wave are, if it has room for all their halves: it takes less time then.
+    """
+    rest = num_tiles % clusters
+    is_halved = config.halves_tiles and num_tiles > clusters and 2 * rest <= clusters
+    return num_tiles - rest if is_halved else num_tiles

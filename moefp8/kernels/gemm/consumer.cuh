@@ -12,6 +12,8 @@ struct Scales {
   float weight[C.swap_ab ? 1 : C.weight_scales];
   float token[2];  // the scales of its two rows, without swap_ab
 
+  // is_half: the part is that of the warpgroup, and promoted as if it were the last one.
+  template <bool is_half>
   __device__ void load(const Shared<C>& shared, int stage, int k_block, int part, int row, const Thread<C>& thread) {
     const float* weights = shared.weights[stage].scales[k_block];
     if constexpr (C.stacked) {
@@ -20,7 +22,7 @@ struct Scales {
       weight[0] = weights[C.weight_scales == 1 ? 0 : TileCoord<C>::scale(thread.group * 64)];
     } else {
 #pragma unroll
-      for (int i = 0; i < C.weight_scales; ++i) weight[i] = weights[i];
+      for (int i = 0; i < C.weight_scales; ++i) weight[i] = weights[is_half && thread.group == 0 ? 0 : i];
       token[0] = shared.tokens[stage].scales[k_block][row];
       token[1] = shared.tokens[stage].scales[k_block][row + 8];
     }
@@ -57,15 +59,19 @@ struct ProductBuffer {
   Scales<C> scales[C.k_blocks_per_stage];
   int stage;  // by the time that the products are promoted, the schedule has moved on
 
+  // is_half: both warpgroups have the same 64 rows, and each a part of the columns.
+  template <bool is_half = false>
   __device__ void begin(Shared<C>& shared, const SchedulerOf<C>& schedule, int part, const Thread<C>& thread) {
     stage = schedule.stage;
-    const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + thread.group * 64 * kBlock) +
+    const int first_row = is_half ? 0 : thread.group * 64;
+    const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + first_row * kBlock) +
                           stage * (sizeof(shared.rows[0]) / 16);
     const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]) + stage * (sizeof(shared.cols[0]) / 16);
-    if (part == 0) shared.full[stage].wait(schedule.parity);  // the other parts are of the same stage
+    if (is_half || part == 0) shared.full[stage].wait(schedule.parity);  // the other parts are of the same stage
 #pragma unroll
     for (int d = 0; d < C.k_blocks_per_stage; ++d) {
-      scales[d].load(shared, stage, d, part, thread.row + schedule.coord.scale_offset(), thread);
+      const int row = thread.row - thread.group * 64 + first_row + schedule.coord.scale_offset();
+      scales[d].template load<is_half>(shared, stage, d, part, row, thread);
       pin_registers(products[d]);
     }
     wgmma_fence();
@@ -103,10 +109,49 @@ struct ProductBuffer {
   }
 };
 
-// Which part of the columns a buffer has where two take turns.
-template <GemmConfig C>
-__device__ constexpr int part_of(int buffer) {
-  return C.parts == 1 ? 0 : buffer;
+// Computes the parts of a tile. `begin` and `finish` are given a buffer and a part. Behind the first products of a part,
+// `store` stores what is in its place from the tile before.
+template <GemmConfig C, int kParts, class Begin, class Finish, class Store>
+__device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, Begin begin, Finish finish, Store store) {
+  static_assert(kParts <= 2);
+  if constexpr (C.num_product_buffers == 1) {
+    const auto compute_part = [&](int part, bool is_first) __attribute__((always_inline)) {
+      begin(0, part);
+      if (is_first) store(part);
+      wgmma_wait<0>();
+      finish(0, part);
+    };
+    const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
+      compute_part(0, is_first);
+      if constexpr (kParts == 2) compute_part(1, is_first);
+    };
+    compute_stage(true);
+    // Four: descriptors are ready earlier; one: less code, see docs/design/gemm.md.
+#pragma unroll(C.grouped || kParts < C.parts ? 1 : 4)
+    for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) compute_stage(false);
+  } else {
+    // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
+    //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
+    const auto part_of = [](int buffer) { return kParts == 1 ? 0 : buffer; };
+    const auto turn = [&](int i) __attribute__((always_inline)) {
+      begin(i, part_of(i));
+      wgmma_wait<1>();
+      finish(1 - i, part_of(1 - i));
+    };
+    begin(0, 0);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) store(part);
+    int left = (schedule.k_end - schedule.k_begin) * kParts - 1;  // still to begin
+#pragma unroll 1
+    for (; left >= 2; left -= 2) turn(1), turn(0);
+    const auto end = [&](int i) __attribute__((always_inline)) {
+      wgmma_wait<0>();
+      fence_cta();  // scales may still be on their way to registers: no product was begun since
+      finish(i, part_of(i));
+    };
+    if (left > 0) turn(1), end(1);
+    else end(0);
+  }
 }
 
 // One math warpgroup, other than the tail's. A finished tile stays in `total` while the first products of the next one
@@ -155,7 +200,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
 
 #pragma unroll
   for (int part = 0; part < C.parts; ++part) start_part(part);
-  for (; !schedule.done(); schedule.next_tile()) {
+  for (; !schedule.done() && !schedule.coord.is_half(); schedule.next_tile()) {
     if constexpr (C.stores_first) {
       store_finished(0);
       buffers[0].forget();
@@ -167,42 +212,31 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       skip_tile(shared, schedule, thread);
       continue;
     }
-    if constexpr (C.num_product_buffers == 1) {
-      const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
-#pragma unroll
-        for (int part = 0; part < C.parts; ++part) {
-          begin(0, part);
-          if (is_first && !C.stores_first) store_finished(part);
-          wgmma_wait<0>();
-          finish(0, part);
-        }
-      };
-      compute_stage(true);
-#pragma unroll(C.grouped ? 1 : 4)  // four: descriptors are ready earlier; one: less code, see docs/design/gemm.md
-      for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) compute_stage(false);
-    } else {
-      // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
-      //   begin 0 | begin 1, finish 0 | begin 0, finish 1 | ... | finish the last
-      const auto turn = [&](int i) __attribute__((always_inline)) {
-        begin(i, part_of<C>(i));
-        wgmma_wait<1>();
-        finish(1 - i, part_of<C>(1 - i));
-      };
-      begin(0, 0);
-#pragma unroll
-      for (int part = 0; part < C.parts; ++part) store_finished(part);
-      int left = (schedule.k_end - schedule.k_begin) * C.parts - 1;  // still to begin
-#pragma unroll 1
-      for (; left >= 2; left -= 2) turn(1), turn(0);
-      const auto end = [&](int i) __attribute__((always_inline)) {
-        wgmma_wait<0>();
-        fence_cta();  // scales may still be on their way to registers: no product was begun since
-        finish(i, part_of<C>(i));
-      };
-      if (left > 0) turn(1), end(1);
-      else end(0);
-    }
+    compute_tile<C, C.parts>(schedule, begin, finish, [&](int part) __attribute__((always_inline)) {
+      if (!C.stores_first) store_finished(part);
+    });
     finished = schedule.coord;
+  }
+
+  if constexpr (C.halves_tiles) {
+    if (!schedule.done()) {  // half a tile comes last; this warpgroup has the part `thread.group` of it
+      const int first_col = thread.group * C.part_n;
+      const auto begin_half = [&](int buffer, int) __attribute__((always_inline)) {
+        buffers[buffer].template begin<true>(shared, schedule, thread.group, thread);
+        schedule.next_stage();
+      };
+      const auto finish_half = [&](int buffer, int) __attribute__((always_inline)) {
+        buffers[buffer].finish(total[0], shared, C.parts - 1, refills > 0, thread);
+        --refills;
+      };
+      compute_tile<C, 1>(schedule, begin_half, finish_half, [&](int) __attribute__((always_inline)) {
+#pragma unroll
+        for (int part = 0; part < C.parts; ++part) store_finished(part);
+        biases[0].load(args, schedule.coord, first_col, thread);
+      });
+      store_tile<C>(total[0], output_staging(shared, thread), d_map, args, schedule.coord, first_col, biases[0], thread);
+      finished = TileCoord<C>::none();
+    }
   }
 
   if constexpr (C.gate_up) {

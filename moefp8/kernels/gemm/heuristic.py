@@ -2,8 +2,8 @@
 
 `choose_config` estimates the time of each of the `candidates` and takes the best. The
 list and the constants of the estimate come from timing up to 97 configurations for each of 227
-shapes on an H200, and up to 50 for each of 241 shapes of public models with M above 64 on an H100,
-and for 24 large ones without rest, where the power limit decides. `python -m
+shapes on an H200, and all that may be the best for each of 880 cases of public models with M above
+64 on an H100, and for 24 large ones without rest, where the power limit decides. `python -m
 benchmarks.gemm_configs` says how far the choice is from the best of still more, and `python -m
 benchmarks.gemm_sweep` how it does at other models' shapes. `choose_grouped_config` is for groups of
 tokens.
@@ -16,7 +16,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..common.blocks import BLOCK, ceil_div, round_up
-from .config import GemmConfig, is_possible, usable_ctas, with_most_stages
+from .config import GemmConfig, is_possible, num_whole_tiles, usable_ctas, with_most_stages
 
 
 def candidates(m: int) -> Iterator[GemmConfig]:
@@ -82,7 +82,8 @@ class Rates(NamedTuple):
             k-block and the stage.
         start: of a tile. store: for each column of the last one.
         clock: in MHz; long: of the time above 300 us, with one product buffer.
-        memory, l2: bytes in a microsecond.
+        memory, l2: bytes in a microsecond. unaligned: what a byte from the L2 cache counts where
+            128 does not divide K, since a row of a box then lies in two of its lines.
         ramp: microseconds. overlap: how much counts of the shorter of products and memory.
         split_k: microseconds of more than one CTA, of each further one, and of each of a tile's
             numbers that is given away.
@@ -100,6 +101,7 @@ class Rates(NamedTuple):
     long: float
     memory: float
     l2: float
+    unaligned: float
     ramp: float
     overlap: float
     split_k: tuple[float, float, float]
@@ -119,28 +121,34 @@ _FEW = Rates(
     long=1.14,
     memory=3.62e6,
     l2=13.6e6,
+    unaligned=1,
     ramp=1.45,
     overlap=0.087,
     split_k=(0.077, 0.055, 2.58e-4),
 )
 # From an H100.
 _MANY = Rates(
-    products=0.565,
-    shared_memory=0.307,
-    more_pieces=22,
+    products=0.513,
+    shared_memory=0.309,
+    more_pieces=24,
     two_buffers=0.886,
-    least=(0.782, 64, 272),
-    least_of_two=(33, 32),
-    start=2160,
-    store=0,
+    least=(0.735, 70, 319),
+    least_of_two=(22, 137),
+    start=586,
+    store=9.3,
     clock=1830,
     long=1,
-    memory=7.55e6,
-    l2=21.2e6,
-    ramp=1.67,
-    overlap=0.87,
-    split_k=(0, 0, 2.62e-4),
+    memory=7.62e6,
+    l2=21.3e6,
+    unaligned=1.57,
+    ramp=2.64,
+    overlap=0.83,
+    split_k=(0.021, 0, 3.46e-4),
 )
+
+
+# Half a tile takes so much of a whole one's time along K, and more for each piece of the weights.
+_HALF = 0.6, 0.06
 
 
 def estimate_us(
@@ -167,7 +175,6 @@ def _estimate_us(
     at_once = usable_ctas(config, num_sms, all_sms)
     if at_once < (num_ctas if config.split_k > 1 else config.cluster):
         return float("inf")
-    waves = ceil_div(num_ctas, at_once)
     num_stages = ceil_div(ceil_div(ceil_div(k, BLOCK), config.k_blocks_per_stage), config.split_k)
     ctas_per_sm = config.ctas_per_sm if all_sms else 1
     on_sm = min(ctas_per_sm, ceil_div(num_ctas, num_sms))
@@ -186,12 +193,18 @@ def _estimate_us(
         of_column, each, of_part = rates.least
         least = (of_column * config.wgmma_n + each) * depth + of_part * config.parts
         stage = max(stage, least)
-    compute = waves * (rates.start + num_stages * stage) + rates.store * config.wgmma_n
+    waves, halves = ceil_div(num_ctas, at_once), 0
+    if (whole := num_whole_tiles(config, num_tiles, at_once // config.cluster)) < num_tiles:
+        waves, halves = whole // at_once, 1
+    of_half = _HALF[0] + _HALF[1] * config.num_weight_pieces
+    compute = (waves + halves) * rates.start + (waves + halves * of_half) * num_stages * stage
+    compute += rates.store * config.wgmma_n
     compute /= rates.clock
     if compute > 300 and config.num_product_buffers == 1:
         compute *= rates.long
     # Bytes from memory to the GPU, and from the L2 cache to all SMs.
-    into_sms = num_ctas * num_stages * depth * BLOCK * loaded
+    of_a_byte = rates.unaligned if k % BLOCK else 1.0
+    into_sms = num_ctas * num_stages * depth * BLOCK * loaded * of_a_byte
     memory = max(num_bytes / rates.memory, into_sms / rates.l2)
     result = rates.ramp + max(compute, memory) + rates.overlap * min(compute, memory)
     if config.split_k > 1:

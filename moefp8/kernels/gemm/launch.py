@@ -23,7 +23,7 @@ from ..jit import (
     pointers,
     tensor_map,
 )
-from .config import GemmConfig, GroupLayout, usable_ctas
+from .config import GemmConfig, GroupLayout, num_whole_tiles, usable_ctas
 from .operands import Operands
 
 SOURCE = Path(__file__).with_name("gemm.cu")
@@ -122,7 +122,7 @@ class Arguments(ctypes.Structure):
         (c_void_p, "bias"),
         (c_int, "num_weights num_k_blocks last_token"),
         (c_int * _MAX_TOKEN_BOXES, "stage_bytes"),
-        (c_int, "num_row_tiles num_col_tiles band"),
+        (c_int, "num_row_tiles num_col_tiles num_whole_tiles num_tiles band"),
         (c_int64, "inverse"),
         (c_int, "programmatic"),
         (Groups, "groups"),
@@ -166,6 +166,8 @@ def prepare_gemm(
     if config.swap_ab:
         rows, columns = columns, rows
     clusters = num_clusters(config, token_tiles, n, sms)
+    num_tiles = token_tiles * weight_tiles
+    whole = num_whole_tiles(config, num_tiles, clusters)
     num_band = min(band(config, tokens, k), token_tiles)
     boxes = config.token_boxes(m)
     stage_bytes = [config.stage_bytes(box) for box in boxes]
@@ -179,6 +181,8 @@ def prepare_gemm(
         stage_bytes=(c_int * _MAX_TOKEN_BOXES)(*stage_bytes),
         num_row_tiles=rows,
         num_col_tiles=columns,
+        num_whole_tiles=whole,
+        num_tiles=2 * num_tiles - whole,
         band=num_band,
         inverse=ceil_div(1 << 33, num_band),
         programmatic=programmatic,

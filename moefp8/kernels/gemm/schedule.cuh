@@ -20,8 +20,9 @@ template <GemmConfig C>
 struct TileCoord {
   int first_token;
   int tile;  // which tile of weights
+  // Which tokens of the tile are the group's, or those of half a tile: the first, and the one after the last << 16.
+  int rows;
   // Only grouped GEMMs use these:
-  int rows;     // which tokens of the tile are the group's: the first, and the one after the last << 16
   int matrix;   // the one that has the tokens
   int group;    // the one whose weights it takes
   int is_only;  // whether no other tile of its segment takes these weights
@@ -40,6 +41,7 @@ struct TileCoord {
     return C.num_token_boxes == 1 ? C.most_tokens : min(64 * (token_box() + 1), C.most_tokens);
   }
   __device__ bool has_tail() const { return end() > C.wgmma_m; }
+  __device__ bool is_half() const { return C.halves_tiles && end() == 64; }
 
   struct Piece {
     int begin, size, index;
@@ -121,7 +123,12 @@ struct StaticScheduler : Ring<C> {
     start_tile();
   }
   __device__ void start_tile() {
-    int col, row;
+    int col, row, tile = this->tile, half = 0;
+    const bool is_half = C.halves_tiles && tile >= args->num_whole_tiles;
+    if (is_half) {  // both halves of a tile are computed at about the same time
+      half = (tile - args->num_whole_tiles) % 2;
+      tile = args->num_whole_tiles + (tile - args->num_whole_tiles) / 2;
+    }
     if (args->num_row_tiles == 1) {  // no divisions where latency counts
       row = 0, col = tile;
     } else if (args->num_col_tiles == 1) {
@@ -139,15 +146,19 @@ struct StaticScheduler : Ring<C> {
     const int tokens = C.swap_ab ? col : row;
     coord.first_token = min(tokens * C.most_tokens, args->last_token);  // some are computed and stored twice, alike
     coord.tile = C.swap_ab ? row : col;
+    if constexpr (C.halves_tiles) {
+      coord.first_token += 64 * half;
+      coord.rows = (is_half ? 64 : C.wgmma_m) << 16;
+    }
     k = k_begin;
   }
   __device__ void start() {}
   // How many stages all tiles of this CTA have.
   __device__ int num_stages() const {
-    const int num_tiles = ceil_div(args->num_row_tiles * args->num_col_tiles - tile, num_clusters);
+    const int num_tiles = ceil_div(args->num_tiles - tile, num_clusters);
     return num_tiles * (k_end - k_begin);
   }
-  __device__ bool done() const { return tile >= args->num_row_tiles * args->num_col_tiles; }
+  __device__ bool done() const { return tile >= args->num_tiles; }
   __device__ void next_tile() {
     tile += num_clusters;
     if (!done()) start_tile();

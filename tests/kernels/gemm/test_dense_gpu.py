@@ -56,6 +56,29 @@ def test_every_family_is_right(name):
             assert torch.equal(made.d, alone)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, x in sanitizer_cases.FAMILIES.items() if x.halves_tiles]
+)
+@pytest.mark.parametrize("m", [129, 300, 777])
+def test_halves_of_tiles_give_the_bits_of_whole_ones(name, m):
+    config = sanitizer_cases.FAMILIES[name]
+    rows = kernels.ceil_div(m, 128)
+    with choosing(config):
+        for i, (cols, k) in enumerate(((2, 128), (3, 7168), (2, 1000), (3, 2880))):
+            n = cols * config.tile_weights - 72
+            made, bias = random_dense(m, n, k), random_bias(BIASES[i], n)
+            run_dense_and_check(made, bias)
+            whole = made.d.clone()
+            try:  # a tile or two are left for the last wave
+                kernels.set_num_sms(rows * cols - 1 if rows * cols < 6 else rows * cols - 2)
+                for _ in range(3):
+                    made.d.fill_(NAN)
+                    run_gemm(*made, bias)
+                    assert torch.equal(made.d, whole)
+            finally:
+                kernels.set_num_sms(None)
+
+
 @pytest.mark.parametrize(("n", "k"), [(2112, 2880), (4096, 3840), (1000, 7168)])
 def test_above_512_rows_a_row_has_the_same_bits_in_all_tiles(n, k):
     m, first = 1100, None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from moefp8 import kernels
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from tests.fakes.emulator import emulated
@@ -16,6 +17,28 @@ def test_bands_of_tiles_are_walked_whole_also_the_last(m, n, band, monkeypatch):
     with emulated(filled(64, 32)) as gpu:
         launch_and_compare(dense(m), operands(dense(m), n, 48))
         assert gpu.launched[0].arguments.band == band
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "whole"), [(1, 6), (2, 6), (3, 6), (4, 4), (5, 5), (6, 6), (7, 6), (132, 6)]
+)
+@pytest.mark.parametrize(
+    ("config", "is_halved"),
+    [
+        (filled(128, 256, parts=2), True),
+        (filled(128, 192, parts=2, num_product_buffers=2), True),
+        (filled(128, 192), False),
+    ],
+)
+def test_tiles_of_the_last_wave_are_halved_if_it_has_room(num_sms, whole, config, is_halved):
+    """The emulator checks that each tile, or each half of it, is walked once."""
+    with emulated(config) as gpu:
+        kernels.set_num_sms(num_sms)
+        launch_and_compare(dense(300), operands(dense(300), 2 * config.tile_weights - 9, 48))
+    whole = whole if is_halved else 6
+    (launched,) = gpu.gemms
+    assert launched.arguments.num_whole_tiles == whole
+    assert launched.arguments.num_tiles == whole + 2 * (6 - whole)
 
 
 @pytest.mark.parametrize(

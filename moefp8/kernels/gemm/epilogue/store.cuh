@@ -131,7 +131,8 @@ __device__ void store_tile(float (&total)[C.store_n / 2], Staging staging, const
       store_matrices<C.swap_ab>(address, packed(0), packed(1));
     }
   }
-  const int first = C.swap_ab ? first_col : thread.group * 64;  // the first of the tile's tokens here
+  // The first of the tile's tokens here.
+  const int first = C.swap_ab ? first_col : coord.is_half() ? 0 : thread.group * 64;
   const bool all = !C.grouped || (coord.begin() <= first && first + C.store_box_tokens <= coord.end());
   fence_for_async();
   named_barrier<kWarpgroup>(1 + thread.group);
