@@ -35,13 +35,17 @@ FAMILIES = {
     "three math groups": filled(192, 112),
     "uneven columns": filled(128, 176),
     "two parts": filled(128, 256, parts=2),
-    "two parts, three pieces": filled(128, 224, parts=2),
+    "two parts, halves": filled(128, 256, parts=2, halves_tiles=True),
+    "two parts, three pieces, halves": filled(128, 224, parts=2, halves_tiles=True),
     "split": filled(128, 192, split_k=3),
     "two CTAs on an SM": filled(64, 64, ctas_per_sm=2),
     "one math group, deep": filled(64, 24, k_blocks_per_stage=2),
     "one math group, deep and split": filled(64, 32, k_blocks_per_stage=4, split_k=2),
     "two buffers": filled(128, 128, num_product_buffers=2),
     "two buffers, parts of a stage": filled(128, 192, parts=2, num_product_buffers=2),
+    "two buffers, parts of a stage, halves": filled(
+        128, 192, parts=2, num_product_buffers=2, halves_tiles=True
+    ),
     "two buffers, deep": filled(64, 48, k_blocks_per_stage=2, num_product_buffers=2),
     "two buffers, split": filled(128, 64, split_k=2, num_product_buffers=2),
     "two buffers, narrow": filled(128, 32, k_blocks_per_stage=2, num_product_buffers=2),

@@ -40,6 +40,7 @@ struct GemmConfig {
   bool grouped;             // each group of tokens has weights of its own
   bool gate_up;             // half of a tile's weights are gate's, half up's for the same outputs; SwiGLU follows
   int tail;                 // tokens behind wgmma_m, the columns of a math warpgroup of their own: tail.cuh
+  bool halves_tiles;        // the last tiles may be halves: 64 tokens, and a part of the weights for each warpgroup
   Bias bias;
   GroupLayout group_layout;
 
@@ -57,7 +58,6 @@ struct GemmConfig {
   int num_weight_pieces;        // see `TileCoord`
   int weight_scales;            // how many a tile has in one k-block
   bool begins_anywhere;         // a tile may begin at any token, and its box of scales up to three tokens before it
-  bool halves_tiles;            // the last tiles may be halves: 64 tokens, and a part of the weights for each warpgroup
   int num_token_boxes;          // one for each number of 64 tokens that a group, or half a tile, may have left
   int token_scales;             // how many one row of that box has
   int slice_owners;             // CTAs that get a slice of the sums when K is divided

@@ -12,6 +12,7 @@ MAX_SHARED_BYTES = 227 * 1024  # the most that a CTA can have
 _SHARED_BYTES_PER_SM = 228 * 1024  # the system takes 1 KiB of them for each CTA
 
 _TILE_SLOTS = 4  # kTileSlots in schedule.cuh
+_MOST_WAVES = 20  # of tiles of which the last one is halved
 
 
 class GroupLayout(str, Enum):
@@ -53,6 +54,7 @@ class GemmConfig:
     grouped: bool = False
     gate_up: bool = False
     tail: int = 0
+    halves_tiles: bool = False
 
     # ---- Warpgroups and clusters ----
 
@@ -157,12 +159,6 @@ class GemmConfig:
         boxes of scales that begin elsewhere are illegal instructions.
         """
         return self.grouped and not self.swap_ab
-
-    @told
-    def halves_tiles(self) -> bool:
-        """Whether the last tiles may be halves, see `num_whole_tiles`."""
-        is_plain = not self.grouped and self.split_k == self.k_blocks_per_stage == 1
-        return is_plain and self.parts == self.row_warpgroups == 2 and not self.swap_ab
 
     @told
     def num_token_boxes(self) -> int:
@@ -302,6 +298,14 @@ def is_possible(config: GemmConfig, k: int) -> bool:
         return False
     if config.num_product_buffers > 1 and config.swap_ab:
         return False
+    if config.halves_tiles and (
+        config.parts != 2
+        or config.row_warpgroups != 2
+        or config.k_blocks_per_stage > 1
+        or config.ctas_per_sm > 1
+        or config.swap_ab
+    ):
+        return False
     registers = {1: 248, 2: 232, 3: 160}.get(config.math_warpgroups, 0)
     if config.ctas_per_sm > 1:
         registers = 65536 // (config.ctas_per_sm * config.threads) // 8 * 8
@@ -327,8 +331,9 @@ def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
 def num_whole_tiles(config: GemmConfig, num_tiles: int, clusters: int) -> int:
     """How many of a dense GEMM's tiles are not halved, if `clusters` walk over them.
 
-    Those of the last wave are, if it has room for all their halves: it takes less time then.
+    Those of the last wave are, if it has room for all their halves: it takes less time then. A
+    kernel that halves tiles takes about 1 % longer for whole ones, so waves must be few.
     """
-    rest = num_tiles % clusters
-    is_halved = config.halves_tiles and num_tiles > clusters and 2 * rest <= clusters
+    waves, rest = divmod(num_tiles, clusters)
+    is_halved = config.halves_tiles and 0 < waves < _MOST_WAVES and 2 * rest <= clusters
     return num_tiles - rest if is_halved else num_tiles

@@ -122,8 +122,12 @@ __device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, Beg
       finish(0, part);
     };
     const auto compute_stage = [&](bool is_first) __attribute__((always_inline)) {
-      compute_part(0, is_first);
-      if constexpr (kParts == 2) compute_part(1, is_first);
+      if constexpr (kParts == 1) {
+        compute_part(0, is_first);
+      } else {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) compute_part(part, is_first);
+      }
     };
     compute_stage(true);
     // Four: descriptors are ready earlier; one: less code, see docs/design/gemm.md.

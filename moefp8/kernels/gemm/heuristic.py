@@ -54,7 +54,8 @@ def candidates(m: int) -> Iterator[GemmConfig]:
             yield config(128, 96, split_k=split)
         yield from (buffered(128, n) for n in (80, 96, 112, 128))
         yield from (config(128, n) for n in (144, 160, 176, 192))
-        yield from (config(128, n, parts=2) for n in (224, 256))
+        for halves in (False, True):
+            yield from (config(128, n, parts=2, halves_tiles=halves) for n in (224, 256))
     else:
         for split in splits:
             yield deep(64, 32, split_k=split, num_product_buffers=2)
@@ -63,9 +64,11 @@ def candidates(m: int) -> Iterator[GemmConfig]:
         yield deep(128, 48, num_product_buffers=2)
         yield from (buffered(64, n) for n in (96, 128))
         yield from (buffered(128, n) for n in (96, 128))
-        yield from (buffered(rows, 192, parts=2) for rows in (64, 128))
+        yield buffered(64, 192, parts=2)
+        yield from (buffered(128, 192, parts=2, halves_tiles=halves) for halves in (False, True))
         yield from (config(128, n) for n in (144, 160, 176, 192))
-        yield from (config(128, n, parts=2) for n in (224, 256))
+        for halves in (False, True):
+            yield from (config(128, n, parts=2, halves_tiles=halves) for n in (224, 256))
         yield from (config(192, n) for n in (96, 112, 128))
 
 

@@ -155,10 +155,12 @@ struct StaticScheduler : Ring<C> {
   __device__ void start() {}
   // How many stages all tiles of this CTA have.
   __device__ int num_stages() const {
-    const int num_tiles = ceil_div(args->num_tiles - tile, num_clusters);
+    const int num_tiles = ceil_div(this->num_tiles() - tile, num_clusters);
     return num_tiles * (k_end - k_begin);
   }
-  __device__ bool done() const { return tile >= args->num_tiles; }
+  // Half a tile counts as one.
+  __device__ int num_tiles() const { return C.halves_tiles ? args->num_tiles : args->num_row_tiles * args->num_col_tiles; }
+  __device__ bool done() const { return tile >= num_tiles(); }
   __device__ void next_tile() {
     tile += num_clusters;
     if (!done()) start_tile();
