@@ -44,7 +44,8 @@ def test_tiles_of_the_last_wave_are_halved_if_it_has_room(num_sms, whole, config
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "whole"), [(132 * 19 + 66, 132 * 19), (132 * 19 + 67, 132 * 19 + 67), (2641, 2641)]
+    ("num_tiles", "whole"),
+    [(132 * 19 + 66, 132 * 19), (132 * 19 + 67, 132 * 19 + 67), (2641, 2641)],
 )
 def test_tiles_are_halved_only_where_that_gains_more_than_it_costs(num_tiles, whole):
     config = filled(128, 256, parts=2, halves_tiles=True)
