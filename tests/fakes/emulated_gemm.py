@@ -216,20 +216,20 @@ class GemmEmulator:
         num_tiles = counts[0] * counts[1]
         assert clusters == num_tiles if config.split_k > 1 else 1 <= clusters <= num_tiles
         assert 1 <= arguments.band <= counts[0]
-        whole, units = arguments.num_whole_tiles, arguments.num_tiles
+        whole = arguments.num_whole_tiles
         assert config.halves_tiles or whole == num_tiles
-        assert units == 2 * num_tiles - whole
-        assert whole == units or (whole % clusters == 0 and units - whole <= clusters)
+        assert whole == num_tiles or whole % clusters == 0
+        assert 2 * (num_tiles - whole) <= clusters
         walked = sorted(self.walk(arguments, clusters))
         assert walked == sorted(itertools.product(*map(range, counts), (0, 1)))
 
     @staticmethod
     def walk(arguments, clusters):
         """(row, column, half) of the tiles in the order of `StaticScheduler` in schedule.cuh."""
-        num_cols, whole = arguments.num_col_tiles, arguments.num_whole_tiles
-        num_rows = arguments.num_row_tiles
+        num_rows, num_cols = arguments.num_row_tiles, arguments.num_col_tiles
+        whole = arguments.num_whole_tiles
         for cluster in range(clusters):
-            for unit in range(cluster, arguments.num_tiles, clusters):
+            for unit in range(cluster, 2 * num_rows * num_cols - whole, clusters):
                 halves, tile = (0, 1), unit
                 if unit >= whole:
                     beyond, half = divmod(unit - whole, 2)

@@ -146,7 +146,7 @@ struct Arguments {
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
   int num_row_tiles, num_col_tiles;  // tiles of clusters; a grouped GEMM has at most so many of tokens
-  int num_whole_tiles, num_tiles;    // of a dense GEMM: those before the halves, and all, where a half counts as one
+  int num_whole_tiles;               // of a dense GEMM: those before the halves
   int band;                          // row tiles of a dense GEMM, tiles of tokens of a group, that are walked
                                      // together, for the L2 cache
   int64_t inverse;                   // 2^33 / band, rounded up, since a division takes long. For all

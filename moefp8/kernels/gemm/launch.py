@@ -122,7 +122,7 @@ class Arguments(ctypes.Structure):
         (c_void_p, "bias"),
         (c_int, "num_weights num_k_blocks last_token"),
         (c_int * _MAX_TOKEN_BOXES, "stage_bytes"),
-        (c_int, "num_row_tiles num_col_tiles num_whole_tiles num_tiles band"),
+        (c_int, "num_row_tiles num_col_tiles num_whole_tiles band"),
         (c_int64, "inverse"),
         (c_int, "programmatic"),
         (Groups, "groups"),
@@ -166,8 +166,6 @@ def prepare_gemm(
     if config.swap_ab:
         rows, columns = columns, rows
     clusters = num_clusters(config, token_tiles, n, sms)
-    num_tiles = token_tiles * weight_tiles
-    whole = num_whole_tiles(config, num_tiles, clusters)
     num_band = min(band(config, tokens, k), token_tiles)
     boxes = config.token_boxes(m)
     stage_bytes = [config.stage_bytes(box) for box in boxes]
@@ -181,8 +179,7 @@ def prepare_gemm(
         stage_bytes=(c_int * _MAX_TOKEN_BOXES)(*stage_bytes),
         num_row_tiles=rows,
         num_col_tiles=columns,
-        num_whole_tiles=whole,
-        num_tiles=2 * num_tiles - whole,
+        num_whole_tiles=num_whole_tiles(config, token_tiles * weight_tiles, clusters),
         band=num_band,
         inverse=ceil_div(1 << 33, num_band),
         programmatic=programmatic,

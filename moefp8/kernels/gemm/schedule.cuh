@@ -159,7 +159,10 @@ struct StaticScheduler : Ring<C> {
     return num_tiles * (k_end - k_begin);
   }
   // Half a tile counts as one.
-  __device__ int num_tiles() const { return C.halves_tiles ? args->num_tiles : args->num_row_tiles * args->num_col_tiles; }
+  __device__ int num_tiles() const {
+    const int num_tiles = args->num_row_tiles * args->num_col_tiles;
+    return C.halves_tiles ? 2 * num_tiles - args->num_whole_tiles : num_tiles;
+  }
   __device__ bool done() const { return tile >= num_tiles(); }
   __device__ void next_tile() {
     tile += num_clusters;
