@@ -70,6 +70,9 @@ struct GemmConfig {
   int dimensions = grouped ? 3 : 2;  // how many a, b and d have
   int part_n = stacked ? wgmma_n : wgmma_n / parts;
   bool has_short_tiles = grouped && num_token_boxes > 1;  // a group may end before the rows of some warpgroups
+  // A warpgroup reads the scales of the next stage under the products of this one. Where stages are what it waits for,
+  // it would wait longer: deep ones of small tiles.
+  bool reads_scales_ahead = num_product_buffers == 1 && row_warpgroups == 2 && k_blocks_per_stage == 1 && !swap_ab;
   // Registers do not suffice to run the epilogue of a tile while products of the next one are under way.
   bool stores_first = gate_up && row_warpgroups == 3 && parts == 1;
   int block_weights = tile_weights / kBlock * kBlock;  // the size of the first piece, if there is a whole block

@@ -51,29 +51,44 @@ __device__ void promote(float (&total)[C.part_n / 2], const float (&product)[C.p
   }
 }
 
+template <GemmConfig C>
+struct StageScales {
+  Scales<C> of_k_block[C.k_blocks_per_stage];
+
+  // Waits until the stage that `schedule` is at is loaded, and reads what a part needs.
+  template <bool is_half>
+  __device__ void load(Shared<C>& shared, const SchedulerOf<C>& schedule, int part, const Thread<C>& thread) {
+    const int stage = schedule.stage;
+    if (is_half || part == 0) shared.full[stage].wait(schedule.parity);  // the other parts are of the same stage
+    const int row = thread.row - (is_half ? thread.group * 64 : 0) + schedule.coord.scale_offset();
+#pragma unroll
+    for (int d = 0; d < C.k_blocks_per_stage; ++d)
+      of_k_block[d].template load<is_half>(shared, stage, d, part, row, thread);
+  }
+};
+
 // What a warpgroup gives to the tensor cores at once, and where the products arrive: its rows of one stage times one
 // part of the columns.
 template <GemmConfig C>
 struct ProductBuffer {
   float products[C.k_blocks_per_stage][C.part_n / 2];
-  Scales<C> scales[C.k_blocks_per_stage];
+  StageScales<C> scales;
   int stage;  // by the time that the products are promoted, the schedule has moved on
 
   // is_half: both warpgroups have the same 64 rows, and each a part of the columns.
+  // next_scales: those of this stage, if they were read ahead.
   template <bool is_half = false>
-  __device__ void begin(Shared<C>& shared, const SchedulerOf<C>& schedule, int part, const Thread<C>& thread) {
+  __device__ void begin(Shared<C>& shared, const SchedulerOf<C>& schedule, int part, const StageScales<C>& next_scales,
+                        const Thread<C>& thread) {
     stage = schedule.stage;
     const int first_row = is_half ? 0 : thread.group * 64;
     const uint32_t rows = wgmma_descriptor_low(shared.rows[0][0] + first_row * kBlock) +
                           stage * (sizeof(shared.rows[0]) / 16);
     const uint32_t cols = wgmma_descriptor_low(shared.cols[0][0]) + stage * (sizeof(shared.cols[0]) / 16);
-    if (is_half || part == 0) shared.full[stage].wait(schedule.parity);  // the other parts are of the same stage
+    if constexpr (C.reads_scales_ahead) scales = next_scales;
+    else scales.template load<is_half>(shared, schedule, part, thread);
 #pragma unroll
-    for (int d = 0; d < C.k_blocks_per_stage; ++d) {
-      const int row = thread.row - thread.group * 64 + first_row + schedule.coord.scale_offset();
-      scales[d].template load<is_half>(shared, stage, d, part, row, thread);
-      pin_registers(products[d]);
-    }
+    for (int d = 0; d < C.k_blocks_per_stage; ++d) pin_registers(products[d]);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < C.k_blocks_per_stage; ++d) {
@@ -104,17 +119,39 @@ struct ProductBuffer {
     if (!C.swap_ab && releases) release(shared, stage, thread);
 #pragma unroll
     for (int d = 0; d < C.k_blocks_per_stage; ++d)
-      promote<C>(total, products[d], scales[d], shared.tokens[stage].scales[d], part, thread);
+      promote<C>(total, products[d], scales.of_k_block[d], shared.tokens[stage].scales[d], part, thread);
     if (C.swap_ab && releases) release(shared, stage, thread);
   }
 };
 
 // Computes the parts of a tile. `begin` and `finish` are given a buffer and a part. Behind the first products of a part,
-// `store` stores what is in its place from the tile before.
-template <GemmConfig C, int kParts, class Begin, class Finish, class Store>
-__device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, Begin begin, Finish finish, Store store) {
+// `store` stores what is in its place from the tile before. `read_scales` reads those of the stage that comes next.
+template <GemmConfig C, int kParts, class ReadScales, class Begin, class Finish, class Store>
+__device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, ReadScales read_scales, Begin begin,
+                                             Finish finish, Store store) {
   static_assert(kParts <= 2);
-  if constexpr (C.num_product_buffers == 1) {
+  if constexpr (C.reads_scales_ahead) {
+    // What the warpgroup can do while the tensor cores have its products, it does then: it waits for the next stage,
+    // reads its scales, and goes round the loop. Between two products there is a promotion and nothing else.
+    const auto turn = [&](int part) __attribute__((always_inline)) {
+      wgmma_wait<0>();
+      finish(0, (part + kParts - 1) % kParts);
+      begin(0, part);
+    };
+    read_scales();
+    begin(0, 0);
+    store(0);
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) turn(part), store(part);
+#pragma unroll 1
+    for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) {
+      read_scales();
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) turn(part);
+    }
+    wgmma_wait<0>();
+    finish(0, kParts - 1);
+  } else if constexpr (C.num_product_buffers == 1) {
     const auto compute_part = [&](int part, bool is_first) __attribute__((always_inline)) {
       begin(0, part);
       if (is_first) store(part);
@@ -131,7 +168,7 @@ __device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, Beg
     };
     compute_stage(true);
     // Four: descriptors are ready earlier; one: less code, see docs/design/gemm.md.
-#pragma unroll(C.grouped || kParts < C.parts ? 1 : 4)
+#pragma unroll(C.grouped ? 1 : 4)
     for (int k = schedule.k_begin + 1; k < schedule.k_end; ++k) compute_stage(false);
   } else {
     // Buffers 0 and 1 take turns. Their products are the parts of a stage, or whole stages; one is always under way:
@@ -166,6 +203,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   float total[C.parts][C.part_n / 2];
   TileBias<C> biases[C.parts];
   ProductBuffer<C> buffers[C.num_product_buffers];
+  StageScales<C> next_scales;
   auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
   int num_epilogues = 0;
   // It is above 0 while the next stage will be filled again. Only such stages are released, so no signal is on its way
@@ -173,8 +211,9 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   int refills = 1;
   if constexpr (!C.grouped) refills = schedule.num_stages() - C.stages;
 
+  const auto read_scales = [&] { next_scales.template load<false>(shared, schedule, 0, thread); };
   const auto begin = [&](int buffer, int part) __attribute__((always_inline)) {
-    buffers[buffer].begin(shared, schedule, part, thread);
+    buffers[buffer].begin(shared, schedule, part, next_scales, thread);
     if (part == C.parts - 1) schedule.next_stage();
   };
   const auto finish = [&](int buffer, int part) __attribute__((always_inline)) {
@@ -216,7 +255,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       skip_tile(shared, schedule, thread);
       continue;
     }
-    compute_tile<C, C.parts>(schedule, begin, finish, [&](int part) __attribute__((always_inline)) {
+    compute_tile<C, C.parts>(schedule, read_scales, begin, finish, [&](int part) __attribute__((always_inline)) {
       if (!C.stores_first) store_finished(part);
     });
     finished = schedule.coord;
@@ -225,19 +264,21 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   if constexpr (C.halves_tiles) {
     if (!schedule.done()) {  // half a tile comes last; this warpgroup has the part `thread.group` of it
       const int first_col = thread.group * C.part_n;
+      const auto read_scales_half = [&] { next_scales.template load<true>(shared, schedule, thread.group, thread); };
       const auto begin_half = [&](int buffer, int) __attribute__((always_inline)) {
-        buffers[buffer].template begin<true>(shared, schedule, thread.group, thread);
+        buffers[buffer].template begin<true>(shared, schedule, thread.group, next_scales, thread);
         schedule.next_stage();
       };
       const auto finish_half = [&](int buffer, int) __attribute__((always_inline)) {
         buffers[buffer].finish(total[0], shared, C.parts - 1, refills > 0, thread);
         --refills;
       };
-      compute_tile<C, 1>(schedule, begin_half, finish_half, [&](int) __attribute__((always_inline)) {
+      const auto store_whole = [&](int) __attribute__((always_inline)) {
 #pragma unroll
         for (int part = 0; part < C.parts; ++part) store_finished(part);
         biases[0].load(args, schedule.coord, first_col, thread);
-      });
+      };
+      compute_tile<C, 1>(schedule, read_scales_half, begin_half, finish_half, store_whole);
       store_tile<C>(total[0], output_staging(shared, thread), d_map, args, schedule.coord, first_col, biases[0], thread);
       finished = TileCoord<C>::none();
     }

@@ -110,7 +110,7 @@ class Rates(NamedTuple):
     split_k: tuple[float, float, float]
 
 
-# From an H200: few tokens, whose weights come from memory, and groups of tokens.
+# Few tokens, whose weights come from memory, and groups of tokens.
 _FEW = Rates(
     products=0.658,
     shared_memory=0.276,
@@ -129,29 +129,28 @@ _FEW = Rates(
     overlap=0.087,
     split_k=(0.077, 0.055, 2.58e-4),
 )
-# From an H100.
 _MANY = Rates(
-    products=0.513,
-    shared_memory=0.309,
+    products=0.548,
+    shared_memory=0.317,
     more_pieces=24,
-    two_buffers=0.886,
-    least=(0.735, 70, 319),
-    least_of_two=(22, 137),
-    start=586,
-    store=9.3,
+    two_buffers=0.896,
+    least=(1.41, 83, 191),
+    least_of_two=(28, 135),
+    start=361,
+    store=8.1,
     clock=1830,
     long=1,
-    memory=7.62e6,
-    l2=21.3e6,
-    unaligned=1.57,
+    memory=8.37e6,
+    l2=20.9e6,
+    unaligned=1.4,
     ramp=2.64,
-    overlap=0.83,
+    overlap=0.832,
     split_k=(0.021, 0, 3.46e-4),
 )
 
 
 # Half a tile takes so much of a whole one's time along K, and more for each piece of the weights.
-_HALF = 0.6, 0.06
+_HALF = 0.657, 0.06
 
 
 def estimate_us(

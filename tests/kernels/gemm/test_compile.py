@@ -366,13 +366,14 @@ def releases_before_reads(code: str) -> int:
 
     A load names the scoreboard that it sets in bits 110 to 112 of its code (7: that of a later
     load, since they return in order), and every instruction those that it waits for in bits 116
-    to 121. Reads follow the wait for their stage, and an arrival the wait for WGMMAs, which says
-    how many younger batches may be under way. The code is read from top to bottom: where it jumps
-    back, ptxas waits for all scoreboards.
+    to 121. Reads follow the wait for their stage, and so do its WGMMAs. An arrival follows the wait
+    for these, which says how many younger batches may be under way, or there are none. The code is
+    read from top to bottom: where it jumps back, ptxas waits for all scoreboards.
     """
     instruction = re.compile(r"\*/\s+(\S.*?);\s+/\* 0x\w{16} \*/\s+/\* (0x\w{16}) \*/")
-    in_flight: dict[int, int] = {}  # scoreboard -> how many waits for stages there were before it
-    found, waits, younger, multiplies = 0, 0, 0, False
+    in_flight: dict[int, int] = {}  # scoreboard -> the stage that is read
+    found, stage, released, multiplies = 0, 0, 0, False  # a wait for a stage counts it
+    batches: list[int] = []  # of WGMMAs: the stage that each multiplies
     for text, upper in instruction.findall(code):
         control = int(upper, 16) >> 46
         for board in range(6):
@@ -380,16 +381,18 @@ def releases_before_reads(code: str) -> int:
                 in_flight.pop(board, None)
         multiplies |= "WARPGROUP.ARRIVE" in text
         if "LDS" in text:
-            oldest = min(in_flight.pop(7, waits), in_flight.get(control & 7, waits))
+            oldest = min(in_flight.pop(7, stage), in_flight.get(control & 7, stage))
             in_flight[control & 7] = oldest
         elif "SYNCS.PHASECHK" in text:
-            waits += 1
+            released = stage = stage + 1
+        elif "QGMMA" in text and "gsb0" in text:
+            batches.append(stage)
         elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
-            younger = int(wait[1])
+            released = batches[-1 - int(wait[1])]
         elif re.search("MEMBAR|BAR.SYNC|EXIT", text):
             in_flight.clear()
         elif multiplies and "SYNCS.ARRIVE.TRANS64.A1T0" in text:
-            found += any(before + younger <= waits for before in in_flight.values())
+            found += any(read <= released for read in in_flight.values())
     assert multiplies
     return found
 
