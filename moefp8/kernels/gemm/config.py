@@ -331,8 +331,8 @@ def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
 def num_whole_tiles(config: GemmConfig, num_tiles: int, clusters: int) -> int:
     """How many of a dense GEMM's tiles are not halved, if `clusters` walk over them.
 
-    Those of the last wave are, if it has room for all their halves: it takes less time then. A
-    kernel that halves tiles takes about 1 % longer for whole ones, so waves must be few.
+    Those of the last wave are, if it has room for all their halves: it takes less time then, which
+    counts for little behind many waves.
     """
     waves, rest = divmod(num_tiles, clusters)
     is_halved = config.halves_tiles and 0 < waves < _MOST_WAVES and 2 * rest <= clusters
