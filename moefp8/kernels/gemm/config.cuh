@@ -94,7 +94,8 @@ __host__ __device__ constexpr bool is_valid() {
   static_assert(C.part_n % (C.part_n > 128 ? 16 : 8) == 0 && C.part_n <= 192, "wgmma.cuh");
   static_assert(C.math_warpgroups <= 3, "registers");
   static_assert(C.token_scales <= 256, "TMA boxes");
-  static_assert(C.stages >= C.num_product_buffers, "a product may wait for the stage after that of the one before it");
+  static_assert(C.stages >= (C.reads_scales_ahead ? 2 : C.num_product_buffers),
+                "a warpgroup may wait for the stage after one that it has not released");
   static_assert(C.num_product_buffers == 1 || (C.num_product_buffers == 2 && C.parts <= 2 && !C.swap_ab),
                 "a part keeps its buffer");
   static_assert(!C.halves_tiles || (C.parts == 2 && C.row_warpgroups == 2 && C.k_blocks_per_stage == 1 && !C.swap_ab),
