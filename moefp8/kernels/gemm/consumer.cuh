@@ -51,6 +51,7 @@ __device__ void promote(float (&total)[C.part_n / 2], const float (&product)[C.p
   }
 }
 
+// The same for all k-blocks of a stage.
 template <GemmConfig C>
 struct StageScales {
   Scales<C> of_k_block[C.k_blocks_per_stage];
