@@ -2,10 +2,10 @@
 
 `choose_config` estimates the time of each of the `candidates` and takes the best. The list and the
 constants of the estimate come from timings on an H200: of up to 97 configurations for each of 227
-shapes, of all that may be the best for each of 272 cases of public models with M above 64, and of
-24 large ones without rest, where the power limit decides. `python -m benchmarks.gemm_configs` says
-how far the choice is from the best of still more, and `python -m benchmarks.gemm_sweep` how it does
-at other models' shapes. `choose_grouped_config` is for groups of tokens.
+shapes and, for more than 64 tokens, of all that may be the best for each of 272 cases of public
+models. `python -m benchmarks.gemm_configs` says how far the choice is from the best of still more,
+and `python -m benchmarks.gemm_sweep` how it does at other models' shapes. `choose_grouped_config`
+is for groups of tokens.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The GEMMs' configurations and their cubins: compiled and read, but not run."""
+"""The cubins of the GEMMs: compiled and read, but not run."""
 
 import itertools
 import os
@@ -7,68 +7,23 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.pathfinder
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from moefp8 import kernels
-from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import BIASES, SOURCE, Arguments
-from moefp8.testing import sizes
-from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
-from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.functional.cases import GATE_UP_FAMILIES
+from tests.gpu import assert_arguments_fit
 from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
 
-# Configurations are chosen for these numbers of tokens, and these weights, [N, K].
-SOME_M = [1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096]
-SOME_M += [10**6, 25, 40, 72, 80, 88, 104, 112, 120]
-SHAPES = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
-SHAPES += [(1, 1), (8, 128), (72, 200), (136, 144), (576, 7168), (1536, 1536), (129280, 7168)]
 BIAS_NAMES = tuple(BIASES.values())
 ALL = os.environ.get("MOEFP8_TEST_ALL_KERNELS") == "1"  # `make verify-compilers` says so
-
-
-def configs() -> list[GemmConfig]:
-    """All that may be chosen for some of these M, and any N and K."""
-    all_of_them = (config for m in SOME_M for config in heuristic.candidates(m))
-    filled = dict.fromkeys(map(with_most_stages, all_of_them))
-    return [config for config in filled if is_possible(config, 1 << 20)]
-
-
-def grouped_configs() -> list[GemmConfig]:
-    """Some of those that are chosen, and every family."""
-    asked = itertools.product(SOME_M, (1, 8, 32, 256), SHAPES)
-    choose = heuristic.choose_grouped_config
-    chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
-    return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
-
-
-EXPERTS = {  # E, k, H, I
-    "DeepSeek-V3": (256, 8, 7168, 2048),
-    "Qwen3-30B-A3B": (128, 8, 2048, 768),
-    "Mixtral-8x7B": (8, 2, 4096, 14336),
-}
-
-
-@cache
-def experts_configs() -> list[GemmConfig]:
-    """All that are chosen for gate and up, and for down."""
-    pairs = (
-        choose_experts_configs(load, groups, h, i, num_sms, exact=exact)
-        for e, k, h, i in EXPERTS.values()
-        for groups, exact in ((1, True), (1, False), (k, False), (e, False))
-        for load, num_sms in itertools.product(range(1, 4097), (1, NUM_SMS))
-    )
-    return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(pairs))))
 
 
 class Variant(NamedTuple):
@@ -133,101 +88,6 @@ def cubins_of(tmp_path_factory) -> Callable[[str], dict[Variant, jit.Cubin]]:
 def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
     problems = {variant: cubin.problems() for variant, cubin in cubins_of(which).items()}
     assert {variant: found for variant, found in problems.items() if found} == {}
-
-
-def assert_fits(config: GemmConfig, most_ctas: int) -> None:
-    """most_ctas: of a cluster."""
-    assert config.stages >= 2
-    assert config.shared_bytes <= 227 * 1024
-    assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024
-    assert config.wgmma_n % config.store_n == 0
-    assert config.cluster <= most_ctas
-
-
-@given(
-    tokens=sizes(100_000, 1),
-    num_groups=st.integers(1, 300),
-    h=sizes(20_000, 1),
-    i=sizes(20_000, 1),
-    num_sms=st.integers(1, 200),
-    exact=st.booleans(),
-)
-def test_every_configuration_of_experts_fits_an_sm(tokens, num_groups, h, i, num_sms, exact):
-    both = choose_experts_configs(tokens, num_groups, h, i, num_sms, exact=exact)
-    assert [config.gate_up for config in both] == [True, False]
-    for config in both:
-        assert_fits(config, min(2, num_sms))
-        assert (config.grouped, config.split_k) == (True, 1)
-        assert config in experts_configs()
-    gate_up, _ = both
-    assert gate_up.cluster * gate_up.outputs == 128  # of each token, what has one scale
-
-
-def test_families_hold_every_configuration_of_experts():
-    chosen = set(experts_configs())
-    assert {*GATE_UP_FAMILIES.values(), *DOWN_FAMILIES.values()} >= chosen
-    assert set(DOWN_FAMILIES.values()) <= chosen
-
-
-@given(m=sizes(5000, 1), n=sizes(40_000, 1), k=sizes(20_000, 1), num_sms=st.integers(1, 200))
-def test_every_configuration_fits_an_sm(m, n, k, num_sms):
-    config = heuristic.choose_config(m, n, k, num_sms)
-    assert_fits(config, 8)
-    assert config.split_k <= kernels.ceil_div(kernels.num_blocks(k), config.k_blocks_per_stage)
-    assert config.multicast == 1  # multicast was nowhere faster
-    assert config == heuristic.choose_config(m, n, k, num_sms)
-    assert config.split_k == 1 or m <= 512  # docs/linear.md says so
-
-
-@given(sizes(16384, 1))
-def test_what_decides_for_m_takes_as_many_tiles(m):
-    decides = heuristic.deciding_size(m)
-    assert m <= decides == heuristic.deciding_size(decides)
-    for tokens in (128,) if m > 8192 else (64, 128, 192):
-        assert kernels.ceil_div(decides, tokens) == kernels.ceil_div(m, tokens)
-
-
-@given(
-    tokens=sizes(5000, 1),
-    limit=sizes(5000, 1),
-    num_groups=st.integers(1, 300),
-    n=sizes(40_000, 1),
-    k=sizes(20_000, 1),
-    num_sms=st.integers(1, 200),
-)
-def test_every_grouped_configuration_fits_an_sm(tokens, limit, num_groups, n, k, num_sms):
-    shape = tokens, max(tokens, limit), num_groups, n, k, num_sms
-    config = heuristic.choose_grouped_config(*shape)
-    assert_fits(config, num_sms)
-    assert (config.grouped, config.split_k) == (True, 1)
-    assert config == heuristic.choose_grouped_config(*shape)
-
-
-@given(weights=st.integers(1, 32).map(lambda i: 8 * i), num_tiles=st.integers(1, 20))
-def test_the_pieces_of_tiles_cover_all_weights_and_have_one_scale(weights, num_tiles):
-    pieces = GemmConfig(128, weights, 2).weight_pieces
-    assert pieces == sorted(set(pieces), reverse=True)
-    assert all(size.bit_count() == 1 for size in pieces if size < 128)
-    covered, first = [], 0
-    for size in pieces:
-        for tile in range(num_tiles):  # as `TileCoord` in schedule.cuh
-            begin = first * num_tiles + tile * size
-            covered += range(begin, begin + size)
-            assert begin // 128 + kernels.ceil_div(size, 128) == kernels.ceil_div(begin + size, 128)
-        first += size
-    assert covered == list(range(weights * num_tiles))
-
-
-def test_what_there_is_no_kernel_for_is_not_possible():
-    dense = GemmConfig(128, 64, 4)
-    assert is_possible(dense, 4096)
-    for options in (
-        {"multicast": 2},
-        {"split_k": 2, "parts": 2},
-        {"num_product_buffers": 2, "swap_ab": True},
-        {"wgmma_m": 256},
-    ):
-        assert not is_possible(replace(dense, **options), 4096), options
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -4,10 +4,8 @@ import pytest
 
 from moefp8 import kernels
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GemmConfig, num_whole_tiles
-from moefp8.kernels.gemm.heuristic import choose_config
+from moefp8.kernels.gemm.config import GemmConfig
 from tests.fakes.emulator import emulated
-from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import filled, flat, run_gemm
 from tests.kernels.gemm.grouped_cases import dense, launch_and_compare, operands
 
@@ -39,24 +37,6 @@ def test_tiles_of_the_last_wave_are_halved_if_it_has_room(num_sms, whole, config
         launch_and_compare(dense(300), operands(dense(300), 2 * config.tile_weights - 9, 48))
     (launched,) = gpu.gemms
     assert launched.arguments.num_whole_tiles == (whole if is_halved else 6)
-
-
-@pytest.mark.parametrize(
-    ("num_tiles", "whole"),
-    [(132 * 19 + 66, 132 * 19), (132 * 19 + 67, 132 * 19 + 67), (2641, 2641)],
-)
-def test_tiles_are_halved_only_where_that_gains_more_than_it_costs(num_tiles, whole):
-    config = filled(128, 256, parts=2, halves_tiles=True)
-    assert num_whole_tiles(config, num_tiles, 132) == whole
-
-
-@pytest.mark.parametrize("shape", [(512, 4096, 7168), (777, 7168, 2048), (3383, 4096, 8192)])
-def test_a_kernel_that_halves_tiles_is_chosen_only_where_it_does(shape):
-    m, n, k = shape
-    for rows in range(m, m + 500, 50):
-        config = choose_config(rows, n, k, NUM_SMS)
-        tiles = kernels.ceil_div(rows, config.tile[0]) * config.weight_tiles(n)
-        assert (num_whole_tiles(config, tiles, NUM_SMS) < tiles) == config.halves_tiles
 
 
 @pytest.mark.parametrize(
