@@ -7,6 +7,7 @@ memory, and where the time goes.
 """
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -76,6 +77,7 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
             compiled = pool.submit(compile_ahead, config, tokens, cached) if is_gpu else None
             row["checkpoint_gib"] = round(write_checkpoint(config, checkpoint, device) / 2**30, 2)
             row["write_s"] = round(time.perf_counter() - started, 1)
+            os.sync()  # else the system writes it to disk while the first provider is timed
             if compiled:
                 torch.cuda.empty_cache()  # the providers need it
                 compiled.result()
