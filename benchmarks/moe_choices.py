@@ -2,12 +2,14 @@
 
 These are choices for DeepSeek-V3 on a Hopper GPU: layouts of the experts, a prompt that is split
 because of its workspace, shared experts beside or behind the routed ones in a CUDA graph and as one
-op or three linears, clusters that take tiles from a counter or have every n-th, and the router.
+op or three linears, clusters that take tiles from a counter or have every n-th, and the router;
+then tiles and ids of one rank of expert parallelism.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,13 +24,14 @@ from moefp8 import GroupedExperts, MoE
 from moefp8.functional import experts_launch
 from moefp8.functional.experts import swiglu
 from moefp8.kernels import jit
-from moefp8.kernels.common.blocks import E4M3
+from moefp8.kernels.common.blocks import E4M3, ceil_div
 from moefp8.layers import moe as moe_room
 
 RESULTS = Path(__file__).parent / "results" / "moe_choices.json"
 MODEL = MODELS["deepseek_v3"]
 LAYOUT_TOKENS, LONG_TOKENS, MANY_TOKENS = (128, 1024), 131072, 4096
 GRAPH_TOKENS, COUNTER_TOKENS = (1, 16, 128), (128, 1024, 4096)
+NUM_RANKS, RANK_TOKENS = 8, (16, 128, 1024)
 
 Row = dict[str, Any]  # "what", "tokens" and figures by name
 
@@ -97,6 +100,46 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
         yield {"what": "router, us", "tokens": tokens, **rounded(layer_us_many(router, 10))}
 
 
+def ranks(experts: GroupedExperts) -> Iterator[Row]:
+    """The second of several ranks: it gets all choices, and most are of experts held elsewhere.
+
+    Its tiles are for the tokens that come to it, or for all; it takes ids of the whole model as
+    they are, or after PyTorch has made them its own.
+    """
+    num_experts, num_own = experts.num_experts, ceil_div(experts.num_experts, NUM_RANKS)
+    weights = {name: x[num_own : 2 * num_own] for name, x in experts.state_dict().items()}
+
+    def part(expert_offset: int, num_global_experts: int | None) -> GroupedExperts:
+        sizes = num_own, experts.hidden_size, experts.intermediate_size
+        own = GroupedExperts(*sizes, device="meta")
+        own.load_state_dict(weights, assign=True)
+        own.expert_offset, own.num_global_experts = expert_offset, num_global_experts
+        return own
+
+    rank, tiles_for_all, own_ids = part(num_own, num_experts), part(0, None), part(0, num_experts)
+    for tokens in RANK_TOKENS:
+        case = Case.random(MODEL, experts, tokens)
+
+        def with_own_ids(case: Case = case) -> Case:
+            own = case.top_k_index - num_own
+            is_here = (own >= 0) & (own < num_own)
+            index, scores = own.where(is_here, num_own), case.top_k_weights.where(is_here, 0)
+            return replace(case, top_k_index=index, top_k_weights=scores)
+
+        mapped = with_own_ids()
+        calls: dict[str, Call] = {
+            "its own": replace(case, experts=rank).run,
+            "tiles for all": replace(mapped, experts=tiles_for_all).run,
+            "ids by PyTorch": lambda ids=with_own_ids: replace(ids(), experts=own_ids).run(),
+        }
+        expected = calls["its own"]()
+        equal = all(torch.equal(call(), expected) for call in calls.values())
+        replays = {name: captured(call) for name, call in calls.items()}
+        times = rounded(graph_us_many(replays, 30))
+        what = f"one of {NUM_RANKS} ranks in a graph, us"
+        yield {"what": what, "tokens": tokens, **times, "same bits": equal}
+
+
 def _with(place: Any, name: str, value: object, call: Call) -> Call:
     """`call`, while `place.name` is `value`."""
 
@@ -131,7 +174,7 @@ def line_of(row: Row) -> str:
     return f"{row['what']:<30} {row['tokens']:>6} tokens: {figures}"
 
 
-QUESTIONS = layouts, long_prompt, counters, shared_experts
+QUESTIONS = layouts, long_prompt, counters, shared_experts, ranks
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert rows["shared experts in a graph, us", 16] == {"beside": 16, "behind": 16}
     assert rows["shared experts, us", 20] == {"one op": 20, "three linears": 20}
     assert rows["router, us", 1] == {"router": 2}  # the result is a pair
+    of_rank = {"its own": 16, "tiles for all": 16, "ids by PyTorch": 16, "same bits": True}
+    assert rows["one of 8 ranks in a graph, us", 16] == of_rank
     printed = capsys.readouterr().out
     assert "a long prompt                      60 tokens: ms 60.0, GiB above 2.0, same" in printed
 
