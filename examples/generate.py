@@ -59,7 +59,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> Gene
         new = output[0, ids.shape[1] :].tolist()  # a GPU is done when they are here
         return new, time.perf_counter() - start
 
-    run(2)  # it compiles or sets up what is needed at first use
+    run(num_tokens)  # at every length of the cache something may be compiled at first use
     _, prefill_s = run(1)
     new, seconds = run(num_tokens)
     num_later = len(new) - 1
