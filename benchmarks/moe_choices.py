@@ -21,6 +21,7 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many, on_driver
 from moefp8 import GroupedExperts, MoE
+from moefp8.distributed.shard import own_choices
 from moefp8.functional import experts_launch
 from moefp8.functional.experts import swiglu
 from moefp8.kernels import jit
@@ -121,9 +122,7 @@ def ranks(experts: GroupedExperts) -> Iterator[Row]:
         case = Case.random(MODEL, experts, tokens)
 
         def with_own_ids(case: Case = case) -> Case:
-            own = case.top_k_index - num_own
-            is_here = (own >= 0) & (own < num_own)
-            index, scores = own.where(is_here, num_own), case.top_k_weights.where(is_here, 0)
+            index, scores = own_choices(rank, case.top_k_index, case.top_k_weights)
             return replace(case, top_k_index=index, top_k_weights=scores)
 
         mapped = with_own_ids()

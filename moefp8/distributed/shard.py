@@ -229,9 +229,15 @@ def _to_own_ids(
     index, weights = given["top_k_index"], given["top_k_weights"]
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         check_choices(type(module).__name__, index, module.num_global_experts)
-    own = index - module.expert_offset
-    is_here = (own >= 0) & (own < module.num_experts)
-    given["top_k_index"] = own.where(is_here, module.num_experts)
-    given["top_k_weights"] = weights.where(is_here, 0)
+    given["top_k_index"], given["top_k_weights"] = own_choices(module, index, weights)
     in_order = [given.pop(name) for name in names[: len(args)]]
     return (*in_order, *args[len(names) :]), given
+
+
+def own_choices(
+    module: Any, index: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices [T, k] of the whole model's experts with ids of this rank, or E with score 0."""
+    own = index - module.expert_offset
+    is_here = (own >= 0) & (own < module.num_experts)
+    return own.where(is_here, module.num_experts), weights.where(is_here, 0)

@@ -258,6 +258,8 @@ def _prepare_gemms(
     bounds = _in_memory(at.counts if sizes.masked else at.offsets)
     layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
     _, load = mean_load(sizes)
+    # With fewer tokens, nobody can guess which experts have none.
+    expected_tiles = configs[0].token_tiles(load) if load >= 4 else 0
 
     def prepare(
         config: GemmConfig,
@@ -287,7 +289,7 @@ def _prepare_gemms(
             up_scale_inv=_UP_SCALES,
             d_scale_inv=activated_scales,
         ),
-        GroupsOfTokens(layout, sizes.num_experts, expected_tiles(configs[0], load)),
+        GroupsOfTokens(layout, sizes.num_experts, expected_tiles),
         counter=0,
         gate_up=GateUp(limit, scale_pitch(rows)),
     )
@@ -300,14 +302,6 @@ def _prepare_gemms(
         counter=4,
     )
     return first, second
-
-
-def expected_tiles(config: GemmConfig, load: int) -> int:
-    """How many tiles GEMM1 expects of each expert when it guesses its first ones; 0: it does not.
-
-    With fewer than four tokens for an expert, nobody can guess which experts have none.
-    """
-    return config.token_tiles(load) if load >= 4 else 0
 
 
 def takes_tiles(
