@@ -49,6 +49,10 @@ from .workspace import (
 
 _OP = "experts"
 MAX_WORKSPACE_BYTES = 4 << 30
+# Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
+# fetched by guess if there is a choice for every eighth expert; where experts have one token each,
+# taking tiles from a counter pays if K is above 4096.
+_MAX_EXPERTS_PER_CHOICE, _SHORT_K = 8, 4096
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their scores
 # The limit, infinite if there is none; then masked, expert_offset and num_global_experts.
 Options = tuple[float, bool, int, int | None]
@@ -258,8 +262,6 @@ def _prepare_gemms(
     bounds = _in_memory(at.counts if sizes.masked else at.offsets)
     layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS
     _, load = mean_load(sizes)
-    # With fewer tokens, nobody can guess which experts have none.
-    expected_tiles = configs[0].token_tiles(load) if load >= 4 else 0
 
     def prepare(
         config: GemmConfig,
@@ -289,7 +291,7 @@ def _prepare_gemms(
             up_scale_inv=_UP_SCALES,
             d_scale_inv=activated_scales,
         ),
-        GroupsOfTokens(layout, sizes.num_experts, expected_tiles),
+        GroupsOfTokens(layout, sizes.num_experts, expected_tiles(configs[0], sizes)),
         counter=0,
         gate_up=GateUp(limit, scale_pitch(rows)),
     )
@@ -304,12 +306,22 @@ def _prepare_gemms(
     return first, second
 
 
+def expected_tiles(config: GemmConfig, sizes: Sizes) -> int:
+    """How many tiles an expert is guessed to have; 0: so few are chosen that a guess is wrong."""
+    num_choices = sizes.num_tokens * sizes.top_k
+    if num_choices * _MAX_EXPERTS_PER_CHOICE < sizes.num_to_choose_from:
+        return 0
+    return config.token_tiles(mean_load(sizes)[1])
+
+
 def takes_tiles(
     config: GemmConfig, sizes: Sizes, operands: Operands, groups: GroupsOfTokens, sms: Sms
 ) -> bool:
     """Whether clusters take tiles from a counter.
 
-    They do where there are more tiles than clusters, and unequal ones; else a counter costs time.
+    They do where there are more tiles than clusters, and unequal or long ones; else a counter costs
+    time.
     """
     active, load = mean_load(sizes)
-    return load > 1 and has_more_tiles_than_clusters(config, active, load, operands, groups, sms)
+    is_worth_it = load > 1 or operands.a.shape[-1] > _SHORT_K
+    return is_worth_it and has_more_tiles_than_clusters(config, active, load, operands, groups, sms)

@@ -260,9 +260,15 @@ def test_experts_of_transformers_that_we_run_map_no_ids_either():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
-@pytest.mark.parametrize(("num_tokens", "load"), [(1, 1), (16, 1), (64, 4), (512, 32)])
-def test_a_rank_chooses_by_the_experts_of_the_whole_model(gpu, layout, num_tokens, load):
-    """It gets the choices of all experts, of which an eighth are of its own."""
+@pytest.mark.parametrize(
+    ("num_tokens", "load", "guess"),
+    [(1, 1, 0), (2, 1, 1), (16, 1, 1), (64, 4, 1), (512, 32, 1)],
+)
+def test_a_rank_chooses_by_the_experts_of_the_whole_model(gpu, layout, num_tokens, load, guess):
+    """It gets the choices of all experts, of which an eighth are of its own.
+
+    One token chooses 4 of 64 experts, too few for a guess; two choose an eighth of them.
+    """
     whole = GroupedExperts(64, 128, 128, layout=layout)
     part = moefp8.shard(whole, {"": "experts"}, 3, 8)
     with torch.inference_mode():
@@ -270,8 +276,7 @@ def test_a_rank_chooses_by_the_experts_of_the_whole_model(gpu, layout, num_token
     *_, gate_up, down, _ = gpu.launched
     chosen = choose_experts_configs(load, min(4 * num_tokens, 8), 128, 128, NUM_SMS)
     assert (gate_up.config, down.config) == chosen
-    tiles = chosen[0].token_tiles(load) if load >= 4 else 0
-    assert gate_up.arguments.groups.expected_tiles == tiles
+    assert gate_up.arguments.groups.expected_tiles == guess
 
 
 def test_a_moe_layer_sums_up():

@@ -155,6 +155,15 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
+@pytest.mark.parametrize(("h", "takes"), [(4096, False), (4112, True)])
+def test_equal_tiles_are_taken_from_a_counter_if_they_are_long(gpu, h, takes):
+    """Four experts have one token each, about; gate and up are long, down is not."""
+    kernels.set_num_sms(2)
+    run(*inputs(2, h, 2, 4), weights_of(4, h, 400))
+    first, second = (made.arguments.groups.tile_counter for made in gpu.launched[1:3])
+    assert (first is not None, second is not None) == (takes, False)
+
+
 @pytest.mark.parametrize("family", EXPERTS_FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("limit", [None, 2])
