@@ -1,6 +1,6 @@
 """Time calls back to back, without rest: what is left of a GPU's clock at its power limit.
 
-All calls take turns in random order, each turn lasts a second or more, and nothing flushes L2:
+All calls take turns in random order, each turn lasts a second unless told, and nothing flushes L2:
 calls rotate over copies of their operands and results that together hold several times what L2
 does. A turn replays a CUDA graph of many calls, so that no host is too slow; what cannot be
 captured is called one by one. Calls of less than 50 us gain nothing from rest, and are not timed
@@ -9,7 +9,7 @@ like this.
 What limits the power of an H100 answers late, and too much: for 0.7 s a GPU that had rested draws
 790 W of 700, then its clock falls from 1350 to 1010 MHz, and it swings with a period of about a
 second, less each time. In turns of 0.3 s, whoever came next paid for that. So all turns follow
-seconds of the same load, and each lasts a period.
+seconds of the same load, and each should last a period.
 """
 
 import gc

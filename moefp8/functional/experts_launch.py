@@ -50,9 +50,9 @@ from .workspace import (
 _OP = "experts"
 MAX_WORKSPACE_BYTES = 4 << 30
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
-# fetched by guess if there is a choice for every eighth expert; where experts have one token each,
-# taking tiles from a counter pays if K is above 4096.
-_MAX_EXPERTS_PER_CHOICE, _SHORT_K = 8, 4096
+# fetched by guess if there is a choice for every eighth expert. Where experts have one token each,
+# taking tiles of gate and up from a counter paid with K = 7168, and did not with 4096.
+_MAX_EXPERTS_PER_CHOICE, _LONG_K = 8, 7168
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their scores
 # The limit, infinite if there is none; then masked, expert_offset and num_global_experts.
 Options = tuple[float, bool, int, int | None]
@@ -323,5 +323,5 @@ def takes_tiles(
     time.
     """
     active, load = mean_load(sizes)
-    is_worth_it = load > 1 or operands.a.shape[-1] > _SHORT_K
+    is_worth_it = load > 1 or (config.gate_up and sizes.hidden_size >= _LONG_K)
     return is_worth_it and has_more_tiles_than_clusters(config, active, load, operands, groups, sms)

@@ -155,13 +155,24 @@ def test_more_tiles_than_clusters_are_taken_from_a_counter(gpu, limit, takes):
     assert [made.arguments.groups.tile_counter for made in gpu.launched[-3:-1]] == [None, None]
 
 
-@pytest.mark.parametrize(("h", "takes"), [(4096, False), (4112, True)])
+@pytest.mark.parametrize(("h", "takes"), [(7152, False), (7168, True)])
 def test_equal_tiles_are_taken_from_a_counter_if_they_are_long(gpu, h, takes):
-    """Four experts have one token each, about; gate and up are long, down is not."""
+    """Four experts have one token each, about; tiles of gate and up are long, those of down not."""
     kernels.set_num_sms(2)
     run(*inputs(2, h, 2, 4), weights_of(4, h, 400))
     first, second = (made.arguments.groups.tile_counter for made in gpu.launched[1:3])
     assert (first is not None, second is not None) == (takes, False)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "guess"),
+    # A choice for every eighth expert makes a guess; a mean of 200 tokens has two tiles of 128.
+    [(1, 2, 17, 0), (1, 2, 16, 1), (9, 2, 16, 1), (200, 2, 2, 2)],
+)
+def test_first_tiles_are_guessed_from_the_mean_load(gpu, num_tokens, top_k, num_experts, guess):
+    run(*inputs(num_tokens, 144, top_k, num_experts), weights_of(num_experts, 144, 128))
+    gate_up, down = (made.arguments.groups for made in gpu.launched[-3:-1])
+    assert (gate_up.expected_tiles, down.expected_tiles) == (guess, 0)
 
 
 @pytest.mark.parametrize("family", EXPERTS_FAMILIES)
