@@ -24,7 +24,7 @@ from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us
 from moefp8 import GroupedExperts, MoE
 from moefp8.distributed.shard import own_choices
 from moefp8.functional import experts_launch
-from moefp8.functional.experts import swiglu
+from moefp8.functional.swiglu import swiglu
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3, ceil_div
 from moefp8.layers import moe as moe_room

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ..kernels.common.blocks import E4M3, num_blocks
 from ..kernels.common.checks import (
@@ -28,21 +27,9 @@ from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .experts_launch import launch_experts
+from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "experts"
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides."""
-    gate, up = gate.float(), up.float()
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return F.silu(gate) * up
-
-
-def check_limit(op: str, swiglu_limit: float | None) -> None:
-    if swiglu_limit is not None and not swiglu_limit >= 0:
-        raise ValueError(f"{op}: swiglu_limit must be at least 0, or None, got {swiglu_limit}")
 
 
 class ExpertsInputs(NamedTuple):
@@ -117,7 +104,7 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
 
 
-def _body(inputs: ExpertsInputs) -> torch.Tensor:
+def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     y = _allocate(inputs)
     hidden_states, top_k_index, top_k_weights = inputs[:3]
     gate_up_proj, gate_up_scales, down_proj, down_scales = inputs[3:7]
@@ -141,19 +128,21 @@ def _body(inputs: ExpertsInputs) -> torch.Tensor:
             block_scaled_matmul(data[begin:end], scale_inv[begin:end], *of_half)
             for of_half in zip(weights, scales, strict=True)
         )
+        if gate_up is not None:
+            gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
         activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit))
         of_down = down_proj[expert], down_scales[expert]
         rows[begin:end] = block_scaled_matmul(*activated, *of_down)
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
-def _launch(inputs: ExpertsInputs) -> torch.Tensor:
+def _launch(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
     limit = math.inf if limit is None else limit
     tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
     check = partial(_allocate, inputs)
-    return launch_experts(check, tokens, projections, options, inputs.addend)
+    return launch_experts(check, tokens, projections, options, inputs.addend, gate_up=gate_up)
 
 
 experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)
@@ -162,3 +151,43 @@ experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocat
 The output of each expert is rounded to BF16, and the sum is FP32: `ExpertsInputs` -> bf16 [T, H].
 On a Hopper GPU, what a token gives does not depend on the other tokens, bit for bit. Raises
 TypeError, ValueError, naming the argument, the rule and what came."""
+
+
+# ---- What a backward needs ----
+
+Saving = tuple[torch.Tensor, torch.Tensor]  # the result, gate_up
+
+
+def _allocate_saving(inputs: ExpertsInputs) -> Saving:
+    return _allocate(inputs), _empty_gate_up(inputs)
+
+
+def _empty_gate_up(inputs: ExpertsInputs) -> torch.Tensor:
+    (num_tokens, top_k), size = inputs.top_k_index.shape, inputs.down_proj.shape[2]
+    return empty_gate_up(inputs.down_proj, num_tokens * top_k, size)
+
+
+def _body_saving(inputs: ExpertsInputs) -> Saving:
+    _allocate(inputs)
+    gate_up = _empty_gate_up(inputs).zero_()
+    return _body(inputs, gate_up), gate_up
+
+
+def _launch_saving(inputs: ExpertsInputs) -> Saving:
+    _allocate(inputs)
+    inputs = inputs._replace(masked=False)
+    gate_up = _empty_gate_up(inputs)
+    return _launch(inputs, gate_up), gate_up
+
+
+experts_saving = register_inputs(
+    "experts_saving",
+    ExpertsInputs,
+    "(Tensor, Tensor)",
+    cpu=_body_saving,
+    fake=_allocate_saving,
+    hopper=_launch_saving,
+)
+"""`experts`, the same to the bit, and what `experts_backward` takes: gate and up of each row, as
+they are before SwiGLU, rounded to BF16: [T k, 2, I]. Rows are those of `build_plan`; behind the
+last expert's they are not defined."""

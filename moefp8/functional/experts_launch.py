@@ -14,7 +14,7 @@ in one workspace. Its size grows with T; a large T is split.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -42,13 +42,13 @@ from .workspace import (
     Weights,
     Workspace,
     fitting_weights,
+    num_parts_of,
     operands_of,
     scale_pitch,
     split_weights,
 )
 
 _OP = "experts"
-MAX_WORKSPACE_BYTES = 4 << 30
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
 # fetched by guess if there is a choice for every eighth expert. Where experts have one token each,
 # taking tiles of gate and up from a counter paid with K = 7168, and did not with 4096.
@@ -58,8 +58,8 @@ Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choic
 Options = tuple[float, bool, int, int | None]
 
 # The addresses of a call, in order: the tokens, the six of `Weights`, the result, the addend or 0,
-# the workspace.
-_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _MEMORY = map(Source, range(12))
+# what a backward needs or 0, the workspace.
+_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _MEMORY = map(Source, range(13))
 _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES = _OF_WEIGHTS
 
 
@@ -87,6 +87,7 @@ def launch_experts(
     options: Options,
     addend: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
+    gate_up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
 
@@ -94,6 +95,7 @@ def launch_experts(
 
     check: raises if the arguments are wrong; called for layouts that are new.
     y: contiguous memory for the result; None: it is allocated.
+    gate_up: memory for what `experts_saving` gives beside the result; the layout is contiguous.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])
@@ -102,16 +104,18 @@ def launch_experts(
     added, of_addend = (0, None) if addend is None else (addend.data_ptr(), layout_of(addend))
     alignment = x_address % 16, gate % 16, down % 16, y_alignment, added % 16
     layouts = tuple([layout_of(z) for z in tensors])
-    key = (_OP, layouts, of_addend, alignment, options, driver.max_sms)
+    key = (_OP, layouts, of_addend, alignment, options, gate_up is not None, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()
         is_aligned = y_alignment == 0 and added % 16 == 0
-        found = driver.keep(key, _prepare(tokens, projections, options, addend, is_aligned))
+        saves = gate_up is not None
+        found = driver.keep(key, _prepare(tokens, projections, options, addend, is_aligned, saves))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     if found.launches is None:
-        _launch_parts(found.num_parts, check, tokens, projections, options, addend, y)
+        parts = tokens, addend, y, gate_up
+        _launch_parts(found.num_parts, check, projections, options, *parts)
         return y
     if found.fits:
         up, up_scales = gate + found.up, gate_scales + found.up_scales
@@ -119,18 +123,20 @@ def launch_experts(
     else:
         copies = fitting_weights(split_weights(projections))
         weights = tuple([z.data_ptr() for z in copies])
-    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr(), added))
+    saved = 0 if gate_up is None else gate_up.data_ptr()
+    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr(), added, saved))
     return y
 
 
 def _launch_parts(
     num_parts: int,
     check: Callable[[], object],
-    tokens: Tokens,
     projections: Projections,
     options: Options,
+    tokens: Tokens,
     addend: torch.Tensor | None,
     y: torch.Tensor,
+    gate_up: torch.Tensor | None,
 ) -> None:
     """Launch part by part, or as a whole with hidden states and addend made contiguous."""
     x, ids, scores = tokens
@@ -140,13 +146,17 @@ def _launch_parts(
             y.add_(addend.detach())
     elif num_parts == 1:
         addend = None if addend is None else addend.contiguous()
-        launch_experts(check, (x.contiguous(), ids, scores), projections, options, addend, y)
+        whole = x.contiguous(), ids, scores
+        launch_experts(check, whole, projections, options, addend, y, gate_up)
     else:
         split = ceil_div(x.shape[0], num_parts)
         parts = [z.split(split) for z in (*tokens, y)]
-        addends = [None] * len(parts[0]) if addend is None else addend.split(split)
-        for *some, part, added in zip(*parts, addends, strict=True):
-            launch_experts(check, cast(Tokens, tuple(some)), projections, options, added, part)
+        none = [None] * len(parts[0])
+        addends = none if addend is None else addend.split(split)
+        saved = none if gate_up is None else gate_up.split(split * ids.shape[1])
+        for *some, part, added, rows in zip(*parts, addends, saved, strict=True):
+            some_tokens = cast(Tokens, tuple(some))
+            launch_experts(check, some_tokens, projections, options, added, part, rows)
 
 
 def _prepare(
@@ -155,6 +165,7 @@ def _prepare(
     options: Options,
     addend: torch.Tensor | None,
     is_aligned: bool,
+    saves: bool,
 ) -> _Prepared:
     x, ids, _ = tokens
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
@@ -163,8 +174,7 @@ def _prepare(
     sizes = Sizes(*layer, masked, num_global_experts)
     if 0 in layer:
         return _Prepared(0)
-    # One token is never split.
-    num_parts = min(num_tokens, ceil_div(Workspace.of(sizes).size, MAX_WORKSPACE_BYTES))
+    num_parts = num_parts_of(sizes, has_backward=saves)
     is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
     if num_parts > 1 or is_copied:
         return _Prepared(num_parts)
@@ -186,6 +196,7 @@ def _prepare(
             expert_offset=expert_offset,
             has_addend=addend is not None,
             is_aligned=is_aligned,
+            saves=saves,
         ),
     )
 
@@ -201,12 +212,15 @@ def prepare_experts(
     expert_offset: int = 0,
     has_addend: bool = False,
     is_aligned: bool = True,
+    saves: bool = False,
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
-    the tokens, `Weights`, y [T, H], the addend [T, H] or 0, the workspace.
+    the tokens, `Weights`, y [T, H], the addend [T, H] or 0, memory for gate and up [T k, 2, I] or
+    0, the workspace.
 
     weights: TMA must be able to address them.
     is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
+    saves: whether gate and up are saved for a backward.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -232,6 +246,8 @@ def prepare_experts(
         ),
         expert_offset=expert_offset,
     )
+    if saves:
+        configs = replace(configs[0], saves_gate_up=True), configs[1]
     gemms = _prepare_gemms(sizes, weights, limit, configs, sms)
     combine = prepare_combine(
         scores,
@@ -290,6 +306,7 @@ def _prepare_gemms(
             up=_UP,
             up_scale_inv=_UP_SCALES,
             d_scale_inv=activated_scales,
+            saved=_SAVED if configs[0].saves_gate_up else None,
         ),
         GroupsOfTokens(layout, sizes.num_experts, expected_tiles(configs[0], sizes)),
         counter=0,

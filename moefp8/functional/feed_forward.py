@@ -4,6 +4,7 @@ T tokens, H hidden, I intermediate.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ..kernels.jit import Launch, Source, current_driver
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .expert_configs import gate_up_config
-from .experts import check_limit, swiglu
+from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "feed_forward"
 
@@ -71,17 +72,19 @@ def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
-def _body(inputs: FeedForwardInputs) -> torch.Tensor:
+def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     y = _allocate(inputs)
     x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
     data, scale_inv = quantize_1x128(x)
     gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv)
     ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv)
+    if gate_up is not None:
+        gate_up[:, 0], gate_up[:, 1] = gated, ungated
     activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit))
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv))
 
 
-def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
+def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
     Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
@@ -100,7 +103,7 @@ def _launch(inputs: FeedForwardInputs) -> torch.Tensor:
     activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
     operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
-    _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit)
+    _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit, gate_up)
     of_down = DenseInputs(activated, scales, down, down_scale_inv, y, None)
     launch_dense(of_down, programmatic=True)
     return y
@@ -112,29 +115,37 @@ def _launch_gate_up(
     up_scale_inv: torch.Tensor,
     scales: torch.Tensor,
     swiglu_limit: float | None,
+    gate_up: torch.Tensor | None,
 ) -> None:
     """Write SwiGLU of the GEMMs of gate, in operands, and up, lying alike, into d and scales."""
     driver = current_driver()
     tensors = (*operands, up, up_scale_inv, scales)
     limit = math.inf if swiglu_limit is None else swiglu_limit
-    key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, driver.max_sms)
-    launch = prepared(key, lambda: _prepare_gate_up(operands, scales, limit))
-    addresses = tuple([x.data_ptr() for x in tensors])
+    saves = gate_up is not None
+    key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, saves, driver.max_sms)
+    launch = prepared(key, lambda: _prepare_gate_up(operands, scales, limit, saves))
+    saved = 0 if gate_up is None else gate_up.data_ptr()
+    addresses = *(x.data_ptr() for x in tensors), saved
     launch.on(operands.a.get_device(), addresses)
 
 
-def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float) -> Launch:
+def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float, saves: bool) -> Launch:
     """The grouped GEMM of a single group that has all tokens, and needs no bounds."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
     check_sizes(_OP, m, i, h)
     configs = config_source_of(operands.a.get_device())
-    config = gate_up_config(configs, m, h, i)
+    config = replace(gate_up_config(configs, m, h, i), saves_gate_up=saves)
     of_operands = GemmSources(*map(Source, range(5)))
-    of_up, of_up_scales, of_scales = map(Source, range(5, 8))
+    of_up, of_up_scales, of_scales, saved = map(Source, range(5, 9))
     return prepare_gemm(
         config,
         Operands(*(x[None] for x in operands)),
-        of_operands._replace(up=of_up, up_scale_inv=of_up_scales, d_scale_inv=of_scales),
+        of_operands._replace(
+            up=of_up,
+            up_scale_inv=of_up_scales,
+            d_scale_inv=of_scales,
+            saved=saved if saves else None,
+        ),
         configs.sms,
         m,
         groups=GroupsOfTokens(GroupLayout.OFFSETS, 1, config.token_tiles(m), bounds_ready=True),
@@ -147,3 +158,40 @@ feed_forward = register_inputs(
 )
 """`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
 and what came."""
+
+
+# ---- What a backward needs ----
+
+Saving = tuple[torch.Tensor, torch.Tensor]  # the result, gate_up
+
+
+def _empty_gate_up(inputs: FeedForwardInputs) -> torch.Tensor:
+    return empty_gate_up(inputs.gate, inputs.x.shape[0], inputs.gate.shape[0])
+
+
+def _allocate_saving(inputs: FeedForwardInputs) -> Saving:
+    return _allocate(inputs), _empty_gate_up(inputs)
+
+
+def _body_saving(inputs: FeedForwardInputs) -> Saving:
+    _allocate(inputs)
+    gate_up = _empty_gate_up(inputs)
+    return _body(inputs, gate_up), gate_up
+
+
+def _launch_saving(inputs: FeedForwardInputs) -> Saving:
+    _allocate(inputs)
+    gate_up = _empty_gate_up(inputs)
+    return _launch(inputs, gate_up), gate_up
+
+
+feed_forward_saving = register_inputs(
+    "feed_forward_saving",
+    FeedForwardInputs,
+    "(Tensor, Tensor)",
+    cpu=_body_saving,
+    fake=_allocate_saving,
+    hopper=_launch_saving,
+)
+"""`feed_forward`, the same to the bit, and what `feed_forward_backward` takes: gate and up of each
+token, as they are before SwiGLU, rounded to BF16: [T, 2, I]."""

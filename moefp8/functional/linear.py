@@ -1,10 +1,21 @@
-"""A linear layer: quantize the activations, then the dense GEMM. M rows, K in, N out."""
+"""A linear layer: quantize the activations, then the dense GEMM. M rows, K in, N out.
 
-from typing import NamedTuple
+Its gradient in x is the same with the transposed weight, dX = dY W: dY is quantized to 1x128, and
+with 128x128 blocks the codes and scales of W^T are those of W.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks, round_up
+from ..kernels.common.blocks import (
+    E4M3,
+    MIN_AMAX,
+    MIN_GRADIENT_AMAX,
+    empty_tma_aligned,
+    num_blocks,
+    round_up,
+)
 from ..kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -24,6 +35,8 @@ from ..kernels.jit import Source, current_driver
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from ..quant.quantize_launch import prepare_quantize
+from .autograd import first_order, no_gradients, records
+from .transposed import transposed
 
 _OP = "fp8_linear"
 
@@ -71,7 +84,7 @@ def _body(inputs: LinearInputs) -> torch.Tensor:
 _X, _WEIGHT, _SCALES, _Y, _BIAS, _MEMORY = map(Source, range(6))
 
 
-def _launch(inputs: LinearInputs) -> torch.Tensor:
+def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
     """`fp8_linear` on a Hopper GPU: two kernels on the current stream; nothing waits for them.
 
     The second starts while the first ends, and loads weights and bias meanwhile. That is safe
@@ -89,15 +102,16 @@ def _launch(inputs: LinearInputs) -> torch.Tensor:
         x_address % 16,
         weight_address % 16,
         driver.max_sms,
+        min_amax,
     )
     found = driver.prepared().get(key)
     if found is None:
         _allocate(inputs)
-        found = driver.keep(key, _prepare(inputs))
+        found = driver.keep(key, _prepare(inputs, min_amax))
     (m, _), n = x.shape, weight.shape[0]
     y = torch.empty_strided((m, n), (n, 1), dtype=torch.bfloat16, device=x.device)
     if not found.launches:
-        data, scale_inv = launch_quantize_1x128(x, False)
+        data, scale_inv = launch_quantize_1x128(x, False, min_amax)
         launch_dense(
             DenseInputs(data, scale_inv, weight, weight_scale_inv, y, bias), programmatic=True
         )
@@ -108,7 +122,7 @@ def _launch(inputs: LinearInputs) -> torch.Tensor:
     return y
 
 
-def _prepare(inputs: LinearInputs) -> Launches:
+def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     """The launches of both kernels; none where operands must be copied or nothing is to be done."""
     x, weight, weight_scale_inv, bias = inputs
     (m, k), n = x.shape, weight.shape[0]
@@ -118,7 +132,9 @@ def _prepare(inputs: LinearInputs) -> Launches:
     check_sizes(_OP, m, n, k)
     data_bytes, scale_pitch = round_up(m * k, 256), round_up(m, 4)
     of_data, of_scales = _MEMORY, _MEMORY._replace(plus=data_bytes)
-    quantize = prepare_quantize(x, scale_pitch, False, None, (_X, of_data, of_scales))
+    quantize = prepare_quantize(
+        x, scale_pitch, False, None, (_X, of_data, of_scales), min_amax=min_amax
+    )
     configs, meta = config_source_of(x.get_device()), torch.device("meta")
     gemm = prepare_gemm(
         configs.dense(m, n, k),
@@ -140,3 +156,111 @@ def _prepare(inputs: LinearInputs) -> Launches:
 fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)
 """`quantize_1x128`, then `fp8_gemm_nt`: `LinearInputs` -> bf16 [M, N]. Raises TypeError,
 ValueError, naming the argument, the rule and what came."""
+
+
+# ---- The gradient ----
+
+_BACKWARD = "fp8_linear_backward"
+
+
+class BackwardInputs(NamedTuple):
+    """What `fp8_linear_backward` takes.
+
+    grad: [M, N] bf16, fp16 or fp32, that of the result; it is quantized to 1x128.
+    weight, weight_scale_inv: as in `LinearInputs`.
+    keeps: whether W^T is kept on a GPU, see `transposed`.
+    """
+
+    grad: torch.Tensor
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+    keeps: bool | None
+
+
+def _allocate_backward(inputs: BackwardInputs) -> torch.Tensor:
+    grad, weight, weight_scale_inv, _ = inputs
+    named = {"grad": grad, "weight": weight, "weight_scale_inv": weight_scale_inv}
+    check_same_device(_BACKWARD, **named)
+    check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
+    check_tensor(_BACKWARD, "weight", weight, (E4M3,), 2)
+    (m, _), (n, k) = grad.shape, weight.shape
+    check_shape(_BACKWARD, "grad", grad, [m, n], "[M, N] for weight [N, K]")
+    return grad.new_empty((m, k), dtype=torch.bfloat16)
+
+
+def _body_backward(inputs: BackwardInputs) -> torch.Tensor:
+    grad, weight, weight_scale_inv, _ = inputs
+    dx = _allocate_backward(inputs)
+    quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
+    return dx.copy_(block_scaled_matmul(*quantized, weight.mT, weight_scale_inv.mT))
+
+
+def _launch_backward(inputs: BackwardInputs) -> torch.Tensor:
+    grad, weight, weight_scale_inv, keeps = inputs
+    _allocate_backward(inputs)
+    grad = grad if grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1] else grad.contiguous()
+    weight = transposed(weight, keeps)
+    of_x = LinearInputs(grad, weight, weight_scale_inv.mT, None)
+    return _launch(of_x, MIN_GRADIENT_AMAX)
+
+
+fp8_linear_backward = register_inputs(
+    _BACKWARD,
+    BackwardInputs,
+    "Tensor",
+    cpu=_body_backward,
+    fake=_allocate_backward,
+    hopper=_launch_backward,
+)
+"""`quantize_1x128` of `grad`, then its product with the weight: `BackwardInputs` -> bf16 [M, K]."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: str,
+        keeps: bool | None,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.keeps, ctx.dtype = layer, keeps, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, weight_scale_inv)
+        y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weights = ctx.saved_tensors
+        *_, needs_x, needs_weight, needs_scales, needs_bias = ctx.needs_input_grad
+        needed = needs_weight, needs_scales
+        of_weights = no_gradients(grad, ctx.layer, needed, weights)
+        dx = fp8_linear_backward(grad, *weights, ctx.keeps).to(ctx.dtype) if needs_x else None
+        of_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return None, None, dx, *of_weights, of_bias
+
+
+def linear(
+    layer: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    keeps: bool | None = None,
+) -> torch.Tensor:
+    """`fp8_linear` -> bf16 [M, N], with gradients in x and the bias.
+
+    layer: who is named if a gradient of the weight is wanted, which is an error.
+    keeps: see `transposed`.
+    """
+    inputs = x, weight, weight_scale_inv, bias
+    y: torch.Tensor
+    if records(layer, *inputs):  # an autograd function costs as much as a launch
+        y = _Linear.apply(layer, keeps, *inputs)
+    else:
+        y = fp8_linear(*inputs)
+    return y

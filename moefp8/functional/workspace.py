@@ -7,13 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, num_blocks, round_up, round_up_to_tma
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    ceil_div,
+    num_blocks,
+    round_up,
+    round_up_to_tma,
+)
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.operands import Operands
 from ..routing.dispatch_launch import most_count_bytes
 from .expert_configs import Sizes
 
 _ALIGNMENT = 256
+MAX_WORKSPACE_BYTES = 4 << 30
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `ExpertsInputs`
 
 
@@ -59,6 +67,57 @@ def scale_pitch(rows: int) -> int:
     return round_up_to_tma(rows, 4)
 
 
+class BackwardWorkspace(NamedTuple):
+    """The same of a backward, which is contiguous. The gradients' rows give way to results."""
+
+    tokens: int
+    token_scales: int
+    results: int
+    of_activated: int
+    gate_up: int
+    gate_up_scales: int
+    offsets: int
+    counts: int
+    token_to_row: int
+    is_first: int
+    tile_counters: int
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> "BackwardWorkspace":
+        num_choices = rows = sizes.num_tokens * sizes.top_k
+        pitch, h, i = scale_pitch(rows), sizes.hidden_size, sizes.intermediate_size
+        token_bytes = round_up(rows * round_up(h, 16), _ALIGNMENT)
+        token_scale_bytes = num_blocks(h) * pitch * 4
+        lengths = (
+            max(token_bytes + token_scale_bytes, rows * round_up(h, 8) * 2),
+            max(rows * round_up(i, 8) * 2, most_count_bytes(*sizes[:3])),
+            rows * 2 * round_up(i, BLOCK),
+            2 * num_blocks(i) * pitch * 4,
+            (sizes.num_experts + 1) * 4,
+            sizes.num_experts * 4,
+            num_choices * 4,
+            num_choices * 4,
+            2 * 4,
+        )
+        starts = [0]
+        for length in lengths:
+            starts.append(round_up(starts[-1] + length, _ALIGNMENT))
+        tokens, *rest = starts
+        return cls(tokens, tokens + token_bytes, tokens, *rest)
+
+
+def num_parts_of(sizes: Sizes, *, has_backward: bool) -> int:
+    """In how many parts tokens are computed, so that no workspace is too large.
+
+    A backward has the parts of its forward, whose rows it needs. One token is never split.
+    """
+    size = Workspace.of(sizes).size
+    if has_backward:
+        size = max(size, BackwardWorkspace.of(sizes).size)
+    return min(sizes.num_tokens, ceil_div(size, MAX_WORKSPACE_BYTES))
+
+
 class Weights(NamedTuple):
     """The weights of all experts, gate apart from up: e4m3 matrices and their fp32 scales."""
 
@@ -96,21 +155,47 @@ def operands_of(sizes: Sizes, weights: Weights) -> tuple[Operands, Operands]:
 
     Tokens and results lie as in the workspace, but have no memory.
     """
-    matrices, rows = sizes.matrix
-    h, i, pitch = sizes.hidden_size, sizes.intermediate_size, scale_pitch(rows)
-
-    def matrix(columns: int, row_pitch: int, dtype: torch.dtype) -> torch.Tensor:
-        shape, strides = (matrices, rows, columns), (rows * row_pitch, row_pitch, 1)
-        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-    def scales(columns: int) -> torch.Tensor:
-        shape, strides = (matrices, rows, columns), (columns * pitch, 1, pitch)
-        return torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
-
-    tokens = matrix(h, round_up(h, 16), E4M3), scales(num_blocks(h))
-    activated = matrix(i, round_up(i, 16), E4M3), scales(num_blocks(i))
-    results = matrix(h, round_up(h, 8), torch.bfloat16)
+    of_matrix, h, i = sizes.matrix, sizes.hidden_size, sizes.intermediate_size
+    tokens = _codes(of_matrix, h)
+    activated = _codes(of_matrix, i)
+    results = _matrix(of_matrix, h, round_up(h, 8), torch.bfloat16)
     return (
         Operands(*tokens, weights.gate, weights.gate_scale_inv, activated[0]),
         Operands(*activated, weights.down, weights.down_scale_inv, results),
     )
+
+
+def backward_operands_of(
+    sizes: Sizes, transposed: tuple[torch.Tensor, ...]
+) -> tuple[Operands, Operands]:
+    """The same of the GEMMs of a backward: with W_down^T, then with that of gate and up.
+
+    transposed: W_down^T e4m3 [E, I, H] and its scales, then W_gate_up^T [E, H, 2 I], where both
+        halves begin at multiples of 128, and its scales.
+    """
+    rows = 1, sizes.num_tokens * sizes.top_k
+    down, down_scales, gate_up, gate_up_scales = transposed
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    of_activated = _matrix(rows, i, round_up(i, 8), torch.bfloat16)
+    results = _matrix(rows, h, round_up(h, 8), torch.bfloat16)
+    return (
+        Operands(*_codes(rows, h), down, down_scales, of_activated),
+        Operands(*_codes(rows, 2 * round_up(i, BLOCK)), gate_up, gate_up_scales, results),
+    )
+
+
+def _codes(of_matrix: tuple[int, int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in rows of whole 16 bytes, and their scales."""
+    matrices, rows = of_matrix
+    blocks, pitch = num_blocks(columns), scale_pitch(rows)
+    shape, strides = (matrices, rows, blocks), (blocks * pitch, 1, pitch)
+    scales = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
+    return _matrix(of_matrix, columns, round_up(columns, 16), E4M3), scales
+
+
+def _matrix(
+    of_matrix: tuple[int, int], columns: int, row_pitch: int, dtype: torch.dtype
+) -> torch.Tensor:
+    matrices, rows = of_matrix
+    shape, strides = (matrices, rows, columns), (rows * row_pitch, row_pitch, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")

@@ -13,12 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from ..kernels import E4M3, m_grouped_fp8_gemm_nt_contiguous, num_blocks
+from ..functional.autograd import frozen
+from ..functional.grouped_linear import grouped_linear
+from ..kernels import E4M3, num_blocks
 from ..layers import GroupedExperts
 from ..layers.conversion.stacks import swiglu_limits
 from ..layers.experts import WEIGHTS
-from ..layers.module import run_without_backward
-from ..quant import BlockScaled, quantize_1x128, quantize_128x128
+from ..quant import BlockScaled, quantize_128x128
 from ..routing import build_plan, combine, dispatch
 
 _CACHE = "_moefp8_experts"  # it is no submodule, so that no state dict holds it
@@ -49,7 +50,10 @@ def experts_forward(
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
         cached = module.__dict__[_CACHE] = _prepare(module)
-    return cached.experts(hidden_states, top_k_index, top_k_weights)
+    y = cached.experts(hidden_states, top_k_index, top_k_weights)
+    # Autograd sees what was quantized, so that none of it trains in vain.
+    weights = [module.get_parameter(name) for name in _weight_names(module)]
+    return frozen(type(module).__name__, y, weights)
 
 
 fp8_experts_forward = experts_forward
@@ -112,13 +116,17 @@ def _prepare(module: nn.Module) -> _Cache:
     return _Cache(module, experts)
 
 
+def _weight_names(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
 def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
     """The module's weights as [E, F, H] (F = 2I, gate first, or I without a gate) and [E, H, I].
 
     F is divided into so many `halves` before it is cut into blocks.
     """
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    first, second = module.get_parameter(name).detach(), module.get_parameter("down_proj").detach()
+    name, _ = names = _weight_names(module)
+    first, second = (module.get_parameter(x).detach() for x in names)
     if first.dtype == E4M3:
         return _stored(module, name, first, halves), _stored(module, "down_proj", second, 1)
     if module.is_transposed:
@@ -180,17 +188,14 @@ def _swiglu_experts(
 
 def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:
     """Two grouped GEMMs, and between them whatever the module does there."""
-    rank = _rank_of(module)
+    rank, name = _rank_of(module), type(module).__name__
 
-    def run(
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        *parameters: torch.Tensor,
+    def experts(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         plan = build_plan(top_k_index, first.data.shape[0], **rank)
         expert = plan.row_to_expert.clamp(min=0)
-        rows = _gemm(dispatch(hidden_states, plan), first, plan.expert_offsets)
+        rows = grouped_linear(name, dispatch(hidden_states, plan), *first, plan.expert_offsets)
         if module.has_gate:
             if not module.is_concatenated:  # its bias and its gate take gate and up in turns
                 rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
@@ -199,22 +204,10 @@ def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Exper
         else:
             rows = rows + module.up_proj_bias[expert] if module.has_bias else rows
             rows = module.act_fn(rows)
-        rows = _gemm(rows, second, plan.expert_offsets)
+        rows = grouped_linear(name, rows, *second, plan.expert_offsets)
         rows = rows + module.down_proj_bias[expert] if module.has_bias else rows
         if getattr(module, "has_post_expert_norm", False):
             rows = module.post_expert_norm(rows)
         return combine(rows, plan, top_k_weights).to(hidden_states.dtype)
 
-    def experts(*inputs: torch.Tensor) -> torch.Tensor:
-        # Autograd sees the module's parameters, so that none of them trains in vain.
-        inputs = *inputs, *module.parameters()
-        return run_without_backward(type(module).__name__, run, *inputs)
-
     return experts
-
-
-def _gemm(rows: torch.Tensor, weight: BlockScaled, expert_offsets: torch.Tensor) -> torch.Tensor:
-    result = rows.new_empty(rows.shape[0], weight.data.shape[1], dtype=torch.bfloat16)
-    a = quantize_1x128(rows.contiguous())
-    m_grouped_fp8_gemm_nt_contiguous(a, weight, result, expert_offsets=expert_offsets)
-    return result

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..functional.experts import experts
+from ..functional.experts import ExpertsInputs
+from ..functional.experts_backward import routed_experts
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
@@ -19,7 +20,6 @@ from .module import (
     check_dtype,
     draw_as_linear,
     frozen_parameter,
-    run_without_backward,
 )
 from .parts import note_parts, parts_of_plain, without_padding
 
@@ -30,7 +30,8 @@ WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scal
 class GroupedExperts(FixedDtypeModule):
     """E SwiGLU experts with FP8 weights: `down(silu(gate(x)) * up(x))`, weighted and summed.
 
-    A drop-in for the experts modules of transformers 5: same names, shapes and forward.
+    A drop-in for the experts modules of transformers 5: same names, shapes and forward. Gradients
+    flow to hidden states, `top_k_weights` and `addend`; the weights have none.
 
     Args:
         num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
@@ -39,6 +40,9 @@ class GroupedExperts(FixedDtypeModule):
             them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
             and up to twice as long for 1024 (H200). So "auto" is contiguous.
         device: as in `nn.Linear`; "meta" allocates nothing.
+        keep_transposed: as in `FP8Linear`.
+        saved_dtype: in which gate and up of each choice are saved for a backward, before SwiGLU:
+            bf16 takes 4 I bytes for each of a token's k choices, e4m3 (with 1x128 scales) 2 I.
 
     Attributes:
         expert_offset, num_global_experts: the id of its first expert, and how many the whole model
@@ -54,6 +58,8 @@ class GroupedExperts(FixedDtypeModule):
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
     expert_offset = 0
     num_global_experts: int | None = None
+    keep_transposed: bool | None = None
+    saved_dtype = torch.bfloat16
 
     def __init__(
         self,
@@ -64,8 +70,16 @@ class GroupedExperts(FixedDtypeModule):
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
         device: torch.device | str | None = None,
+        keep_transposed: bool | None = None,
+        saved_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        if saved_dtype not in (torch.bfloat16, E4M3):
+            raise ValueError(
+                "GroupedExperts: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got "
+                f"{saved_dtype}"
+            )
+        self.keep_transposed, self.saved_dtype = keep_transposed, saved_dtype
         if layout not in ("auto", "contiguous", "masked"):
             raise ValueError(
                 f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
@@ -175,12 +189,13 @@ class GroupedExperts(FixedDtypeModule):
             top_k_weights: [T, k] bf16, fp16 or fp32.
             addend: bf16 [T, H], or in the shape of `hidden_states`; it is added to the result in
                 BF16, before the cast to another dtype of `hidden_states`. So for BF16 it equals an
-                addition behind the layer to the bit. No gradient flows to it.
+                addition behind the layer to the bit.
 
         Returns:
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
-        Raises TypeError or ValueError for other inputs, NotImplementedError in `backward()`.
+        Raises TypeError or ValueError for other inputs; `backward()` raises NotImplementedError if
+        a weight asks for a gradient.
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -190,8 +205,8 @@ class GroupedExperts(FixedDtypeModule):
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.swiglu_limit, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
-        inputs = *tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend
-        y = run_without_backward("GroupedExperts", experts, *inputs)
+        inputs = ExpertsInputs(*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
+        y = routed_experts("GroupedExperts", inputs, self.saved_dtype, self.keep_transposed)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..functional.linear import fp8_linear
+from ..functional.linear import linear
 from ..kernels import E4M3, num_blocks
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import (
@@ -15,7 +15,6 @@ from .module import (
     check_dtype,
     draw_as_linear,
     frozen_parameter,
-    run_without_backward,
 )
 from .parts import note_parts, parts_of_plain, without_padding
 
@@ -24,12 +23,16 @@ class FP8Linear(FixedDtypeModule):
     """`y = x @ dequantize(weight).T + bias`, with FP8 operands and FP32 accumulation.
 
     Activations are quantized to 1x128 blocks on the way in; the result is rounded to BF16, then
-    given in the dtype of `x`.
+    given in the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and to
+    the bias; the weight has none.
 
     Args:
         in_features, out_features: K and N, any sizes.
         bias, dtype: whether there is a bias, and its dtype: bf16, fp16 or fp32.
         device: as in `nn.Linear`; "meta" allocates nothing.
+        keep_transposed: whether the transposed weight, which gradients are made with, is kept on a
+            GPU once it was needed. True takes 1 more byte for each weight; with False every
+            backward transposes anew; None keeps it if a quarter of the GPU's memory is free then.
 
     Attributes:
         weight: e4m3 [N, K].
@@ -42,6 +45,7 @@ class FP8Linear(FixedDtypeModule):
     fp8_names = ("weight",)
     fp32_names = ("weight_scale_inv",)
     rows_before = columns_before = 0
+    keep_transposed: bool | None = None
 
     def __init__(
         self,
@@ -50,8 +54,11 @@ class FP8Linear(FixedDtypeModule):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        keep_transposed: bool | None = None,
     ) -> None:
         super().__init__()
+        self.keep_transposed = keep_transposed
         self.in_features, self.out_features = in_features, out_features
         self.weight = frozen_parameter((out_features, in_features), device, E4M3)
         scale_shape = num_blocks(out_features), num_blocks(in_features)
@@ -123,7 +130,8 @@ class FP8Linear(FixedDtypeModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.
 
-        Raises ValueError for another width, NotImplementedError in `backward()`.
+        Raises ValueError for another width; `backward()` raises NotImplementedError if the weight
+        asks for a gradient.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -135,7 +143,7 @@ class FP8Linear(FixedDtypeModule):
         if self.columns_before:
             rows = F.pad(rows, (self.columns_before, 0))
         weights = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
-        y = run_without_backward("FP8Linear", fp8_linear, rows, *weights)
+        y = linear("FP8Linear", rows, *weights, self.keep_transposed)
         if self.rows_before:
             y = y[:, self.rows_before :]
         if not is_matrix:

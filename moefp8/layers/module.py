@@ -1,4 +1,4 @@
-"""What every FP8 module shares: FP8 data and FP32 scales that stay so, and no backward yet."""
+"""What every FP8 module shares: FP8 data and FP32 scales that stay so."""
 
 import copy
 import math
@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
-from ..kernels.common.registry import register
 from .saving import check_saver
 
 
@@ -31,7 +29,8 @@ class FixedDtypeModule(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: {name} is parametrized (by torch.nn.utils.parametrize, or "
                 "PEFT's target_parameters), which would change FP8 codes and not what they stand "
-                "for; dequantize the module first: moefp8.dequantize(model)"
+                "for; add adapters with moefp8.adapters.add_lora, or dequantize the module first: "
+                "moefp8.dequantize(model)"
             )
         return getattr(self, name)
 
@@ -140,64 +139,3 @@ def draw_as_linear(x: torch.Tensor, in_features: int) -> torch.Tensor:
 
 def attributes_repr(module: nn.Module, *names: str) -> str:
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
-
-
-def records(layer: str, *inputs: Any) -> bool:
-    """Whether autograd records what is computed from `inputs`.
-
-    Raises NotImplementedError if one has a tangent of forward-mode AD: ops would drop it.
-    """
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
-        raise NotImplementedError(
-            f"{layer}: forward-mode AD (torch.func.jvp, jacfwd) is not supported: FP8 has no "
-            "derivative; detach what goes in"
-        )
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
-
-
-def _has_tangent(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
-
-
-def _raise_no_backward(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> torch.Tensor:
-    raise NotImplementedError(
-        f"{layer}: training is not supported yet, so there is no gradient through it; "
-        "run it under torch.no_grad() or torch.inference_mode(), or detach its output"
-    )
-
-
-# This is an op, so that torch.compile can trace a backward that only fails when it runs.
-_no_backward = register(
-    "no_backward(Tensor grad, str layer, SymInt[] shape) -> Tensor",
-    cpu=_raise_no_backward,
-    fake=lambda grad, layer, shape: grad.new_empty(shape),
-    cuda=_raise_no_backward,
-)
-
-
-class _NoBackward(torch.autograd.Function):
-    """`run(*inputs)`, whose backward is an error as soon as it is run."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: str, run: Callable[..., torch.Tensor], *inputs: Any) -> Any:
-        ctx.layer = layer
-        ctx.shapes = [getattr(x, "shape", None) for x in (layer, run, *inputs)]
-        return run(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return tuple(
-            _no_backward(grads[0], ctx.layer, shape) if needed else None
-            for needed, shape in zip(ctx.needs_input_grad, ctx.shapes, strict=True)
-        )
-
-
-def run_without_backward(layer: str, run: Callable[..., torch.Tensor], *inputs: Any) -> Any:
-    """`run(*inputs)`, recorded only where needed: an autograd function costs as much as a launch.
-
-    Raises NotImplementedError in `backward()`, and at once where `records` does.
-    """
-    can_record = torch.is_grad_enabled() or forward_ad._current_level >= 0
-    if can_record and records(layer, *inputs):
-        return _NoBackward.apply(layer, run, *inputs)
-    return run(*inputs)

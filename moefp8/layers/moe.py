@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ..functional.experts import swiglu
-from ..functional.feed_forward import feed_forward
+from ..functional.swiglu import swiglu
+from ..functional.feed_forward import FeedForwardInputs
+from ..functional.feed_forward_backward import shared_experts
 from ..kernels.common.checks import FLOATS, check_tensor
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
-from .module import is_wrapped, records
+from .module import is_wrapped
 from .router import TopKRouter
 
 
@@ -47,15 +48,16 @@ class SharedExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
-        If autograd records, so that `backward()` can raise, or if a projection has a bias or hooks,
-        the projections are called one by one, and the outputs of gate and up are rounded to BF16.
+        If a projection has a bias or hooks, the projections are called one by one, and the outputs
+        of gate and up are rounded to BF16.
         """
-        if records("SharedExperts", x, *self.parameters()) or not self.is_one_op:
+        if not self.is_one_op:
             gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
             return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-        y = feed_forward(x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit).view(x.shape)
+        inputs = FeedForwardInputs(x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit)
+        y = shared_experts("SharedExperts", inputs, self.down_proj.keep_transposed).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -145,7 +147,6 @@ class MoE(nn.Module):
             and not is_wrapped(experts)
             and tokens.dtype == shared.dtype == torch.bfloat16
             and tokens.shape == shared.shape
-            and not shared.requires_grad
             and forward_ad._current_level < 0
         )
 

@@ -1,6 +1,6 @@
 """How PyTorch quantizes to E4M3 with one FP32 scale per block, on any device.
 
-`scale_inv = max(amax, 1e-4) / 448` multiplies to dequantize (DeepSeek-V3, arXiv:2412.19437,
+`scale_inv = max(amax, min_amax) / 448` multiplies to dequantize (DeepSeek-V3, arXiv:2412.19437,
 section 3.3); `data = x / scale_inv` in E4M3, rounded to nearest even. With `ue8m0` the scale is
 first rounded up to a power of two, so that no value overflows. NaN and Inf make their own block
 NaN, and no other: a NaN makes its scale NaN, an Inf makes it Inf, which leaves the other elements
@@ -25,14 +25,16 @@ from ..kernels.common.blocks import (
 )
 
 
-def quantize_1x128(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_1x128(
+    x: torch.Tensor, ue8m0: bool = False, min_amax: float = MIN_AMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] -> e4m3 [..., K], and fp32 [..., ceil(K/128)] as `empty_tma_aligned` says."""
     *rows, k = x.shape
     padded = F.pad(x.float(), (0, -k % BLOCK)) if k % BLOCK else x.float()
     blocks = rearrange(padded, "... (k_blocks block) -> ... k_blocks block", block=BLOCK)
     scale_inv = empty_tma_aligned([*(rows or [1]), num_blocks(k)], x.device)
     scale_inv = scale_inv if rows else scale_inv[0]
-    scale_inv.copy_(_scale_from_amax(blocks.abs().amax(dim=-1), ue8m0))
+    scale_inv.copy_(_scale_from_amax(blocks.abs().amax(dim=-1), ue8m0, min_amax))
     data = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
     return data.copy_(_to_e4m3(blocks / scale_inv[..., None]).flatten(-2)[..., :k]), scale_inv
 
@@ -54,9 +56,9 @@ def blocks_128x128(x: torch.Tensor) -> torch.Tensor:
     return rearrange(x, "(nb r) (kb c) -> nb r kb c", r=BLOCK, c=BLOCK)
 
 
-def _scale_from_amax(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
+def _scale_from_amax(amax: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX) -> torch.Tensor:
     # The divisor is a tensor because on a GPU PyTorch divides by numbers through reciprocals.
-    scale_inv = amax.clamp(min=MIN_AMAX) / amax.new_full((), E4M3_MAX)
+    scale_inv = amax.clamp(min=min_amax) / amax.new_full((), E4M3_MAX)
     if not ue8m0:
         return scale_inv
     mantissa, exponent = torch.frexp(scale_inv)  # scale_inv = mantissa * 2**exponent, 0.5 <= m < 1

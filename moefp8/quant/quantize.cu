@@ -17,6 +17,7 @@ struct Arguments {
   uint32_t num_matrices, num_rows;
   Divisor num_k_blocks, num_row_tiles;  // how many a row has, and a matrix
   uint32_t ue8m0;                       // whether scales are rounded up to powers of two
+  float min_amax;                       // a block's largest magnitude counts as at least this
 };
 
 // Some rows of one column of blocks. Tiles are counted along K, then along the rows, then over the matrices; there are
@@ -85,7 +86,7 @@ struct Part {
   __device__ static uint32_t column(int j) { return threadIdx.x % kLanes * 8 + j * (kLanes * 8); }
 };
 
-// scale_inv[m, b] = max(amax |x[m, 128 b + 0..127]|, 1e-4) / 448; data = x / scale_inv in E4M3.
+// scale_inv[m, b] = max(amax |x[m, 128 b + 0..127]|, min_amax) / 448; data = x / scale_inv in E4M3.
 // Grid: kLanes threads own kRows rows of one block column; neighbouring threads the next one along K.
 // Shared memory: none.
 // Barriers: none; kLanes lanes meet in shuffles.
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(256) quantize_1x128_kernel(const __grid_consta
   float scale_inv = 0;  // the scale of the lane-th row
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const Scale scale(amax[i], args.ue8m0);
+    const Scale scale(amax[i], args.ue8m0, args.min_amax);
     if (lane == i) scale_inv = scale.scale_inv;
     part.store(target, args.k, i, scale);
   }
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(256) quantize_1x128_kernel(const __grid_consta
   }
 }
 
-// scale_inv[i, j] = max(amax |block i, j of x|, 1e-4) / 448; data = x / scale_inv in E4M3.
+// scale_inv[i, j] = max(amax |block i, j of x|, min_amax) / 448; data = x / scale_inv in E4M3.
 // Grid: one CTA of 256 threads owns one block; neighbouring CTAs the next one along K.
 // Shared memory: 32 B, the largest magnitude of each warp.
 // Barriers: one, between these magnitudes and the scale.
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(256) quantize_128x128_kernel(const __grid_cons
   warp_amax[threadIdx.x / kWarp] = __reduce_max_sync(0xffffffff, Eight<kInput>::amax(largest));
   __syncthreads();
   const uint32_t amax = __reduce_max_sync(0xffffffff, warp_amax[threadIdx.x % (kThreads / kWarp)]);
-  const Scale scale(amax, args.ue8m0);
+  const Scale scale(amax, args.ue8m0, args.min_amax);
   uint8_t* target = part.target(args, tile, first_row);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) part.store(target, args.k, i, scale);

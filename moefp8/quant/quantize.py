@@ -5,7 +5,7 @@ The numerics are those of `numerics.py`.
 
 import torch
 
-from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_AMAX, empty_tma_aligned, num_blocks
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..kernels.common.registry import register
 from . import numerics
@@ -18,7 +18,7 @@ def _check(op: str, name: str, x: torch.Tensor, min_ndim: int, layout: str) -> N
         raise ValueError(f"{op}: {name} must be {layout}, got shape {list(x.shape)}")
 
 
-def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
+def _allocate_1x128(x: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX) -> Quantized:
     """Check, then allocate data and scales. Also the fake body."""
     _check("quantize_1x128", "x", x, 1, "[..., K]")
     data = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
@@ -27,9 +27,9 @@ def _allocate_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
     return data, scale_inv if rows else scale_inv[0]
 
 
-def _quantize_1x128(x: torch.Tensor, ue8m0: bool) -> Quantized:
+def _quantize_1x128(x: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX) -> Quantized:
     _check("quantize_1x128", "x", x, 1, "[..., K]")
-    return numerics.quantize_1x128(x, ue8m0)
+    return numerics.quantize_1x128(x, ue8m0, min_amax)
 
 
 def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
@@ -51,12 +51,14 @@ def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     return data, scale_inv
 
 
-def launch_quantize_1x128(x: torch.Tensor, ue8m0: bool, cut: Cut | None = None) -> Quantized:
+def launch_quantize_1x128(
+    x: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX, cut: Cut | None = None
+) -> Quantized:
     """`quantize_1x128` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
     cut: taken instead of what `cut_1x128` chooses.
     """
-    return launch_quantize(x, *_allocate_1x128(x, ue8m0), ue8m0, cut)
+    return launch_quantize(x, *_allocate_1x128(x, ue8m0), ue8m0, cut, min_amax)
 
 
 def launch_quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
@@ -65,7 +67,7 @@ def launch_quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 
 
 quantize_1x128 = register(
-    "quantize_1x128(Tensor x, bool ue8m0) -> (Tensor, Tensor)",
+    "quantize_1x128(Tensor x, bool ue8m0, float min_amax=1e-4) -> (Tensor, Tensor)",
     _quantize_1x128,
     _allocate_1x128,
     launch_quantize_1x128,

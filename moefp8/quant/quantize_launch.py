@@ -1,13 +1,13 @@
 """Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU."""
 
 import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import MIN_AMAX, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.prepared import layout_of, prepared
@@ -28,6 +28,7 @@ class _Arguments(ctypes.Structure):
         (c_uint32, "num_matrices num_rows"),
         (Divisor, "num_k_blocks num_row_tiles"),
         (c_uint32, "ue8m0"),
+        (c_float, "min_amax"),
     )
 
 
@@ -74,7 +75,12 @@ def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> l
 
 
 def launch_quantize(
-    x: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, ue8m0: bool, cut: Cut | None
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    ue8m0: bool,
+    cut: Cut | None,
+    min_amax: float = MIN_AMAX,
 ) -> Quantized:
     """Quantize x into data and scale_inv, by one kernel on the current stream if x has elements.
 
@@ -86,8 +92,9 @@ def launch_quantize(
         if x.stride(-1) != 1 and x.shape[-1] != 1:
             x = x.contiguous()
         address = x.data_ptr()
-        key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, cut)
-        launch = prepared(key, lambda: prepare_quantize(x, scale_inv.stride(-1), ue8m0, cut))
+        options = scale_inv.stride(-1), ue8m0, cut
+        key = ("quantize", layout_of(x), address % _VECTOR_BYTES, *options[1:], min_amax)
+        launch = prepared(key, lambda: prepare_quantize(x, *options, min_amax=min_amax))
         launch.on(x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
     return data, scale_inv
 
@@ -98,6 +105,8 @@ def prepare_quantize(
     ue8m0: bool,
     cut: Cut | None,
     sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
+    *,
+    min_amax: float = MIN_AMAX,
 ) -> Launch:
     """The launch for x [rows, K] or [matrices, rows, K], whose layout and alignment count.
 
@@ -129,6 +138,7 @@ def prepare_quantize(
         num_k_blocks=Divisor.of(num_k_blocks),
         num_row_tiles=Divisor.of(num_row_tiles),
         ue8m0=ue8m0,
+        min_amax=min_amax,
     )
     vectorized = k % 8 == 0 and not any(
         step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)

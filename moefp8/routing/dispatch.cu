@@ -26,6 +26,7 @@ struct Arguments {
   uint32_t num_chunks;
   uint32_t* counts;  // [chunks, slots / 2], if an earlier kernel has counted
   int* zeros;        // [2], for the kernels that follow
+  float min_amax;    // a block's largest magnitude counts as at least this
 };
 
 // What a thread holds of a block. All threads of a warp call its functions.
@@ -39,13 +40,13 @@ struct Share {
     x[0].template load<kVectorized>(block, column, width);
     x[1].template load<kVectorized>(block, column + 8, width);
   }
-  __device__ Scale scale() const {
+  __device__ Scale scale(float min_amax) const {
     uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(x[0].largest(), x[1].largest()));
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
     }
-    return Scale(amax, false);
+    return Scale(amax, false, min_amax);
   }
   __device__ uint4 codes(const Scale& scale) const {
     const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
   for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
     const auto [block, share] = next;
     next = load(index + step);
-    const Scale scale = share.scale();
+    const Scale scale = share.scale(args.min_amax);
     const uint4 codes = share.codes(scale);
     const int* rows = plan.rows + block.token * routing.rows_of_token;
     uint8_t* target = args.rows + static_cast<int64_t>(block.k_block) * kBlock + column;
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(128) dispatch_few_kernel(const __grid_constant
     Share<kInput> share;
     share.template load<kVectorized>(args.x + token * args.x_row_bytes + first_byte, column, width);
     const FewChoices choices(routing, lane);
-    const Scale scale = share.scale();
+    const Scale scale = share.scale(args.min_amax);
     const uint4 codes = share.codes(scale);
     uint8_t* const target = args.rows + static_cast<int64_t>(k_block) * kBlock + column;
     float* const scales = args.row_scales + static_cast<int64_t>(k_block) * args.scale_pitch;

@@ -4,13 +4,13 @@ T tokens, k choices each, E experts, H hidden, R rows.
 """
 
 import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import MIN_AMAX, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
 from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
@@ -51,6 +51,7 @@ class _Arguments(ctypes.Structure):
         (Divisor, "parts in_group"),
         (c_uint32, "num_chunks"),
         (c_void_p, "counts zeros"),
+        (c_float, "min_amax"),
     )
 
 
@@ -161,6 +162,7 @@ def prepare_dispatch(
     scale_pitch: int,
     sources: DispatchSources,
     expert_offset: int = 0,
+    min_amax: float = MIN_AMAX,
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
@@ -181,6 +183,7 @@ def prepare_dispatch(
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
         row_pitch: in bytes, a multiple of 16 and at least H.
         expert_offset: the id of the first of the E experts.
+        min_amax: as in `quantize_1x128`.
 
     Raises:
         ValueError: there are more choices or rows than a kernel can count.
@@ -216,6 +219,7 @@ def prepare_dispatch(
         parts=Divisor.of(parts),
         in_group=Divisor.of(cut.tokens * cut.group),
         num_chunks=num_chunks,
+        min_amax=min_amax,
     )
     vectorized = hidden_size % 8 == 0 and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
     masked = max_m is not None

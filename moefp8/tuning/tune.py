@@ -233,8 +233,8 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 
     def call_with(configs: Pair) -> Call:
         launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
-        no_addend = torch.empty(0)  # its address is 0
-        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, no_addend)])
+        none = torch.empty(0)  # its address is 0: there is no addend, and nothing is saved
+        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, none, none)])
 
     return call_with
 

@@ -7,7 +7,7 @@ import torch
 
 import moefp8
 from moefp8 import GroupedExperts
-from moefp8.functional import experts_launch
+from moefp8.functional import workspace
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import set_num_sms
@@ -254,7 +254,7 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     expected = run(*arguments, layer, None, masked)
     size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
     for parts in (2, 5, 40):
-        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
 
@@ -281,7 +281,7 @@ def test_an_addend_is_added_as_it_would_be_behind(
         assert torch.equal(run(*arguments), y)
     size = Workspace.of(Sizes(num_tokens, K, E, h, i, masked)).size
     for parts in (2, 5):
-        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         assert torch.equal(run(*arguments, addend=addend), y + addend)
 

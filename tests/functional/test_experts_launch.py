@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional import experts_launch
+from moefp8.functional import experts_launch, workspace
 from moefp8.functional.expert_configs import (
     Sizes,
     choose_experts_configs,
@@ -84,7 +84,7 @@ def test_parts_and_copies_are_of_the_same_rank(gpu, monkeypatch):
     assert expected.any()
     copied = run(x.T.contiguous().T, *choices, weights, rank=(5, 20))
     assert_matches_up_to_codes(copied, expected)
-    monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", len(gpu.workspaces[0]) // 3)
+    monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", len(gpu.workspaces[0]) // 3)
     gpu.prepared().clear()
     gpu.launched.clear()
     assert_matches_up_to_codes(run(x, *choices, weights, rank=(5, 20)), expected)
@@ -336,7 +336,7 @@ def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
     (size,) = {len(memory) for memory in gpu.workspaces}
     least = Workspace.of(Sizes(1, 2, 4, 144, 272, masked)).size
     for limit in (size, max(least, size // 3), max(least, size // 20)):
-        monkeypatch.setattr(experts_launch, "MAX_WORKSPACE_BYTES", limit)
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", limit)
         for made in (gpu.prepared(), gpu.launched, gpu.workspaces):
             made.clear()
         assert_matches_up_to_codes(run(*arguments), whole)

@@ -12,6 +12,7 @@ BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 MIN_AMAX = 1e-4  # DeepSeek-V3's floor: a block of zeros still has a scale to divide by
+MIN_GRADIENT_AMAX = 2.0**-60  # gradients are often below 1e-4: that floor would make them zeros
 
 TMA_BYTES = 16  # addresses and row pitches are multiples of it, where TMA loads or stores
 

@@ -122,6 +122,7 @@ _SCHEMA_TYPES = {
     float: "float",
     float | None: "float?",
     bool: "bool",
+    bool | None: "bool?",
 }
 
 

@@ -11,7 +11,7 @@ constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits but the sign
 //
 // Both divisions round correctly without dividing: multiply by the rounded reciprocal, then correct
 // once by the residual, which an FMA gives exactly (Markstein, IBM J. Res. Dev. 34(1), 1990).
-// - Where the quotient decides, a scale lies between 1e-4 / 448 and 2^120, so neither it nor its
+// - Where the quotient decides, a scale lies between 2^-60 / 448 and 2^120, so neither it nor its
 //   reciprocal is denormal, and no intermediate of a quotient above 2^-11 overflows or is denormal.
 //   Mantissas alone count then, and these were checked exhaustively, with FMAs on a CPU:
 //   amax / 448 for all 2^23 mantissas; x / scale for all 2^23 mantissas of the scale and every x
@@ -25,9 +25,10 @@ struct Scale {
   float divisor, reciprocal;
 
   // amax: bits of a magnitude; the larger the magnitude, the larger they are, and NaN has the largest.
-  __device__ Scale(uint32_t amax, bool ue8m0) {
-    constexpr float kMax = 448, kMaxReciprocal = 1 / kMax, kMinAmax = 1e-4f;
-    const float x = __uint_as_float(max(amax, __float_as_uint(kMinAmax)));
+  // min_amax: a smaller magnitude counts as that one; at least 2^-60.
+  __device__ Scale(uint32_t amax, bool ue8m0, float min_amax = 1e-4f) {
+    constexpr float kMax = 448, kMaxReciprocal = 1 / kMax;
+    const float x = __uint_as_float(max(amax, __float_as_uint(min_amax)));
     const float quotient = __fmul_rn(x, kMaxReciprocal);
     scale_inv = __fmaf_rn(__fmaf_rn(kMax, quotient, -x), -kMaxReciprocal, quotient);
     // Rounds up to a power of two: any bit of the mantissa carries into the exponent.

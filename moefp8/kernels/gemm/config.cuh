@@ -41,6 +41,7 @@ struct GemmConfig {
   bool gate_up;             // half of a tile's weights are gate's, half up's for the same outputs; SwiGLU follows
   int tail;                 // tokens behind wgmma_m, the columns of a math warpgroup of their own: tail.cuh
   bool halves_tiles;        // the last tiles may be halves: 64 tokens, and a part of the weights for each warpgroup
+  bool saves_gate_up;       // gate and up are also stored in BF16, for a backward
   Bias bias;
   GroupLayout group_layout;
 
@@ -138,6 +139,8 @@ struct Activation {
   float limit;             // bounds gate from above and up on both sides; may be infinite
   float* scales;           // [matrices, outputs/128, pitch]
   int64_t pitch;
+  uint8_t* saved;          // of `saves_gate_up`: BF16 [tokens, 2, outputs]
+  int64_t saved_row_bytes; // the pitch of rows of outputs, a multiple of 16
 };
 
 constexpr int kMaxTokenBoxes = 4;

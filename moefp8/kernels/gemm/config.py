@@ -55,6 +55,7 @@ class GemmConfig:
     gate_up: bool = False
     tail: int = 0
     halves_tiles: bool = False
+    saves_gate_up: bool = False
 
     # ---- Warpgroups and clusters ----
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, ceil_div, num_blocks
+from ..common.blocks import BLOCK, ceil_div, num_blocks, round_up
 from ..common.tma_operands import box_of
 from ..jit import (
     MAP_BYTES,
@@ -41,6 +41,8 @@ class GemmSources(NamedTuple):
     """Which addresses of a launch are those of its operands.
 
     bounds: what tells the groups apart. up, up_scale_inv, d_scale_inv: only if `config.gate_up`.
+    saved: bf16 [M, 2, N], gate and up of each token, only if `config.saves_gate_up`; rows of N lie
+        round_up(N, 8) apart.
     tile_counter: an int, zero at first, that clusters take tiles from; None: each has its own.
     """
 
@@ -54,6 +56,7 @@ class GemmSources(NamedTuple):
     up: Source | None = None
     up_scale_inv: Source | None = None
     d_scale_inv: Source | None = None
+    saved: Source | None = None
     tile_counter: Source | None = None
 
 
@@ -110,6 +113,8 @@ class Activation(ctypes.Structure):
         (c_float, "limit"),
         (c_void_p, "scales"),
         (c_int64, "pitch"),
+        (c_void_p, "saved"),
+        (c_int64, "saved_row_bytes"),
     )
 
 
@@ -196,7 +201,9 @@ def prepare_gemm(
             bounds_ready=groups.bounds_ready,
         )
     if gate_up is not None:
-        arguments.activation = Activation(limit=gate_up.limit, pitch=gate_up.d_scale_pitch)
+        arguments.activation = Activation(
+            limit=gate_up.limit, pitch=gate_up.d_scale_pitch, saved_row_bytes=2 * round_up(n, 8)
+        )
     # A box has 128 bytes of each row. Where memory is what counts, the L2 cache fetches no more.
     l2_bytes = 128 if tokens <= 64 else 256
     scale_box = config.token_scales, config.k_blocks_per_stage
@@ -251,6 +258,7 @@ def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) ->
             Arguments.activation.offset,
             up_scales=sources.up_scale_inv,
             scales=sources.d_scale_inv,
+            saved=sources.saved,
         ),
     ]
 

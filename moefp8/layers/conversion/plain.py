@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...functional.experts import swiglu
+from ...functional.swiglu import swiglu
 from ...kernels.common.checks import check_choices
 from ..module import attributes_repr, draw_as_linear
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...functional.experts import swiglu
+from ...functional.swiglu import swiglu
 from .stacks import Stacks, stated_limits
 from .trial import attributes_of, is_small, random_weights, told
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...functional.experts import swiglu
+from ...functional.swiglu import swiglu
 from ..experts import GroupedExperts
 
 STACKS = ("gate_up_proj", "down_proj")

@@ -185,6 +185,52 @@ __device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shar
   store_codes(staging, args, coord, Tokens::kFirst, Tokens::kSize, group * kWarpgroup + thread.index);
 }
 
+// Where the forward saves gate or up of a token of this CTA's tile, for a backward: BF16 [tokens, 2, outputs].
+template <GemmConfig C>
+__device__ uint8_t* saved_row(const Arguments& args, const TileCoord<C>& coord, int token, bool is_up) {
+  return args.activation.saved + (2 * static_cast<int64_t>(coord.first_token + token) + is_up) * args.activation.saved_row_bytes;
+}
+
+// Tokens are rows. Neighbouring lanes swap, so that each stores four of eight columns, and four lanes a whole sector.
+template <GemmConfig C, int kSize>
+__device__ void save_rows(const float (&v)[kSize], const Arguments& args, const TileCoord<C>& coord, bool is_up,
+                          const Thread<C>& thread) {
+  const int odd = thread.lane % 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = thread.row + half * 8;
+    const bool exists = coord.begin() <= token && token < coord.end();
+    uint8_t* row = saved_row(args, coord, token, is_up);
+#pragma unroll
+    for (int j = 0; j < kSize / 4; j += 2) {
+      const float *a = v + 4 * j + 2 * half, *b = a + 4;
+      const uint32_t first = pack_bf16(a[0], a[1]), second = pack_bf16(b[0], b[1]);
+      const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
+      const int output = coord.tile * C.outputs + 8 * (j + odd) + thread.lane % 4 / 2 * 4;
+      if (exists && output < args.num_weights)
+        *reinterpret_cast<uint2*>(row + output * 2) = odd ? uint2{other, second} : uint2{first, other};
+    }
+  }
+}
+
+// Tokens are columns.
+template <GemmConfig C, int kSize>
+__device__ void save_columns(const float (&v)[kSize], const Arguments& args, const TileCoord<C>& coord, bool is_up,
+                             const Thread<C>& thread) {
+  using Tokens = Columns<C>;
+  const int output = coord.tile * C.outputs + thread.row - Tokens::kFirstWarpgroup * 64;
+#pragma unroll
+  for (int i = 0; i < Tokens::kSize / 4; ++i) {
+    const int token = Tokens::kFirst + i / 2 * 8 + thread.col + i % 2;
+    if (token < coord.begin() || token >= coord.end()) continue;
+    uint16_t* row = reinterpret_cast<uint16_t*>(saved_row(args, coord, token, is_up));
+    const float* of_token = v + i / 2 * 4 + i % 2;
+    const uint32_t both = pack_bf16(of_token[0], of_token[2]);
+    if (output < args.num_weights) row[output] = both;
+    if (output + 8 < args.num_weights) row[output + 8] = both >> 16;
+  }
+}
+
 template <GemmConfig C>
 __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
                                 const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
@@ -194,6 +240,13 @@ __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>
   constexpr int kSize = C.parts * C.part_n / 4;  // the sums of gate, and as many of up
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
+  if constexpr (C.saves_gate_up) {
+    const auto save = [&](const auto& v, bool is_up) {
+      if constexpr (C.stacked) save_columns(v, args, coord, is_up, thread);
+      else save_rows(v, args, coord, is_up, thread);
+    };
+    save(gate, false), save(up, true);
+  }
   swiglu(gate, up, args.activation.limit);
   if constexpr (C.stacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
   else swiglu_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);

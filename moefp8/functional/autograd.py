@@ -1,0 +1,111 @@
+"""What the autograd functions of FP8 operations share.
+
+Gradients flow to whatever is not an FP8 weight. A weight's own gradient is an error as soon as a
+backward wants it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..kernels.common.registry import register
+
+
+def records(layer: str, *inputs: Any) -> bool:
+    """Whether autograd records what is computed from `inputs`.
+
+    Raises NotImplementedError if one has a tangent of forward-mode AD: ops would drop it.
+    """
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        raise NotImplementedError(
+            f"{layer}: forward-mode AD (torch.func.jvp, jacfwd) is not supported: FP8 has no "
+            "derivative; detach what goes in"
+        )
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _raise_no_gradient(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> torch.Tensor:
+    raise NotImplementedError(
+        f"{layer}: FP8 weights and their scales have no gradient; freeze them (requires_grad_("
+        "False)) and train adapters beside them (moefp8.adapters.add_lora), or train master "
+        "weights: moefp8.dequantize(model)"
+    )
+
+
+# This is an op, so that torch.compile can trace a backward that only fails when it runs.
+_no_gradient = register(
+    "no_gradient(Tensor grad, str layer, SymInt[] shape) -> Tensor",
+    cpu=_raise_no_gradient,
+    fake=lambda grad, layer, shape: grad.new_empty(shape),
+    cuda=_raise_no_gradient,
+)
+
+
+def no_gradients(
+    grad: torch.Tensor, layer: str, needed: Sequence[bool], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradients of FP8 weights: None where none is needed, else an error when it is run."""
+    return [
+        _no_gradient(grad, layer, list(weight.shape)) if wants else None
+        for wants, weight in zip(needed, weights, strict=True)
+    ]
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: str, y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.layer, ctx.weights = layer, weights
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return None, grad, *no_gradients(grad, ctx.layer, needed, ctx.weights)
+
+
+def frozen(layer: str, y: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """y, whose backward raises if one of `weights`, of which y was made, asks for a gradient."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
+        y = _Frozen.apply(layer, y, *weights)
+    return y
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "moefp8: a gradient through an FP8 module cannot be differentiated again "
+            "(create_graph=True); dequantize the module first: moefp8.dequantize(model)"
+        )
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose results raise where they are differentiated again.
+
+    PyTorch's `once_differentiable` does that only if the incoming gradient asks for one. Here it
+    also depends on what was saved: without an error, that part would be missing silently.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, grad: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, grad)
+        with torch.no_grad():
+            found = backward(ctx, grad)
+        return tuple(
+            None if x is None else _NoSecondGradient.apply(x.detach().requires_grad_())
+            for x in found
+        )
+
+    return run

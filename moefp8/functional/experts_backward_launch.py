@@ -1,0 +1,229 @@
+"""Launch the gradients of experts on a Hopper GPU: kernels in a row, as in experts_launch.py.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
+
+1. `routing/dispatch.cu` plans the routing as the forward did, quantizes the gradient of every token
+   once, and copies it to its rows.
+2. `gemm.cu` with W_down^T.
+3. `swiglu_backward.cu`: the activation again, the gradients of weights, of gate and of up.
+4. `gemm.cu` with W_gate_up^T.
+5. `routing/combine.cu`: the sum of every token's rows, in a fixed order.
+
+Before them, a weight whose transpose is not kept is transposed.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels.common.blocks import MIN_GRADIENT_AMAX, round_up
+from ..kernels.common.prepared import Launches, layout_of
+from ..kernels.gemm.config import GemmConfig, GroupLayout
+from ..kernels.gemm.heuristic import choose_grouped_config
+from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, Sms, prepare_gemm
+from ..kernels.gemm.operands import Operands
+from ..kernels.gemm.tuned import config_source_of
+from ..kernels.jit import Launch, Source, current_driver
+from ..routing.combine_launch import CombineSources, prepare_combine
+from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
+from ..routing.plan_launch import RoutingSources
+from .expert_configs import Sizes, mean_load
+from .experts_launch import expected_tiles, takes_tiles
+from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
+from .transposed import transposed
+from .workspace import BackwardWorkspace, backward_operands_of, num_parts_of, scale_pitch
+
+if TYPE_CHECKING:
+    from .experts_backward import ExpertsBackwardInputs
+
+_OP = "experts_backward"
+# The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
+# forward saved and its scales or 0, both transposed weights and their scales, both results, the
+# workspace.
+_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(12))
+_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, _MEMORY = _REST
+
+
+def launch_experts_backward(
+    inputs: "ExpertsBackwardInputs", dx: torch.Tensor, of_weights: torch.Tensor
+) -> None:
+    """`experts_backward` on the current stream; nothing waits for it."""
+    if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        dx.zero_()
+        of_weights.zero_()
+        return
+    weights = (
+        transposed(inputs.down_proj, inputs.keeps),
+        inputs.down_proj_scale_inv.mT,
+        transposed(inputs.gate_up_proj, inputs.keeps, parts=2),
+        inputs.gate_up_proj_scale_inv.mT,
+    )
+    grad = inputs.grad
+    if grad.stride(1) != 1:
+        grad = grad.contiguous()
+    sizes = _sizes_of(inputs)
+    num_parts = num_parts_of(sizes, has_backward=True)
+    if num_parts == 1:
+        _launch(inputs._replace(grad=grad), weights, dx, of_weights)
+        return
+    split = -(-sizes.num_tokens // num_parts)
+    by_token = (grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
+    rows, scales = split * sizes.top_k, inputs.gate_up_scale_inv
+    saved = inputs.gate_up.split(rows if scales is None else 2 * rows)
+    of_saved = [None] * len(saved) if scales is None else scales.split(2 * rows)
+    parts = zip(*(x.split(split) for x in by_token), saved, of_saved, strict=True)
+    for *tokens, part_dx, part_of_weights, gate_up, gate_up_scales in parts:
+        part = inputs._replace(
+            grad=tokens[0],
+            top_k_index=tokens[1],
+            top_k_weights=tokens[2],
+            gate_up=gate_up,
+            gate_up_scale_inv=gate_up_scales,
+        )
+        _launch(part, weights, part_dx, part_of_weights)
+
+
+def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
+    return Sizes(
+        *inputs.top_k_index.shape, *inputs.down_proj.shape, False, inputs.num_global_experts
+    )
+
+
+def _launch(
+    inputs: "ExpertsBackwardInputs",
+    weights: tuple[torch.Tensor, ...],
+    dx: torch.Tensor,
+    of_weights: torch.Tensor,
+) -> None:
+    grad, ids, top_k_weights, gate_up, scales = inputs[:5]
+    driver = current_driver()
+    tensors = grad, ids, top_k_weights, gate_up, *weights
+    key = (
+        _OP,
+        tuple([layout_of(x) for x in tensors]),
+        None if scales is None else layout_of(scales),
+        grad.data_ptr() % 16,
+        dx.data_ptr() % 16,
+        inputs.swiglu_limit,
+        inputs.expert_offset,
+        inputs.num_global_experts,
+        driver.max_sms,
+    )
+    found = driver.prepared().get(key)
+    if found is None:
+        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0))
+    saved_scales = 0 if scales is None else scales.data_ptr()
+    addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
+    saved = gate_up.data_ptr(), saved_scales
+    tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
+    found(grad.get_device(), (*tokens, *saved, *addresses))
+
+
+def _prepare(
+    inputs: "ExpertsBackwardInputs", weights: tuple[torch.Tensor, ...], is_aligned: bool
+) -> Launches:
+    sizes = _sizes_of(inputs)
+    at, rows = BackwardWorkspace.of(sizes), sizes.num_tokens * sizes.top_k
+    configs = config_source_of(inputs.grad.get_device())
+    token_to_row, is_first = _in_memory(at.token_to_row), _in_memory(at.is_first)
+    h, pitch = sizes.hidden_size, scale_pitch(rows)
+    dispatch = prepare_dispatch(
+        inputs.grad,
+        inputs.top_k_index,
+        sizes.num_experts,
+        None,
+        row_pitch=round_up(h, 16),
+        scale_pitch=pitch,
+        sources=DispatchSources(
+            x=_GRAD,
+            rows=_in_memory(at.tokens),
+            row_scales=_in_memory(at.token_scales),
+            counts=_in_memory(at.of_activated),  # it is not yet in use
+            zeros=_in_memory(at.tile_counters),
+            routing=RoutingSources(
+                ids=_IDS,
+                tokens_per_expert=_in_memory(at.counts),
+                expert_offsets=_in_memory(at.offsets),
+                token_to_row=token_to_row,
+            ),
+        ),
+        expert_offset=inputs.expert_offset,
+        min_amax=MIN_GRADIENT_AMAX,
+    )
+    first, second = _prepare_gemms(sizes, at, weights, configs.sms)
+    limit = inputs.swiglu_limit
+    swiglu = prepare_swiglu_backward(
+        inputs.gate_up,
+        inputs.gate_up_scale_inv,
+        inputs.top_k_weights,
+        math.inf if limit is None else limit,
+        grad_row_pitch=round_up(sizes.intermediate_size, 8),
+        scale_pitch=pitch,
+        sources=SwigluBackwardSources(
+            grad=_in_memory(at.of_activated),
+            saved=_SAVED,
+            saved_scales=None if inputs.gate_up_scale_inv is None else _SAVED_SCALES,
+            rows=_in_memory(at.gate_up),
+            row_scales=_in_memory(at.gate_up_scales),
+            token_to_row=token_to_row,
+            weights=_WEIGHTS,
+            of_weights=_OF_WEIGHTS,
+            is_first=is_first,
+        ),
+    )
+    combine = prepare_combine(
+        inputs.grad.new_empty(inputs.top_k_index.shape, dtype=torch.float32),
+        h,
+        y_row_pitch=round_up(h, 8),
+        is_aligned=is_aligned,
+        sources=CombineSources(_in_memory(at.results), token_to_row, is_first, _DX),
+        programmatic=True,
+    )
+    return Launches((*dispatch, first, swiglu, second, combine), at.size)
+
+
+def _in_memory(offset: int) -> Source:
+    return _MEMORY._replace(plus=offset)
+
+
+def _prepare_gemms(
+    sizes: Sizes, at: BackwardWorkspace, weights: tuple[torch.Tensor, ...], sms: Sms
+) -> tuple[Launch, Launch]:
+    _, load = mean_load(sizes)
+    of_down, of_gate_up = backward_operands_of(sizes, weights)
+    bounds, counter = _in_memory(at.offsets), at.tile_counters
+
+    def prepare(operands: Operands, sources: GemmSources, tile_counter: int, ready: bool) -> Launch:
+        config = _config_of(sizes, operands, load, sms)
+        tiles = 0 if ready else expected_tiles(config, sizes)
+        groups = GroupsOfTokens(GroupLayout.OFFSETS, sizes.num_experts, tiles, bounds_ready=ready)
+        takes = takes_tiles(config, sizes, operands, groups, sms)
+        sources = sources._replace(
+            bounds=bounds, tile_counter=_in_memory(tile_counter) if takes else None
+        )
+        return prepare_gemm(config, operands, sources, sms, load, groups=groups)
+
+    tokens, token_scales = _in_memory(at.tokens), _in_memory(at.token_scales)
+    gate_up, gate_up_scales = _in_memory(at.gate_up), _in_memory(at.gate_up_scales)
+    of_activated, results = _in_memory(at.of_activated), _in_memory(at.results)
+    return (
+        prepare(
+            of_down,
+            GemmSources(tokens, token_scales, _DOWN, _DOWN_SCALES, of_activated),
+            counter,
+            False,
+        ),
+        prepare(
+            of_gate_up,
+            GemmSources(gate_up, gate_up_scales, _GATE_UP, _GATE_UP_SCALES, results),
+            counter + 4,
+            True,
+        ),
+    )
+
+
+def _config_of(sizes: Sizes, operands: Operands, load: int, sms: Sms) -> GemmConfig:
+    num_groups, n, k = operands.b.shape
+    limit, all_sms = sizes.num_tokens * sizes.top_k, sms.busy == sms.all
+    return choose_grouped_config(min(load, limit), limit, num_groups, n, k, sms.busy, all_sms)

@@ -1,0 +1,109 @@
+"""A linear of each expert, for rows that are grouped by expert. R rows, K in, N out, E experts.
+
+`experts` does not need it: its GEMMs quantize in between. It is for what has something between
+them, such as adapters or another activation.
+"""
+
+from typing import Any
+
+import torch
+
+from ..kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX
+from ..kernels.common.registry import register
+from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ..quant.quantize import quantize_1x128
+from .autograd import first_order, no_gradients, records
+from .transposed import transposed
+
+
+def _grouped(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    min_amax: float,
+) -> torch.Tensor:
+    result = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+    a = quantize_1x128(rows.contiguous(), False, min_amax)
+    m_grouped_fp8_gemm_nt_contiguous(a, (weight, scale_inv), result, expert_offsets=expert_offsets)
+    return result
+
+
+def _backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    keeps: bool | None,
+) -> torch.Tensor:
+    weight = transposed(weight, keeps)
+    return _grouped(grad, weight, scale_inv.mT, expert_offsets, MIN_GRADIENT_AMAX)
+
+
+def _allocate_backward(grad: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return grad.new_empty((grad.shape[0], weight.shape[2]), dtype=torch.bfloat16)
+
+
+_grouped_backward = register(
+    "grouped_linear_backward(Tensor grad, Tensor weight, Tensor weight_scale_inv, "
+    "Tensor expert_offsets, bool? keeps) -> Tensor",
+    cpu=_backward,
+    fake=_allocate_backward,
+    cuda=_backward,
+)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: str,
+        keeps: bool | None,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        expert_offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.keeps, ctx.dtype = layer, keeps, rows.dtype
+        ctx.save_for_backward(weight, weight_scale_inv, expert_offsets)
+        return _grouped(rows, weight, weight_scale_inv, expert_offsets, MIN_AMAX)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_rows, *needed, _ = ctx.needs_input_grad[2:]
+        of_weights = no_gradients(grad, ctx.layer, needed, ctx.saved_tensors[:2])
+        of_rows = None
+        if needs_rows:
+            of_rows = _grouped_backward(grad, *ctx.saved_tensors, ctx.keeps).to(ctx.dtype)
+        return None, None, of_rows, *of_weights, None
+
+
+def grouped_linear(
+    layer: str,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    keeps: bool | None = None,
+) -> torch.Tensor:
+    """bf16 [R, N]: row r is `rows[r] @ W_e.T` for the expert e of r, and zeros if there is none.
+
+    It has a gradient in rows, which is zero for rows of no expert, whatever they hold.
+
+    Args:
+        layer: who is named if a gradient of the weight is wanted, which is an error.
+        rows: [R, K] bf16, fp16 or fp32; they are quantized to 1x128.
+        weight: e4m3 [E, N, K]. weight_scale_inv: fp32 [E, ceil(N/128), ceil(K/128)].
+        expert_offsets: int32 [E + 1], as in `m_grouped_fp8_gemm_nt_contiguous`.
+        keeps: see `transposed`.
+
+    Raises TypeError, ValueError as `m_grouped_fp8_gemm_nt_contiguous` does.
+    """
+    inputs = rows, weight, weight_scale_inv, expert_offsets
+    y: torch.Tensor
+    if records(layer, *inputs):
+        y = _GroupedLinear.apply(layer, keeps, *inputs)
+    else:
+        y = _grouped(*inputs, MIN_AMAX)
+    return y

@@ -1,0 +1,193 @@
+// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3.
+//
+// a = silu(gate) * up was multiplied by the down projection, and its result by the weight of a choice. A CTA has one
+// choice's row, of which it reads the gradient of `a` without that weight, and gate and up as the forward has saved
+// them. It recomputes `a`, whose product with the gradient is the gradient of the weight.
+#include "fp8.cuh"
+#include "input.cuh"
+
+constexpr int kBlock = 128;
+constexpr int kColumns = 8;                // of a thread, side by side
+constexpr int kLanes = kBlock / kColumns;  // threads that share a block, and so a scale
+
+struct Arguments {
+  const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, times no weight
+  int64_t grad_row_bytes;    // the pitch of its rows, a multiple of 16
+  const uint8_t* saved;      // gate and up: bf16 [R, 2, I], or E4M3 [R, 2, I] without gaps
+  int64_t saved_row_bytes;   // the pitch of rows of I
+  const float* saved_scales; // [I/128, pitch], where row r has 2 r for gate and 2 r + 1 for up
+  int64_t saved_scale_pitch;
+  const int* token_to_row;   // [T, k]; -1: no row. Null: choice i has row i, and no weight
+  const uint8_t* weights;    // [T, k]
+  int64_t weight_token_bytes, weight_choice_bytes;
+  uint8_t* rows;             // E4M3 [R, 2, padded I]: gradients of gate and of up
+  int64_t row_pitch;         // of [2, padded I]
+  float* row_scales;         // [2 * padded I / 128, pitch], rows innermost
+  int64_t scale_pitch;
+  float* of_weights;         // [T, k]
+  float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
+  uint32_t num_choices, top_k, size, padded_size;
+  float limit;               // bounds gate from above and up on both sides; may be infinite
+  float min_amax;
+};
+
+// Four E4M3 codes, the first in the lowest byte.
+__device__ inline void decode_e4m3(uint32_t codes, float (&x)[4]) {
+  uint32_t low, high;
+  asm("{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+  x[0] = half_to_float(low), x[1] = half_to_float(low >> 16);
+  x[2] = half_to_float(high), x[3] = half_to_float(high >> 16);
+}
+
+// Eight neighbouring elements of gate or of up; zeros behind the end of the row.
+template <bool kIsFp8>
+__device__ void load_saved(const Arguments& args, int64_t row, uint32_t column, float (&x)[kColumns]) {
+  const uint8_t* source = args.saved + row * args.saved_row_bytes;
+  if constexpr (kIsFp8) {
+    uint32_t codes[2] = {};
+    if (args.size % kColumns == 0) {
+      const uint2 both = *reinterpret_cast<const uint2*>(source + column);
+      codes[0] = both.x, codes[1] = both.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (column + i < args.size) codes[i / 4] |= uint32_t(source[column + i]) << i % 4 * 8;
+      }
+    }
+    const float scale = args.saved_scales[column / kBlock * args.saved_scale_pitch + row];
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      float four[4];
+      decode_e4m3(codes[i / 4], four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i + j] = __fmul_rn(four[j], scale);
+    }
+  } else {
+    Eight<Input::kBFloat16> eight;
+    eight.load_once(source, column);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) x[i] = eight[i];
+  }
+}
+
+// What a thread leaves of its eight columns.
+struct Gradients {
+  float gate[kColumns], up[kColumns];
+  float of_weight = 0;  // the sum of grad times `a`
+};
+
+// With sigma the sigmoid, d silu / d gate = sigma (1 + gate (1 - sigma)). Where the limit holds, there is no gradient.
+template <bool kIsFp8>
+__device__ Gradients differentiate(const Arguments& args, int64_t row, uint32_t column, float weight) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  Gradients result;
+  float gate[kColumns], up[kColumns];
+  Eight<Input::kBFloat16> grad;
+  grad.load_once(args.grad + row * args.grad_row_bytes, column);
+  load_saved<kIsFp8>(args, 2 * row, column, gate);
+  load_saved<kIsFp8>(args, 2 * row + 1, column, up);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const bool gate_is_held = gate[i] > args.limit, up_is_held = fabsf(up[i]) > args.limit;
+    const float g = gate_is_held ? args.limit : gate[i], u = up_is_held ? copysignf(args.limit, up[i]) : up[i];
+    float exponential, sigmoid;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(g, -kLog2E)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(exponential, 1)));
+    const float silu = __fmul_rn(g, sigmoid), slope = sigmoid * __fmaf_rn(g, 1 - sigmoid, 1);
+    const float of_activated = grad[i], weighted = weight * of_activated;
+    result.gate[i] = gate_is_held ? 0 : weighted * u * slope;
+    result.up[i] = up_is_held ? 0 : weighted * silu;
+    if (column + i < args.size) {
+      result.of_weight = __fmaf_rn(of_activated, silu * u, result.of_weight);
+    } else {
+      result.gate[i] = 0, result.up[i] = 0;
+    }
+  }
+  return result;
+}
+
+// Quantizes a block, of which kLanes threads hold eight columns each, into a row of `rows`. The whole warp calls it;
+// `exists` tells whether there is such a block.
+__device__ inline void store_block(const Arguments& args, int64_t row, uint32_t column, const float (&x)[kColumns],
+                                   bool exists) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) amax = max(amax, __float_as_uint(x[i]) & kMagnitude);
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
+  const Scale scale(amax, false, args.min_amax);
+  uint32_t codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float* four = x + 4 * i;
+    codes[i] = encode_e4m3(scale.divide(four[0]), scale.divide(four[1]), scale.divide(four[2]), scale.divide(four[3]));
+  }
+  if (!exists) return;
+  *reinterpret_cast<uint2*>(args.rows + row * args.row_pitch + column) = {codes[0], codes[1]};
+  if (threadIdx.x % kLanes == 0) args.row_scales[column / kBlock * args.scale_pitch + row] = scale.scale_inv;
+}
+
+// rows = quantize_1x128(w * grad * d a / d [gate | up]); of_weights[t, j] = <grad, a> of the row of choice j of token t,
+// where w is the sum of the weights of all choices of the row.
+// Grid: a CTA of up to 256 threads owns a choice; the first choice of a row works for all of them.
+// Shared memory: 32 B, the sums of each warp.
+// Barriers: one, between these sums and their sum; 16 lanes meet in shuffles.
+// Alignment: rows of grad and of BF16 saved are at multiples of 16 B, those of `rows` of 8 B; all may end anywhere.
+template <Input kWeights, bool kIsFp8>
+__global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
+  __shared__ float of_warps[256 / kWarp];
+  const int64_t choice = blockIdx.x, token = choice / args.top_k;
+  const uint32_t mine = choice - token * args.top_k;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  int row = choice;
+  float weight = 1;
+  const int* of_token = args.token_to_row + token * args.top_k;
+  if (args.token_to_row != nullptr) {
+    row = of_token[mine];
+    weight = 0;
+    bool is_first = row >= 0;
+    const uint8_t* weights = args.weights + token * args.weight_token_bytes;
+#pragma unroll 4
+    for (uint32_t i = 0; i < args.top_k; ++i) {
+      if (of_token[i] != row) continue;
+      is_first &= i >= mine;
+      weight += load_float<kWeights>(weights + i * args.weight_choice_bytes);
+    }
+    if (threadIdx.x == 0) {
+      args.is_first[choice] = is_first;
+      if (row < 0) args.of_weights[choice] = 0;
+    }
+    if (!is_first) return;
+  }
+
+  float of_weight = 0;
+  for (uint32_t first = 0; first < args.padded_size; first += blockDim.x * kColumns) {  // whole blocks
+    const uint32_t column = first + threadIdx.x * kColumns;
+    Gradients gradients = {};
+    if (column < args.size) gradients = differentiate<kIsFp8>(args, row, column, weight);
+    of_weight += gradients.of_weight;
+    const bool exists = column < args.padded_size;
+    store_block(args, row, column, gradients.gate, exists);
+    store_block(args, row, args.padded_size + column, gradients.up, exists);
+  }
+  if (args.token_to_row == nullptr) return;
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    of_weight += __shfl_xor_sync(0xffffffff, of_weight, distance);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = of_weight;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  float sum = of_warps[0];
+  for (uint32_t i = 1; i < blockDim.x / kWarp; ++i) sum += of_warps[i];
+  for (uint32_t i = mine; i < args.top_k; ++i) {
+    if (of_token[i] == row) args.of_weights[token * args.top_k + i] = sum;
+  }
+}

@@ -1,0 +1,93 @@
+"""W^T of FP8 weights, which gradients in activations are made with: kept, or made anew each time.
+
+FP8 WGMMA wants both operands with the contraction innermost, so dX = dY W needs the codes of W^T in
+memory. With 128x128 blocks they are those of W, and the scales of W^T are a view of those of W.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.common.blocks import BLOCK, round_up
+from ..kernels.jit import current_driver
+from ..quant.transpose import empty_transposed, transpose_codes, transpose_codes_into
+
+_KEPT = "_moefp8_transposed"
+_LEAST_FREE = 0.25  # of a GPU's memory, for all that is allocated after W^T
+
+
+class _Kept(NamedTuple):
+    """W^T as it was made: from which versions of weights, and on which stream."""
+
+    versions: tuple[int, ...]
+    codes: torch.Tensor
+    stream: int
+    is_made: torch.cuda.Event
+    made_of: tuple[torch.Tensor, ...]  # weights but the first: none else may get their addresses
+
+
+def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torch.Tensor:
+    """e4m3 [..., N, K] -> [..., K, N], as `transpose_codes` with `parts` does.
+
+    keeps: True keeps W^T on a GPU until the weight is freed: 1 more byte for each weight, and no
+        kernel in later calls. False makes it anew each time. None keeps it if then a quarter of the
+        GPU's memory is still free.
+
+    A change of the weight in place is seen, unless it was made through `.data`; W^T is then made
+    anew in the same memory, which CUDA graphs may know. While one is captured, nothing new is kept.
+    """
+    return _kept_or_made((weight,), parts, keeps, partial(transpose_codes, weight, parts))
+
+
+def transposed_side_by_side(
+    gate: torch.Tensor, up: torch.Tensor, keeps: bool | None
+) -> torch.Tensor:
+    """The same of gate [I, H] and up [I, H]: [H, 2 I], where both begin at multiples of 128."""
+
+    def make() -> torch.Tensor:
+        size, h = gate.shape
+        wide = round_up(size, BLOCK)
+        both = empty_transposed(gate, (h, 2 * wide))
+        for i, weight in enumerate((gate, up)):
+            transpose_codes_into(weight, 1, both[:, i * wide : (i + 1) * wide])
+        return both
+
+    return _kept_or_made((gate, up), 1, keeps, make)
+
+
+def _kept_or_made(
+    weights: tuple[torch.Tensor, ...],
+    parts: int,
+    keeps: bool | None,
+    make: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    first = weights[0]
+    if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
+        return make()
+    # The storage of a weight keeps what belongs to it, whoever holds the weight.
+    kept: dict[Any, _Kept] = first.untyped_storage().__dict__.setdefault(_KEPT, {})
+    layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
+    versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
+    found = kept.get((layouts, parts))
+    current = torch.cuda.current_stream(first.device)
+    if found is not None and found.versions == versions:
+        if found.stream != current.cuda_stream and not is_capturing:
+            current.wait_event(found.is_made)
+        return found.codes
+    if is_capturing or (found is None and not (keeps or _has_room(weights))):
+        return make()
+    codes = make() if found is None else found.codes.copy_(make())
+    is_made = torch.cuda.Event()
+    is_made.record(current)
+    made = _Kept(versions, codes, current.cuda_stream, is_made, weights[1:])
+    kept[layouts, parts] = made
+    return codes
+
+
+def _has_room(weights: tuple[torch.Tensor, ...]) -> bool:
+    device = weights[0].device
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached - sum(x.numel() for x in weights) >= _LEAST_FREE * total
