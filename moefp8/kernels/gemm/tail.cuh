@@ -93,10 +93,8 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
 #pragma unroll 1
     for (int k = 0; k < schedule.k_end; ++k, schedule.next_stage()) tail.add(shared, schedule, thread);
     if constexpr (C.gate_up) {
-      if constexpr (C.saves_gate_up) {
-        save_columns(tail.total[0], args, schedule.coord, false, thread);
-        save_columns(tail.total[1], args, schedule.coord, true, thread);
-      }
+      if constexpr (C.saves_gate_up)
+        save_gate_up<true>(tail.total[0], tail.total[1], args, schedule.coord, thread);
       swiglu(tail.total[0], tail.total[1], args.activation.limit);
       swiglu_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {

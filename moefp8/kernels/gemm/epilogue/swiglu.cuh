@@ -231,6 +231,16 @@ __device__ void save_columns(const float (&v)[kSize], const Arguments& args, con
   }
 }
 
+template <bool kAsColumns, GemmConfig C, int kSize>
+__device__ void save_gate_up(const float (&gate)[kSize], const float (&up)[kSize], const Arguments& args,
+                             const TileCoord<C>& coord, const Thread<C>& thread) {
+  if constexpr (kAsColumns) {
+    save_columns(gate, args, coord, false, thread), save_columns(up, args, coord, true, thread);
+  } else {
+    save_rows(gate, args, coord, false, thread), save_rows(up, args, coord, true, thread);
+  }
+}
+
 template <GemmConfig C>
 __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
                                 const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
@@ -240,13 +250,7 @@ __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>
   constexpr int kSize = C.parts * C.part_n / 4;  // the sums of gate, and as many of up
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
-  if constexpr (C.saves_gate_up) {
-    const auto save = [&](const auto& v, bool is_up) {
-      if constexpr (C.stacked) save_columns(v, args, coord, is_up, thread);
-      else save_rows(v, args, coord, is_up, thread);
-    };
-    save(gate, false), save(up, true);
-  }
+  if constexpr (C.saves_gate_up) save_gate_up<C.stacked>(gate, up, args, coord, thread);
   swiglu(gate, up, args.activation.limit);
   if constexpr (C.stacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
   else swiglu_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
