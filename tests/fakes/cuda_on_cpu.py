@@ -50,6 +50,15 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline size_t __cvta_generic_to_shared(const void*) { return 0; }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int byte = selector >> i * 4 & 7;
+    chosen |= uint32_t(bytes >> byte * 8 & 0xff) << i * 8;
+  }
+  return chosen;
+}
 inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
 
 struct Meeting {
