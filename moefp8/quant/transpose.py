@@ -1,25 +1,121 @@
+"""Transpose E4M3 weights for the GEMM of the gradient: dX = dY W wants W^T with N contiguous.
+
+Their 128x128 blocks stay blocks, so the scales of the result are the view `scale_inv.mT`, and only
+codes move. E matrices of N rows of K codes, in parts of n = N / parts rows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
-from ..kernels.common.blocks import BLOCK, round_up
+
+from ..kernels.common.blocks import BLOCK, E4M3, round_up, round_up_to_tma
+from ..kernels.common.checks import check_rows_contiguous, check_same_device, check_tensor
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.registry import Written, register_inputs
+from ..kernels.jit import Launch
+from .transpose_launch import Destination, is_aligned, prepare_transpose
+
+_OP = "transpose_codes"
 
 
-def empty_transposed(w, shape):
-    *m, k, n = shape
-    return w.new_empty(*m, k, round_up(n, 16))[..., :n]
+class TransposeInputs(NamedTuple):
+    """What `transpose_codes_into` takes."""
+
+    w: torch.Tensor
+    parts: int
+    out: Written
 
 
-def transpose_codes_into(w, parts, out):
-    n, k = w.shape[-2:]
-    part, wide = n // parts, out.shape[-1] // parts
-    out = out.view(torch.uint8).zero_()
-    for p in range(parts):
-        out[..., p * wide : p * wide + part] = (
-            w[..., p * part : (p + 1) * part, :].view(torch.uint8).mT
+def _check_weights(w: torch.Tensor, parts: int) -> None:
+    check_tensor(_OP, "w", w, (E4M3,))
+    if w.ndim not in (2, 3):
+        raise ValueError(f"{_OP}: w must be [N, K] or [E, N, K], got shape {list(w.shape)}")
+    check_rows_contiguous(_OP, "w", w)
+    if parts < 1 or w.shape[-2] % parts:
+        raise ValueError(
+            f"{_OP}: parts must be at least 1 and divide N = {w.shape[-2]}, got {parts}"
         )
 
 
-def transpose_codes(w, parts=1):
-    n, k = w.shape[-2:]
-    wide = round_up(n // parts, BLOCK) * parts if parts > 1 else n
-    out = empty_transposed(w, (*w.shape[:-2], k, wide))
-    transpose_codes_into(w, parts, out)
-    return out
+def _check(inputs: TransposeInputs) -> None:
+    w, parts, out = inputs
+    _check_weights(w, parts)
+    check_tensor(_OP, "out", out, (E4M3,), w.ndim)
+    check_same_device(_OP, w=w, out=out)
+    check_rows_contiguous(_OP, "out", out)
+    *batch, n, k = w.shape
+    *rows, columns = out.shape
+    if rows != [*batch, k] or columns % parts or columns < n:
+        raise ValueError(
+            f"{_OP}: out must be {[*batch, k, 'columns']}, with columns a multiple of parts = "
+            f"{parts} and at least N = {n}, got {list(out.shape)}"
+        )
+
+
+def _body(inputs: TransposeInputs) -> None:
+    _check(inputs)
+    w, parts, out = inputs
+    n, width = w.shape[-2] // parts, out.shape[-1] // parts
+    # Bytes, since FP8 has few ops of its own.
+    of_parts = w.view(torch.uint8).unflatten(-2, (parts, n))
+    target = out.view(torch.uint8).unflatten(-1, (parts, width)).transpose(-2, -3)
+    target[..., :n].copy_(of_parts.mT)
+    target[..., n:].zero_()
+
+
+def _launch(inputs: TransposeInputs) -> None:
+    """One kernel on the current stream, if `out` has elements."""
+    w, parts, out = inputs
+    if out.numel() == 0:
+        _check(inputs)
+        return
+    key = (_OP, layout_of(w), layout_of(out), parts, is_aligned(w), is_aligned(out))
+
+    def prepare() -> Launch:
+        _check(inputs)
+        return prepare_transpose(w, parts, Destination.of(out, parts))
+
+    prepared(key, prepare).on(w.get_device(), (w.data_ptr(), out.data_ptr()))
+
+
+# Writes `w` transposed into out [..., K, parts * width]: row i of part p becomes column
+# p * width + i, and the columns behind the n of a part become zeros.
+transpose_codes_into = register_inputs(
+    "transpose_codes_into", TransposeInputs, "()", cpu=_body, fake=_check, hopper=_launch
+)
+
+
+def transpose_codes(w: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """The codes of weights, transposed for a GEMM that reads them by TMA.
+
+    Args:
+        w: e4m3 [N, K] or [E, N, K]; columns contiguous, rows and matrices at any pitch.
+        parts: N is cut into as many equal parts of n rows, e.g. 2 for gate and up. If there are
+            several, each begins at a whole block of the result: row i of part p becomes column
+            p * round_up(n, 128) + i, and the columns between parts are zeros.
+
+    Returns:
+        e4m3 [..., K, N'], with N' = N, or parts * round_up(n, 128) of several parts. Rows lie a
+        multiple of 16 bytes apart, and the bytes between them are zeros.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+    """
+    _check_weights(w, parts)
+    *batch, n, k = w.shape
+    columns = n if parts == 1 else parts * round_up(n // parts, BLOCK)
+    whole_rows = _empty_rows(w, (*batch, k, columns))
+    transpose_codes_into(w, parts, whole_rows)
+    return whole_rows[..., :columns]
+
+
+def empty_transposed(w: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Uninitialised memory [..., K, columns] in which rows lie as those of `transpose_codes`."""
+    return _empty_rows(w, shape)[..., : shape[-1]]
+
+
+def _empty_rows(w: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The same with what lies between rows."""
+    *rows, columns = shape
+    return w.new_empty(*rows, round_up_to_tma(columns, w.element_size()))

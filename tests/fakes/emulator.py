@@ -19,7 +19,7 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import numerics, quantize_launch
+from moefp8.quant import numerics, quantize_launch, transpose_launch
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
@@ -33,6 +33,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "segments": segments.Arguments,
     "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
+    "transpose": transpose_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
     "logits": logits_launch._Arguments,
@@ -252,6 +253,7 @@ class Emulator(GemmEmulator):
             "segments": self.find_segments,
             "tile": self.zero_tile_counter,
             "quantize": self.quantize,
+            "transpose": self.transpose,
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
@@ -276,6 +278,25 @@ class Emulator(GemmEmulator):
         scales = memory(x.scale_inv, torch.float32, [*found[1].shape], strides)
         for output, y in zip((data, scales), found, strict=True):
             output.copy_(y)
+
+    def transpose(self, made, parameters):
+        x = made.arguments
+        parts, of_parts = x.num_parts.value, x.num_row_tiles.value * x.num_k_tiles.value
+        num_matrices, rest = divmod(made.grid, parts * of_parts)
+        assert (rest, made.block, made.shared_bytes) == (0, 256, 128 * 128)
+        shape = [num_matrices, parts, x.num_rows, x.k]
+        pitches = [x.w_matrix_pitch, x.w_part_pitch, x.w_row_pitch, 1]
+        source = memory(x.w, torch.uint8, shape, pitches) if x.num_rows else torch.empty(shape)
+        shape = [num_matrices, x.k, parts, x.width]
+        pitches = [x.out_matrix_pitch, x.out_row_pitch, x.width, 1]
+        out = memory(x.out, torch.uint8, shape, pitches)
+        assert x.num_row_tiles.value == kernels.num_blocks(x.width)
+        assert x.num_k_tiles.value == kernels.num_blocks(x.k)
+        if made.kernel.name.endswith("<true>"):
+            assert ((x.w or 0) | x.w_matrix_pitch | x.w_row_pitch | x.k | x.width) % 16 == 0
+            assert (x.out | x.out_matrix_pitch | x.out_row_pitch) % 16 == 0
+        out[..., x.num_rows :] = 0
+        out[..., : x.num_rows] = source.permute(0, 3, 1, 2)
 
     def logits(self, made, parameters):
         x = made.arguments

@@ -16,6 +16,7 @@ from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
+from moefp8.quant.transpose import transpose_codes
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from moefp8.routing.route import route
 from tests.functional.cases import EXPERTS_FAMILIES
@@ -103,6 +104,7 @@ def main() -> None:
         fp8_linear(x, *weight, None)
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
+    run_transpose()
     run_route()
     for num_tokens, top_k, hidden_size, num_sms in (
         (3, 2, 200, 132), (200, 3, 1160, 5),
@@ -138,6 +140,16 @@ def run_top_k(dtype: torch.dtype) -> None:
         index = softmax_topk(logits, k, True)[0].cpu()
         wrong += int((index != torch.arange(k)).sum())
         tell(f"top-k of {num_experts}, {dtype}", wrong)
+
+
+def run_transpose() -> None:
+    """All codes are 1.0, so that what lies behind a row or a part is seen at once."""
+    for n, k, parts in ((100, 144, 2), (264, 72, 1), (6, 16, 2), (331, 400, 1)):
+        found = transpose_codes(ones(2, n, k), parts).view(torch.uint8).cpu()
+        width, rows = found.shape[-1] // parts, n // parts
+        is_row = torch.arange(parts * width) % width < rows
+        expected = torch.where(is_row, 0x38, 0).expand(2, k, -1)
+        tell(f"transpose, {n}x{k} in {parts}", int((found != expected).sum()))
 
 
 def run_route() -> None:
