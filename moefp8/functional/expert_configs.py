@@ -4,12 +4,12 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from ..kernels.common.blocks import ceil_div, round_up
+from ..kernels.common.blocks import BLOCK, ceil_div, round_up
 from ..kernels.gemm.config import GemmConfig, with_most_stages
-from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD
+from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_config
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
 
 # From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
@@ -88,6 +88,36 @@ def _layer_of(sizes: Sizes) -> Experts:
     is_rank = sizes.num_experts < sizes.num_to_choose_from
     num_global_experts = sizes.num_global_experts if is_rank else None
     return Experts(sizes.num_experts, sizes.top_k, h, i, num_global_experts)
+
+
+def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
+    """The configs of the GEMMs of a backward: with W_down^T, then with that of gate and up."""
+    load, limit = _backward_load(sizes)
+    h, i, groups = sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
+    num_sms, all_sms = source.num_sms, source.num_sms == source.all_sms
+    shapes = (i, h), (h, 2 * round_up(i, BLOCK))
+    first, second = (
+        _backward_config(load, limit, groups, n, k, num_sms, all_sms) for n, k in shapes
+    )
+    return first, second
+
+
+def all_backward_configs(source: ConfigSource, sizes: Sizes) -> set[GemmConfig]:
+    """What `backward_configs` chooses for up to as many tokens as `sizes` says."""
+    asked = {
+        _backward_load(x): x
+        for x in (sizes._replace(num_tokens=n) for n in range(1, sizes.num_tokens + 1))
+    }
+    return {config for x in asked.values() for config in backward_configs(source, x)}
+
+
+def _backward_load(sizes: Sizes) -> tuple[int, int]:
+    """What decides: the mean load, and the most rows of an expert as far as they count."""
+    _, load = mean_load(sizes)
+    return load, max(load, min(sizes.num_tokens, 2 * BLOCK))
+
+
+_backward_config = lru_cache(16384)(choose_grouped_config)
 
 
 def gate_up_config(source: ConfigSource, tokens: int, h: int, i: int) -> GemmConfig:

@@ -20,15 +20,14 @@ import torch
 from ..kernels.common.blocks import MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
-from ..kernels.gemm.heuristic import choose_grouped_config
-from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, Sms, prepare_gemm
+from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
 from ..kernels.gemm.operands import Operands
-from ..kernels.gemm.tuned import config_source_of
+from ..kernels.gemm.tuned import ConfigSource, config_source_of
 from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
-from .expert_configs import Sizes, mean_load
+from .expert_configs import Sizes, backward_configs, mean_load
 from .experts_launch import expected_tiles, takes_tiles
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed
@@ -85,9 +84,8 @@ def launch_experts_backward(
 
 
 def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
-    return Sizes(
-        *inputs.top_k_index.shape, *inputs.down_proj.shape, False, inputs.num_global_experts
-    )
+    (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
+    return Sizes(num_tokens, top_k, e, h, i, False, inputs.num_global_experts)
 
 
 def _launch(
@@ -151,7 +149,7 @@ def _prepare(
         expert_offset=inputs.expert_offset,
         min_amax=MIN_GRADIENT_AMAX,
     )
-    first, second = _prepare_gemms(sizes, at, weights, configs.sms)
+    first, second = _prepare_gemms(sizes, at, weights, configs)
     limit = inputs.swiglu_limit
     swiglu = prepare_swiglu_backward(
         inputs.gate_up,
@@ -188,14 +186,20 @@ def _in_memory(offset: int) -> Source:
 
 
 def _prepare_gemms(
-    sizes: Sizes, at: BackwardWorkspace, weights: tuple[torch.Tensor, ...], sms: Sms
+    sizes: Sizes, at: BackwardWorkspace, weights: tuple[torch.Tensor, ...], source: ConfigSource
 ) -> tuple[Launch, Launch]:
-    _, load = mean_load(sizes)
+    (_, load), sms = mean_load(sizes), source.sms
+    first, second = backward_configs(source, sizes)
     of_down, of_gate_up = backward_operands_of(sizes, weights)
     bounds, counter = _in_memory(at.offsets), at.tile_counters
 
-    def prepare(operands: Operands, sources: GemmSources, tile_counter: int, ready: bool) -> Launch:
-        config = _config_of(sizes, operands, load, sms)
+    def prepare(
+        config: GemmConfig,
+        operands: Operands,
+        sources: GemmSources,
+        tile_counter: int,
+        ready: bool,
+    ) -> Launch:
         tiles = 0 if ready else expected_tiles(config, sizes)
         groups = GroupsOfTokens(GroupLayout.OFFSETS, sizes.num_experts, tiles, bounds_ready=ready)
         takes = takes_tiles(config, sizes, operands, groups, sms)
@@ -209,21 +213,17 @@ def _prepare_gemms(
     of_activated, results = _in_memory(at.of_activated), _in_memory(at.results)
     return (
         prepare(
+            first,
             of_down,
             GemmSources(tokens, token_scales, _DOWN, _DOWN_SCALES, of_activated),
             counter,
             False,
         ),
         prepare(
+            second,
             of_gate_up,
             GemmSources(gate_up, gate_up_scales, _GATE_UP, _GATE_UP_SCALES, results),
             counter + 4,
             True,
         ),
     )
-
-
-def _config_of(sizes: Sizes, operands: Operands, load: int, sms: Sms) -> GemmConfig:
-    num_groups, n, k = operands.b.shape
-    limit, all_sms = sizes.num_tokens * sizes.top_k, sms.busy == sms.all
-    return choose_grouped_config(min(load, limit), limit, num_groups, n, k, sms.busy, all_sms)

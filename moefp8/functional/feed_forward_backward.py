@@ -101,7 +101,7 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     """On a Hopper GPU: quantize, GEMM, `swiglu_backward.cu`, GEMM; nothing waits for them."""
     dx = _allocate(inputs)
     grad, gate_up, keeps = inputs.grad, inputs.gate_up, inputs.keeps
-    num_tokens, (h, i) = grad.shape[0], inputs.down.shape
+    num_tokens, i = grad.shape[0], inputs.down.shape[1]
     if dx.numel() == 0 or i == 0:
         return dx.zero_()
     down = transposed(inputs.down, keeps)

@@ -258,9 +258,6 @@ def linear(
     keeps: see `transposed`.
     """
     inputs = x, weight, weight_scale_inv, bias
-    y: torch.Tensor
-    if records(layer, *inputs):  # an autograd function costs as much as a launch
-        y = _Linear.apply(layer, keeps, *inputs)
-    else:
-        y = fp8_linear(*inputs)
+    is_recorded = records(layer, *inputs)  # an autograd function costs as much as a launch
+    y: torch.Tensor = _Linear.apply(layer, keeps, *inputs) if is_recorded else fp8_linear(*inputs)
     return y

@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -205,7 +205,8 @@ class GroupedExperts(FixedDtypeModule):
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.swiglu_limit, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
-        inputs = ExpertsInputs(*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
+        given: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
+        inputs = ExpertsInputs(*given)
         y = routed_experts("GroupedExperts", inputs, self.saved_dtype, self.keep_transposed)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 

@@ -23,8 +23,8 @@ class FP8Linear(FixedDtypeModule):
     """`y = x @ dequantize(weight).T + bias`, with FP8 operands and FP32 accumulation.
 
     Activations are quantized to 1x128 blocks on the way in; the result is rounded to BF16, then
-    given in the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and to
-    the bias; the weight has none.
+    given in the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and
+    to the bias; the weight has none.
 
     Args:
         in_features, out_features: K and N, any sizes.
@@ -142,8 +142,8 @@ class FP8Linear(FixedDtypeModule):
         rows = x if is_matrix else x.reshape(math.prod(x.shape[:-1]), self.in_features)
         if self.columns_before:
             rows = F.pad(rows, (self.columns_before, 0))
-        weights = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
-        y = linear("FP8Linear", rows, *weights, self.keep_transposed)
+        weight, scale_inv, bias = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
+        y = linear("FP8Linear", rows, weight, scale_inv, bias, self.keep_transposed)
         if self.rows_before:
             y = y[:, self.rows_before :]
         if not is_matrix:

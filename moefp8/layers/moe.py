@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ..functional.swiglu import swiglu
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
+from ..functional.swiglu import swiglu
 from ..kernels.common.checks import FLOATS, check_tensor
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
@@ -56,7 +56,8 @@ class SharedExperts(nn.Module):
             return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-        inputs = FeedForwardInputs(x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit)
+        given: tuple[Any, ...] = (x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit)
+        inputs = FeedForwardInputs(*given)
         y = shared_experts("SharedExperts", inputs, self.down_proj.keep_transposed).view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 

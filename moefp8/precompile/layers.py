@@ -37,6 +37,7 @@ def precompile(
     *,
     dtype: torch.dtype | None = None,
     top_k: int | None = None,
+    backward: bool = False,
     num_sms: int | None = None,
     num_threads: int | None = None,
     progress: bool | None = None,
@@ -52,6 +53,7 @@ def precompile(
             compiles what it lacks.
         dtype: of activations; None: those of the model's other parameters, or bf16 without any.
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
+        backward: whether also for gradients through the layers.
         num_sms: of the GPU to compile for; None: of every Hopper GPU here, or 132 (H100 SXM, H200)
             without one. What was tuned on a GPU here is compiled, too.
         num_threads: how many compile; None: as many as there are processors.
@@ -64,7 +66,9 @@ def precompile(
     """
     started = time.perf_counter()
     _check_numbers(num_threads=num_threads)
-    kernels = kernels_of(model, max_tokens, dtype=dtype, top_k=top_k, num_sms=num_sms)
+    kernels = kernels_of(
+        model, max_tokens, dtype=dtype, top_k=top_k, backward=backward, num_sms=num_sms
+    )
     with Progress("compiling", len(kernels), "kernels", shown=progress) as bar:
         compile_kernels(kernels, num_threads, bar.advance)
     return Precompiled(len(kernels), time.perf_counter() - started)
@@ -76,6 +80,7 @@ def kernels_of(
     *,
     dtype: torch.dtype | None = None,
     top_k: int | None = None,
+    backward: bool = False,
     num_sms: int | None = None,
 ) -> list[Kernel]:
     """The kernels that `precompile` compiles; first come those that take long."""
@@ -84,7 +89,8 @@ def kernels_of(
         raise TypeError(f"precompile: dtype must be bf16, fp16 or fp32, got {dtype}")
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
-    demands = [Demand(max_tokens, dtypes, configs) for configs in _config_sources(num_sms)]
+    sources = _config_sources(num_sms)
+    demands = [Demand(max_tokens, dtypes, configs, backward) for configs in sources]
     found = (kernel for demand in demands for layer in layers for kernel in layer.kernels(demand))
     return sorted(dict.fromkeys(found), key=lambda kernel: kernel.source.name != "gemm.cu")
 

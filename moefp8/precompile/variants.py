@@ -5,17 +5,25 @@ Each layer chooses as the launchers of its op do; a test launches those and comp
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ..functional.expert_configs import Sizes, all_experts_configs, all_gate_up_configs
-from ..kernels.gemm.config import GroupLayout
+from ..functional import swiglu_backward_launch
+from ..functional.expert_configs import (
+    Sizes,
+    all_backward_configs,
+    all_experts_configs,
+    all_gate_up_configs,
+)
+from ..kernels.common.blocks import BLOCK, round_up
+from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
-from ..quant import quantize_launch
+from ..quant import quantize_launch, transpose_launch
 from ..routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 
 
@@ -25,16 +33,20 @@ class Demand(NamedTuple):
     max_tokens: the most of one call, at least 1.
     dtypes: those of activations: bf16, fp16 and fp32, or some of them.
     configs: which configs GEMMs have, on a GPU of so many SMs or as measured on one.
+    backward: whether there are gradients through the layers, too.
     """
 
     max_tokens: int
     dtypes: frozenset[torch.dtype]
     configs: ConfigSource
+    backward: bool = False
 
     def quantize_kernels(self, k: int) -> Iterator[Kernel]:
         for dtype in self.dtypes:
-            num_sms = self.configs.all_sms
-            yield from quantize_launch.needed_kernels(dtype, self.max_tokens, k, num_sms)
+            yield from self.quantize_rows(dtype, self.max_tokens, k)
+
+    def quantize_rows(self, dtype: torch.dtype, max_rows: int, k: int) -> Iterator[Kernel]:
+        yield from quantize_launch.needed_kernels(dtype, max_rows, k, self.configs.all_sms)
 
     def dense_kernels(self, n: int, k: int, bias: torch.dtype | None = None) -> Iterator[Kernel]:
         for m in deciding_sizes(self.max_tokens):
@@ -52,6 +64,10 @@ class Linear(NamedTuple):
         if self.n and self.k:
             yield from demand.quantize_kernels(self.k)
             yield from demand.dense_kernels(*self)
+            if demand.backward:
+                yield from transpose_launch.needed_kernels(self.k)
+                yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, self.n)
+                yield from demand.dense_kernels(self.k, self.n)
 
 
 class FeedForward(NamedTuple):
@@ -64,8 +80,14 @@ class FeedForward(NamedTuple):
         if self.hidden_size and self.intermediate_size:
             yield from demand.quantize_kernels(self.hidden_size)
             for config in all_gate_up_configs(demand.configs, demand.max_tokens, *self):
-                yield kernel_of(config, None, GroupLayout.OFFSETS)
+                yield from gate_up_kernels(config, GroupLayout.OFFSETS, demand)
             yield from demand.dense_kernels(*self)
+            if demand.backward:
+                h, i = self
+                yield from backward_kernels(h, i, {torch.float32})
+                yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, h)
+                yield from demand.dense_kernels(i, h)
+                yield from demand.dense_kernels(h, 2 * round_up(i, BLOCK))
 
 
 class Experts(NamedTuple):
@@ -83,21 +105,55 @@ class Experts(NamedTuple):
         if not (self.num_experts and h and self.intermediate_size):
             return
         group_layout = GroupLayout.MASKED if self.masked else GroupLayout.OFFSETS
-        for pair in all_experts_configs(demand.configs, sizes):
-            for config in pair:
-                yield kernel_of(config, None, group_layout)
+        for gate_up, down in all_experts_configs(demand.configs, sizes):
+            yield from gate_up_kernels(gate_up, group_layout, demand)
+            yield kernel_of(down, None, group_layout)
+        if demand.backward and self.masked:  # what saves for a backward is contiguous
+            yield from self._replace(masked=False).kernels(demand)
+        elif demand.backward:
+            yield from self._backward_kernels(demand)
         for dtype in demand.dtypes:
-            yield from dispatch_launch.needed_kernels(
-                dtype,
-                hidden_size=h,
-                masked=self.masked,
-                num_experts=self.num_experts,
-                max_choices=demand.max_tokens * self.top_k,
-            )
+            yield from self._dispatch_kernels(demand, dtype, self.masked)
         # Our routers give FP32 scores; those of others have the dtype of activations.
         for dtype in {*demand.dtypes, torch.float32}:
             for aligned in {h % 8 == 0, False}:  # an addend may lie anywhere
                 yield combine_launch.kernel_of(dtype, aligned)
+
+    def _dispatch_kernels(
+        self, demand: Demand, dtype: torch.dtype, masked: bool
+    ) -> Iterator[Kernel]:
+        yield from dispatch_launch.needed_kernels(
+            dtype,
+            hidden_size=self.hidden_size,
+            masked=masked,
+            num_experts=self.num_experts,
+            max_choices=demand.max_tokens * self.top_k,
+        )
+
+    def _backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        h, i = self.hidden_size, self.intermediate_size
+        yield from backward_kernels(h, i, {*demand.dtypes, torch.float32})
+        for dtype in {*demand.dtypes, torch.bfloat16}:  # gradients are BF16
+            yield from self._dispatch_kernels(demand, dtype, masked=False)
+        yield from demand.quantize_rows(torch.bfloat16, 2 * demand.max_tokens * self.top_k, i)
+        for config in all_backward_configs(demand.configs, Sizes(demand.max_tokens, *self)):
+            yield kernel_of(config, None, GroupLayout.OFFSETS)
+
+
+def gate_up_kernels(config: GemmConfig, layout: GroupLayout, demand: Demand) -> Iterator[Kernel]:
+    """That of a forward, and where a backward follows the one that saves gate and up."""
+    yield kernel_of(config, None, layout)
+    if demand.backward:
+        yield kernel_of(replace(config, saves_gate_up=True), None, GroupLayout.OFFSETS)
+
+
+def backward_kernels(h: int, i: int, weights_dtypes: set[torch.dtype]) -> Iterator[Kernel]:
+    """Those of a backward of experts, but for its GEMMs."""
+    for k in {h, i}:
+        yield from transpose_launch.needed_kernels(k)
+    for dtype in weights_dtypes:
+        for is_fp8 in (False, True):
+            yield swiglu_backward_launch.kernel_of(dtype, is_fp8=is_fp8)
 
 
 class Router(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 import moefp8
 from moefp8 import GroupedExperts
-from moefp8.functional import workspace
+from moefp8.functional import experts_launch, workspace
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import set_num_sms

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional import experts_launch, workspace
+from moefp8.functional import workspace
 from moefp8.functional.expert_configs import (
     Sizes,
     choose_experts_configs,

@@ -1,5 +1,6 @@
 """`precompile`: what launchers load is what was compiled ahead, for all numbers of tokens."""
 
+import copy
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -60,6 +61,18 @@ def run(model: Model, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         experts(x, ids, torch.ones(tokens, top_k))
 
 
+def step(model: Model, tokens: int, dtype: torch.dtype) -> None:
+    """The gradients of `tokens` tokens through every layer."""
+    for linear in (*model.linears, model.moe.shared_experts):
+        features = linear.in_features if isinstance(linear, FP8Linear) else 256
+        x = torch.zeros(tokens, features, dtype=dtype, requires_grad=True)
+        linear(x).sum().backward()
+    for experts, top_k in ((model.moe.experts, 3), (model.odd["experts"], 2)):
+        ids = ids_of("distinct", tokens, top_k, experts.num_experts)
+        x = torch.zeros(tokens, experts.hidden_size, dtype=dtype, requires_grad=True)
+        experts(x, ids, torch.ones(tokens, top_k)).sum().backward()
+
+
 class Idle(Emulator):
     """It runs nothing."""
 
@@ -88,6 +101,20 @@ def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
     other_weights = re.compile(r"combine_kernel<Input::kBFloat16")
     rest = [k.name for k in named if not (unaligned.match(k.name) or other_weights.match(k.name))]
     assert len(rest) <= 2, rest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_lists_what_gradients_need(model, dtype):
+    model = copy.deepcopy(model)
+    model.odd["experts"].saved_dtype = torch.float8_e4m3fn
+    with emulated(library=Idle()) as gpu:
+        for tokens in (1, 2, 5, 17, 40, 130, 260, 500, 1200, MAX_TOKENS):
+            step(model, tokens, dtype)
+    named = kernels_of(model, MAX_TOKENS, dtype=dtype, backward=True)
+    assert set(gpu.kernels) - named == set()
+    more = named - kernels_of(model, MAX_TOKENS, dtype=dtype)
+    assert any("swiglu_backward" in kernel.name for kernel in more)
+    assert any(".saves_gate_up = true" in kernel.name for kernel in more)
 
 
 @pytest.mark.parametrize("layout", ["auto", "masked"])
