@@ -31,49 +31,58 @@ struct Arguments {
   float min_amax;
 };
 
-// Four E4M3 codes, the first in the lowest byte.
-__device__ inline void decode_e4m3(uint32_t codes, float (&x)[4]) {
-  uint32_t low, high;
-  asm("{\n.reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-  x[0] = half_to_float(low), x[1] = half_to_float(low >> 16);
-  x[2] = half_to_float(high), x[3] = half_to_float(high >> 16);
+// The i-th of four E4M3 codes, the first in the lowest byte.
+__device__ inline float decode_e4m3(uint32_t codes, int i) {
+  uint32_t two;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"(static_cast<uint16_t>(i < 2 ? codes : codes >> 16)));
+  return half_to_float(i % 2 ? two >> 16 : two);
 }
 
-// Eight neighbouring elements of gate or of up; zeros behind the end of the row.
+// Eight neighbouring elements of gate or of up, as the forward has saved them.
 template <bool kIsFp8>
-__device__ void load_saved(const Arguments& args, int64_t row, uint32_t column, float (&x)[kColumns]) {
-  const uint8_t* source = args.saved + row * args.saved_row_bytes;
-  if constexpr (kIsFp8) {
-    uint32_t codes[2] = {};
+struct Saved {
+  Eight<Input::kBFloat16> eight;
+
+  __device__ void load(const Arguments& args, int64_t row, uint32_t column) {
+    eight.load_once(args.saved + row * args.saved_row_bytes, column);
+  }
+  __device__ float operator[](int i) const { return eight[i]; }
+};
+template <>
+struct Saved<true> {
+  uint32_t codes[2];
+  float scale;
+
+  __device__ void load(const Arguments& args, int64_t row, uint32_t column) {
+    const uint8_t* source = args.saved + row * args.saved_row_bytes;
     if (args.size % kColumns == 0) {
       const uint2 both = *reinterpret_cast<const uint2*>(source + column);
       codes[0] = both.x, codes[1] = both.y;
     } else {
+      codes[0] = codes[1] = 0;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         if (column + i < args.size) codes[i / 4] |= uint32_t(source[column + i]) << i % 4 * 8;
       }
     }
-    const float scale = args.saved_scales[column / kBlock * args.saved_scale_pitch + row];
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      float four[4];
-      decode_e4m3(codes[i / 4], four);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[i + j] = __fmul_rn(four[j], scale);
-    }
-  } else {
-    Eight<Input::kBFloat16> eight;
-    eight.load_once(source, column);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) x[i] = eight[i];
+    scale = args.saved_scales[column / kBlock * args.saved_scale_pitch + row];
   }
-}
+  __device__ float operator[](int i) const { return __fmul_rn(decode_e4m3(codes[i / 4], i % 4), scale); }
+};
+
+// What a thread reads of a row, from `column` on. What lies behind the end of the row means nothing.
+template <bool kIsFp8>
+struct Part {
+  Eight<Input::kBFloat16> grad;
+  Saved<kIsFp8> gate, up;
+
+  __device__ void load(const Arguments& args, int64_t row, uint32_t column) {
+    if (column >= args.size) return;
+    grad.load_once(args.grad + row * args.grad_row_bytes, column);
+    gate.load(args, 2 * row, column);
+    up.load(args, 2 * row + 1, column);
+  }
+};
 
 // What a thread leaves of its eight columns.
 struct Gradients {
@@ -83,23 +92,19 @@ struct Gradients {
 
 // With sigma the sigmoid, d silu / d gate = sigma (1 + gate (1 - sigma)). Where the limit holds, there is no gradient.
 template <bool kIsFp8>
-__device__ Gradients differentiate(const Arguments& args, int64_t row, uint32_t column, float weight) {
+__device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& part, uint32_t column, float weight) {
   constexpr float kLog2E = 1.4426950408889634f;
   Gradients result;
-  float gate[kColumns], up[kColumns];
-  Eight<Input::kBFloat16> grad;
-  grad.load_once(args.grad + row * args.grad_row_bytes, column);
-  load_saved<kIsFp8>(args, 2 * row, column, gate);
-  load_saved<kIsFp8>(args, 2 * row + 1, column, up);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    const bool gate_is_held = gate[i] > args.limit, up_is_held = fabsf(up[i]) > args.limit;
-    const float g = gate_is_held ? args.limit : gate[i], u = up_is_held ? copysignf(args.limit, up[i]) : up[i];
+    const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
+    const bool gate_is_held = gate > args.limit, up_is_held = fabsf(up) > args.limit;
+    const float g = gate_is_held ? args.limit : gate, u = up_is_held ? copysignf(args.limit, up) : up;
     float exponential, sigmoid;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(g, -kLog2E)));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(exponential, 1)));
     const float silu = __fmul_rn(g, sigmoid), slope = sigmoid * __fmaf_rn(g, 1 - sigmoid, 1);
-    const float of_activated = grad[i], weighted = weight * of_activated;
+    const float weighted = weight * of_activated;
     result.gate[i] = gate_is_held ? 0 : weighted * u * slope;
     result.up[i] = up_is_held ? 0 : weighted * silu;
     if (column + i < args.size) {
@@ -147,19 +152,22 @@ __global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_const
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  int row = choice;
-  float weight = 1;
   const int* of_token = args.token_to_row + token * args.top_k;
+  const int row = args.token_to_row == nullptr ? choice : of_token[mine];
+  const uint32_t first_column = threadIdx.x * kColumns, step = blockDim.x * kColumns;
+  Part<kIsFp8> next;
+  next.load(args, max(row, 0), first_column);  // under way while the weight is found
+  float weight = 1;
   if (args.token_to_row != nullptr) {
-    row = of_token[mine];
     weight = 0;
     bool is_first = row >= 0;
     const uint8_t* weights = args.weights + token * args.weight_token_bytes;
 #pragma unroll 4
     for (uint32_t i = 0; i < args.top_k; ++i) {
-      if (of_token[i] != row) continue;
-      is_first &= i >= mine;
-      weight += load_float<kWeights>(weights + i * args.weight_choice_bytes);
+      const bool is_same = of_token[i] == row;
+      const float of_choice = load_float<kWeights>(weights + i * args.weight_choice_bytes);
+      is_first &= !is_same || i >= mine;
+      weight += is_same ? of_choice : 0;
     }
     if (threadIdx.x == 0) {
       args.is_first[choice] = is_first;
@@ -169,10 +177,11 @@ __global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_const
   }
 
   float of_weight = 0;
-  for (uint32_t first = 0; first < args.padded_size; first += blockDim.x * kColumns) {  // whole blocks
-    const uint32_t column = first + threadIdx.x * kColumns;
+  for (uint32_t column = first_column; column - first_column < args.padded_size; column += step) {  // whole blocks
+    const Part<kIsFp8> part = next;
+    next.load(args, row, column + step);
     Gradients gradients = {};
-    if (column < args.size) gradients = differentiate<kIsFp8>(args, row, column, weight);
+    if (column < args.size) gradients = differentiate<kIsFp8>(args, part, column, weight);
     of_weight += gradients.of_weight;
     const bool exists = column < args.padded_size;
     store_block(args, row, column, gradients.gate, exists);
