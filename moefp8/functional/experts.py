@@ -174,8 +174,9 @@ def _body_saving(inputs: ExpertsInputs) -> Saving:
 
 
 def _launch_saving(inputs: ExpertsInputs) -> Saving:
-    _allocate(inputs)
     inputs = inputs._replace(masked=False)
+    if (inputs.top_k_index.ndim, inputs.down_proj.ndim) != (2, 3):
+        _allocate(inputs)  # this raises
     gate_up = _empty_gate_up(inputs)
     return _launch(inputs, gate_up), gate_up
 

@@ -11,6 +11,7 @@ the result, row r of token t and choice j, and w its weight:
    the order of the choices.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,8 +61,7 @@ class ExpertsBackwardInputs(NamedTuple):
     num_global_experts: int | None = None
 
 
-def _allocate(inputs: ExpertsBackwardInputs) -> Gradients:
-    """Check, then allocate the gradients; this is also the fake body."""
+def _check(inputs: ExpertsBackwardInputs) -> None:
     grad, ids, weights, gate_up, *_ = inputs
     (num_tokens, top_k), (_, h, i) = ids.shape, inputs.down_proj.shape
     check_same_device(_OP, grad=grad, top_k_index=ids, gate_up=gate_up, down_proj=inputs.down_proj)
@@ -75,8 +75,18 @@ def _allocate(inputs: ExpertsBackwardInputs) -> Gradients:
         check_tensor(_OP, "gate_up", gate_up, (E4M3,), 2)
         saved = [2 * num_rows, i]
     check_shape(_OP, "gate_up", gate_up, saved, "two rows of I for each choice")
-    of_weights = weights.new_empty((num_tokens, top_k), dtype=torch.float32)
-    return grad.new_empty((num_tokens, h), dtype=torch.bfloat16), of_weights
+
+
+def _empty(inputs: ExpertsBackwardInputs) -> Gradients:
+    grad, weights = inputs.grad, inputs.top_k_weights
+    dx = torch.empty_like(grad, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    return dx, weights.new_empty(weights.shape, dtype=torch.float32)
+
+
+def _allocate(inputs: ExpertsBackwardInputs) -> Gradients:
+    """Check, then allocate the gradients; this is also the fake body."""
+    _check(inputs)
+    return _empty(inputs)
 
 
 def _body(inputs: ExpertsBackwardInputs) -> Gradients:
@@ -129,8 +139,8 @@ def _weights_of_rows(
 
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:
-    gradients = _allocate(inputs)
-    launch_experts_backward(inputs, *gradients)
+    gradients = _empty(inputs)
+    launch_experts_backward(partial(_check, inputs), inputs, *gradients)
     return gradients
 
 

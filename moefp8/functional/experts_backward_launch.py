@@ -13,6 +13,7 @@ Before them, a weight whose transpose is not kept is transposed.
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,10 +46,17 @@ _DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, _MEMORY = _RES
 
 
 def launch_experts_backward(
-    inputs: "ExpertsBackwardInputs", dx: torch.Tensor, of_weights: torch.Tensor
+    check: Callable[[], object],
+    inputs: "ExpertsBackwardInputs",
+    dx: torch.Tensor,
+    of_weights: torch.Tensor,
 ) -> None:
-    """`experts_backward` on the current stream; nothing waits for it."""
+    """`experts_backward` on the current stream; nothing waits for it.
+
+    check: raises if the arguments are wrong; called for layouts that are new.
+    """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        check()
         dx.zero_()
         of_weights.zero_()
         return
@@ -64,7 +72,7 @@ def launch_experts_backward(
     sizes = _sizes_of(inputs)
     num_parts = num_parts_of(sizes, has_backward=True)
     if num_parts == 1:
-        _launch(inputs._replace(grad=grad), weights, dx, of_weights)
+        _launch(check, inputs._replace(grad=grad), weights, dx, of_weights)
         return
     split = -(-sizes.num_tokens // num_parts)
     by_token = (grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
@@ -80,7 +88,7 @@ def launch_experts_backward(
             gate_up=gate_up,
             gate_up_scale_inv=gate_up_scales,
         )
-        _launch(part, weights, part_dx, part_of_weights)
+        _launch(check, part, weights, part_dx, part_of_weights)
 
 
 def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
@@ -89,6 +97,7 @@ def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
 
 
 def _launch(
+    check: Callable[[], object],
     inputs: "ExpertsBackwardInputs",
     weights: tuple[torch.Tensor, ...],
     dx: torch.Tensor,
@@ -110,6 +119,7 @@ def _launch(
     )
     found = driver.prepared().get(key)
     if found is None:
+        check()
         found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0))
     saved_scales = 0 if scales is None else scales.data_ptr()
     addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
