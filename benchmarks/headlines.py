@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.figures import PAUSES, WITHOUT_REST, Row, told_mode, told_ratio
+from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, told_mode, told_ratio
 from benchmarks.gemm_cases import LARGE_MS
 from benchmarks.gemm_goals import AGAINST, Comparison, compare
+from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
 
-# `headlines` takes these results, in this order.
+# `headlines` takes these results, in this order, and the others once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
+MORE_SOURCES = ("gradients",)
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"
 OF_THE_GEMM = "deep_gemm", "bf16"
@@ -23,6 +25,7 @@ def headlines(
     accuracy: dict[str, Any],
     load: dict[str, Any],
     cpu: dict[str, Any],
+    gradients: dict[str, Any] | None = None,
 ) -> str:
     """A table of speed, and what else a newcomer asks first.
 
@@ -33,6 +36,8 @@ def headlines(
     parts = [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])]), ""]
     if of_layers != of_gemm:
         parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
+    if gradients is not None:
+        parts.append(_gradients(gradients))
     return "\n".join([*parts, _accuracy(accuracy), _load(load), _cpu(cpu)])
 
 
@@ -67,6 +72,18 @@ def _gemm(rows: list[Row]) -> Iterator[list[str]]:
         found = [told(n, against) for n in TOKENS]
         if any(found):
             yield [what, AGAINST[against][0], *(number(x and x.geomean, 2) for x in found)]
+
+
+def _gradients(results: dict[str, Any]) -> str:
+    """Geometric means over all models and numbers of tokens, and the least and most."""
+    told = [
+        f"{geomean(ratios):.2f} times as fast as {each.title} ({min(ratios):.2f} to "
+        f"{max(ratios):.2f})"
+        for each in comparisons(results["rows"])
+        if each.part is PARTS[EXPERTS] and (ratios := each.ratios.values())
+    ]
+    what = f"Forward and backward of frozen experts, on one {results['gpu']}"
+    return f"- {what}: {'; '.join(told) or 'not measured'}."
 
 
 def _accuracy(results: dict[str, Any]) -> str:

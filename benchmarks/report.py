@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import floors, headlines, roofline, speedups
+from benchmarks import floors, gradient_tables, headlines, roofline, speedups
 from benchmarks.families import table as families
 from benchmarks.figures import Row, geomean
 from benchmarks.gemm_tables import gemm_tables, large_tables, power_table, sweep_table
@@ -148,10 +148,12 @@ TABLES: dict[str, Callable[..., str]] = {
     "grouped": grouped_tables,
     "moe": moe_tables,
     "moe_layers": layers_tables,
+    "gradients": gradient_tables.gradients_tables,
     "model": model_table.tables,
     "families": families.table,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
+MORE_SOURCES = {"headlines": headlines.MORE_SOURCES}  # which need not be there
 PLOTS = {
     "gemm": roofline.draw,
     "grouped": speedups.draw,
@@ -170,6 +172,8 @@ def with_tables(text: str, directory: Path = RESULTS) -> str:
         files = [directory / f"{source}.json" for source in SOURCES.get(name, (name,))]
         if marks[0] not in text or not all(file.exists() for file in files):
             continue
+        more = [directory / f"{source}.json" for source in MORE_SOURCES.get(name, ())]
+        files += [file for file in more if file.exists()]
         results = [json.loads(file.read_text()) for file in files]
         block = "\n".join((marks[0], make(*results), marks[1]))
         before, rest = text.split(marks[0])

@@ -75,7 +75,7 @@ class Rest(NamedTuple):
     seconds: float = SECONDS
 
     @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+    def add_options(cls, parser: argparse.ArgumentParser, seconds: float = SECONDS) -> None:
         parser.add_argument(
             "--rounds",
             type=int,
@@ -83,7 +83,7 @@ class Rest(NamedTuple):
             help=f"without rest, of calls of {LEAST_US:g} us and more (%(default)s; 0: none)",
         )
         parser.add_argument(
-            "--seconds", type=float, default=SECONDS, help="of each turn of these (%(default)s)"
+            "--seconds", type=float, default=seconds, help="of each turn of these (%(default)s)"
         )
 
     @classmethod
@@ -100,17 +100,20 @@ class Rest(NamedTuple):
         peers: Mapping[str, Peer],
         calls: Mapping[str, Call],
         copies: Sequence[object] = (),
+        captures: Collection[str] | None = None,
     ) -> None:
         """Add "without_rest" to each of `found` whose call is given; what fails is told.
 
         copies: operands beside those of `calls`.
+        captures: which of them may be captured as CUDA graphs; None: all.
         """
         torch.cuda.empty_cache()
         loops: dict[str, Loop] = {}
         for name, call in calls.items():
             try:
                 others = [peers[name].prepare(operands) for operands in copies]
-                loops[name] = Loop.over([call, *others], found[name]["us"])
+                may = captures is None or name in captures
+                loops[name] = Loop.over([call, *others], found[name]["us"], captures=may)
             except Exception as error:
                 print(f"{peers[name].title} is not timed without rest: {first_line(error)}")
         for name, figures in without_rest(loops, OURS, self.rounds, self.seconds).items():

@@ -51,8 +51,8 @@ class Loop(NamedTuple):
     kept: Sequence[Call] = ()
 
     @classmethod
-    def over(cls, calls: Sequence[Call], us: float) -> "Loop":
-        """Calls of about `us` each, in turns; as a CUDA graph if they can be captured."""
+    def over(cls, calls: Sequence[Call], us: float, *, captures: bool = True) -> "Loop":
+        """Calls of about `us` each, in turns; as a CUDA graph if that is wanted and possible."""
         repeats = ceil(_LOOP_US / (max(us, LEAST_US) * len(calls)))
         results: list[object] = [None] * len(calls)
 
@@ -61,11 +61,12 @@ class Loop(NamedTuple):
                 for i, call in enumerate(calls):
                     results[i] = call()  # it lives until its next turn: memory rotates, too
 
-        try:
-            return cls(captured(run), repeats * len(calls), calls)
-        except Exception:
-            torch.cuda.synchronize()
-            return cls(run, repeats * len(calls))
+        if captures:
+            try:
+                return cls(captured(run), repeats * len(calls), calls)
+            except Exception:
+                torch.cuda.synchronize()
+        return cls(run, repeats * len(calls))
 
 
 class Mark(Protocol):

@@ -167,6 +167,12 @@ def test_what_cannot_be_captured_is_called(monkeypatch):
     assert loop.num_calls == len(ran) == 2
 
 
+def test_what_is_not_to_be_captured_is_called(monkeypatch):
+    monkeypatch.setattr(without_rest, "captured", failing(AssertionError("it was captured")))
+    monkeypatch.setattr(torch.cuda, "synchronize", failing(AssertionError("it was tried")))
+    assert Loop.over([lambda: 0], us=1000.0, captures=False).num_calls == 2
+
+
 @pytest.mark.usefixtures("capture_runs")
 def test_every_copy_is_prepared_and_short_calls_are_not_timed(monkeypatch, capsys):
     given = {}

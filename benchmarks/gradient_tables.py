@@ -1,0 +1,97 @@
+"""The tables of gradients: goals first, then every part, and the memory that steps take."""
+
+from collections.abc import Iterable
+
+from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, told_ratio, verdict
+from benchmarks.gradient_parts import EXPERTS, PARTS, UNITS, comparisons, gib_of, speed
+from benchmarks.markdown import number, table
+from benchmarks.pages import Results, told
+from benchmarks.session import titles_of
+
+WHAT = (
+    "Weights are frozen: gradients are of hidden states and, for experts, of `top_k_weights`. "
+    "`transformers, dequantizing` is the path of transformers 5.24 for FP8 weights: rows sorted by "
+    "expert, PyTorch's operations between the GEMMs, and a backward that makes BF16 of at most 1 "
+    "GiB of weights at a time; where that is less than all, the host waits. Its forward has "
+    "moefp8's FP8 GEMM, in place of the kernels that it downloads. `BF16, grouped_mm` is the same "
+    "with BF16 weights and `torch.nn.functional.grouped_mm`. moefp8 keeps transposed weights, and "
+    "gate and up of each choice in BF16, unless its name says otherwise. Before a case is timed, "
+    "errors of gradients are seen to be below 0.1."
+)
+
+
+def gradients_tables(results: Results) -> str:
+    rows = results["rows"]
+    parts = {name: [row for row in rows if row["part"] == name] for name in PARTS}
+    tables = [_table_of(name, of_part) for name, of_part in parts.items() if of_part]
+    if parts[EXPERTS]:
+        tables.append(_memory(parts[EXPERTS]))
+    return "\n\n".join(
+        [
+            _goals(rows),
+            f"{WHAT} {_how(results)}",
+            f"<details><summary>All {len(rows)} cases</summary>",
+            *tables,
+            "</details>",
+        ]
+    )
+
+
+def _how(results: Results) -> str:
+    how = "With pauses, L2 flushed before every call: device time. "
+    if turns := results.get("turns"):
+        how += (
+            f"Without rest, behind a slash: {turns['rounds']} turns of {turns['seconds']:g} s of "
+            "each, in random order. Ratios are without rest where moefp8 takes 100 us or more, and "
+            "then in brackets with pauses. "
+        )
+    return (
+        f"{how}{results['gpu']}, driver {results['driver']}, torch {results['torch']}; "
+        f"{results['date'][:10]}, commit {results['commit']}."
+    )
+
+
+def _goals(rows: Iterable[Row]) -> str:
+    lines = []
+    for each in comparisons(rows):
+        ratios = each.ratios.values()
+        figures = f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", each.worst_case
+        met = f"{verdict(each.num_met == len(ratios))}, {each.num_met} of {len(ratios)}"
+        lines.append([each.part.title, each.title, *figures, f"{each.goal:.2f}", met])
+    return table(["", "times as fast as", "geometric mean", "worst", "at", "goal", ""], lines)
+
+
+def _table_of(name: str, rows: list[Row]) -> str:
+    """Speeds of all, and how many times as fast as those with a goal ours is."""
+    part = PARTS[name]
+    titles = titles_of(part.peers, rows)
+    goals = {peer: goal for peer, goal in part.goals.items() if peer in titles}
+    digits = 1 if part.unit == "us" else 0
+
+    def cell(row: Row, peer: str) -> str:
+        with_pauses, without_rest = (speed(row, peer, mode) for mode in (PAUSES, WITHOUT_REST))
+        more = "" if without_rest is None else f" / {number(without_rest, digits)}"
+        return number(with_pauses, digits) + more
+
+    def times(row: Row, peer: str) -> str:
+        ratio = told_ratio(row, (peer,))
+        met = "" if ratio is None else f", {verdict(ratio >= goals[peer])}"
+        return told(row, (peer,), 3) + met
+
+    lines = [
+        [row["case"], *(cell(row, peer) for peer in titles), *(times(row, peer) for peer in goals)]
+        for row in rows
+    ]
+    ratios = (f"times as fast as {titles[peer]}, goal {goals[peer]:.2f}" for peer in goals)
+    return table([f"{part.title}, {UNITS[part.unit]}", *titles.values(), *ratios], lines)
+
+
+def _memory(rows: list[Row]) -> str:
+    titles = titles_of(PARTS[EXPERTS].peers, rows)
+
+    def cell(row: Row, peer: str) -> str:
+        found = row["peers"].get(peer, {})
+        return gib_of(found) if "step_bytes" in found else "-"
+
+    lines = [[row["case"], *(cell(row, peer) for peer in titles)] for row in rows]
+    return table(["weights + a step at most, GiB", *titles.values()], lines)
