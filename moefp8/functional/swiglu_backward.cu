@@ -8,6 +8,7 @@
 
 constexpr int kBlock = 128;
 constexpr int kColumns = 8;                // of a thread, side by side
+constexpr int kThreads = 128;
 constexpr int kLanes = kBlock / kColumns;  // threads that share a block, and so a scale
 
 struct Arguments {
@@ -38,6 +39,13 @@ __device__ inline float decode_e4m3(uint32_t codes, int i) {
   return half_to_float(i % 2 ? two >> 16 : two);
 }
 
+__device__ inline void zero_from(Eight<Input::kBFloat16>& x, uint32_t first) {
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    if (i >= first) x.words[i / 2] &= i % 2 ? 0xffff : 0xffff0000;
+  }
+}
+
 // Eight neighbouring elements of gate or of up, as the forward has saved them.
 template <bool kIsFp8>
 struct Saved {
@@ -46,6 +54,7 @@ struct Saved {
   __device__ void load(const Arguments& args, int64_t row, uint32_t column) {
     eight.load_once(args.saved + row * args.saved_row_bytes, column);
   }
+  __device__ void end_at(uint32_t count) { zero_from(eight, count); }
   __device__ float operator[](int i) const { return eight[i]; }
 };
 template <>
@@ -67,10 +76,11 @@ struct Saved<true> {
     }
     scale = args.saved_scales[column / kBlock * args.saved_scale_pitch + row];
   }
+  __device__ void end_at(uint32_t) {}  // `load` has put zeros there
   __device__ float operator[](int i) const { return __fmul_rn(decode_e4m3(codes[i / 4], i % 4), scale); }
 };
 
-// What a thread reads of a row, from `column` on. What lies behind the end of the row means nothing.
+// What a thread reads of a row, from `column` on; zeros behind the end of the row.
 template <bool kIsFp8>
 struct Part {
   Eight<Input::kBFloat16> grad;
@@ -81,6 +91,10 @@ struct Part {
     grad.load_once(args.grad + row * args.grad_row_bytes, column);
     gate.load(args, 2 * row, column);
     up.load(args, 2 * row + 1, column);
+    if (column + kColumns > args.size) {
+      const uint32_t count = args.size - column;
+      zero_from(grad, count), gate.end_at(count), up.end_at(count);
+    }
   }
 };
 
@@ -91,14 +105,14 @@ struct Gradients {
 };
 
 // With sigma the sigmoid, d silu / d gate = sigma (1 + gate (1 - sigma)). Where the limit holds, there is no gradient.
-template <bool kIsFp8>
-__device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& part, uint32_t column, float weight) {
+template <bool kIsLimited, bool kIsFp8>
+__device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& part, float weight) {
   constexpr float kLog2E = 1.4426950408889634f;
   Gradients result;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
-    const bool gate_is_held = gate > args.limit, up_is_held = fabsf(up) > args.limit;
+    const bool gate_is_held = kIsLimited && gate > args.limit, up_is_held = kIsLimited && fabsf(up) > args.limit;
     const float g = gate_is_held ? args.limit : gate, u = up_is_held ? copysignf(args.limit, up) : up;
     float exponential, sigmoid;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(g, -kLog2E)));
@@ -107,11 +121,7 @@ __device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& pa
     const float weighted = weight * of_activated;
     result.gate[i] = gate_is_held ? 0 : weighted * u * slope;
     result.up[i] = up_is_held ? 0 : weighted * silu;
-    if (column + i < args.size) {
-      result.of_weight = __fmaf_rn(of_activated, silu * u, result.of_weight);
-    } else {
-      result.gate[i] = 0, result.up[i] = 0;
-    }
+    result.of_weight = __fmaf_rn(of_activated, silu * u, result.of_weight);
   }
   return result;
 }
@@ -138,37 +148,48 @@ __device__ inline void store_block(const Arguments& args, int64_t row, uint32_t 
   if (threadIdx.x % kLanes == 0) args.row_scales[column / kBlock * args.scale_pitch + row] = scale.scale_inv;
 }
 
+// The sum of the weights of all choices of a token that have this row, and whether the choice `mine` is the first of
+// them. Each lane of a warp looks at one choice.
+template <Input kWeights>
+__device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mine, int row, bool& is_first) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const int* of_token = args.token_to_row + token * args.top_k;
+  const uint8_t* weights = args.weights + token * args.weight_token_bytes;
+  is_first = row >= 0;
+  float sum = 0;
+  for (uint32_t first = 0; first < args.top_k; first += kWarp) {
+    const uint32_t i = first + lane;
+    const bool is_same = i < args.top_k && of_token[i] == row;
+    if (is_same) sum += load_float<kWeights>(weights + i * args.weight_choice_bytes);
+    is_first &= !__any_sync(0xffffffff, is_same && i < mine);
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  return sum;
+}
+
 // rows = quantize_1x128(w * grad * d a / d [gate | up]); of_weights[t, j] = <grad, a> of the row of choice j of token t,
 // where w is the sum of the weights of all choices of the row.
-// Grid: a CTA of up to 256 threads owns a choice; the first choice of a row works for all of them.
-// Shared memory: 32 B, the sums of each warp.
+// Grid: a CTA of up to 128 threads owns a choice; the first choice of a row works for all of them.
+// Shared memory: 16 B, the sums of each warp.
 // Barriers: one, between these sums and their sum; 16 lanes meet in shuffles.
 // Alignment: rows of grad and of BF16 saved are at multiples of 16 B, those of `rows` of 8 B; all may end anywhere.
 template <Input kWeights, bool kIsFp8>
-__global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
-  __shared__ float of_warps[256 / kWarp];
-  const int64_t choice = blockIdx.x, token = choice / args.top_k;
-  const uint32_t mine = choice - token * args.top_k;
+__global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
+  __shared__ float of_warps[kThreads / kWarp];
+  const uint32_t choice = blockIdx.x, token = choice / args.top_k, mine = choice - token * args.top_k;
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const int* of_token = args.token_to_row + token * args.top_k;
+  const int* of_token = args.token_to_row + static_cast<int64_t>(token) * args.top_k;
   const int row = args.token_to_row == nullptr ? choice : of_token[mine];
-  const uint32_t first_column = threadIdx.x * kColumns, step = blockDim.x * kColumns;
-  Part<kIsFp8> next;
-  next.load(args, max(row, 0), first_column);  // under way while the weight is found
+  uint32_t column = threadIdx.x * kColumns;
+  Part<kIsFp8> part;
+  part.load(args, max(row, 0), column);  // under way while the weight is found
   float weight = 1;
   if (args.token_to_row != nullptr) {
-    weight = 0;
-    bool is_first = row >= 0;
-    const uint8_t* weights = args.weights + token * args.weight_token_bytes;
-#pragma unroll 4
-    for (uint32_t i = 0; i < args.top_k; ++i) {
-      const bool is_same = of_token[i] == row;
-      const float of_choice = load_float<kWeights>(weights + i * args.weight_choice_bytes);
-      is_first &= !is_same || i >= mine;
-      weight += is_same ? of_choice : 0;
-    }
+    bool is_first;
+    weight = weight_of_row<kWeights>(args, token, mine, row, is_first);
     if (threadIdx.x == 0) {
       args.is_first[choice] = is_first;
       if (row < 0) args.of_weights[choice] = 0;
@@ -177,11 +198,16 @@ __global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_const
   }
 
   float of_weight = 0;
-  for (uint32_t column = first_column; column - first_column < args.padded_size; column += step) {  // whole blocks
-    const Part<kIsFp8> part = next;
-    next.load(args, row, column + step);
+  for (uint32_t first = 0; first < args.padded_size; first += blockDim.x * kColumns) {  // whole blocks
+    if (first > 0) {
+      column += blockDim.x * kColumns;
+      part.load(args, row, column);
+    }
     Gradients gradients = {};
-    if (column < args.size) gradients = differentiate<kIsFp8>(args, part, column, weight);
+    if (column < args.size) {
+      const bool is_limited = args.limit < __uint_as_float(kInfinity);
+      gradients = is_limited ? differentiate<true>(args, part, weight) : differentiate<false>(args, part, weight);
+    }
     of_weight += gradients.of_weight;
     const bool exists = column < args.padded_size;
     store_block(args, row, column, gradients.gate, exists);
@@ -197,6 +223,6 @@ __global__ void __launch_bounds__(256) swiglu_backward_kernel(const __grid_const
   float sum = of_warps[0];
   for (uint32_t i = 1; i < blockDim.x / kWarp; ++i) sum += of_warps[i];
   for (uint32_t i = mine; i < args.top_k; ++i) {
-    if (of_token[i] == row) args.of_weights[token * args.top_k + i] = sum;
+    if (of_token[i] == row) args.of_weights[choice - mine + i] = sum;
   }
 }

@@ -12,7 +12,7 @@ from ..kernels.common.checks import INPUTS
 from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
 
 _SOURCE = Path(__file__).with_name("swiglu_backward.cu")
-_MAX_THREADS, _WARP_COLUMNS, _COLUMNS = 256, 256, 8
+_MAX_THREADS, _WARP_COLUMNS, _COLUMNS = 128, 256, 8
 
 
 class _Arguments(ctypes.Structure):
