@@ -4,10 +4,11 @@ The module imports no more than `sanitizer` may need.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.functional.experts import experts
 from moefp8.kernels.common.registry import Op
@@ -91,6 +92,20 @@ def body(
 def run_body(op: Op, *arguments) -> torch.Tensor:
     """The op's body in PyTorch, on tensors of any device."""
     return op.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
+
+
+class Calls(TorchDispatchMode):
+    """The arguments, by name, of all calls of an op of moefp8 in this context."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.came = f"moefp8::{name}", []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op._schema.name == self.name:
+            defaults = {x.name: x.default_value for x in op._schema.arguments}
+            self.came.append({**defaults, **dict(zip(defaults, args, strict=False))})
+        return op(*args, **(kwargs or {}))
 
 
 def assert_right(*arguments) -> torch.Tensor:

@@ -11,7 +11,16 @@ from moefp8 import GroupedExperts, MoE
 from moefp8.functional.experts import experts as op
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
-from tests.functional.cases import Weights, body, every_other, inputs, run, tokens_of, weights_of
+from tests.functional.cases import (
+    Calls,
+    Weights,
+    body,
+    every_other,
+    inputs,
+    run,
+    tokens_of,
+    weights_of,
+)
 from tests.gpu import same_bits
 from tests.layers.cases import assert_matches_up_to_codes
 
@@ -397,32 +406,24 @@ def test_a_layer_is_one_op_for_all_of_its_experts(layout):
     assert not any("grouped" in call for call in calls)
 
 
-def test_layers_hand_over_what_they_are(monkeypatch):
+def test_layers_hand_over_what_they_are():
     """They hand over their weights as they lie, their limit and their layout."""
-    from moefp8.layers import experts as room
-
-    came = []
-
-    def keep(*given):
-        came.append(given)
-        return op(*given)
-
-    monkeypatch.setattr(room, "experts", keep)
     layer = GroupedExperts(E, H, I, swiglu_limit=0.5, layout="masked")
     x, ids, top_k_weights = inputs(3, H, 2, E)
-    y = layer(x, ids, top_k_weights)
-    (given,) = came
-    assert given[7:] == (0.5, True, 0, None, None)
-    in_layer = layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.down_proj
-    for ours, theirs in zip(given[3:], (*in_layer, layer.down_proj_scale_inv), strict=False):
-        assert ours.data_ptr() == theirs.data_ptr()
-    weights = Weights(*(z.detach() for z in given[3:7]))
+    options = "swiglu_limit", "masked", "expert_offset", "num_global_experts", "addend"
+    with Calls("experts") as calls:
+        y = layer(x, ids, top_k_weights)
+        for layer.layout in ("auto", "contiguous"):
+            layer.swiglu_limit = None
+            layer(x.float(), ids, top_k_weights)
+        layer.expert_offset, layer.num_global_experts = 3, 20
+        layer(x, ids, top_k_weights, addend=x)
+    first, *others, last = ([call[name] for name in options] for call in calls.came)
+    assert first == [0.5, True, 0, None, None]
+    assert others == 2 * [[None, False, 0, None, None]]
+    assert last[:-1] == [None, False, 3, 20]
+    assert torch.equal(last[-1], x)
+    weights = Weights(*(calls.came[0][name].detach() for name in Weights._fields))
+    for name, ours in weights._asdict().items():
+        assert ours.data_ptr() == getattr(layer, name).data_ptr()
     assert torch.equal(y, run(x, ids, top_k_weights, weights, 0.5))
-    for layout in ("auto", "contiguous"):
-        layer.layout, layer.swiglu_limit = layout, None
-        layer(x.float(), ids, top_k_weights)
-        assert came[-1][7:] == (None, False, 0, None, None)
-    layer.expert_offset, layer.num_global_experts = 3, 20
-    layer(x, ids, top_k_weights, addend=x)
-    assert came[-1][7:-1] == (None, False, 3, 20)
-    assert came[-1][-1] is x

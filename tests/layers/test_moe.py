@@ -1,28 +1,25 @@
 """How a MoE layer adds its shared experts: in combine or behind the experts, with the same bits."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 from moefp8 import GroupedExperts, MoE
-from moefp8.layers import experts as experts_room
+from moefp8.testing import assert_matches_reference
 from tests.fakes.emulator import emulated
+from tests.functional.cases import Calls
 from tests.gpu import on_gpu
 
 E, H, I, K = 6, 144, 200, 2
 
 
 @pytest.fixture
-def addends(monkeypatch) -> list:
-    """What comes as the last argument of each call of the op."""
-    came, op = [], experts_room.experts
-
-    def keep(*given):
-        came.append(given[-1])
-        return op(*given)
-
-    monkeypatch.setattr(experts_room, "experts", keep)
-    return came
+def experts_calls() -> Iterator[list]:
+    """The arguments of each call of the op."""
+    with Calls("experts") as calls:
+        yield calls.came
 
 
 def layer(gate: bool = False) -> MoE:
@@ -45,19 +42,19 @@ def in_two_steps(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 40), ()])
 @pytest.mark.parametrize("gate", [False, True])
 @torch.no_grad()
-def test_experts_add_the_shared_ones_to_the_bit(addends, gate, shape):
+def test_experts_add_the_shared_ones_to_the_bit(experts_calls, gate, shape):
     moe, x = layer(gate), tokens(*shape)
     expected = in_two_steps(moe, x)
-    assert addends.pop() is None
+    assert experts_calls.pop()["addend"] is None
     y = moe(x)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert torch.equal(y, expected)
-    (addend,) = addends
-    assert torch.equal(addend, moe._shared(x.view(-1, H)))
+    (call,) = experts_calls
+    assert torch.equal(call["addend"], moe._shared(x.view(-1, H)))
 
 
 @torch.no_grad()
-def test_a_layer_launches_no_addition(addends):
+def test_a_layer_launches_no_addition():
     moe, x = layer(), tokens(30)
     with emulated() as gpu:
         y = moe(x)
@@ -65,11 +62,10 @@ def test_a_layer_launches_no_addition(addends):
         assert names[-4:] == ["dispatch", "gemm", "gemm", "combine"]
         assert gpu.launched[-1].arguments.addend
         assert torch.equal(y, in_two_steps(moe, x))
-    assert addends[0] is not None
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_layers_do_so_too(addends, dynamic):
+def test_compiled_layers_do_so_too(dynamic):
     torch._dynamo.reset()
     moe, graphs = layer(), []
 
@@ -116,47 +112,54 @@ def plain(moe: MoE) -> None:
 
 @pytest.mark.parametrize("change", [hooked, patched, another_class, plain])
 @torch.no_grad()
-def test_experts_that_are_others_add_nothing(addends, change):
+def test_experts_that_are_others_add_nothing(experts_calls, change):
     moe, x = layer(), tokens(9)
     change(moe)
     expected = in_two_steps(moe, x)
     assert torch.equal(moe(x), expected)
-    assert all(addend is None for addend in addends)
+    assert all(call["addend"] is None for call in experts_calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @torch.no_grad()
-def test_hidden_states_of_other_dtypes_are_added_in_theirs(addends, dtype):
+def test_hidden_states_of_other_dtypes_are_added_in_theirs(experts_calls, dtype):
     moe, x = layer(), tokens(9).to(dtype)
     expected = in_two_steps(moe, x)
     y = moe(x)
     assert y.dtype == dtype
     assert torch.equal(y, expected)
-    assert addends == [None, None]
+    assert [call["addend"] for call in experts_calls] == [None, None]
 
 
-def test_shared_experts_that_train_keep_their_gradients(addends):
-    """Frozen experts beside them have none."""
+def test_shared_experts_that_train_keep_their_gradients(experts_calls):
+    """Also beside frozen experts, and where the experts add them."""
     moe, x = layer().requires_grad_(False), tokens(9)
     moe.shared_experts = nn.Linear(H, H, bias=False).bfloat16()
+    with torch.no_grad():
+        expected = moe(x)
     y = moe(x)
-    assert torch.equal(y, in_two_steps(moe, x))
+    assert torch.equal(y, expected)
+    (call,) = experts_calls
+    assert call["addend"] is not None
     y.float().sum().backward()
     expected = x.float().sum(0).expand(H, H)
     torch.testing.assert_close(
         moe.shared_experts.weight.grad.float(), expected, rtol=2e-2, atol=0.1
     )
-    with torch.no_grad():
-        assert torch.equal(moe(x), y)
-    assert [addend is None for addend in addends] == [True, True, False]
 
 
-def test_a_gradient_through_experts_is_still_an_error():
-    moe, x = layer(), tokens(9)
-    for y in (moe(x), moe(x.requires_grad_())):
-        assert y.requires_grad
-        with pytest.raises(NotImplementedError, match="training is not supported yet"):
-            y.sum().backward()
+def gradients(moe: MoE, x: torch.Tensor, forward) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    trained = [x, moe.gate.weight, *moe.shared_expert_gate.parameters()]
+    return [*torch.autograd.grad(forward(x).square().sum(), trained)]
+
+
+def test_an_addend_has_the_gradient_of_an_addition():
+    moe, x = layer(gate=True), tokens(9)
+    of_x, *others = gradients(moe, x, moe)
+    expected_of_x, *expected = gradients(moe, x, lambda x: in_two_steps(moe, x))
+    assert all(map(torch.equal, others, expected))
+    assert_matches_reference(of_x, expected_of_x, 1e-2)  # four parts, in another order
 
 
 # ---- On a GPU ----
