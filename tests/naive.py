@@ -1,6 +1,7 @@
 """References for the ops: bit by bit and expert by expert, in FP64; they call nothing of moefp8."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,12 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 127, code)
 
 
-def quantize(x: torch.Tensor, block_rows: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+MIN_AMAX, MIN_GRADIENT_AMAX = 1e-4, 2.0**-60
+
+
+def quantize(
+    x: torch.Tensor, block_rows: int, ue8m0: bool, min_amax: float = MIN_AMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> (codes [M, K], scales), one block after the other; a NaN is larger than all."""
     m, k = x.shape
     codes = torch.zeros(m, k, dtype=torch.long)
@@ -46,7 +52,7 @@ def quantize(x: torch.Tensor, block_rows: int, ue8m0: bool) -> tuple[torch.Tenso
         for j in range(scales.shape[1]):
             block = slice(i * block_rows, (i + 1) * block_rows), slice(j * 128, (j + 1) * 128)
             magnitudes = [abs(v) for v in x[block].float().flatten().tolist()]
-            amax = math.nan if any(map(math.isnan, magnitudes)) else max(1e-4, *magnitudes)
+            amax = math.nan if any(map(math.isnan, magnitudes)) else max(min_amax, *magnitudes)
             scale = (torch.tensor(amax, dtype=torch.float32) / 448).item()
             if ue8m0 and math.isfinite(scale):
                 scale = 2.0 ** math.ceil(math.log2(scale))
@@ -149,9 +155,9 @@ def experts(
     return result
 
 
-def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_fp8(x: torch.Tensor, min_amax: float = MIN_AMAX) -> torch.Tensor:
     """fp64 [M, K]: x through E4M3, with a scale for each 128 elements of a row."""
-    codes, scales = quantize(x.float(), 1, False)
+    codes, scales = quantize(x.float(), 1, False, min_amax)
     return values(codes.byte().view(torch.float8_e4m3fn), scales, 1)
 
 
@@ -202,6 +208,94 @@ def fp8_experts(
             )
             result[token] += top_k_weights[token, choice].float() * y[0].float()
     return result.bfloat16()
+
+
+# ---- Gradients ----
+
+
+class Gradients(NamedTuple):
+    """Of hidden states [T, H] and of top_k_weights [T, k], both fp64.
+
+    sizes: |dA| |a| of each choice: that of its weight is their product, in which much may cancel.
+    """
+
+    hidden_states: torch.Tensor
+    top_k_weights: torch.Tensor
+    sizes: torch.Tensor
+
+
+def through_fp8(grad: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """fp64 [M, K]: what x gets if `x @ weight.T` has the gradient [M, N]."""
+    return rounded_to_fp8(grad, MIN_GRADIENT_AMAX) @ values(weight, scale_inv, 128)
+
+
+def fp8_feed_forward_grad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale_inv: torch.Tensor,
+    up: torch.Tensor,
+    up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    limit: float | None = None,
+    weight: float = 1.0,
+    saved_in_fp8: bool = False,
+) -> Gradients:
+    """The gradients of `weight` times `fp8_feed_forward`, rounded where kernels do.
+
+    PyTorch differentiates SwiGLU.
+    """
+    x = rounded_to_fp8(x)
+    saved = [x @ values(w, s, 128).T for w, s in ((gate, gate_scale_inv), (up, up_scale_inv))]
+    saved = [y.float().bfloat16() for y in saved]
+    saved = [rounded_to_fp8(y) if saved_in_fp8 else y.double() for y in saved]
+    saved = [y.requires_grad_() for y in saved]
+    activated = swiglu(*saved, limit)
+    of_activated = through_fp8(grad, down, down_scale_inv).float().bfloat16().double()
+    of_gate, of_up = torch.autograd.grad(activated, saved, of_activated * weight)
+    of_x = through_fp8(of_gate, gate, gate_scale_inv) + through_fp8(of_up, up, up_scale_inv)
+    activated = activated.detach()
+    sizes = of_activated.norm(dim=-1) * activated.norm(dim=-1)
+    return Gradients(of_x, (of_activated * activated).sum(-1), sizes)
+
+
+def fp8_experts_grad(
+    grad: torch.Tensor,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale_inv: torch.Tensor,
+    down: torch.Tensor,
+    down_scale_inv: torch.Tensor,
+    limit: float | None = None,
+    saved_in_fp8: bool = False,
+) -> Gradients:
+    """The gradients of `fp8_experts`. Choices of one expert by one token are one choice."""
+    num_experts, _, size = down.shape
+    blocks = math.ceil(size / 128)
+    of_x = torch.zeros(hidden_states.shape, dtype=torch.float64)
+    of_weights, sizes = torch.zeros(2, *top_k_index.shape, dtype=torch.float64)
+    for token, ids in enumerate(top_k_index.tolist()):
+        for expert in sorted(set(ids) - {num_experts}):
+            chosen = [choice for choice, e in enumerate(ids) if e == expert]
+            found = fp8_feed_forward_grad(
+                grad[token : token + 1],
+                hidden_states[token : token + 1],
+                gate_up[expert, :size],
+                gate_up_scale_inv[expert, :blocks],
+                gate_up[expert, size:],
+                gate_up_scale_inv[expert, blocks:],
+                down[expert],
+                down_scale_inv[expert],
+                limit,
+                float(top_k_weights[token, chosen].double().sum()),
+                saved_in_fp8,
+            )
+            of_x[token] += found.hidden_states[0].float().bfloat16()
+            of_weights[token, chosen], sizes[token, chosen] = found.top_k_weights, found.sizes
+    return Gradients(of_x, of_weights, sizes)
 
 
 def plan(
