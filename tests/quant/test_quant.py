@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.quant import BlockScaled, dequantize, quantize_1x128, quantize_128x128
+from moefp8.quant.quantize import quantize_1x128 as quantize_op
 from moefp8.testing import sizes, spread
 from tests import naive
-from tests.gpu import same_bits
+from tests.gpu import on_cpu_and_gpu, same_bits
 
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 
@@ -37,6 +38,18 @@ def test_equals_the_reference_bit_for_bit(quantize, block_rows, data, values, dt
     expected_codes, expected_scales = naive.quantize(x, block_rows, ue8m0)
     assert torch.equal(q.scale_inv, expected_scales)
     assert torch.equal(codes(q), with_one_zero(expected_codes))
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("min_amax", [1e-4, 2.0**-60])
+def test_blocks_have_a_least_magnitude(min_amax, device):
+    """That of gradients is so small that none of a model's is lost."""
+    sizes = torch.exp2(torch.arange(-80.0, 40, 3))
+    x = (torch.randn(len(sizes), 200) * sizes[:, None]).bfloat16()
+    data, scale_inv = (y.cpu() for y in quantize_op(x.to(device), False, min_amax))
+    expected_codes, expected_scales = naive.quantize(x, 1, False, min_amax)
+    assert torch.equal(scale_inv, expected_scales)
+    assert torch.equal(codes(BlockScaled(data, scale_inv)), with_one_zero(expected_codes))
 
 
 @given(shape=st.lists(st.integers(0, 3), max_size=3), k=sizes(300), data=spread())

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd.gradcheck import GradcheckError
 
 from moefp8 import TopKRouter
 from moefp8.routing import sigmoid_group_topk, softmax_topk
-from moefp8.routing.top_k import _sigmoid
+from moefp8.routing.top_k import _sigmoid, sigmoid_grad, softmax_grad
 from tests import naive
 from tests.routing.top_k_cases import DTYPES, INF, NAN, OPS, samples
 
@@ -106,6 +107,37 @@ def test_gradients_are_those_of_the_formulas(renormalize):
         grad = torch.randn_like(ours)
         pairs = (torch.autograd.grad(x, logits, grad)[0] for x in (ours, formula))
         torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-6)
+
+
+class Formula(torch.autograd.Function):
+    """top_k_weights in FP64; their gradient is that of moefp8, and `wrong` times too large."""
+
+    @staticmethod
+    def forward(ctx, logits, index, scoring, renormalize, wrong):
+        ctx.save_for_backward(logits, index)
+        ctx.rest = scoring, renormalize, wrong
+        chosen = SCORES[scoring](logits).gather(1, index)
+        return chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logits, index), (scoring, renormalize, wrong) = ctx.saved_tensors, ctx.rest
+        given = grad.float(), logits.float(), index, renormalize
+        found = softmax_grad(*given) if scoring == "softmax" else sigmoid_grad(*given, wrong)
+        return found.double() * (wrong if scoring == "softmax" else 1), None, None, None, None
+
+
+SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": torch.sigmoid}
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scoring", SCORES)
+def test_gradients_are_those_of_finite_differences(scoring, renormalize):
+    logits = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    given = logits, logits.topk(3).indices, scoring, renormalize
+    assert torch.autograd.gradcheck(Formula.apply, (*given, 1.0))
+    with pytest.raises(GradcheckError):
+        torch.autograd.gradcheck(Formula.apply, (*given, 1.01))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
