@@ -222,8 +222,9 @@ def test_made_in_inference_mode_and_used_outside():
     assert torch.equal(run(experts, "moefp8", *inputs), first)
     experts.config._experts_implementation = "moefp8"
     x = inputs[0].clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="training"):
-        experts(x, *inputs[1:]).sum().backward()
+    experts.requires_grad_(False)
+    experts(x, *inputs[1:]).sum().backward()
+    assert x.grad.any()
 
 
 def fp8_experts(sizes: tuple[int, int, int] = (E, H, I), **arguments) -> nn.Module:
@@ -348,17 +349,41 @@ def test_the_name_is_known_to_both_interfaces():
         run(fp8_experts((E, H, 256)), "moefp9", *inputs_for(fp8_experts((E, H, 256))))
 
 
-@pytest.mark.parametrize("frozen", ["weights", "tokens"])
-def test_no_gradient_passes_by_experts_without_a_word(frozen):
-    config = other_config("gpt_oss")
+OTHERS = {"GroupedExperts": "qwen3_moe", "grouped linears": "gpt_oss"}
+
+
+def frozen_experts(family: str) -> nn.Module:
+    config = other_config(OTHERS[family])
     experts = first_experts(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    return experts.requires_grad_(False)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_gradients_are_those_of_the_weights_that_were_quantized(family):
+    experts = frozen_experts(family)
+    x, ids, top_k_weights = inputs_for(experts)
+    found, grad = [], torch.randn_like(x)
+    for implementation in ("moefp8", "eager"):
+        experts.config._experts_implementation = implementation
+        leaves = [y.clone().requires_grad_() for y in (x, top_k_weights)]
+        experts(leaves[0], ids, leaves[1]).backward(grad)
+        found.append([leaves[0].grad, leaves[1].grad.flatten()])
+    for ours, theirs in zip(*found, strict=True):
+        assert_matches_reference(ours, theirs, 0.15)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_no_gradient_passes_by_experts_without_a_word(family):
+    """Those of weights, which were quantized, are an error."""
+    experts = frozen_experts(family)
     x, *choice = inputs_for(experts)
-    experts.requires_grad_(frozen != "weights")
-    x.requires_grad_(frozen != "tokens")
     experts.config._experts_implementation = "moefp8"
-    with torch.no_grad():
-        expected = experts(x, *choice)
-    y = experts(x, *choice)
-    assert torch.equal(y, expected)
-    with pytest.raises(NotImplementedError, match="training is not supported yet"):
-        (y + x).sum().backward()
+    expected = experts(x, *choice)
+    for name, weight in experts.named_parameters():
+        weight.requires_grad_()
+        y = experts(x, *choice)
+        assert torch.equal(y, expected)
+        if "proj" in name and "bias" not in name:
+            with pytest.raises(NotImplementedError, match=r"moefp8\.adapters\.add_lora"):
+                y.sum().backward()
+        weight.requires_grad_(False)
