@@ -147,7 +147,8 @@ FP8 = r"""
 #include "input.cuh"
 struct Scale {
   float scale_inv;
-  Scale(uint32_t amax, bool) : scale_inv(std::max(__uint_as_float(amax), 1e-4f) / 448) {}
+  Scale(uint32_t amax, bool, float min_amax = 1e-4f)
+      : scale_inv(std::max(__uint_as_float(amax), min_amax) / 448) {}
 };
 inline uint32_t encode(float x) {
   const float magnitude = std::min(std::fabs(x), 448.0f);
