@@ -144,18 +144,34 @@ class GemmEmulator:
             blocks = kernels.num_blocks(d.shape[2])
             strides = [blocks * activation.pitch, activation.pitch, 1]
             d_scales = memory(activation.scales, torch.float32, [num_matrices, blocks, m], strides)
+            saved = self.saved_rows(made, d)
         for begin, end, group in segments:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
             result = block_scaled_matmul(*tokens, b[group], weight_scales[group])
             if made.config.gate_up:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
+                if saved is not None:
+                    saved[rows, 0], saved[rows, 1] = result, others
                 activated = experts.swiglu(result, others, activation.limit)
                 data, scale_inv = numerics.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T
             else:
                 d[matrix, rows] = result
+
+    @staticmethod
+    def saved_rows(made, d):
+        """bf16 [tokens, 2, outputs]: where gate and up are left for a backward, if they are."""
+        activation, (num_matrices, m, n) = made.arguments.activation, d.shape
+        assert (activation.saved is not None) == made.config.saves_gate_up
+        if activation.saved is None:
+            return None
+        assert num_matrices == 1
+        assert activation.saved_row_bytes == kernels.round_up(n, 8) * 2
+        assert activation.saved % 16 == 0
+        pitch = activation.saved_row_bytes // 2
+        return memory(activation.saved, torch.bfloat16, [m, 2, n], [2 * pitch, pitch, 1])
 
     @staticmethod
     def segments(groups, layout):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from moefp8 import kernels
+from moefp8.functional import swiglu_backward_launch
 from moefp8.kernels import jit
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
@@ -23,6 +24,7 @@ from moefp8.quant import numerics, quantize_launch, transpose_launch
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
+from tests.fakes.emulated_swiglu import swiglu_backward
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
 from tests.routing.cases import plan_of
@@ -34,6 +36,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
     "transpose": transpose_launch._Arguments,
+    "swiglu_backward": swiglu_backward_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
     "logits": logits_launch._Arguments,
@@ -254,6 +257,7 @@ class Emulator(GemmEmulator):
             "tile": self.zero_tile_counter,
             "quantize": self.quantize,
             "transpose": self.transpose,
+            "swiglu": self.swiglu_backward,
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
@@ -270,7 +274,7 @@ class Emulator(GemmEmulator):
         source = memory(x.x, dtype, shape, source_strides)
         data = memory(x.data, torch.float8_e4m3fn, shape, [x.num_rows * x.k, x.k, 1])
         if "1x128" in made.kernel.name:
-            found = torch.ops.moefp8.quantize_1x128(source, bool(x.ue8m0))
+            found = torch.ops.moefp8.quantize_1x128(source, bool(x.ue8m0), x.min_amax)
             strides = [blocks * x.pitch, 1, x.pitch]
         else:
             found = torch.ops.moefp8.quantize_128x128(source, bool(x.ue8m0))
@@ -297,6 +301,10 @@ class Emulator(GemmEmulator):
             assert (x.out | x.out_matrix_pitch | x.out_row_pitch) % 16 == 0
         out[..., x.num_rows :] = 0
         out[..., : x.num_rows] = source.permute(0, 3, 1, 2)
+
+    @staticmethod
+    def swiglu_backward(made, parameters):
+        swiglu_backward(made, dtype_of(made.kernel))
 
     def logits(self, made, parameters):
         x = made.arguments
@@ -395,7 +403,7 @@ class Emulator(GemmEmulator):
         assert made.programmatic
         source_strides = [x.x_row_bytes // dtype.itemsize, 1]
         source = memory(x.x, dtype, [routing.num_tokens, h], source_strides)
-        data, scale_inv = numerics.quantize_1x128(source, False)
+        data, scale_inv = numerics.quantize_1x128(source, False, x.min_amax)
         plan = self.plan(routing)
         (rows,) = torch.nonzero(plan.row_to_token >= 0, as_tuple=True)
         tokens, num_rows = plan.row_to_token[rows], len(plan.row_to_token)
