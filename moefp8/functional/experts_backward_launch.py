@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.common.blocks import MIN_GRADIENT_AMAX, round_up
+from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
@@ -69,13 +69,24 @@ def launch_experts_backward(
     grad = inputs.grad
     if grad.stride(1) != 1:
         grad = grad.contiguous()
+    _launch_parts(check, inputs._replace(grad=grad), weights, dx, of_weights)
+
+
+def _launch_parts(
+    check: Callable[[], object],
+    inputs: "ExpertsBackwardInputs",
+    weights: tuple[torch.Tensor, ...],
+    dx: torch.Tensor,
+    of_weights: torch.Tensor,
+) -> None:
+    """Launch the parts that the forward had: one that was too large for it was split again."""
     sizes = _sizes_of(inputs)
     num_parts = num_parts_of(sizes, has_backward=True)
     if num_parts == 1:
-        _launch(check, inputs._replace(grad=grad), weights, dx, of_weights)
+        _launch(check, inputs, weights, dx, of_weights)
         return
-    split = -(-sizes.num_tokens // num_parts)
-    by_token = (grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
+    split = ceil_div(sizes.num_tokens, num_parts)
+    by_token = (inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
     rows, scales = split * sizes.top_k, inputs.gate_up_scale_inv
     saved = inputs.gate_up.split(rows if scales is None else 2 * rows)
     of_saved = [None] * len(saved) if scales is None else scales.split(2 * rows)
@@ -88,7 +99,7 @@ def launch_experts_backward(
             gate_up=gate_up,
             gate_up_scale_inv=gate_up_scales,
         )
-        _launch(check, part, weights, part_dx, part_of_weights)
+        _launch_parts(check, part, weights, part_dx, part_of_weights)
 
 
 def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
