@@ -63,8 +63,12 @@ class SharedExperts(nn.Module):
 
 
 def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call `linear`; an `nn.Linear`, which `dequantize` leaves, takes the dtype of its weight."""
-    return linear(x.to(linear.weight.dtype) if isinstance(linear, nn.Linear) else x)
+    """Call `linear`; one without FP8, which `dequantize` leaves, takes the dtype of its weight.
+
+    It may be in a wrapper that has its `weight`, as PEFT's.
+    """
+    dtype = linear.weight.dtype
+    return linear(x.to(dtype) if dtype in FLOATS else x)  # type: ignore[arg-type, operator]
 
 
 class MoE(nn.Module):

@@ -1,0 +1,16 @@
+"""LoRA beside frozen FP8 weights, of linears and of experts; its files are PEFT's."""
+
+from .add import add_lora, remove_lora
+from .files import load_lora, lora_state_dict, save_lora
+from .lora import LoRA
+from .register import register_with_peft
+
+__all__ = [
+    "LoRA",
+    "add_lora",
+    "load_lora",
+    "lora_state_dict",
+    "register_with_peft",
+    "remove_lora",
+    "save_lora",
+]

@@ -1,0 +1,110 @@
+"""`add_lora` and `remove_lora`: put adapters beside weights, and take them off."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..kernels.common.checks import FLOATS
+from ..layers.adapter import adapters_of
+from .lora import LoRA
+from .targets import KINDS, Target, find_targets
+
+_PLAIN = {made: kind for kind, made in KINDS.items()}
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16,
+    targets: str | Iterable[str] | None = None,
+    *,
+    use_rslora: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[str]:
+    """Put LoRA beside linears and experts, in place; then they alone ask for gradients.
+
+    A weight W then counts as `W + scaling * B @ A`; each expert has an A and a B of its own. B is
+    zero at first. Linears then give what they gave, bit for bit; experts run step by step, with
+    gate and up rounded to BF16 in between. Names of the model's own tensors stay, so that
+    `load_checkpoint` works as before; `moefp8.save_checkpoint` writes them alone, and `save_lora`
+    the adapters.
+
+    Args:
+        rank, alpha: `scaling` is alpha / rank, with use_rslora alpha / sqrt(rank). For experts on
+            a GPU, ranks that 8 does not divide are padded with zeros in each call.
+        targets: names of modules, or ends of them behind a dot ("q_proj", "self_attn.q_proj"), or
+            a string, which is a regular expression for whole names: as PEFT's `target_modules`.
+            Experts have weights of their own: "experts" is both, "experts.gate_up_proj" is one.
+            None: each `FP8Linear` and `GroupedExperts`.
+        dtype: of A and B. Products are in the dtype of what the weight gives, BF16 as a rule, so
+            BF16 needs no casts, and half the memory, which counts beside hundreds of experts. An
+            optimizer rounds each step to it: steps below 1/512 of a value are lost. FP32 keeps
+            them, and is what PEFT trains.
+
+    Returns:
+        The names of the weights that have an adapter.
+
+    Raises:
+        TypeError: arguments of another kind.
+        ValueError: a target matches nothing or another kind of module, or a module that is on the
+            meta device, wrapped, or cut by `shard` but for experts; the model has adapters. The
+            model is unchanged.
+    """
+    _check(model, rank, alpha, dtype)
+    found = find_targets("add_lora", model, targets)
+    put(model, found, rank, alpha, use_rslora, dtype)
+    return [target.name for target in found]
+
+
+def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"add_lora: model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"add_lora: rank must be an integer of at least 1, got {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
+        raise ValueError(f"add_lora: alpha must be a number above 0, got {alpha!r}")
+    if dtype not in FLOATS:
+        raise TypeError(f"add_lora: dtype must be bfloat16, float16 or float32, got {dtype}")
+    if adapters := adapters_of(model):
+        raise ValueError(
+            f"add_lora: the model must have no adapters yet, but has {len(adapters)} "
+            f"({next(iter(adapters))}, ...); name all targets in one call, or take them off first: "
+            "moefp8.adapters.remove_lora(model)"
+        )
+
+
+def put(
+    model: nn.Module,
+    targets: list[Target],
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Put an adapter beside each target, which must have none; freeze what else there is."""
+    model.requires_grad_(False)
+    for target in targets:
+        module, device = target.module, getattr(target.module, target.parameter).device
+        lora = LoRA(target.shape, rank, alpha, use_rslora=use_rslora, device=device, dtype=dtype)
+        module.__class__ = KINDS.get(type(module), type(module))
+        module.add_module(f"lora_{target.parameter}", lora.train(module.training))
+
+
+def remove_lora(model: nn.Module) -> nn.Module:
+    """Take all adapters off, in place; what was frozen stays frozen. Returns `model`.
+
+    Raises ValueError if the class of a module has been changed since, as `fully_shard` does.
+    """
+    homes = [x for x in model.modules() if any(isinstance(y, LoRA) for y in x.children())]
+    for module in homes:
+        if type(module) not in _PLAIN:
+            raise ValueError(
+                f"remove_lora: {type(module).__name__} must be as add_lora made it; fully_shard "
+                "and parametrizations change the class"
+            )
+    for module in homes:
+        for name in [name for name, x in module.named_children() if isinstance(x, LoRA)]:
+            delattr(module, name)
+        module.__class__ = _PLAIN[type(module)]
+    return model

@@ -1,0 +1,108 @@
+"""adapter_config.json: what `save_lora` tells PEFT, and what of PEFT's `load_lora` understands."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..layers import GroupedExperts
+from .targets import Target, join
+
+CONFIG = "adapter_config.json"
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters"}
+# What says how an adapter was trained or found, and nothing of what it computes.
+SILENT = {
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version"),
+    *("qalora_group_size", "revision", "runtime_config", "task_type"),
+}
+# In MoE models of transformers, PEFT takes target_modules of these names for weights of experts
+# (`_convert_peft_config_moe`), also where they are of shared experts or of dense layers.
+_RENAMED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the model's own weights
+
+
+def is_set(value: Any) -> bool:
+    """Whether a setting of PEFT's says something."""
+    return bool(value) and value != "none"
+
+
+class Settings(NamedTuple):
+    """rank, alpha, use_rslora: as in `add_lora`; parameters: the file's target_parameters."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha}, use_rslora={self.use_rslora}"
+
+
+def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) -> dict[str, Any]:
+    """The file's content; PEFT matches whole names, too."""
+    own: Any = getattr(model, "config", None)
+    renames = hasattr(own, "model_type") and any(
+        isinstance(x, GroupedExperts) for x in model.modules()
+    )
+    modules, parameters = [], list(settings.parameters)
+    for path in (x.path for x in targets if x.parameter == "weight"):
+        if renames and path.rpartition(".")[2] in _RENAMED:
+            parameters.append(join(path, "weight"))  # the keys are the same
+        else:
+            modules.append(path)
+    config = {
+        "base_model_name_or_path": getattr(own, "_name_or_path", None) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "target_modules": modules,
+        "task_type": None,
+        "use_rslora": settings.use_rslora,
+    }
+    if parameters:  # PEFT before 0.17 knows no such thing
+        config["target_parameters"] = parameters
+    return config
+
+
+def read_config(path: Path) -> Settings:
+    """Raises ValueError, naming the setting, for one that changes what adapters compute."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"load_lora: {path} must be JSON: {error}") from None
+    if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
+        raise ValueError(f"load_lora: {path} must be of peft_type 'LORA'")
+    for key, value in config.items():
+        if key == "init_lora_weights":
+            if value not in INITS:
+                raise ValueError(
+                    f"load_lora: {path}: init_lora_weights={value!r} changed the weights that the "
+                    "adapter was trained beside; let PEFT convert it (save_pretrained with "
+                    "path_initial_model_for_weight_conversion)"
+                )
+        elif key not in _READ | SILENT and is_set(value):
+            raise ValueError(
+                f"load_lora: {path}: {key}={value!r} is not supported, only plain LoRA is; "
+                "use PEFT on the model in BF16 (moefp8.dequantize)"
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"load_lora: {path}: r must be an integer of at least 1, got {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
+        raise ValueError(f"load_lora: {path}: lora_alpha must be a number above 0, got {alpha!r}")
+    parameters = tuple(config.get("target_parameters") or ())
+    return Settings(rank, alpha, bool(config.get("use_rslora")), parameters)
+
+
+def names_stack(parameters: Iterable[str], path: str, stack: str) -> bool:
+    """Whether target_parameters name a weight of experts, by PEFT's rule."""
+    name = join(path, stack)
+    return any(name == x or name.endswith(f".{x}") for x in parameters)

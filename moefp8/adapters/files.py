@@ -1,0 +1,232 @@
+"""`save_lora` and `load_lora`: adapters alone, in the files that PEFT writes and reads."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..kernels.common.checks import FLOATS
+from ..layers import GroupedExperts
+from ..layers.parts import parts_of
+from .add import put
+from .config import CONFIG, Settings, config_for, names_stack, read_config
+from .layout import KEY, Keys, from_file, keys_of, shapes_of, to_file
+from .lora import LoRA
+from .targets import STACKS, Target, find_targets, join
+
+WEIGHTS = "adapter_model.safetensors"
+_Tensors = Mapping[str, torch.Tensor]
+
+
+def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters of a model under PEFT's keys, in PEFT's layout; it shares what memory it can.
+
+    Of a model in `fully_shard`, all ranks must call it, and each gets whole tensors.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for target, keys in _keys(_adapted(model)).items():
+        lora = _lora_of(target)
+        found |= zip(keys, to_file(_whole(lora.A), _whole(lora.B)), strict=True)
+    return found
+
+
+def save_lora(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Write the adapters of a model, and nothing else, as PEFT does: two files in `directory`.
+
+    PEFT reads them for the model in BF16, `PeftModel.from_pretrained(model, directory)`, and can
+    merge them there. What the directory holds under these names is replaced.
+
+    Raises ValueError if the model has no adapters, or has one rank's part of the experts.
+    """
+    targets = _adapted(model)
+    if not targets:
+        raise ValueError("save_lora: the model has no adapters; moefp8.adapters.add_lora adds them")
+    if parts := [target.name for target in targets if parts_of(target.module)]:
+        raise ValueError(
+            f"save_lora: the model must be whole, but {parts[0]} is one rank's part; keep the "
+            "state_dict() of every rank"
+        )
+    tensors = {key: x.contiguous() for key, x in lora_state_dict(model).items()}
+    config = config_for(model, _settings_of(targets), targets)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    new = secrets.token_hex(8)
+    save_file(tensors, folder / f".{WEIGHTS}.{new}", {"format": "pt"})
+    (folder / f".{CONFIG}.{new}").write_text(json.dumps(config, indent=2, sort_keys=True))
+    for name in (WEIGHTS, CONFIG):
+        os.replace(folder / f".{name}.{new}", folder / name)
+
+
+def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
+    """Read adapters that `save_lora` or PEFT wrote into a model's.
+
+    A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
+    the files. Otherwise both must be the same but for dtypes. Of experts that `moefp8.shard` cut, a
+    rank takes its own. Dropout in training is not carried over.
+
+    Returns:
+        The names of the weights that have an adapter.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: files and model differ in names, shapes, rank or alpha, or files hold what is no
+            plain LoRA (DoRA, biases, whole modules). The model is unchanged.
+    """
+    folder = Path(directory)
+    settings, tensors = read_config(folder / CONFIG), _read(folder / WEIGHTS)
+    adapted = _adapted(model)
+    if adapted:
+        _check_settings(settings, _settings_of(adapted), adapted)
+    targets = adapted or _targets_in(model, tensors, settings)
+    keys = _keys(targets)
+    _check(tensors, keys, settings.rank)
+    if not adapted:
+        dtype = next(iter(tensors.values())).dtype
+        put(model, targets, *settings[:3], dtype)
+    with torch.no_grad():
+        for target, (key_a, key_b) in keys.items():
+            lora = _lora_of(target)
+            a, b = from_file(tensors[key_a], tensors[key_b], target, settings.rank)
+            lora.A.copy_(a)
+            lora.B.copy_(b)
+    return [target.name for target in targets]
+
+
+# ---- What a model has ----
+
+
+def _adapted(model: nn.Module) -> list[Target]:
+    """The weights that have an adapter."""
+    return [
+        Target(path, module, name.removeprefix("lora_"))
+        for path, module in model.named_modules()
+        for name, child in module.named_children()
+        if isinstance(child, LoRA)
+    ]
+
+
+def _lora_of(target: Target) -> Any:
+    return target.module.get_submodule(f"lora_{target.parameter}")
+
+
+def _settings_of(targets: Iterable[Target]) -> Settings:
+    (settings,) = {(x.rank, x.alpha, x.use_rslora) for x in map(_lora_of, targets)}
+    stacks = (target.name for target in targets if target.parameter != "weight")
+    return Settings(*settings, tuple(stacks))
+
+
+def _keys(targets: Iterable[Target]) -> dict[Target, Keys]:
+    stacks: dict[str, list[str]] = {}
+    for target in targets:
+        stacks.setdefault(target.path, []).append(target.parameter)
+    return {target: keys_of(target, stacks[target.path]) for target in targets}
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """x, or all of it, if `fully_shard` has spread it over ranks."""
+    x = x.detach()
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
+
+
+# ---- What files have ----
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"load_lora: {path} is missing; PEFT writes it unless safe_serialization=False"
+        )
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"load_lora: {path} cannot be read: {error}") from None
+    if wrong := [key for key, x in tensors.items() if x.dtype not in FLOATS]:
+        dtype = tensors[wrong[0]].dtype
+        raise ValueError(f"load_lora: {path}: {wrong[0]} must be bf16, fp16 or fp32, got {dtype}")
+    if not tensors:
+        raise ValueError(f"load_lora: {path} holds no tensors")
+    return tensors
+
+
+def _targets_in(model: nn.Module, tensors: _Tensors, settings: Settings) -> list[Target]:
+    """The weights of a model without adapters that the keys of a file stand for."""
+    found = {key: re.fullmatch(KEY, key) for key in tensors}
+    if strange := [key for key, match in found.items() if match is None]:
+        raise ValueError(f"load_lora: {_some(strange)} must be named {KEY}, as LoRA of PEFT is")
+    paths = dict.fromkeys(match[1].rstrip(".") for match in found.values() if match)
+    modules = dict(model.named_modules())
+    names = []
+    for path in paths:
+        outer, _, last = path.rpartition(".")
+        if path not in modules and last == "base_layer" and outer in paths:
+            names.append(join(outer, STACKS[0]))
+        elif isinstance(modules.get(path), GroupedExperts):
+            names.append(join(path, _stack_of(path, paths, settings)))
+        elif path in modules:
+            names.append(path)
+        else:
+            raise ValueError(
+                f"load_lora: the model must have what the adapters are for, but has no {path}"
+            )
+    return find_targets("load_lora", model, "|".join(map(re.escape, names)))
+
+
+def _stack_of(path: str, paths: Iterable[str], settings: Settings) -> str:
+    """Which weight of experts the adapter under `path` itself is for."""
+    if join(path, "base_layer") in paths:
+        return STACKS[1]
+    stacks = [stack for stack in STACKS if names_stack(settings.parameters, path, stack)]
+    if len(stacks) != 1:
+        raise ValueError(
+            f"load_lora: target_parameters in {CONFIG} must name one weight of the experts {path} "
+            f"beside which one adapter is stored, got {list(settings.parameters)}"
+        )
+    return stacks[0]
+
+
+def _check_settings(theirs: Settings, ours: Settings, targets: Iterable[Target]) -> None:
+    if theirs[:3] != ours[:3]:
+        raise ValueError(
+            f"load_lora: the model's adapters have {ours}, those of the files {theirs}; "
+            "moefp8.adapters.remove_lora(model), and load_lora then adds those of the files"
+        )
+    if any(hasattr(_lora_of(target).A, "full_tensor") for target in targets):
+        raise ValueError("load_lora: the model is in fully_shard; load the adapters before that")
+
+
+def _check(tensors: _Tensors, keys: Mapping[Target, Keys], rank: int) -> None:
+    """Raise ValueError, which lists all differences, unless the files have just these tensors."""
+    wanted = {
+        key: shape
+        for target, pair in keys.items()
+        for key, shape in zip(pair, shapes_of(target, rank), strict=True)
+    }
+    problems = []
+    if missing := wanted.keys() - tensors.keys():
+        problems.append(f"missing in the file: {_some(missing)}")
+    if extra := tensors.keys() - wanted.keys():
+        problems.append(f"no such adapter in the model: {_some(extra)}")
+    for key in wanted.keys() & tensors.keys():
+        if list(tensors[key].shape) != wanted[key]:
+            came = list(tensors[key].shape)
+            problems.append(f"{key} must be {wanted[key]} for rank {rank}, got {came}")
+    if problems:
+        raise ValueError(
+            "load_lora: files and model must have the same adapters; "
+            f"{'; '.join(sorted(problems))}; moefp8.adapters.remove_lora(model), and load_lora "
+            "then adds those of the files, or give add_lora the targets of the files"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first

@@ -1,0 +1,69 @@
+"""`LoRA`: a product of low rank beside a weight. N out, K in, r rank, E experts, R rows."""
+
+import math
+
+import torch
+from torch import nn
+
+from ..layers.adapter import Adapter
+from ..layers.module import attributes_repr, draw_as_linear
+from .grouped import grouped_nt
+
+
+class LoRA(Adapter):
+    """`scaling * B @ A`, added to a weight [N, K] or to the weights [E, N, K] of experts.
+
+    The sum of weights is never made: `forward` adds `scaling * B (A x)` to what the weight gave.
+
+    Args:
+        shape: that of the weight.
+        rank, alpha: `scaling` is alpha / rank; with use_rslora, alpha / sqrt(rank).
+
+    Attributes:
+        A: [r, K] or [E, r, K], drawn as `nn.Linear` draws its weight, and as PEFT does.
+        B: [N, r] or [E, N, r], zeros at first.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        rank: int,
+        alpha: float,
+        *,
+        use_rslora: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        *experts, n, k = shape
+        self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
+        self.scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
+        self.A = nn.Parameter(torch.empty(*experts, rank, k, device=device, dtype=dtype))
+        self.B = nn.Parameter(torch.empty(*experts, n, rank, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        draw_as_linear(self.A, self.A.shape[-1])
+        self.B.zero_()
+
+    def forward(
+        self, y: torch.Tensor, x: torch.Tensor, expert_offsets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y + scaling * B (A x), in the shape and dtype of y, which is what the weight gave for x.
+
+        x: [..., K]; y: [..., N]. With experts, bf16 [R, K] and [R, N], and expert_offsets tell the
+        expert of each row, as in `grouped_nt`; a row of none stays as it is. A and B are cast to
+        the dtype of y, and so is A x.
+        """
+        a, b, x = self.A.to(y.dtype), self.B.to(y.dtype), x.to(y.dtype)
+        if expert_offsets is not None:
+            narrow = self.scaling * grouped_nt(x, a, expert_offsets)
+            return y + grouped_nt(narrow, b, expert_offsets)
+        rows, of_weight = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        total = torch.addmm(of_weight, rows @ a.t(), b.t(), alpha=self.scaling)
+        return total.view(y.shape).to(y.dtype)
+
+    def extra_repr(self) -> str:
+        shape = (*self.B.shape[:-1], self.A.shape[-1])
+        return f"{shape}, {attributes_repr(self, 'rank', 'alpha', 'use_rslora')}"
