@@ -1,11 +1,12 @@
 """FP8 mixture-of-experts layers for PyTorch.
 
-Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.testing` compares with references,
+Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.adapters` trains beside them,
+`moefp8.testing` compares with references,
 `moefp8.quant`, `moefp8.routing` and `moefp8.kernels` are what the modules are made of,
 `moefp8.deep_gemm` takes the calls of DeepGEMM.
 """
 
-from . import checkpoint, deep_gemm, kernels, quant, routing, testing
+from . import adapters, checkpoint, deep_gemm, kernels, quant, routing, testing
 from .checkpoint import load_checkpoint, save_checkpoint
 from .distributed import frozen_parameters, prepare_ddp, shard
 from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert, dequantize
@@ -18,6 +19,7 @@ __all__ = [
     "GroupedExperts",
     "MoE",
     "TopKRouter",
+    "adapters",
     "checkpoint",
     "convert",
     "deep_gemm",

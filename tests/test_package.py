@@ -25,6 +25,7 @@ ALLOWED = {
     "routing": {"kernels", "routing"},
     "functional": {"kernels", "quant", "routing", "functional"},
     "layers": {"kernels", "quant", "routing", "functional", "layers", "system"},
+    "adapters": {"kernels", "routing", "functional", "layers", "system", "adapters"},
     "distributed": {"kernels", "layers", "distributed"},
     "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},
@@ -51,6 +52,8 @@ ALSO = {  # a room or a file -> what it may import besides
     "hf": {"accelerate", "transformers"},
     "skeleton.py": {"accelerate", "transformers"},
     "untrusted.py": {"huggingface_hub"},  # it is told to be offline
+    "register.py": {"peft"},
+    "peft.py": {"peft"},
 }
 
 
@@ -101,6 +104,8 @@ def test_public_names():
     expected = {
         moefp8: "FP8Linear GroupedExperts TopKRouter MoE convert precompile "
         "load_checkpoint save_checkpoint shard",
+        moefp8.adapters: "add_lora remove_lora lora_state_dict save_lora load_lora "
+        "register_with_peft LoRA",
         moefp8.quant: "BlockScaled quantize_1x128 quantize_128x128 dequantize",
         moefp8.routing: "softmax_topk sigmoid_group_topk RoutingPlan build_plan dispatch combine",
         moefp8.kernels: "fp8_gemm_nt m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_gemm_nt_masked "
@@ -119,7 +124,8 @@ import torch
 between = time.process_time()
 import moefp8
 print((time.process_time() - between) / (between - before))
-heavy = {"transformers", "hypothesis", "pytest", "triton", "numpy.testing"} & set(sys.modules)
+unused = {"transformers", "peft", "hypothesis", "pytest", "triton", "numpy.testing"}
+heavy = unused & set(sys.modules)
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 """

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..layers import FP8Linear, GroupedExperts
@@ -134,8 +133,6 @@ def _check(op: str, target: Target) -> None:
         parts_of(module) and parameter == "weight"
     ):
         raise ValueError(
-            f"{where} must not be cut by moefp8.shard but for \"experts\", since each rank would "
+            f'{where} must not be cut by moefp8.shard but for "experts", since each rank would '
             "train an adapter of its own; use FSDP"
         )
-
-

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ..layers.adapter import adapters_of
 from ..layers.parts import parts_of
 from .errors import CheckpointError, failing_as, raise_if_any
 from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
@@ -29,7 +31,8 @@ def save_checkpoint(
     Experts are written one by one under DeepSeek's names, other tensors under the model's; a
     model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
     model holds, are not written, and config.json then says so. A tied tensor is written once.
-    A model of more than max_shard_bytes is split into shards with an index.
+    A model of more than max_shard_bytes is split into shards with an index. Adapters, of which a
+    warning tells, have files of their own: `moefp8.adapters.save_lora`.
 
     The directory appears under its name when it is complete; until then all lies in
     `.NAME.partial` beside it. The next save to path removes what a killed process left there.
@@ -48,6 +51,12 @@ def save_checkpoint(
     config = _config(model, inventory, record)
     if not any(is_leftover(config, key) for key in tensors):
         config = without_mtp(config)
+    if adapters := adapters_of(model):
+        warnings.warn(
+            f"save_checkpoint: {len(adapters)} adapters are left out ({next(iter(adapters))}, "
+            "...); moefp8.adapters.save_lora(model, directory) writes them",
+            stacklevel=2,
+        )
     job = {"written_by": "save_checkpoint"}
     with failing_as(target, "cannot be written"), workplace(target, job) as work:
         try:

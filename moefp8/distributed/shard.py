@@ -15,6 +15,7 @@ from torch import nn
 
 from ..kernels import BLOCK
 from ..kernels.common.checks import check_choices
+from ..layers.adapter import check_no_adapters
 from ..layers.conversion.plain import PlainExperts
 from ..layers.experts import GroupedExperts
 from ..layers.linear import FP8Linear
@@ -80,6 +81,7 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"shard: rank must be in [0, num_ranks = {num_ranks}), got {rank}")
+    check_no_adapters("shard", model, "which would stay whole")
     cuts: dict[tuple[int, Kind], _Cut] = {}  # a module under two names is cut once
     for name, module, kind in _chosen(model, plan):
         for cut in _cuts(name, module, kind, rank, num_ranks):

@@ -71,11 +71,11 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_rows, *needed, _ = ctx.needs_input_grad[2:]
-        of_weights = no_gradients(grad, ctx.layer, needed, ctx.saved_tensors[:2])
+        saved, (needs_rows, *needed, _) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        of_weights = no_gradients(grad, ctx.layer, needed, saved[:2])
         of_rows = None
         if needs_rows:
-            of_rows = _grouped_backward(grad, *ctx.saved_tensors, ctx.keeps).to(ctx.dtype)
+            of_rows = _grouped_backward(grad, *saved, ctx.keeps).to(ctx.dtype)
         return None, None, of_rows, *of_weights, None
 
 

@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -46,6 +46,8 @@ def experts_forward(
     scales of activations are static. A part that `moefp8.shard` left takes the ids of the whole
     model.
     """
+    if "parametrizations" in module._modules:
+        _refuse_parametrized(module)
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
@@ -59,6 +61,16 @@ def experts_forward(
 fp8_experts_forward = experts_forward
 ExpertsInterface.register("moefp8", experts_forward)
 FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
+
+
+def _refuse_parametrized(module: nn.Module) -> NoReturn:
+    """FP8 weights are made once, of what lies beneath: a sum with an adapter would not be seen."""
+    raise ValueError(
+        f'experts_implementation="moefp8": {type(module).__name__} is parametrized (by '
+        "torch.nn.utils.parametrize, or PEFT's target_parameters), which its FP8 weights would not "
+        "follow; convert the model (moefp8.convert) and use moefp8.adapters.add_lora, or choose "
+        "another experts_implementation"
+    )
 
 
 class _Cache:

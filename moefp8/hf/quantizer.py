@@ -31,6 +31,7 @@ from ..checkpoint.model.slots import Inventory
 from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
+from ..layers.adapter import check_no_adapters
 from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
@@ -51,7 +52,7 @@ class FP8Quantizer(HfQuantizer):
     conversion: what became FP8, and what stayed, in a checkpoint that was not FP8.
     """
 
-    is_trainable = False
+    is_trainable = True  # adapters are; see moefp8.adapters.register_with_peft
     is_compileable = True
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -137,6 +138,7 @@ class FP8Quantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
         """`save_pretrained` calls this before it writes config.json: modules may have changed."""
+        check_no_adapters("save_pretrained", model, "whose keys from_pretrained does not know")
         if _weights_of(model):
             self.prepare_to_save(model)
         else:

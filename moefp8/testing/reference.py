@@ -15,6 +15,7 @@ from torch import nn
 
 from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
+from ..layers.adapter import check_no_adapters
 from ..layers.parts import parts_of
 
 
@@ -30,8 +31,10 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
             activations cost*: dequantized weights, unquantized activations.
 
     Raises:
-        ValueError: a module is one rank's part; compare the model before `shard`.
+        ValueError: a module is one rank's part; compare the model before `shard`. Or it has
+            adapters.
     """
+    check_no_adapters("reference_model", model, "which references know nothing of")
     memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if isinstance(module, FP8Linear):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...kernels import BLOCK, E4M3, num_blocks
+from ...layers.adapter import Adapter
 from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
 from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
 from .memory import memory_problems
@@ -85,7 +86,7 @@ class Slot:
 
 
 class Inventory:
-    """All slots of a model.
+    """All slots of a model, but for its adapters, which have files of their own.
 
     slots: all by name, fused and per-expert; parts: those to fill; experts: canonical name of a
     module -> E; foreign: canonical names of what other ranks hold; problems: what prevents filling.
@@ -98,7 +99,8 @@ class Inventory:
         self.experts: dict[str, int] = {}
         self.foreign: set[str] = set()
         self.problems: list[str] = []
-        modules = list(model.named_modules(remove_duplicate=False))
+        named = model.named_modules(remove_duplicate=False)
+        modules = [(name, x) for name, x in named if not isinstance(x, Adapter)]
         for prefix, module in modules:
             self._collect(prefix, module)
         for prefix, module in modules:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapter import check_no_adapters
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import check_dtype, is_wrapped
@@ -36,7 +37,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
 
     Raises:
         TypeError: `model` is not a module, or `dtype` is another.
-        ValueError: hooks on an FP8 module, which would be lost; the model is unchanged.
+        ValueError: hooks on an FP8 module, which would be lost, or adapters of `moefp8.adapters`;
+            the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -44,6 +46,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
             "data and scales, use moefp8.quant.dequantize"
         )
     check_dtype("dequantize", dtype)
+    check_no_adapters("dequantize", model, "which PEFT can merge in BF16")
     names = _names_of_fp8(model)
     if not names:
         warnings.warn("dequantize: the model has no FP8 modules; nothing was changed", stacklevel=3)
