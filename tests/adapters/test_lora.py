@@ -262,6 +262,7 @@ def gradients(model, run):
 def test_gradient_checkpointing_and_compile_give_the_same():
     model, x = moefp8.GroupedExperts(E, H, I), tokens()
     add_lora(model)
+    trained(model)
     inputs = x, torch.randint(0, E, (12, K)), torch.rand(12, K)
     exact = gradients(model, lambda: model(*inputs))
     again = gradients(model, lambda: checkpoint(model, *inputs, use_reentrant=False))

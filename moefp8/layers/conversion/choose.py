@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ...kernels.common.checks import FLOATS, check_tensor
-from ..adapter import adapters_of
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import is_wrapped
@@ -189,8 +188,6 @@ def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any]
     """(settings, what forbids swapping the module or None)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
-    if adapters_of(module):
-        return {}, "has an adapter; convert before moefp8.adapters.add_lora"
     if any(map(is_wrapped, module.modules())):
         return {}, OFFLOADED if any(x.is_meta for x in module.parameters()) else _WRAPPED
     stacks = stacks_of(module)
