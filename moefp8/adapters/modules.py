@@ -83,8 +83,15 @@ class LoRAGroupedExperts(GroupedExperts):
         lora = self._modules.get(f"lora_{name}")
         return y if lora is None else lora(y, rows, offsets)
 
-    def _multiply(self, rows: torch.Tensor, *of_weight: torch.Tensor) -> torch.Tensor:
-        return grouped_linear("GroupedExperts", rows, *of_weight, self.keep_transposed)
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        scale_inv: torch.Tensor,
+        expert_offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        inputs = rows, weight, scale_inv, expert_offsets
+        return grouped_linear("GroupedExperts", *inputs, self.keep_transposed)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -94,7 +101,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         ctx.limit = limit
-        return swiglu(*gate_up.chunk(2, dim=-1), limit).to(gate_up.dtype)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return swiglu(gate, up, limit).to(gate_up.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

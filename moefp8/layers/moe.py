@@ -68,7 +68,7 @@ def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     It may be in a wrapper that has its `weight`, as PEFT's.
     """
     dtype = linear.weight.dtype
-    return linear(x.to(dtype) if dtype in FLOATS else x)  # type: ignore[arg-type, operator]
+    return linear(x.to(dtype) if dtype in FLOATS else x)
 
 
 class MoE(nn.Module):
