@@ -71,7 +71,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, (needs_rows, *needed, _) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        needs_rows, *needed, _ = ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors  # once: checkpointing gives them no second time
         of_weights = no_gradients(grad, ctx.layer, needed, saved[:2])
         of_rows = None
         if needs_rows:

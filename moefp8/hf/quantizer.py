@@ -1,11 +1,12 @@
 """What happens to a model while it is loaded: modules are swapped, the checkpoint is checked."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
+from weakref import ref
 from zipfile import is_zipfile
 
 import torch
@@ -49,11 +50,14 @@ class FP8Quantizer(HfQuantizer):
     expert, a weight without its scale or a wrong shape is a CheckpointError. Whatever else the
     model lacks is one when all is read (`check_filled`).
 
+    is_trainable: gradients flow through FP8 weights, which stay as they are, to whatever else asks
+        for one: adapters, norms, routers, embeddings.
     conversion: what became FP8, and what stayed, in a checkpoint that was not FP8.
     """
 
-    is_trainable = True  # adapters are; see moefp8.adapters.register_with_peft
+    is_trainable = True
     is_compileable = True
+    _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -66,12 +70,28 @@ class FP8Quantizer(HfQuantizer):
         self._recorded: list[Any] | None = None  # conversions of the keys of that checkpoint
         self.conversion = Conversion()
 
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether anything but FP8 weights asks for a gradient.
+
+        transformers' `Trainer` takes a quantized model if it says so, or if PEFT wraps it. A copy
+        does not know its model, and leaves the answer to the backward.
+        """
+        model = self._model()
+        return model is None or any(
+            x.requires_grad and x.dtype != E4M3 for x in model.parameters()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_model"}
+
     def is_serializable(self) -> bool:
         return True
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        self._see(model)
         files = [Path(file) for file in checkpoint_files or ()]
         _check_places(model, files)
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
@@ -118,6 +138,7 @@ class FP8Quantizer(HfQuantizer):
         return renamings + [copying_once(conversion) for conversion in conversions]
 
     def _see(self, model: nn.Module) -> None:
+        self._model = ref(model)
         self._scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -184,6 +205,7 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
         if getattr(model, "is_quantized", False):  # we are loading it, or another did it
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
+        model.is_quantized = True  # `Trainer` then asks whether it can train
     quantizer.prepare_to_save(model)
     return True
 
