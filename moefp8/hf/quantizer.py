@@ -78,9 +78,7 @@ class FP8Quantizer(HfQuantizer):
         does not know its model, and leaves the answer to the backward.
         """
         model = self._model()
-        return model is None or any(
-            x.requires_grad and x.dtype != E4M3 for x in model.parameters()
-        )
+        return model is None or any(x.requires_grad and x.dtype != E4M3 for x in model.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_model"}

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from tests.functional.backward_cases import (
     case,
     rows_of_body,
     saving,
-    saving_body,
 )
 from tests.functional.cases import GATE_UP_FAMILIES, every_other, run, tokens_of, weights_of
 from tests.functional.test_experts_launch import Region, shapes
