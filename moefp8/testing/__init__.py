@@ -1,6 +1,7 @@
 """What users need to property-test a model of their own: measures, references, strategies."""
 
 from .errors import assert_matches_reference, relative_error, row_errors
+from .gradients import gradients
 from .reference import ReferenceExperts, ReferenceLinear, reference_model, teacher_forced
 from .strategies import Spread, gemm_shapes, routings, sizes, spread
 
@@ -10,6 +11,7 @@ __all__ = [
     "Spread",
     "assert_matches_reference",
     "gemm_shapes",
+    "gradients",
     "reference_model",
     "relative_error",
     "routings",
