@@ -50,7 +50,6 @@ def test_of_a_linear(m, k, n, dtype, device):
     assert of_x.dtype == dtype
     weights = linear.weight.detach(), linear.weight_scale_inv.detach()
     assert_matches_reference(of_x.cpu(), naive.through_fp8(*on("cpu", grad, *weights)))
-    linear(tokens_of(m, k, device)).backward(grad)
     assert_matches_reference(linear.bias.grad, grad.double().sum(0), 1e-2)
     assert linear.bias.grad.dtype == dtype
 
