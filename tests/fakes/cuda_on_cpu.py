@@ -45,8 +45,10 @@ alignas(16) static int memory[1 << 16];
 template <class A, class B> auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
 template <class A, class B> auto max(A a, B b) { return std::max<std::common_type_t<A, B>>(a, b); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline size_t __cvta_generic_to_shared(const void*) { return 0; }
@@ -101,8 +103,8 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
   return meet_warp(value)[lane < distance ? lane : lane - distance];
 }
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, unsigned distance) {
-  return meet_warp(value)[threadIdx.x % 32 ^ distance];
+template <class T> T __shfl_xor_sync(uint32_t, T value, unsigned distance) {
+  return std::bit_cast<T>(meet_warp(std::bit_cast<uint32_t>(value))[threadIdx.x % 32 ^ distance]);
 }
 
 static const std::function<void()>* body;
@@ -145,16 +147,28 @@ static bool launch(const std::function<void()>& kernel, unsigned grid, unsigned 
 FP8 = r"""
 #pragma once
 #include "input.cuh"
+constexpr uint32_t kMagnitude = 0x7fffffff;
 struct Scale {
   float scale_inv;
   Scale(uint32_t amax, bool, float min_amax = 1e-4f)
       : scale_inv(std::max(__uint_as_float(amax), min_amax) / 448) {}
+  float divide(float x) const { return x / scale_inv; }
 };
 inline uint32_t encode(float x) {
+  if (std::isnan(x)) return 0x7f;
   const float magnitude = std::min(std::fabs(x), 448.0f);
   const int exponent = std::max(std::ilogb(std::max(magnitude, 1e-30f)), -6);
   const int steps = std::nearbyint(std::ldexp(magnitude, 3 - exponent));  // of the least bit
   return std::signbit(x) << 7 | ((exponent + 6) * 8 + steps);
+}
+inline uint32_t encode_e4m3(float a, float b, float c, float d) {
+  return encode(a) | encode(b) << 8 | encode(c) << 16 | encode(d) << 24;
+}
+inline uint32_t decode(uint32_t code) {  // as FP16
+  const uint32_t magnitude = code & 0x7f;
+  const _Float16 scaled = std::bit_cast<_Float16>(uint16_t(magnitude << 7)) * _Float16(256);
+  const uint32_t bits = magnitude == 0x7f ? 0x7fff : std::bit_cast<uint16_t>(scaled);
+  return bits | (code & 0x80) << 8;
 }
 template <Input kInput>
 struct Eight {
@@ -183,7 +197,17 @@ struct Eight {
   }
 };
 """
-FROM_HALF = "x = std::bit_cast<_Float16>(uint16_t(low_bits));"
+PTX = {  # what is replaced, and by what
+    r'asm volatile\("griddepcontrol[^;]*;[^;]*;': "",
+    r'asm\("cvt.f32.f16[^;]*;[^;]*;': "x = std::bit_cast<_Float16>(uint16_t(low_bits));",
+    r'asm\("ex2.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = std::exp2(\2);",
+    r'asm\("rcp.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = 1 / (\2);",
+    r'asm\("{\\n.reg .b16 a, b;(?s:.*?)cvt.rn.f16x2.e4m3x2(?s:.*?)\(codes\)\);': (
+        "low = decode(codes & 255) | decode(codes >> 8 & 255) << 16;"
+        "high = decode(codes >> 16 & 255) | decode(codes >> 24) << 16;"
+    ),
+    r"(?<!extern )__shared__": "static",
+}
 MATRIX = r"""
 #pragma once
 inline uint32_t pack_bf16(float low, float high) {
@@ -200,8 +224,9 @@ def build(kernels: list[jit.Kernel], folder: Path) -> dict[str, Callable[..., bo
     """The kernels of one source as functions of (arguments, grid, block, shared_bytes), by name."""
     (source,) = {kernel.source for kernel in kernels}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
-        text = re.sub(r'asm volatile\("griddepcontrol[^;]*;[^;]*;', "", path.read_text())
-        text = re.sub(r'asm\("cvt.f32.f16[^;]*;[^;]*;', FROM_HALF, text)
+        text = path.read_text()
+        for pattern, instead in PTX.items():
+            text = re.sub(pattern, instead, text)
         (folder / path.name).write_text(text)
     (folder / "fp8.cuh").write_text(FP8)
     (folder / "matrix.cuh").write_text(MATRIX)

@@ -1,0 +1,144 @@
+"""The gradient of SwiGLU: its formulas, its kernel's own text on a CPU, and its launch."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from moefp8.functional import swiglu_backward_launch as room
+from moefp8.functional.swiglu import swiglu, swiglu_grad
+from moefp8.kernels import jit
+from moefp8.kernels.jit import compile_kernels
+from tests.fakes import cuda_on_cpu
+from tests.fakes.emulator import FakeDriver, emulated
+from tests.functional.swiglu_cases import CASES, Made, check, make, run
+from tests.gpu import assert_arguments_fit, on_gpu
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+KERNELS = [room.kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (False, True)]
+INF = math.inf
+
+
+# ---- Its formulas ----
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_formulas_are_the_derivatives(limit):
+    gate, up = (torch.randn(5, 40, dtype=torch.double, requires_grad=True) for _ in range(2))
+    grad = torch.randn(5, 40, dtype=torch.double)
+    silu = torch.nn.functional.silu
+    held = (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+    y = silu(held[0]) * held[1]
+    expected = *torch.autograd.grad(y, (gate, up), grad), y
+    for ours, theirs in zip(swiglu_grad(grad, gate, up, limit), expected, strict=True):
+        assert torch.allclose(ours, theirs)
+    assert torch.allclose(swiglu(gate, up, limit), y.float())
+
+
+# ---- Its kernel's text ----
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_every_variant_compiles_and_spills_nothing():
+    for cubin in compile_kernels(KERNELS):
+        assert cubin.problems() == []
+        registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
+        assert registers <= 64  # four CTAs of an SM
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
+    assert_arguments_fit(room._Arguments, KERNELS[0], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    if not cuda_on_cpu.is_possible():
+        pytest.skip("needs g++")
+    return cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("swiglu_backward"))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("limit", [INF, 0.5])
+def test_the_kernels_text_is_right(functions, name, fp8, limit):
+    for dtype in DTYPES:
+        made = make(name, dtype, fp8, limit)
+        with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(functions))):
+            check(made, run(made))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_emulator_is_right(name, fp8):
+    for limit in (INF, 0.5):
+        made = make(name, torch.float32, fp8, limit)
+        with emulated():
+            check(made, run(made))
+
+
+def of_tokens(made: Made) -> Made:
+    """Each row has a token, and no weight."""
+    rows = made.token_to_row[made.token_to_row >= 0]
+    assert len(rows) == len(made.grad)
+    return made._replace(token_to_row=None, weights=None)
+
+
+@pytest.mark.parametrize("name", ["one block", "a CTA goes round", "a single element"])
+def test_the_kernels_text_takes_rows_without_choices(functions, name):
+    made = of_tokens(make(name, torch.float32, False, 0.5))
+    for library in (cuda_on_cpu.OnCpu(functions), None):
+        with jit.using(FakeDriver(library=library)):
+            check(made, run(made))
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+@pytest.mark.parametrize("where", ["grad", "gate", "up"])
+def test_the_kernels_text_keeps_bad_numbers_in_their_blocks(functions, bad, where):
+    with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(functions))):
+        assert_bad_numbers_stay(bad, where, "cpu")
+
+
+def assert_bad_numbers_stay(bad: float, where: str, device: str) -> None:
+    """A bad number of row 1 is in block 2 of 17, of both gate and up."""
+    made = make("a CTA goes round", torch.float32, False, INF, device)
+    clean = run(made)
+    place = made.grad[1] if where == "grad" else made.saved[1, int(where == "up")]
+    place[300] = bad
+    found = run(made)
+    assert torch.equal(found.rows[0], clean.rows[0])
+    assert torch.equal(found.row_scales[:, 0], clean.row_scales[:, 0])
+    of_gate_up = torch.arange(34).remainder(17) != 2
+    codes, clean_codes = (x.rows[1].view(34, 128).cpu() for x in (found, clean))
+    scales, clean_scales = (x.row_scales[:, 1].cpu() for x in (found, clean))
+    assert torch.equal(codes[of_gate_up], clean_codes[of_gate_up])
+    assert torch.equal(scales[of_gate_up], clean_scales[of_gate_up])
+    assert not scales[2].isfinite()
+    each = found.of_weights[:2].cpu(), clean.of_weights[:2].cpu(), made.token_to_row.flatten().cpu()
+    for ours, theirs, row in zip(*each, strict=True):
+        assert ours.isfinite() == (row == 0)
+        assert row == 1 or ours == theirs
+
+
+# ---- On a GPU ----
+
+
+@on_gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("limit", [INF, 0.5])
+def test_gpu_is_right(name, fp8, limit):
+    for dtype in DTYPES:
+        made = make(name, dtype, fp8, limit, "cuda")
+        check(made, run(made))
+    if CASES[name][-1] == "distinct" and not fp8:
+        made = of_tokens(made)
+        check(made, run(made))
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+@pytest.mark.parametrize("where", ["grad", "gate", "up"])
+def test_gpu_keeps_bad_numbers_in_their_blocks(bad, where):
+    assert_bad_numbers_stay(bad, where, "cuda")
