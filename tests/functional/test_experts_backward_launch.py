@@ -25,7 +25,14 @@ from tests.functional.backward_cases import (
     rows_of_body,
     saving,
 )
-from tests.functional.cases import GATE_UP_FAMILIES, every_other, run, tokens_of, weights_of
+from tests.functional.cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    every_other,
+    run,
+    tokens_of,
+    weights_of,
+)
 from tests.functional.test_experts_launch import Region, shapes
 from tests.layers.cases import assert_matches_up_to_codes
 from tests.routing.cases import ids_of
@@ -155,6 +162,14 @@ def test_every_family_saves_gate_and_up(family):
             assert gpu.gemms[-2].config == replace(GATE_UP_FAMILIES[family], saves_gate_up=True)
             assert_saved(made, rows_of_body(made, gate_up))
             assert torch.equal(y, run(*made[:3], made.weights))
+
+
+@pytest.mark.parametrize("family", DOWN_FAMILIES)
+def test_every_family_multiplies_gradients(family):
+    with emulated(DOWN_FAMILIES[family]) as gpu:
+        for num_tokens, i in ((3, 272), (110, 100)):
+            assert_right(case(num_tokens, 144, 2, weights_of(3, 144, i), "repeated"))
+            assert [made.config for made in gpu.gemms[-2:]] == [DOWN_FAMILIES[family]] * 2
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])

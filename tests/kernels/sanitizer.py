@@ -4,13 +4,17 @@ It uses no pytest, and no torch operation that it can do without: under the sani
 seconds.
 """
 
+import math
 from functools import partial
 from unittest import mock
 
 import torch
 
-from moefp8.functional.experts import experts
-from moefp8.functional.linear import fp8_linear
+from moefp8.functional.experts import experts, experts_saving
+from moefp8.functional.experts_backward import experts_backward
+from moefp8.functional.feed_forward import feed_forward_saving
+from moefp8.functional.feed_forward_backward import feed_forward_backward
+from moefp8.functional.linear import fp8_linear, fp8_linear_backward
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
@@ -19,6 +23,7 @@ from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.quant.transpose import transpose_codes
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from moefp8.routing.route import route
+from tests.functional import swiglu_cases
 from tests.functional.cases import EXPERTS_FAMILIES
 from tests.kernels.gemm.cases import choosing, filled
 from tests.kernels.gemm.grouped_cases import (
@@ -95,6 +100,8 @@ def main() -> None:
     run_families()
     run_segments()
     run_experts_families()
+    run_swiglu_backward()
+    run_feed_forward()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
         launch_quantize_1x128(x, False)
@@ -102,6 +109,7 @@ def main() -> None:
         launch_quantize_128x128(x, False)
         weight = launch_quantize_128x128(torch.ones(136, 296, device="cuda"), False)
         fp8_linear(x, *weight, None)
+        fp8_linear_backward(x[:, :136], *weight, False)
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
     run_transpose()
@@ -258,8 +266,11 @@ def run_experts_families() -> None:
         with choosing(down, gate_up):
             for num_tokens, h, i, limit in shapes:
                 set_num_sms(limit)
+                told = f"experts, {name}, {num_tokens} tokens", num_tokens, h, i
                 for masked in (False, True):
-                    run_experts(f"experts, {name}, {num_tokens} tokens", num_tokens, h, i, masked)
+                    run_experts(*told, masked)
+                if gate_up:
+                    run_experts_backward(*told)
                 set_num_sms(None)
     run_experts("experts, few choices", 3, 264, 400, False)
     run_experts("experts, counted", 2731, 136, 144, False)
@@ -267,6 +278,15 @@ def run_experts_families() -> None:
         for masked in (False, True):
             name = f"experts of a rank, {num_tokens} tokens"
             run_experts(name, num_tokens, 136, 144, masked, first=2, num_global=9)
+    for num_tokens, h, i, limit in (
+        (3, 264, 400, None),
+        (2731, 100, 36, None),
+        (300, 1664, 144, 1),
+    ):
+        set_num_sms(limit)
+        run_experts_backward(f"experts, {num_tokens} tokens", num_tokens, h, i, fp8=True)
+        set_num_sms(None)
+    run_experts_backward("experts of a rank", 77, 136, 144, first=2, num_global=9)
 
 
 def run_experts(
@@ -276,20 +296,90 @@ def run_experts(
 
     The addend is 1 where H is 264; else there is none.
     """
-    e, blocks_h, blocks_i = 4, num_blocks(h), num_blocks(i)
-    gate_up_scales = torch.full((e, 2 * blocks_i, blocks_h), 1 / h, device="cuda")
-    down_scales = torch.full((e, blocks_h, blocks_i), 1 / i, device="cuda")
-    weights = ones(e, 2 * i, h), gate_up_scales, ones(e, h, i), down_scales
-    ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (num_global + 1)
-    x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
-    top_k_weights = torch.ones(num_tokens, 3, device="cuda")
+    x, ids, is_here = tokens_of_ones(num_tokens, h, first, num_global)
     adds = h == 264
     options = 100.0, masked, first, num_global, x if adds else None
-    y = experts(x, ids.cuda(), top_k_weights, *weights, *options).cpu()
-    is_here = (ids >= first) & (ids < first + e)
-    expected = 0.7310586 * is_here.sum(1, keepdim=True) + adds
-    wrong = int(((y - expected).abs() > 0.02).sum()) + int(y.isnan().sum())
-    tell(f"{name}{', masked' if masked else ''}", wrong)
+    top_k_weights = torch.ones(num_tokens, 3, device="cuda")
+    y = experts(x, ids, top_k_weights, *weights_of_ones(h, i), *options)
+    expected = SILU * is_here.sum(1, keepdim=True) + adds
+    tell(f"{name}{', masked' if masked else ''}", num_far(y, expected))
+
+
+def run_experts_backward(
+    name: str,
+    num_tokens: int,
+    h: int,
+    i: int,
+    fp8: bool = False,
+    first: int = 0,
+    num_global: int = 4,
+) -> None:
+    """The gradient of the result is 1 as well; so that of `a` is H / I, and weights are 1 / H."""
+    x, ids, is_here = tokens_of_ones(num_tokens, h, first, num_global)
+    weights, scales = weights_of_ones(h, i), None
+    top_k_weights = torch.ones(num_tokens, 3, device="cuda")
+    rank = first, num_global
+    y, gate_up = experts_saving(x, ids, top_k_weights, *weights, 100.0, False, *rank, None)
+    num_rows = int(is_here.sum())
+    num_choices, row = is_here.sum(1, keepdim=True), gate_up[:num_rows].flatten(0, 1)
+    wrong = num_far(y, SILU * num_choices) + num_far(row, torch.ones(()))
+    if fp8:
+        gate_up, scales = launch_quantize_1x128(gate_up.flatten(0, 1), False)
+    saved = gate_up, scales
+    found = experts_backward(x, ids, top_k_weights, *saved, *weights, 100.0, False, *rank)
+    slope = SILU + SILU * (1 - SILU)
+    wrong += num_far(found[0], (slope + SILU) * num_choices)
+    wrong += num_far(found[1] / h, SILU * is_here)
+    tell(f"{name}, backward{', FP8' if fp8 else ''}", wrong)
+
+
+def run_feed_forward() -> None:
+    """As `run_experts_backward`, of an expert that all tokens take."""
+    for num_tokens, h, i in ((3, 264, 400), (140, 100, 36), (300, 136, 144)):
+        gate_up, gate_up_scales, down, down_scales = (x[0] for x in weights_of_ones(h, i))
+        halves = gate_up.view(2, i, h), gate_up_scales.view(2, -1, gate_up_scales.shape[1])
+        weights = *(x[half] for half in (0, 1) for x in halves), down, down_scales
+        x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
+        y, saved = feed_forward_saving(x, *weights, 100.0)
+        dx = feed_forward_backward(x, saved, *weights, 100.0, False)
+        slope = SILU + SILU * (1 - SILU)
+        wrong = num_far(y, torch.tensor(SILU)) + num_far(dx, torch.tensor(slope + SILU))
+        tell(f"feed-forward, {num_tokens} tokens", wrong)
+
+
+def run_swiglu_backward() -> None:
+    for name in swiglu_cases.CASES:
+        for fp8 in (False, True):
+            made = swiglu_cases.make(name, torch.float32, fp8, math.inf, "cuda")
+            swiglu_cases.check(made, swiglu_cases.run(made))
+            print(f"gradient of SwiGLU, {name}{', FP8' if fp8 else ''}", flush=True)
+
+
+SILU = 0.7310586  # of 1
+
+
+def tokens_of_ones(
+    num_tokens: int, h: int, first: int, num_global: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, three choices each, and which are held by the rank of four experts (on the CPU)."""
+    x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
+    ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (num_global + 1)
+    return x, ids.cuda(), (ids >= first) & (ids < first + 4)
+
+
+def weights_of_ones(h: int, i: int) -> tuple[torch.Tensor, ...]:
+    """Four experts, which give ones where gate and up, or activated values, are of ones."""
+    blocks_h, blocks_i = num_blocks(h), num_blocks(i)
+    gate_up_scales = torch.full((4, 2 * blocks_i, blocks_h), 1 / h, device="cuda")
+    down_scales = torch.full((4, blocks_h, blocks_i), 1 / i, device="cuda")
+    return ones(4, 2 * i, h), gate_up_scales, ones(4, h, i), down_scales
+
+
+def num_far(found: torch.Tensor, expected: torch.Tensor) -> int:
+    found = found.float().cpu()
+    return int(((found - expected).abs() > 0.02 * expected.abs().clamp(min=1)).sum()) + int(
+        found.isnan().sum()
+    )
 
 
 def run_broken_bounds(layout: GroupLayout) -> None:

@@ -196,6 +196,9 @@ def choosing(config: GemmConfig | None = None, gate_up: GemmConfig | None = None
                 names = "choose_config", "choose_grouped_config"
                 instead = dict.fromkeys(names, lambda *shape: config)
                 stack.enter_context(mock.patch.multiple(heuristic, **instead))
+                stack.enter_context(
+                    mock.patch.object(expert_configs, "_backward_config", lambda *shape: config)
+                )
             yield
     finally:
         prepared.clear()

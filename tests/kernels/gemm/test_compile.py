@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,16 @@ def experts_variants() -> list[Variant]:
     """What the routed experts launch: gate and up with both layouts, all else with one."""
     layouts, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
     gate_up = of_all((x for x in chosen if x.gate_up), layouts)
-    return [*gate_up, *in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")]
+    saving = [Variant(x, GroupLayout.OFFSETS) for x in saving_configs()]
+    families = in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")
+    return [*gate_up, *saving, *families]
+
+
+def saving_configs() -> list[GemmConfig]:
+    """What a forward launches that a backward follows; of few tokens, only the most columns."""
+    small = {f"weights are rows, {n}" for n in (8, 16, 24)} if not ALL else set()
+    families = (x for name, x in GATE_UP_FAMILIES.items() if name not in small)
+    return [replace(config, saves_gate_up=True) for config in families]
 
 
 VARIANTS = {
