@@ -1,6 +1,7 @@
 """What each of the two processes of `test_data_parallel.py` runs.
 
-Most cases train what follows frozen FP8 modules, and give what both ranks must agree on.
+Most cases train what stands before and behind frozen FP8 modules, and give what both ranks must
+agree on.
 """
 
 import os
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE
@@ -25,7 +27,7 @@ RANKS, STEPS, H = 2, 3, 136
 
 
 class Tuned(nn.Module):
-    """An adapter and a head, in FP32, on what frozen FP8 layers see."""
+    """An adapter before frozen FP8 layers, which gradients reach through them, and a head."""
 
     def __init__(self, seed: int = 0, num_experts: int = 3) -> None:
         super().__init__()
@@ -33,12 +35,18 @@ class Tuned(nn.Module):
         self.embedding = nn.Embedding(50, H).requires_grad_(False)
         self.moe = MoE(H, 72, num_experts, 2, shared_intermediate_size=40).requires_grad_(False)
         self.linear = FP8Linear(H, 81)
-        self.adapter, self.head = nn.Linear(81, 81), nn.Linear(81, 10)
+        self.adapter, self.head = nn.Linear(H, H), nn.Linear(81, 10)
+        self.checkpoints = False
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            features = self.linear(self.moe(self.embedding(ids)))
-        return self.head(features + self.adapter(features))
+        x = self.embedding(ids)
+        x = x + self.adapter(x)
+        if self.checkpoints:
+            return self.head(checkpoint(self.frozen, x, use_reentrant=False))
+        return self.head(self.frozen(x))
+
+    def frozen(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.moe(x))
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -62,8 +70,10 @@ def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
 def alone() -> dict[str, Any]:
     """What both ranks must come to: one process trains on all batches."""
     model = Tuned()
-    before = adapter_of(model)
-    return {"outputs": train(model, range(RANKS)), "trained": adapter_of(model), "before": before}
+    before = adapter_of(model), sum_of_codes(model)
+    outputs = train(model, range(RANKS))
+    results = {"outputs": outputs, "trained": adapter_of(model)}
+    return {**results, "before": before[0], "sum_of_codes": before[1]}
 
 
 def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,15 +86,28 @@ def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> dict[str, Any]:
+def codes_of(model: nn.Module) -> list[torch.Tensor]:
+    """Those that this rank holds."""
+    held = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
+    return [x.detach() for x in held if x.dtype == torch.float8_e4m3fn]
+
+
+def sum_of_codes(model: nn.Module) -> int:
+    return sum(int(x.view(torch.uint8).sum()) for x in codes_of(model))
+
+
+def wrapped(
+    rank: int, wrap: Callable[[nn.Module], nn.Module], seed: int = 0, checkpoints: bool = False
+) -> dict[str, Any]:
     model = Tuned(seed)
+    model.checkpoints = checkpoints
     runs = wrap(model)
     (output,) = train(runs, [rank])
     with FullyShardedDataParallel.summon_full_params(runs):  # this changes nothing of other kinds
         trained = adapter_of(model)
-    held = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
-    num_codes = sum(x.numel() for x in held if x.dtype == torch.float8_e4m3fn)
-    return {"output": output, "trained": trained, "num_codes": num_codes}
+    num_codes = sum(x.numel() for x in codes_of(model))
+    sums = sum_of_codes(model)
+    return {"output": output, "trained": trained, "num_codes": num_codes, "sum_of_codes": sums}
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -103,6 +126,13 @@ def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
 
 def fsdp2_ignoring(model: nn.Module, **options: Any) -> nn.Module:
     return fsdp2(model, ignored_params=set(moefp8.frozen_parameters(model).values()), **options)
+
+
+def fsdp2_parts(model: nn.Module) -> nn.Module:
+    """What is checkpointed is gathered twice."""
+    fsdp2(model.moe)
+    fsdp2(model.linear)
+    return fsdp2(model)
 
 
 def fsdp2_each(model: nn.Module, **options: Any) -> nn.Module:
@@ -127,9 +157,11 @@ BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dty
 CASES: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: wrapped(rank, ddp),
     "ddp, other seeds": lambda rank: wrapped(rank, ddp, seed=rank),  # the model of rank 0 counts
+    "ddp, checkpointed": lambda rank: wrapped(rank, ddp, checkpoints=True),
     "ddp, inference": inference,
     "fsdp1": lambda rank: wrapped(rank, fsdp1),
     "fsdp2": lambda rank: wrapped(rank, fsdp2),
+    "fsdp2, checkpointed": lambda rank: wrapped(rank, fsdp2_parts, checkpoints=True),
     "fsdp2, ignored": lambda rank: wrapped(rank, fsdp2_ignoring),
     "fsdp2, bf16, ignored": lambda rank: wrapped(rank, partial(fsdp2_ignoring, **BF16)),
     "fsdp2, bf16, each": lambda rank: wrapped(rank, partial(fsdp2_each, **BF16)),
