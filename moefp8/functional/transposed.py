@@ -19,8 +19,9 @@ _LEAST_FREE = 0.25  # of a GPU's memory, for all that is allocated after W^T
 
 
 class _Kept(NamedTuple):
-    """W^T as it was made: from which versions of weights, and on which stream."""
+    """W^T as it was made: of memory at which address, from which versions, and on which stream."""
 
+    address: int
     versions: tuple[int, ...]
     codes: torch.Tensor
     stream: int
@@ -67,7 +68,8 @@ def _kept_or_made(
     if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
         return make()
     # The storage of a weight keeps what belongs to it, whoever holds the weight.
-    kept: dict[Any, _Kept] = first.untyped_storage().__dict__.setdefault(_KEPT, {})
+    storage = first.untyped_storage()
+    kept: dict[Any, _Kept] = storage.__dict__.setdefault(_KEPT, {})
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
     versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
     found = kept.get((layouts, parts))
@@ -76,12 +78,17 @@ def _kept_or_made(
         if found.stream != current.cuda_stream and not is_capturing:
             current.wait_event(found.is_made)
         return found.codes
-    if is_capturing or (found is None and not (keeps or _has_room(weights))):
+    if is_capturing:
+        return make()
+    address = storage.data_ptr()
+    for key in [key for key, x in list(kept.items()) if x.address != address]:
+        kept.pop(key, None)  # FSDP frees what it gathered, and gathers it anew elsewhere
+    if found is None and not (keeps or _has_room(weights)):
         return make()
     codes = make() if found is None else found.codes.copy_(make())
     is_made = torch.cuda.Event()
     is_made.record(current)
-    made = _Kept(versions, codes, current.cuda_stream, is_made, weights[1:])
+    made = _Kept(address, versions, codes, current.cuda_stream, is_made, weights[1:])
     kept[layouts, parts] = made
     return codes
 
