@@ -1,4 +1,4 @@
-"""Whole transformers models with frozen FP8 weights train what else there is, however it is run."""
+"""Whole models of transformers with frozen FP8 weights train all else, however they are run."""
 
 import copy
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
+from moefp8.adapters import add_lora
 from tests.checkpoint.transformers_cases import fp8_of
 from tests.hf.test_experts import other_config
 
@@ -45,8 +46,18 @@ def with_frozen_experts(family: str) -> PreTrainedModel:
     return model
 
 
+def with_adapters(family: str) -> PreTrainedModel:
+    model = quantized(family)
+    add_lora(model, rank=8, alpha=16)
+    for name, x in model.named_parameters():
+        if name.endswith(".B"):
+            nn.init.normal_(x, std=0.02)
+    return model
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     **{family: lambda family=family: quantized(family) for family in FAMILIES},
+    "LoRA qwen3_moe": lambda: with_adapters("qwen3_moe"),
     "BF16 qwen3_moe": lambda: with_frozen_experts("qwen3_moe"),
     "BF16 gpt_oss": lambda: with_frozen_experts("gpt_oss"),
 }
@@ -89,7 +100,7 @@ def names_of_fp8(model: nn.Module) -> set[str]:
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
         if isinstance(module, FP8Linear | GroupedExperts)
-        for name, _ in module.named_parameters()
+        for name, _ in module.named_parameters(recurse=False)
     }
 
 
