@@ -1,13 +1,17 @@
 """`add_lora` and `remove_lora`: put adapters beside weights, and take them off."""
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.common.checks import FLOATS
 from ..layers.adapter import adapters_of
+from ..layers.saving import release
 from .lora import LoRA
+from .save import save_pretrained
 from .targets import KINDS, Target, find_targets
 
 _PLAIN = {made: kind for kind, made in KINDS.items()}
@@ -28,7 +32,7 @@ def add_lora(
     zero at first. Linears then give what they gave, bit for bit; experts run step by step, with
     gate and up rounded to BF16 in between. Names of the model's own tensors stay, so that
     `load_checkpoint` works as before; `moefp8.save_checkpoint` writes them alone, and `save_lora`
-    the adapters.
+    the adapters. So does `save_pretrained` of a model of transformers then, and its `Trainer`.
 
     Args:
         rank, alpha: `scaling` is alpha / rank, with use_rslora alpha / sqrt(rank). For experts on
@@ -75,7 +79,7 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype) -> Non
 
 
 def put(
-    model: nn.Module,
+    model: Any,
     targets: list[Target],
     rank: int,
     alpha: float,
@@ -89,6 +93,8 @@ def put(
         lora = LoRA(target.shape, rank, alpha, use_rslora=use_rslora, device=device, dtype=dtype)
         module.__class__ = KINDS.get(type(module), type(module))
         module.add_module(f"lora_{target.parameter}", lora.train(module.training))
+    if callable(getattr(model, "save_pretrained", None)):
+        model.save_pretrained = partial(save_pretrained, model)
 
 
 def remove_lora(model: nn.Module) -> nn.Module:
@@ -107,4 +113,5 @@ def remove_lora(model: nn.Module) -> nn.Module:
         for name in [name for name, x in module.named_children() if isinstance(x, LoRA)]:
             delattr(module, name)
         module.__class__ = _PLAIN[type(module)]
+    release(model)
     return model

@@ -67,7 +67,7 @@ def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     It may be in a wrapper that has its `weight`, as PEFT's.
     """
-    dtype = linear.weight.dtype
+    dtype = getattr(getattr(linear, "weight", None), "dtype", None)
     return linear(x.to(dtype) if dtype in FLOATS else x)
 
 

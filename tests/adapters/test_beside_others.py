@@ -1,11 +1,13 @@
 """Adapters and the rest of moefp8: checkpoints, conversion, parts, savers."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import moefp8
 from moefp8.adapters import add_lora, lora_state_dict, remove_lora
 from tests.adapters.cases import H, Net, tokens, trained
+
+WEIGHTS = "adapter_model.safetensors"
 
 
 def adapted(targets=("first", "experts", "head")) -> nn.Module:
@@ -69,7 +73,7 @@ def test_frozen_parameters_are_all_but_adapters():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_save_pretrained_writes_no_adapters(tmp_path):
+def test_save_pretrained_writes_adapters_or_weights(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("moefp8.hf")
     config = transformers.Qwen3Config(
@@ -83,10 +87,20 @@ def test_save_pretrained_writes_no_adapters(tmp_path):
     )
     model = moefp8.convert(transformers.Qwen3ForCausalLM(config).bfloat16())
     add_lora(model)
-    with pytest.raises(ValueError, match=r"save_pretrained: the model must have no adapters"):
-        model.save_pretrained(tmp_path)
-    remove_lora(model).save_pretrained(tmp_path)
-    assert (tmp_path / "config.json").exists()
+    for twin in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        trained(twin).save_pretrained(tmp_path / "adapter", state_dict=twin.state_dict())
+        state, wanted = load_file(tmp_path / "adapter" / WEIGHTS), lora_state_dict(twin)
+        assert state.keys() == wanted.keys()
+        assert all(torch.equal(x, wanted[key]) for key, x in state.items())
+        assert not (tmp_path / "adapter" / "config.json").exists()
+    with pytest.raises(ValueError, match="push_to_hub must be False"):
+        model.save_pretrained(tmp_path, push_to_hub=True)
+    with pytest.raises(ValueError, match="save_pretrained: the model must have no adapters"):
+        type(model).save_pretrained(model, tmp_path / "both")
+    remove_lora(model).save_pretrained(tmp_path / "model")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in written
+    assert not any("lora" in key for key in written)
 
 
 def test_nothing_warns_without_adapters(tmp_path):

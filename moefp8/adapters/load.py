@@ -1,68 +1,24 @@
-"""`save_lora` and `load_lora`: adapters alone, in the files that PEFT writes and reads."""
+"""`load_lora`: adapters from the files that `save_lora` and PEFT write."""
 
-import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from ..kernels.common.checks import FLOATS
 from ..layers import GroupedExperts
-from ..layers.parts import parts_of
 from .add import put
-from .config import CONFIG, Settings, config_for, names_stack, read_config
-from .layout import KEY, Keys, from_file, keys_of, shapes_of, to_file
-from .lora import LoRA
+from .config import CONFIG, Settings, names_stack, read_config
+from .layout import KEY, Keys, from_file, shapes_of
+from .save import WEIGHTS, adapted, keys_by_target, lora_of, settings_of
 from .targets import STACKS, Target, find_targets, join
 
-WEIGHTS = "adapter_model.safetensors"
 _Tensors = Mapping[str, torch.Tensor]
-
-
-def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters of a model under PEFT's keys, in PEFT's layout; it shares what memory it can.
-
-    Of a model in `fully_shard`, all ranks must call it, and each gets whole tensors.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for target, keys in _keys(_adapted(model)).items():
-        lora = _lora_of(target)
-        found |= zip(keys, to_file(_whole(lora.A), _whole(lora.B)), strict=True)
-    return found
-
-
-def save_lora(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Write the adapters of a model, and nothing else, as PEFT does: two files in `directory`.
-
-    PEFT reads them for the model in BF16, `PeftModel.from_pretrained(model, directory)`, and can
-    merge them there. What the directory holds under these names is replaced.
-
-    Raises ValueError if the model has no adapters, or has one rank's part of the experts.
-    """
-    targets = _adapted(model)
-    if not targets:
-        raise ValueError("save_lora: the model has no adapters; moefp8.adapters.add_lora adds them")
-    if parts := [target.name for target in targets if parts_of(target.module)]:
-        raise ValueError(
-            f"save_lora: the model must be whole, but {parts[0]} is one rank's part; keep the "
-            "state_dict() of every rank"
-        )
-    tensors = {key: x.contiguous() for key, x in lora_state_dict(model).items()}
-    config = config_for(model, _settings_of(targets), targets)
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    new = secrets.token_hex(8)
-    save_file(tensors, folder / f".{WEIGHTS}.{new}", {"format": "pt"})
-    (folder / f".{CONFIG}.{new}").write_text(json.dumps(config, indent=2, sort_keys=True))
-    for name in (WEIGHTS, CONFIG):
-        os.replace(folder / f".{name}.{new}", folder / name)
 
 
 def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
@@ -82,59 +38,22 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     """
     folder = Path(directory)
     settings, tensors = read_config(folder / CONFIG), _read(folder / WEIGHTS)
-    adapted = _adapted(model)
-    if adapted:
-        _check_settings(settings, _settings_of(adapted), adapted)
-    targets = adapted or _targets_in(model, tensors, settings)
-    keys = _keys(targets)
+    found = adapted(model)
+    if found:
+        _check_settings(settings, settings_of(found), found)
+    targets = found or _targets_in(model, tensors, settings)
+    keys = keys_by_target(targets)
     _check(tensors, keys, settings.rank)
-    if not adapted:
+    if not found:
         dtype = next(iter(tensors.values())).dtype
         put(model, targets, *settings[:3], dtype)
     with torch.no_grad():
         for target, (key_a, key_b) in keys.items():
-            lora = _lora_of(target)
+            lora = lora_of(target)
             a, b = from_file(tensors[key_a], tensors[key_b], target, settings.rank)
             lora.A.copy_(a)
             lora.B.copy_(b)
     return [target.name for target in targets]
-
-
-# ---- What a model has ----
-
-
-def _adapted(model: nn.Module) -> list[Target]:
-    """The weights that have an adapter."""
-    return [
-        Target(path, module, name.removeprefix("lora_"))
-        for path, module in model.named_modules()
-        for name, child in module.named_children()
-        if isinstance(child, LoRA)
-    ]
-
-
-def _lora_of(target: Target) -> Any:
-    return target.module.get_submodule(f"lora_{target.parameter}")
-
-
-def _settings_of(targets: Iterable[Target]) -> Settings:
-    (settings,) = {(x.rank, x.alpha, x.use_rslora) for x in map(_lora_of, targets)}
-    stacks = (target.name for target in targets if target.parameter != "weight")
-    return Settings(*settings, tuple(stacks))
-
-
-def _keys(targets: Iterable[Target]) -> dict[Target, Keys]:
-    stacks: dict[str, list[str]] = {}
-    for target in targets:
-        stacks.setdefault(target.path, []).append(target.parameter)
-    return {target: keys_of(target, stacks[target.path]) for target in targets}
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """x, or all of it, if `fully_shard` has spread it over ranks."""
-    x = x.detach()
-    gather = getattr(x, "full_tensor", None)
-    return x if gather is None else gather()
 
 
 # ---- What files have ----
@@ -199,7 +118,7 @@ def _check_settings(theirs: Settings, ours: Settings, targets: Iterable[Target])
             f"load_lora: the model's adapters have {ours}, those of the files {theirs}; "
             "moefp8.adapters.remove_lora(model), and load_lora then adds those of the files"
         )
-    if any(hasattr(_lora_of(target).A, "full_tensor") for target in targets):
+    if any(hasattr(lora_of(target).A, "full_tensor") for target in targets):
         raise ValueError("load_lora: the model is in fully_shard; load the adapters before that")
 
 

@@ -1,0 +1,127 @@
+"""Adapters of a model as PEFT stores them: `lora_state_dict`, `save_lora`."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ..layers.parts import parts_of
+from .config import CONFIG, Settings, config_for
+from .layout import Keys, keys_of, to_file
+from .lora import LoRA
+from .targets import Target, join
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def lora_state_dict(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """The adapters of a model under PEFT's keys, in PEFT's layout; it shares what memory it can.
+
+    Of a model in `fully_shard`, all ranks must call it, and each gets whole tensors. state_dict: a
+    `state_dict()` of the model to take them from instead, as FSDP gathers it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for target, keys in keys_by_target(adapted(model)).items():
+        lora, name = lora_of(target), join(target.path, f"lora_{target.parameter}")
+        a, b = lora.A, lora.B
+        if state_dict is not None:
+            a, b = state_dict[f"{name}.A"], state_dict[f"{name}.B"]
+        found |= zip(keys, to_file(_whole(a), _whole(b)), strict=True)
+    return found
+
+
+def save_lora(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the adapters of a model, and nothing else, as PEFT does: two files in `directory`.
+
+    PEFT reads them for the model in BF16, `PeftModel.from_pretrained(model, directory)`, and can
+    merge them there. What the directory holds under these names is replaced. state_dict: as in
+    `lora_state_dict`.
+
+    Raises ValueError if the model has no adapters, or has one rank's part of the experts.
+    """
+    targets = adapted(model)
+    if not targets:
+        raise ValueError("save_lora: the model has no adapters; moefp8.adapters.add_lora adds them")
+    if parts := [target.name for target in targets if parts_of(target.module)]:
+        raise ValueError(
+            f"save_lora: the model must be whole, but {parts[0]} is one rank's part; keep the "
+            "state_dict() of every rank"
+        )
+    tensors = {key: x.contiguous() for key, x in lora_state_dict(model, state_dict).items()}
+    config = config_for(model, settings_of(targets), targets)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    new = secrets.token_hex(8)
+    save_file(tensors, folder / f".{WEIGHTS}.{new}", {"format": "pt"})
+    (folder / f".{CONFIG}.{new}").write_text(json.dumps(config, indent=2, sort_keys=True))
+    for name in (WEIGHTS, CONFIG):
+        os.replace(folder / f".{name}.{new}", folder / name)
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    *,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    **kwargs: Any,
+) -> None:
+    """What `add_lora` puts before `save_pretrained` of a model of transformers.
+
+    It writes adapters alone, as transformers does of a model with adapters of PEFT, so that its
+    `Trainer` saves what it trained.
+    """
+    if push_to_hub:
+        raise ValueError(
+            "save_pretrained: push_to_hub must be False for adapters of moefp8; upload the "
+            "directory with huggingface_hub"
+        )
+    if is_main_process:
+        save_lora(model, save_directory, state_dict)
+
+
+def adapted(model: nn.Module) -> list[Target]:
+    """The weights that have an adapter."""
+    return [
+        Target(path, module, name.removeprefix("lora_"))
+        for path, module in model.named_modules()
+        for name, child in module.named_children()
+        if isinstance(child, LoRA)
+    ]
+
+
+def lora_of(target: Target) -> Any:
+    return target.module.get_submodule(f"lora_{target.parameter}")
+
+
+def settings_of(targets: Iterable[Target]) -> Settings:
+    (settings,) = {(x.rank, x.alpha, x.use_rslora) for x in map(lora_of, targets)}
+    stacks = (target.name for target in targets if target.parameter != "weight")
+    return Settings(*settings, tuple(stacks))
+
+
+def keys_by_target(targets: Iterable[Target]) -> dict[Target, Keys]:
+    stacks: dict[str, list[str]] = {}
+    for target in targets:
+        stacks.setdefault(target.path, []).append(target.parameter)
+    return {target: keys_of(target, stacks[target.path]) for target in targets}
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """x, or all of it, if `fully_shard` has spread it over ranks."""
+    x = x.detach()
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
