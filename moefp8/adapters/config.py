@@ -1,6 +1,7 @@
 """adapter_config.json: what `save_lora` tells PEFT, and what of PEFT's `load_lora` understands."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from ..layers import GroupedExperts
 from .targets import Target, join
 
 CONFIG = "adapter_config.json"
+LAYOUT = "0.19.0"  # the release of PEFT since which adapters of experts lie as in layout.py
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters"}
 # What says how an adapter was trained or found, and nothing of what it computes.
 SILENT = {
@@ -30,12 +32,16 @@ def is_set(value: Any) -> bool:
 
 
 class Settings(NamedTuple):
-    """rank, alpha, use_rslora: as in `add_lora`; parameters: the file's target_parameters."""
+    """rank, alpha, use_rslora: as in `add_lora`; parameters: the file's target_parameters.
+
+    is_old: whether PEFT before `LAYOUT` wrote the file, or nothing says which.
+    """
 
     rank: int
     alpha: float
     use_rslora: bool
     parameters: tuple[str, ...]
+    is_old: bool = False
 
     def __str__(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha}, use_rslora={self.use_rslora}"
@@ -62,6 +68,7 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
         "peft_type": "LORA",
+        "peft_version": LAYOUT,
         "r": settings.rank,
         "target_modules": modules,
         "task_type": None,
@@ -99,7 +106,12 @@ def read_config(path: Path) -> Settings:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
         raise ValueError(f"load_lora: {path}: lora_alpha must be a number above 0, got {alpha!r}")
     parameters = tuple(config.get("target_parameters") or ())
-    return Settings(rank, alpha, bool(config.get("use_rslora")), parameters)
+    is_old = _release(config.get("peft_version")) < _release(LAYOUT)
+    return Settings(rank, alpha, bool(config.get("use_rslora")), parameters, is_old)
+
+
+def _release(version: Any) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", str(version or ""))[:2]))
 
 
 def names_stack(parameters: Iterable[str], path: str, stack: str) -> bool:

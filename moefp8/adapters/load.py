@@ -13,7 +13,7 @@ from torch import nn
 from ..kernels.common.checks import FLOATS
 from ..layers import GroupedExperts
 from .add import put
-from .config import CONFIG, Settings, names_stack, read_config
+from .config import CONFIG, LAYOUT, Settings, names_stack, read_config
 from .layout import KEY, Keys, from_file, shapes_of
 from .save import WEIGHTS, adapted, keys_by_target, lora_of, settings_of
 from .targets import STACKS, Target, find_targets, join
@@ -43,6 +43,7 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
         _check_settings(settings, settings_of(found), found)
     targets = found or _targets_in(model, tensors, settings)
     keys = keys_by_target(targets)
+    _check_layout(settings, targets)
     _check(tensors, keys, settings.rank)
     if not found:
         dtype = next(iter(tensors.values())).dtype
@@ -120,6 +121,17 @@ def _check_settings(theirs: Settings, ours: Settings, targets: Iterable[Target])
         )
     if any(hasattr(lora_of(target).A, "full_tensor") for target in targets):
         raise ValueError("load_lora: the model is in fully_shard; load the adapters before that")
+
+
+def _check_layout(settings: Settings, targets: Iterable[Target]) -> None:
+    """Shapes tell how adapters of experts lie, unless the weights of each are square."""
+    stacks = [x for x in targets if x.parameter != "weight" and x.shape[1] == x.shape[2]]
+    if settings.is_old and stacks:
+        raise ValueError(
+            f"load_lora: {CONFIG} must be of PEFT {LAYOUT} or later, since older releases lay "
+            f"adapters of experts the other way, which shapes do not tell for {stacks[0].name} "
+            f"{list(stacks[0].shape)}; if it is, add its peft_version"
+        )
 
 
 def _check(tensors: _Tensors, keys: Mapping[Target, Keys], rank: int) -> None:

@@ -193,6 +193,20 @@ def test_what_does_not_count_is_passed_over(model, saved, settings):
     assert len(load_lora(bare(model), saved)) == 4
 
 
+@pytest.mark.parametrize("version", [None, "0.18.1", "0.18.2.dev0@abc"])
+def test_old_files_are_refused_where_shapes_do_not_tell(version, tmp_path):
+    """PEFT before 0.19 had A of experts on the side of their outputs."""
+    experts = moefp8.GroupedExperts(2, 64, 64)
+    add_lora(experts, targets="down_proj")
+    save_lora(experts, tmp_path)
+    load_lora(remove_lora(experts), tmp_path)
+    change(tmp_path, peft_version=version)
+    with pytest.raises(ValueError, match=r"must be of PEFT 0\.19\.0 or later.*down_proj"):
+        load_lora(remove_lora(experts), tmp_path)
+    change(tmp_path, peft_version="0.21.2")
+    assert load_lora(experts, tmp_path) == ["down_proj"]
+
+
 def test_files_that_are_missing_or_broken(model, saved):
     (saved / WEIGHTS).write_bytes(b"not a header")
     with pytest.raises(ValueError, match="cannot be read"):
