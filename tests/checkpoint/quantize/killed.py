@@ -5,6 +5,7 @@
 No thread was started before it forks. It fails by an exception.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -100,21 +101,24 @@ def at_every_call(source: Path, folder: Path, expected: dict[str, bytes]) -> Non
 
 
 def at_random_moments(source: Path, folder: Path, expected: dict[str, bytes]) -> None:
-    started = time.monotonic()
-    assert wait(start(lambda: quantize(source, folder / "whole"))) == 0
-    duration = time.monotonic() - started
+    """A run is given a third more time each time, so that it ends although nothing may be kept."""
+    durations = []
+    for number in range(3):
+        started = time.monotonic()
+        assert wait(start(partial(quantize, source, folder / f"whole{number}"))) == 0
+        durations.append(time.monotonic() - started)
     kills = 0
     for number in range(8):
-        target, before, status = folder / f"r{number}", {}, None
-        while not target.exists():
+        target, before = folder / f"r{number}", {}
+        for attempt in itertools.count(1):
             child = start(partial(quantize, source, target))
-            time.sleep(random.uniform(0, duration / 2))
+            time.sleep(random.uniform(0, attempt * min(durations) / 3))
             os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is its own
-            status = wait(child)
-            kills += status == -signal.SIGKILL
-            if not target.exists():
-                assert before.items() <= finished(target).items()
-                before = finished(target)
+            kills += wait(child) == -signal.SIGKILL
+            if target.exists():
+                break
+            assert before.items() <= finished(target).items()
+            before = finished(target)
         assert files_of(target) == expected
         check_kept(target, before)
     assert kills > 8, kills
