@@ -1,11 +1,8 @@
 """`jit.interleave` against what nvdisasm reads in the same cubins, instruction by instruction."""
 
-import json
 import re
-import subprocess
 from pathlib import Path
 
-import cuda.pathfinder
 import pytest
 
 from moefp8.functional.expert_configs import choose_experts_configs
@@ -15,9 +12,10 @@ from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.elf import code_ranges
 from moefp8.kernels.jit.interleave import interleaved, promotions
+from tests.kernels.nvdisasm import Instruction, instructions_of
 
 YIELD, REUSE = 1 << 45, 7 << 58
-Instruction = tuple[str, list[str]]  # opcode and operands
+PATTERNS = "01", "01111", "1", "0"
 
 
 def kernels() -> dict[str, jit.Kernel]:
@@ -39,17 +37,6 @@ def image(request, tmp_path_factory) -> bytes:
         return jit.compile_kernel(kernels()[request.param]).image
 
 
-def disassembled(image: bytes, folder: Path) -> list[Instruction]:
-    """Every instruction, in the order of the file."""
-    nvdisasm = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
-    assert nvdisasm, "make test installs nvidia-cuda-nvdisasm"
-    (folder / "image.cubin").write_bytes(image)
-    command = [nvdisasm, "-json", str(folder / "image.cubin")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (function,) = json.loads(text)[1]
-    return [(x["opcode"], x.get("operands", "").split(",")) for x in function["sass-instructions"]]
-
-
 def is_promotion(opcode: str, operands: list[str]) -> bool:
     """`FFMA R4, R5, R6.reuse, R4`"""
     registers = [x.removesuffix(".reuse") for x in operands]
@@ -69,8 +56,16 @@ def runs_in(instructions: list[Instruction]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def before(image, tmp_path_factory) -> list[Instruction]:
-    return disassembled(image, tmp_path_factory.mktemp("before"))
+def read(image, tmp_path_factory) -> dict[str | None, list[Instruction]]:
+    """The instructions of what is made with each pattern; with None, of what there was."""
+    images = {None: image} | {pattern: interleaved(image, pattern) for pattern in PATTERNS}
+    found = instructions_of(list(images.values()), tmp_path_factory.mktemp("codes"))
+    return dict(zip(images, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def before(read) -> list[Instruction]:
+    return read[None]
 
 
 def test_the_runs_are_those_that_nvdisasm_shows(image, before):
@@ -86,11 +81,10 @@ def test_the_runs_are_those_that_nvdisasm_shows(image, before):
             assert f"R{x.factor}" == factor.removesuffix(".reuse")
 
 
-@pytest.mark.parametrize("pattern", ["01", "01111", "1", "0"])
-def test_only_yield_and_reuse_of_promotions_change(image, before, tmp_path, pattern):
-    made = interleaved(image, pattern)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_only_yield_and_reuse_of_promotions_change(image, before, read, pattern):
+    made, after = interleaved(image, pattern), read[pattern]
     ((begin, _),) = code_ranges(image)
-    after = disassembled(made, tmp_path)
     restored = bytearray(made)
     for run in runs_in(before):
         for i, at in enumerate(run):
