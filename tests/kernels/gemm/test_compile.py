@@ -1,18 +1,14 @@
 """The cubins of the GEMMs: compiled and read, but not run."""
 
 import itertools
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cuda.pathfinder
 import pytest
 
 from moefp8.kernels import jit
@@ -20,11 +16,12 @@ from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import BIASES, SOURCE, Arguments
 from tests.functional.cases import GATE_UP_FAMILIES
 from tests.gpu import assert_arguments_fit
+from tests.kernels import nvdisasm
 from tests.kernels import sanitizer as sanitizer_cases
 from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
+from tests.sampling import ALL_KERNELS, sample
 
 BIAS_NAMES = tuple(BIASES.values())
-ALL = os.environ.get("MOEFP8_TEST_ALL_KERNELS") == "1"  # `make verify-compilers` says so
 
 
 class Variant(NamedTuple):
@@ -35,6 +32,11 @@ class Variant(NamedTuple):
     def kernel(self, source: Path = SOURCE) -> jit.Kernel:
         name = self.config.kernel_name(self.bias, self.layout)
         return jit.Kernel(source, name, self.config.interleaving)
+
+
+def sampled(variants: Iterable[Variant]) -> list[Variant]:
+    """Every pair of values of two fields. How many stages there are follows from the others."""
+    return sample(variants, lambda x: (*astuple(replace(x.config, stages=0)), *x[1:]), 2)
 
 
 def in_turn(configs: Iterable[GemmConfig], kinds: Iterable[Any], field: str) -> list[Variant]:
@@ -70,12 +72,12 @@ def saving_configs() -> list[GemmConfig]:
 
 
 VARIANTS = {
-    "dense": lambda: list(map(Variant, configs())),
+    "dense": lambda: sampled(map(Variant, configs())),
     # A bias comes on top when most registers are in use. Every fourth is a sample.
-    "with a bias": lambda: in_turn(configs()[:: 1 if ALL else 4], BIAS_NAMES[1:], "bias"),
+    "with a bias": lambda: in_turn(configs()[:: 1 if ALL_KERNELS else 4], BIAS_NAMES[1:], "bias"),
     "families": lambda: in_turn(sanitizer_cases.FAMILIES.values(), BIAS_NAMES, "bias"),
-    "grouped": grouped_variants,
-    "experts": experts_variants,
+    "grouped": lambda: sampled(grouped_variants()),
+    "experts": lambda: sampled(experts_variants()),
 }
 
 
@@ -107,20 +109,11 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def disassemble(tmp_path_factory) -> Callable[[jit.Cubin], str]:
-    tool = cuda.pathfinder.find_nvidia_binary_utility("nvdisasm")
-    if tool is None:
+def disassemble(tmp_path_factory) -> Callable[[Iterable[jit.Cubin]], list[str]]:
+    if not nvdisasm.is_installed():
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    folder, numbers = tmp_path_factory.mktemp("cubins"), itertools.count()
-
-    def run(cubin: jit.Cubin) -> str:
-        """Each instruction, and below it the half of its code that says what it waits for."""
-        path = folder / f"{next(numbers)}.cubin"
-        path.write_bytes(cubin.image)
-        command = [tool, "-c", "-hex", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    return run
+    folder = tmp_path_factory.mktemp("cubins")
+    return lambda cubins: nvdisasm.texts_of([cubin.image for cubin in cubins], folder)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +123,7 @@ def codes_of(cubins_of, disassemble) -> Callable[[str], dict[Variant, str]]:
     @cache
     def disassembled(which: str) -> dict[Variant, str]:
         cubins = cubins_of(which)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return dict(zip(cubins, threads.map(disassemble, cubins.values()), strict=True))
+        return dict(zip(cubins, disassemble(cubins.values()), strict=True))
 
     return disassembled
 
@@ -163,12 +155,11 @@ def test_machine_code_is_what_was_meant(which, codes_of):
             assert (before.count("UTMALDG"), "UTMALDG" in after) == (of_a_stage, True), config
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_a_promotion_is_rounded_once(disassemble):
+def test_a_promotion_is_rounded_once(codes_of):
     """Else a row would get other bits in other tiles. All FADDs would be of promotions here."""
-    variants = [Variant(config) for config in configs() if config.parts == 2]
-    for cubin in jit.compile_kernels(variant.kernel() for variant in variants):
-        code = disassemble(cubin)
+    codes = [code for (config, *_), code in codes_of("dense").items() if config.parts == 2]
+    assert codes
+    for code in codes:
         assert ("FFMA" in code, "FADD" in code) == (True, False)
 
 
@@ -298,8 +289,8 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     pipeline.write_text(code)
     with pytest.raises(jit.JitError, match="static assertion"):
         jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
-    usual = disassemble(jit.compile_kernel(variant.kernel()))
-    fenced = disassemble(jit.compile_kernel(variant.kernel(folder / "gemm.cu")))
+    kernels = variant.kernel(), variant.kernel(folder / "gemm.cu")
+    usual, fenced = disassemble(map(jit.compile_kernel, kernels))
     assert fenced.count("MEMBAR") > usual.count("MEMBAR")
 
 
@@ -328,5 +319,5 @@ def test_without_its_fence_a_release_would_come_too_early(
     code = header.read_text()
     assert code.count(fence) == 1
     header.write_text(code.replace(fence, "//" if "//" in fence else ""))
-    cubin = jit.compile_kernel(variant.kernel(folder / "gemm.cu"))
-    assert releases_before_reads(disassemble(cubin)) > 0
+    (code,) = disassemble([jit.compile_kernel(variant.kernel(folder / "gemm.cu"))])
+    assert releases_before_reads(code) > 0
