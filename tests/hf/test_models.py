@@ -154,6 +154,8 @@ def test_compiles_whole(checkpoint, backend):
     if backend == "inductor" and "qwen3_moe" not in str(checkpoint):
         pytest.skip("it takes long")
     model, ids = fp8_of(checkpoint), prompt()[:, :8]
+    model.config.num_hidden_layers = 2  # the first of DeepSeek-V3 is dense
+    model.model.layers = model.model.layers[:2]
     expected = model(ids, use_cache=False).logits
     torch._dynamo.reset()
     got = torch.compile(model, fullgraph=True, backend=backend)(ids, use_cache=False).logits
