@@ -197,7 +197,9 @@ def choosing(config: GemmConfig | None = None, gate_up: GemmConfig | None = None
                 instead = dict.fromkeys(names, lambda *shape: config)
                 stack.enter_context(mock.patch.multiple(heuristic, **instead))
                 stack.enter_context(
-                    mock.patch.object(expert_configs, "_backward_config", lambda *shape: config)
+                    mock.patch.object(
+                        expert_configs, "_backward_config", mock.Mock(return_value=config)
+                    )
                 )
             yield
     finally:

@@ -66,7 +66,7 @@ def experts_variants() -> list[Variant]:
 
 def saving_configs() -> list[GemmConfig]:
     """What a forward launches that a backward follows; of few tokens, only the most columns."""
-    small = {f"weights are rows, {n}" for n in (8, 16, 24)} if not ALL else set()
+    small = {f"weights are rows, {n}" for n in (8, 16, 24)} if not ALL_KERNELS else set()
     families = (x for name, x in GATE_UP_FAMILIES.items() if name not in small)
     return [replace(config, saves_gate_up=True) for config in families]
 
