@@ -45,6 +45,9 @@ def experts_forward(
     modules are used as they are; it is a ValueError if their blocks are not 128x128, or if the
     scales of activations are static. A part that `moefp8.shard` left takes the ids of the whole
     model.
+
+    Gradients flow to hidden states, weights of choices, biases and norms. The weights that were
+    quantized have none: `backward()` raises NotImplementedError if one asks.
     """
     if "parametrizations" in module._modules:
         _refuse_parametrized(module)

@@ -145,7 +145,7 @@ class MoE(nn.Module):
         return (self._routed(tokens) + shared).view(hidden_states.shape)
 
     def _can_add(self, tokens: torch.Tensor, shared: torch.Tensor) -> bool:
-        """Whether `experts` can add `shared`, and no gradient or hook of its own would notice."""
+        """Whether `experts` can add `shared`, and no hook of its own would notice."""
         experts = self.experts
         return (
             type(experts) is GroupedExperts
