@@ -234,7 +234,8 @@ def rounded_to_fp8(x: torch.Tensor, min_amax: float = 1e-4) -> torch.Tensor:
     result = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for j in range(math.ceil(x.shape[-1] / 128)):
         block = x[..., j * 128 : (j + 1) * 128].float()
-        scale = block.abs().amax(dim=-1, keepdim=True).clamp(min=min_amax) / 448
+        amax = block.abs().amax(dim=-1, keepdim=True).clamp(min=min_amax)
+        scale = amax / torch.full_like(amax, 448)  # a GPU divides by numbers through reciprocals
         codes = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         result[..., j * 128 : (j + 1) * 128] = codes.float() * scale
     return result

@@ -177,5 +177,6 @@ def test_experts(routing, h, i, limit, data, of_y, device):
     ours, expected = (gradients(z, *arguments, loss=partial(product, grad)) for z in both)
     assert_close(ours["0"], expected["0"], i)
     of_weights = ours["2"], expected["2"]
-    assert_matches_reference(*map(flat, of_weights), 1e-2)
+    # On a GPU sums differ in order: gate or up may be the next BF16 number, dA the next code.
+    assert_matches_reference(*map(flat, of_weights), 1e-2 if device == "cpu" else 4e-2)
     assert not of_weights[0][arguments[1] == E].any()
