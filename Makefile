@@ -4,6 +4,9 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
+# Tests that need no GPU go to processes of one thread, which take what others have not begun.
+JOBS   ?= 2
+ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal
 
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
@@ -22,14 +25,15 @@ demo: .venv/ready  ## load an FP8 MoE checkpoint and generate with it
 	$(BIN)/python examples/generate.py
 
 test: .venv/ready  ## every test that needs no GPU
-	$(BIN)/python -m pytest -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_CPU)
 
 # The newest transformers is what `make test` runs with.
 test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that it supports
 	$(PYTHON) -m venv .venv-hf-oldest
 	.venv-hf-oldest/bin/pip install --quiet $(TORCH)
-	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) 'accelerate>=1.10'
-	.venv-hf-oldest/bin/python -m pytest -m 'not gpu' tests/hf
+	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) \
+		'accelerate>=1.10' 'pytest-xdist>=3.6'
+	OMP_NUM_THREADS=1 .venv-hf-oldest/bin/python -m pytest $(ON_CPU) tests/hf
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -276,7 +276,8 @@ def test_an_index_that_cannot_be_read_hides_no_files(tmp_path):
     assert len(found.files) == 2
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     tensors = deepseek_tensors()
     drop("up_proj.weight_scale_inv")(tensors)
     path = write(tmp_path / "c", tensors)
