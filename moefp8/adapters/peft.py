@@ -19,7 +19,7 @@ class PeftFP8Linear(Linear):
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
         """PEFT would cast adapters to the dtype of the base, whose codes are FP8."""
-        place = self.get_base_layer().weight.device if device is None else device
+        place: Any = self.get_base_layer().weight.device if device is None else device
         for name in self.adapter_layer_names:
             adapters = getattr(self, name, None)
             if isinstance(adapters, nn.ModuleDict) and adapter_name in adapters:
