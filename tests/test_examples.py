@@ -1,12 +1,15 @@
 """What a newcomer runs: the three examples; and the tables of the README."""
 
 import re
+import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import generate
+import pytest
 import torch
 from small_checkpoint import write_small_checkpoint
 
@@ -15,19 +18,15 @@ from benchmarks import report
 REPOSITORY = Path(__file__).parents[1]
 
 
-def run(*arguments: str) -> str:
-    command = [sys.executable, *arguments]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def errors(output: str, what: str) -> list[float]:
     return [float(x) for x in re.findall(rf"{what}\s+worst (\S+)", output)]
 
 
 def test_generate_writes_loads_and_compares_both_families():
-    output = run("examples/generate.py", "--max-new-tokens", "4")
+    command = [sys.executable, "examples/generate.py", "--max-new-tokens", "4"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
     assert "deepseek_v3 from" in output
     assert "qwen3_moe from" in output
     exact = errors(output, "same FP8 operands")
@@ -57,18 +56,30 @@ def test_speeds_are_those_of_a_warm_model():
     assert 0.01 < token_s < 0.05
 
 
-def test_generate_takes_a_checkpoint(tmp_path):
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., str]:
+    """What an example prints that runs in this process, which has imported torch."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(REPOSITORY / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_generate_takes_a_checkpoint(run, tmp_path):
     write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", num_shards=1)
-    output = run("examples/generate.py", "--checkpoint", str(tmp_path / "fp8"))
+    output = run("generate.py", "--checkpoint", str(tmp_path / "fp8"))
     assert len(errors(output, "same FP8 operands")) == 1
 
 
-def test_swap_linears():
-    assert "FP8Linear(in_features=512" in run("examples/swap_linears.py")
+def test_swap_linears(run):
+    assert "FP8Linear(in_features=512" in run("swap_linears.py")
 
 
-def test_moe_block():
-    assert "output [2, 64, 512] torch.bfloat16" in run("examples/moe_block.py")
+def test_moe_block(run):
+    assert "output [2, 64, 512] torch.bfloat16" in run("moe_block.py")
 
 
 def test_the_tables_of_pages_are_those_of_the_results():

@@ -143,8 +143,7 @@ def test_import_needs_nothing_and_costs_little():
 
     CPU time counts, in the same process: what else the machine does slows both alike.
     """
-    fraction = min(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) for _ in range(3))
-    assert fraction < 0.5
+    assert any(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) < 0.5 for _ in range(3))
 
 
 def test_a_wheel_works_elsewhere(tmp_path):

@@ -5,22 +5,44 @@ import sys
 
 import pytest
 
+VERSIONS = "4.57.1", "5.9.0", "5.9.0.dev0"
+# Each import is that of a process of its own, all of which have imported torch and moefp8.
+IMPORTS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import moefp8
+assert "transformers" not in sys.modules
+for folder in (*sys.argv[1:], None):
+    if os.fork() == 0:
+        sys.path[0] = folder
+        if folder is None:
+            sys.modules["transformers"] = None
+        try:
+            import moefp8.hf
+        except ImportError as error:
+            print(repr(str(error)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
-def import_of(before: str) -> subprocess.CompletedProcess:
-    code = f"import sys\n{before}\nimport moefp8\nprint('without')\nimport moefp8.hf"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> list[str]:
+    """A line for each of VERSIONS, and one for none."""
+    folders = [tmp_path_factory.mktemp("old") for _ in VERSIONS]
+    for folder, version in zip(folders, VERSIONS, strict=True):
+        (folder / "transformers.py").write_text(f"__version__ = {version!r}")
+    command = [sys.executable, "-c", IMPORTS, *folders]
+    return subprocess.check_output(command, text=True).splitlines()
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.9.0", "5.9.0.dev0"])
-def test_an_older_transformers_is_refused_with_both_versions(tmp_path, version):
-    (tmp_path / "transformers.py").write_text(f"__version__ = {version!r}")
-    ran = import_of(f"sys.path.insert(0, {str(tmp_path)!r})")
-    assert ran.stdout == "without\n"  # the rest of moefp8 needs no transformers
-    assert f"ImportError: moefp8.hf needs transformers >= 5.10, got {version}" in ran.stderr
-    assert 'pip install --upgrade "moefp8[hf]"' in ran.stderr
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_older_transformers_is_refused_with_both_versions(errors, version):
+    told = errors[VERSIONS.index(version)]
+    assert f"moefp8.hf needs transformers >= 5.10, got {version}" in told
+    assert 'pip install --upgrade "moefp8[hf]"' in told
 
 
-def test_a_missing_transformers_is_told():
-    ran = import_of("sys.modules['transformers'] = None")
-    assert ran.stdout == "without\n"
-    assert "ImportError: moefp8.hf needs transformers >= 5.10: pip install" in ran.stderr
+def test_a_missing_transformers_is_told(errors):
+    assert len(errors) == len(VERSIONS) + 1
+    assert "moefp8.hf needs transformers >= 5.10: pip install" in errors[-1]

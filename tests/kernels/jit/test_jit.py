@@ -118,14 +118,19 @@ def test_without_nvrtc_the_error_says_what_to_install(tmp_path, monkeypatch):
         jit.compile_kernel(write_kernel(tmp_path))
 
 
-# Pretends that torch was built for another CUDA, for which there is a library in that folder.
-OTHER_CUDA = """
-import sys, torch
-_, major, folder = sys.argv
-torch.version.cuda = major and f"{major}.8"
+# Pretends that torch was built for other CUDAs, for which there is a library in that folder; each
+# is looked for by a process that has loaded none.
+OTHER_CUDAS = """
+import os, sys, torch
+_, folder, *majors = sys.argv
 sys.path.insert(0, folder)
 from moefp8.kernels.jit.nvrtc import Nvrtc
-print(Nvrtc().path)
+for major in majors:
+    torch.version.cuda = major and f"{major}.8"
+    if os.fork() == 0:
+        print(Nvrtc().path, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
@@ -134,9 +139,9 @@ def test_nvrtc_is_of_the_cuda_of_torch(tmp_path, package):
     real, path = kernel._compiler().path, tmp_path / "nvidia" / package
     path.parent.mkdir(parents=True)
     path.symlink_to(real)
-    for major, expected in ((package[-2:], path), ("", real)):  # "": torch has no CUDA
-        command = [sys.executable, "-c", OTHER_CUDA, major, str(tmp_path)]
-        assert subprocess.check_output(command, text=True) == f"{expected}\n"
+    majors = package[-2:], ""  # "": torch has no CUDA
+    command = [sys.executable, "-c", OTHER_CUDAS, str(tmp_path), *majors]
+    assert subprocess.check_output(command, text=True) == f"{path}\n{real}\n"
 
 
 def test_the_version_tells_builds_apart():
