@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 from generate import load
-from moefp8.adapters import add_lora, load_lora, save_lora
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
+
+from moefp8.adapters import add_lora, load_lora, save_lora
 
 FIRST_BYTE = 2  # ids below are those of the begin and the end of a text
 

@@ -110,12 +110,12 @@ def rows_of_body(case: Case, gate_up: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def assert_saved(case: Case, rows: torch.Tensor) -> None:
+def assert_saved(case: Case, rows: torch.Tensor, tolerance: float = 4e-3) -> None:
     """What a kernel has left of gate and up is that of the body, rounded to BF16.
 
     rows: as `rows_of_body` gives them.
     """
-    assert_matches_reference(rows, saving_body(case)[1])
+    assert_matches_reference(rows, saving_body(case)[1], tolerance)
 
 
 def assert_weights_close(case: Case, rows: torch.Tensor, found: Gradients, right: Gradients):

@@ -40,8 +40,8 @@ from tests.routing.cases import ids_of
 SHAPES = {  # T, k, E, H, I
     "one token": (1, 2, 4, 128, 128),
     "few": (5, 2, 6, 256, 144),
-    "some for each": (70, 3, 2, 160, 272),
-    "many": (150, 4, 3, 272, 16),
+    "some for each": (40, 3, 2, 160, 272),
+    "many": (70, 4, 3, 272, 16),
     "more choices than experts": (6, 9, 4, 128, 384),
     "multiples of 4": (6, 2, 3, 100, 36),
     "odd": (4, 3, 2, 129, 257),
@@ -110,7 +110,8 @@ def test_where_the_limit_holds_there_is_no_gradient(gpu, limit, fp8):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("weights_dtype", "id_dtype"), zip(DTYPES, (torch.int32, torch.int64, torch.int32), strict=True)
+    ("weights_dtype", "id_dtype"),
+    [(torch.bfloat16, torch.int32), (torch.float16, torch.int64), (torch.float32, torch.int32)],
 )
 def test_any_dtype_and_strides(gpu, dtype, weights_dtype, id_dtype):
     made = case(6, 144, 3, every_other(weights_of(10, 144, 160)))
