@@ -10,7 +10,7 @@ import torch
 
 from moefp8.functional import transposed as room
 from moefp8.functional.transposed import transposed, transposed_side_by_side
-from moefp8.quant import transpose_codes
+from moefp8.quant.transpose import transpose_codes
 from tests.functional.gpu_cases import poison
 from tests.functional.layer_cases import KINDS, change, codes_of, make_layer, pass_of
 from tests.gpu import NEEDS_GPU, no_synchronisation
