@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up
+from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up, tma_aligned
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
@@ -30,6 +30,7 @@ from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
 from .expert_configs import Sizes, backward_configs, mean_load
 from .experts_launch import expected_tiles, takes_tiles
+from .swiglu import as_saved, lies_as_saved
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed
 from .workspace import BackwardWorkspace, backward_operands_of, num_parts_of, scale_pitch
@@ -69,7 +70,24 @@ def launch_experts_backward(
     grad = inputs.grad
     if grad.stride(1) != 1:
         grad = grad.contiguous()
-    _launch_parts(check, inputs._replace(grad=grad), weights, dx, of_weights)
+    gate_up, scales = _saved(check, inputs)
+    inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
+    _launch_parts(check, inputs, weights, dx, of_weights)
+
+
+def _saved(
+    check: Callable[[], object], inputs: "ExpertsBackwardInputs"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the forward saved, or copies as kernels read it: see `as_saved`."""
+    gate_up, scales = inputs.gate_up, inputs.gate_up_scale_inv
+    if scales is None:
+        if not lies_as_saved(gate_up):
+            check()
+            gate_up = as_saved(gate_up)
+    elif not gate_up.is_contiguous() or scales.stride(0) != 1:
+        check()
+        gate_up, scales = gate_up.contiguous(), tma_aligned(scales)
+    return gate_up, scales
 
 
 def _launch_parts(

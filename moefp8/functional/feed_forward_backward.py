@@ -27,7 +27,7 @@ from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving
-from .swiglu import swiglu_grad
+from .swiglu import as_saved, swiglu_grad
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed, transposed_side_by_side
 
@@ -100,7 +100,7 @@ def through_swiglu(
 def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     """On a Hopper GPU: quantize, GEMM, `swiglu_backward.cu`, GEMM; nothing waits for them."""
     dx = _allocate(inputs)
-    grad, gate_up, keeps = inputs.grad, inputs.gate_up, inputs.keeps
+    grad, gate_up, keeps = inputs.grad, as_saved(inputs.gate_up), inputs.keeps
     num_tokens, i = grad.shape[0], inputs.down.shape[1]
     if dx.numel() == 0 or i == 0:
         return dx.zero_()

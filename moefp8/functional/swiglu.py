@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from ..kernels.common.blocks import round_up
 
+_UNIT = 8  # elements of BF16 that are loaded at once
+
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides."""
@@ -47,5 +49,24 @@ def empty_gate_up(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
 
     Rows of I begin at multiples of 16 bytes.
     """
-    shape = num_rows, 2, round_up(size, 8)
+    shape = num_rows, 2, round_up(size, _UNIT)
     return like.new_empty(shape, dtype=torch.bfloat16)[..., :size]
+
+
+def as_saved(gate_up: torch.Tensor) -> torch.Tensor:
+    """bf16 [R, 2, I] itself if it lies as `empty_gate_up` says, else a copy that does.
+
+    Hooks on saved tensors, such as those that offload them to the CPU, may give other strides.
+    """
+    num_rows, _, size = gate_up.shape
+    if lies_as_saved(gate_up):
+        return gate_up
+    return empty_gate_up(gate_up, num_rows, size).copy_(gate_up)
+
+
+def lies_as_saved(gate_up: torch.Tensor) -> bool:
+    if gate_up.ndim != 3:
+        return False
+    (num_rows, _, size), (step, pitch, one) = gate_up.shape, gate_up.stride()
+    is_aligned = gate_up.data_ptr() % 16 == pitch % _UNIT == 0 and pitch >= size
+    return is_aligned and (one == 1 or size == 1) and (step == 2 * pitch or num_rows == 1)

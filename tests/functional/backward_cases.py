@@ -98,6 +98,13 @@ def backward_body(case: Case, gate_up: torch.Tensor, fp8: bool = False) -> Gradi
     return Gradients(*run_body(experts_backward, *arguments))
 
 
+def contiguous_when_saved() -> torch.autograd.graph.saved_tensors_hooks:
+    """Saved tensors come back contiguous, as from hooks that offload them."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)
+    )
+
+
 def rows_of_body(case: Case, gate_up: torch.Tensor) -> torch.Tensor:
     """Gate and up of a kernel's rows where the body has them.
 

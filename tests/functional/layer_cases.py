@@ -17,10 +17,10 @@ T, H, I, E, K = 24, 512, 400, 4, 2
 class Grouped(nn.Module):
     """`grouped_linear` as a layer."""
 
-    def __init__(self, keep_transposed: bool | None) -> None:
+    def __init__(self, size: int, keep_transposed: bool | None) -> None:
         super().__init__()
         self.keep_transposed = keep_transposed
-        weight, scales = quantize_128x128(torch.randn(E, I, H, device="cuda") / H**0.5)
+        weight, scales = quantize_128x128(torch.randn(E, size, H, device="cuda") / H**0.5)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
         offsets = torch.arange(E + 1, dtype=torch.int32, device="cuda") * T // E
@@ -39,14 +39,14 @@ class Experts(GroupedExperts):
         return super().forward(x, ids, torch.full(ids.shape, 0.7, device=x.device))
 
 
-def make_layer(kind: str, keeps: bool | None) -> nn.Module:
+def make_layer(kind: str, keeps: bool | None, size: int = I) -> nn.Module:
     if kind == "linear":
-        return FP8Linear(H, I, device="cuda", keep_transposed=keeps)
+        return FP8Linear(H, size, device="cuda", keep_transposed=keeps)
     if kind == "grouped linear":
-        return Grouped(keeps)
+        return Grouped(size, keeps)
     if kind == "experts":
-        return Experts(E, H, I, device="cuda", keep_transposed=keeps)
-    layer = SharedExperts(H, I, device="cuda")
+        return Experts(E, H, size, device="cuda", keep_transposed=keeps)
+    layer = SharedExperts(H, size, device="cuda")
     layer.down_proj.keep_transposed = keeps
     return layer
 
@@ -66,8 +66,8 @@ class Pass(NamedTuple):
         return torch.autograd.grad(layer(x), x, self.grad)[0]
 
 
-def pass_of(kind: str) -> Pass:
-    return Pass(tokens_of(T, H, "cuda"), tokens_of(T, I if "linear" in kind else H, "cuda"))
+def pass_of(kind: str, size: int = I) -> Pass:
+    return Pass(tokens_of(T, H, "cuda"), tokens_of(T, size if "linear" in kind else H, "cuda"))
 
 
 def codes_of(layer: nn.Module) -> list[nn.Parameter]:

@@ -1,5 +1,7 @@
 """The gradient of shared experts: its launches without a GPU, its checks, its fake bodies."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.layers.moe import SharedExperts
 from moefp8.testing import assert_matches_reference
 from tests.fakes.emulator import emulated
+from tests.functional.backward_cases import contiguous_when_saved
 from tests.functional.cases import run_body, tokens_of
 from tests.functional.test_feed_forward import SIZES, operands
 from tests.layers.cases import assert_matches_up_to_codes
@@ -111,6 +114,16 @@ def test_a_layer_differentiates(gpu):
         assert torch.equal(layer(x), y)
     assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
     assert bool(dx.any())
+
+
+def test_what_is_saved_may_have_been_offloaded(gpu):
+    """Hooks that do so may drop the gaps between rows."""
+    layer, x, found = SharedExperts(144, 260), tokens_of(5, 144).requires_grad_(), []
+    for hook in (nullcontext(), contiguous_when_saved()):
+        with hook:
+            y = layer(x)
+        found += torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

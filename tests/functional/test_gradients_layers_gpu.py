@@ -139,6 +139,19 @@ def test_a_result_is_the_same_with_and_without_gradients(kind, dtype):
     assert bool(dx.any(1).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saved_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_saved_may_be_offloaded(kind, saved_dtype):
+    """Then it comes back without gaps between rows, and with scales in another order."""
+    layer, given = make_layer(kind, False, 260), pass_of(kind, 260)
+    layer.saved_dtype = saved_dtype
+    expected = given.gradient(layer)
+    x = given.x.detach().requires_grad_()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = layer(x)
+    assert torch.equal(torch.autograd.grad(y, x, given.grad)[0], expected)
+
+
 def leaves_of(made: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     x, _, top_k_weights = made
     return [x.requires_grad_(), top_k_weights.requires_grad_()]
