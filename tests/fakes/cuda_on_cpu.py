@@ -98,6 +98,7 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
   for (int i = 0; i < 32; ++i) mask |= values[i] << i;
   return mask;
 }
+inline bool __any_sync(uint32_t all, bool value) { return __ballot_sync(all, value) != 0; }
 inline int __shfl_sync(uint32_t, uint32_t value, int lane) { return meet_warp(value)[lane]; }
 inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
@@ -147,7 +148,7 @@ static bool launch(const std::function<void()>& kernel, unsigned grid, unsigned 
 FP8 = r"""
 #pragma once
 #include "input.cuh"
-constexpr uint32_t kMagnitude = 0x7fffffff;
+constexpr uint32_t kInfinity = 0x7f800000, kMagnitude = 0x7fffffff;
 struct Scale {
   float scale_inv;
   Scale(uint32_t amax, bool, float min_amax = 1e-4f)
@@ -170,29 +171,33 @@ inline uint32_t decode(uint32_t code) {  // as FP16
   const uint32_t bits = magnitude == 0x7f ? 0x7fff : std::bit_cast<uint16_t>(scaled);
   return bits | (code & 0x80) << 8;
 }
+inline uint32_t decode_two(uint16_t codes) {
+  return decode(codes & 255) | decode(codes >> 8) << 16;
+}
 template <Input kInput>
 struct Eight {
   static constexpr int kElementBytes = kInput == Input::kFloat ? 4 : 2;
-  float x[8];
+  uint32_t words[8 * kElementBytes / 4];
   template <bool kVectorized>
   void load(const uint8_t* row, uint32_t column, uint32_t width) {
     for (uint32_t i = 0; i < 8; ++i) {
       const uint32_t place = kVectorized ? min(column, width - 8) + i : min(column + i, width - 1);
-      x[i] = load_float<kInput>(row + place * kElementBytes);
+      memcpy(of(i), row + place * kElementBytes, kElementBytes);
     }
   }
   void load_once(const uint8_t* row, uint32_t column) { load<true>(row, column, column + 8); }
-  float operator[](int i) const { return x[i]; }
+  uint8_t* of(int i) const { return (uint8_t*)words + i * kElementBytes; }
+  float operator[](int i) const { return load_float<kInput>(of(i)); }
   uint32_t largest() const {
     float amax = 0;
-    for (float y : x) amax = std::max(amax, std::fabs(y));
+    for (int i = 0; i < 8; ++i) amax = std::max(amax, std::fabs((*this)[i]));
     return std::bit_cast<uint32_t>(amax);
   }
   static uint32_t larger(uint32_t a, uint32_t b) { return std::max(a, b); }
   static uint32_t amax(uint32_t word) { return word; }
   uint2 e4m3(const Scale& scale) const {
     uint32_t codes[2] = {};
-    for (int i = 0; i < 8; ++i) codes[i / 4] |= encode(x[i] / scale.scale_inv) << i % 4 * 8;
+    for (int i = 0; i < 8; ++i) codes[i / 4] |= encode((*this)[i] / scale.scale_inv) << i % 4 * 8;
     return {codes[0], codes[1]};
   }
 };
@@ -202,10 +207,7 @@ PTX = {  # what is replaced, and by what
     r'asm\("cvt.f32.f16[^;]*;[^;]*;': "x = std::bit_cast<_Float16>(uint16_t(low_bits));",
     r'asm\("ex2.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = std::exp2(\2);",
     r'asm\("rcp.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = 1 / (\2);",
-    r'asm\("{\\n.reg .b16 a, b;(?s:.*?)cvt.rn.f16x2.e4m3x2(?s:.*?)\(codes\)\);': (
-        "low = decode(codes & 255) | decode(codes >> 8 & 255) << 16;"
-        "high = decode(codes >> 16 & 255) | decode(codes >> 24) << 16;"
-    ),
+    r'asm\("cvt.rn.f16x2.e4m3x2[^:]*: "=r"\((\w+)\) : "h"\((.*)\)\);': r"\1 = decode_two(\2);",
     r"(?<!extern )__shared__": "static",
 }
 MATRIX = r"""

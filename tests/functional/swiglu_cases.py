@@ -26,6 +26,7 @@ CASES = {
     "odd": (5, 3, 257, True, "out of range"),
     "a single element": (2, 2, 1, True, "distinct"),
     "rows that choices share": (6, 5, 136, False, "repeated"),
+    "more choices than lanes": (2, 40, 24, False, "repeated"),
     "nowhere": (2, 2, 136, True, "nowhere"),
 }
 NUM_EXPERTS = 4

@@ -1,4 +1,4 @@
-"""The gradient of SwiGLU: its formulas, its kernel's own text on a CPU, and its launch."""
+"""The kernel of the gradient of SwiGLU: its own text on a CPU, its launch, and on a GPU."""
 
 import math
 import re
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moefp8.functional import swiglu_backward_launch as room
-from moefp8.functional.swiglu import swiglu, swiglu_grad
 from moefp8.kernels import jit
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
@@ -20,22 +19,6 @@ KERNELS = [room.kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (Fal
 INF = math.inf
 
 
-# ---- Its formulas ----
-
-
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_formulas_are_the_derivatives(limit):
-    gate, up = (torch.randn(5, 40, dtype=torch.double, requires_grad=True) for _ in range(2))
-    grad = torch.randn(5, 40, dtype=torch.double)
-    silu = torch.nn.functional.silu
-    held = (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
-    y = silu(held[0]) * held[1]
-    expected = *torch.autograd.grad(y, (gate, up), grad), y
-    for ours, theirs in zip(swiglu_grad(grad, gate, up, limit), expected, strict=True):
-        assert torch.allclose(ours, theirs)
-    assert torch.allclose(swiglu(gate, up, limit), y.float())
-
-
 # ---- Its kernel's text ----
 
 
@@ -44,7 +27,7 @@ def test_every_variant_compiles_and_spills_nothing():
     for cubin in compile_kernels(KERNELS):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
-        assert registers <= 64  # four CTAs of an SM
+        assert registers <= 48  # ten CTAs of an SM
 
 
 @pytest.mark.usefixtures("own_cache")
