@@ -203,7 +203,6 @@ def _adopt(module: nn.Module, conversion: Conversion) -> bool:
         if getattr(model, "is_quantized", False):  # we are loading it, or another did it
             return quantizer is None
         model.hf_quantizer = quantizer = FP8Quantizer(FP8Config(), pre_quantized=False)
-        model.is_quantized = True  # `Trainer` then asks whether it can train
     quantizer.prepare_to_save(model)
     return True
 

@@ -18,7 +18,7 @@ from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
 from moefp8.routing import sigmoid_group_topk, softmax_topk
-from tests.fakes.emulator import Emulator, emulated
+from tests.fakes.emulator import Emulator, FakeDriver
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import forget
 from tests.routing.cases import ids_of
@@ -80,6 +80,16 @@ class Idle(Emulator):
         pass
 
 
+class IdleDriver(FakeDriver):
+    """Of a GPU that runs nothing and has no memory: workspaces of all sizes would be some GB."""
+
+    def __init__(self) -> None:
+        super().__init__(library=Idle())
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        return 1 << 20
+
+
 def kernels_of(model: nn.Module, max_tokens: int = 64, **options) -> set[jit.Kernel]:
     return set(ahead.kernels_of(model, max_tokens, **options))
 
@@ -91,7 +101,7 @@ def model(request) -> Model:
 
 def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
     """It lists nothing else but kernels for tokens that lie unaligned."""
-    with emulated(library=Idle()) as gpu:
+    with jit.using(IdleDriver()) as gpu:
         for tokens in (*range(1, 130), *range(130, 513, 21), *range(513, MAX_TOKENS, 45)):
             run(model, tokens)
         run(model, MAX_TOKENS)
@@ -107,7 +117,7 @@ def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
 def test_it_lists_what_gradients_need(model, dtype):
     model = copy.deepcopy(model)
     model.odd["experts"].saved_dtype = torch.float8_e4m3fn
-    with emulated(library=Idle()) as gpu:
+    with jit.using(IdleDriver()) as gpu:
         for tokens in (1, 2, 5, 17, 40, 130, 260, 500, 1200, MAX_TOKENS):
             step(model, tokens, dtype)
     named = kernels_of(model, MAX_TOKENS, dtype=dtype, backward=True)
@@ -124,7 +134,7 @@ def test_a_rank_needs_what_its_load_does(layout, rank):
     whole = GroupedExperts(64, 256, 144, layout=layout)
     experts = moefp8.shard(whole, {"": "experts"}, rank, 3)
     named = kernels_of(experts, MAX_TOKENS, top_k=2)
-    with emulated(library=Idle()) as gpu, torch.inference_mode():
+    with jit.using(IdleDriver()) as gpu, torch.inference_mode():
         for tokens in (*range(1, 130), *range(130, MAX_TOKENS, 45), MAX_TOKENS):
             x, ids = torch.zeros(tokens, 256).bfloat16(), ids_of("distinct", tokens, 2, 64)
             experts(x, ids, torch.ones(tokens, 2))
@@ -155,7 +165,7 @@ def test_after_it_the_first_request_compiles_nothing(compile_no_more, capsys):
     assert done.num_kernels == len(ahead.kernels_of(model, 20)) > 15
     assert f"{done.num_kernels}/{done.num_kernels} kernels" in capsys.readouterr().err
     compile_no_more()
-    with emulated(library=Idle()) as gpu:
+    with jit.using(IdleDriver()) as gpu:
         for tokens in range(1, 21):
             run(model, tokens)
         for kernel in gpu.kernels:
