@@ -1,4 +1,4 @@
-"""What a newcomer runs: the three examples; and the tables of the README."""
+"""What a newcomer runs: the examples; and the tables of the README."""
 
 import re
 import runpy
@@ -76,6 +76,17 @@ def test_generate_takes_a_checkpoint(run, tmp_path):
     write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", num_shards=1)
     output = run("generate.py", "--checkpoint", str(tmp_path / "fp8"))
     assert len(errors(output, "same FP8 operands")) == 1
+
+
+def test_finetune_trains_saves_and_loads(run, tmp_path):
+    options = "--steps", "8", "--length", "64", "--max-new-tokens", "4"
+    output = run("finetune.py", *options, "--adapters", str(tmp_path))
+    losses = [float(x) for x in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    assert "loaded them; ..." in output
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_swap_linears(run):

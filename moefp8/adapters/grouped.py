@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ..functional.autograd import first_order
 from ..kernels.common.blocks import round_up
 from ..kernels.common.checks import check_same_device, check_shape, check_tensor
 from ..kernels.common.registry import register_inputs
@@ -132,7 +133,7 @@ class _GroupedNT(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, offsets = ctx.saved_tensors
         needs_rows, needs_weight, _ = ctx.needs_input_grad

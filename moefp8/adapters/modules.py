@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..functional.autograd import first_order
 from ..functional.grouped_linear import grouped_linear
 from ..functional.swiglu import swiglu, swiglu_grad
 from ..kernels import BLOCK, num_blocks
@@ -105,7 +106,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu(gate, up, limit).to(gate_up.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)

@@ -154,3 +154,16 @@ def test_adapters_learn():
         loss.backward()
         optimizer.step()
     assert losses[-1] < losses[0]
+
+
+def test_a_second_derivative_through_adapters_of_experts_is_an_error():
+    """Also where the incoming gradient asks for none: else a penalty would lack a part silently."""
+    torch.manual_seed(0)
+    experts = moefp8.GroupedExperts(3, 128, 64)
+    add_lora(experts, 8)
+    x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
+    ids, weights = torch.randint(0, 3, (4, 2)), torch.rand(4, 2)
+    y = experts(x, ids, weights).float().sum()
+    (of_a,) = torch.autograd.grad(y, experts.lora_down_proj.A, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        of_a.float().square().sum().backward()
