@@ -8,6 +8,7 @@ import torch
 
 from moefp8.functional import swiglu_backward_launch as room
 from moefp8.kernels import jit
+from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
@@ -59,6 +60,22 @@ def test_the_emulator_is_right(name, fp8):
         made = make(name, torch.float32, fp8, limit)
         with emulated():
             check(made, run(made))
+
+
+def test_checks_know_that_rounding_is_all_that_is_left_where_the_slope_of_silu_is_zero():
+    """`a single element` near -1.28 is a block of its own, whose scale follows from rounding."""
+    made = make("a single element", torch.float32, True, INF)
+    made.saved.view(torch.uint8)[::2] = torch.tensor([448.0]).to(E4M3).view(torch.uint8)
+    made.saved_scales[::2] = -1.2784645 / 448
+    with emulated():
+        found = run(made)
+    check(made, found)
+    of_gate, of_up = found.row_scales[:2, : len(made.grad)]
+    of_gate *= 1.01
+    check(made, found)
+    of_up *= 1.01
+    with pytest.raises(AssertionError):
+        check(made, found)
 
 
 def of_tokens(made: Made) -> Made:
