@@ -4,6 +4,7 @@ FP8 WGMMA wants both operands with the contraction innermost, so dX = dY W needs
 memory. With 128x128 blocks they are those of W, and the scales of W^T are a view of those of W.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,19 +15,29 @@ from ..kernels.common.blocks import BLOCK, round_up
 from ..kernels.jit import current_driver
 from ..quant.transpose import empty_transposed, transpose_codes, transpose_codes_into
 
-_KEPT = "_moefp8_transposed"
+_MEMORY = "_moefp8_memory"
 _LEAST_FREE = 0.25  # of a GPU's memory, for all that is allocated after W^T
 
 
-class _Kept(NamedTuple):
-    """W^T as it was made: of memory at which address, from which versions, and on which stream."""
+class _Memory:
+    """What belongs to the memory of a storage, and goes with it."""
 
-    address: int
+    def __init__(self) -> None:
+        self.kept: dict[Any, _Kept] = {}
+
+
+class _Kept(NamedTuple):
+    """W^T as it was made: of which memory and versions of its weights, and on which stream."""
+
+    memories: tuple["weakref.ref[_Memory]", ...]
     versions: tuple[int, ...]
     codes: torch.Tensor
     stream: int
     is_made: torch.cuda.Event
-    made_of: tuple[torch.Tensor, ...]  # weights but the first: none else may get their addresses
+
+    @property
+    def is_of_freed(self) -> bool:
+        return any(memory() is None for memory in self.memories)
 
 
 def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torch.Tensor:
@@ -38,6 +49,7 @@ def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torc
 
     A change of the weight in place is seen, unless it was made through `.data`; W^T is then made
     anew in the same memory, which CUDA graphs may know. While one is captured, nothing new is kept.
+    W^T is freed with the memory of the weight, also where FSDP frees what it gathered.
     """
     return _kept_or_made((weight,), parts, keeps, partial(transpose_codes, weight, parts))
 
@@ -67,12 +79,13 @@ def _kept_or_made(
     first = weights[0]
     if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
         return make()
-    # The storage of a weight keeps what belongs to it, whoever holds the weight.
-    storage = first.untyped_storage()
-    kept: dict[Any, _Kept] = storage.__dict__.setdefault(_KEPT, {})
+    memories = tuple(map(_memory_of, weights))
+    kept = memories[0].kept
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
     versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
     found = kept.get((layouts, parts))
+    if found is not None and tuple([memory() for memory in found.memories]) != memories:
+        found = None  # another weight has this address now
     current = torch.cuda.current_stream(first.device)
     if found is not None and found.versions == versions:
         if found.stream != current.cuda_stream and not is_capturing:
@@ -80,17 +93,39 @@ def _kept_or_made(
         return found.codes
     if is_capturing:
         return make()
-    address = storage.data_ptr()
-    for key in [key for key, x in list(kept.items()) if x.address != address]:
-        kept.pop(key, None)  # FSDP frees what it gathered, and gathers it anew elsewhere
+    for key in [key for key, x in list(kept.items()) if x.is_of_freed]:
+        kept.pop(key, None)
     if found is None and not (keeps or _has_room(weights)):
         return make()
     codes = make() if found is None else found.codes.copy_(make())
     is_made = torch.cuda.Event()
     is_made.record(current)
-    made = _Kept(address, versions, codes, current.cuda_stream, is_made, weights[1:])
-    kept[layouts, parts] = made
+    of = tuple(map(weakref.ref, memories))
+    kept[layouts, parts] = _Kept(of, versions, codes, current.cuda_stream, is_made)
     return codes
+
+
+def _memory_of(weight: torch.Tensor) -> _Memory:
+    """That of its storage, whoever holds the weight.
+
+    FSDP frees gathered weights by resizing their storage, and writes others into it later, maybe at
+    the same address; no version counts that. So a storage that keeps something watches its size.
+    """
+    storage = weight.untyped_storage()
+    own = storage.__dict__
+    if _MEMORY not in own:
+        own["resize_"] = partial(_forget_and_resize, weakref.ref(storage))
+        own[_MEMORY] = _Memory()
+    memory: _Memory = own[_MEMORY]
+    return memory
+
+
+def _forget_and_resize(watched: "weakref.ref[torch.UntypedStorage]", num_bytes: int) -> Any:
+    storage = watched()
+    assert storage is not None
+    storage.__dict__.pop(_MEMORY, None)
+    storage.__dict__.pop("resize_", None)
+    return storage.resize_(num_bytes)
 
 
 def _has_room(weights: tuple[torch.Tensor, ...]) -> bool:
