@@ -45,6 +45,8 @@ class LoRAGroupedExperts(GroupedExperts):
     step, and gate and up are rounded to BF16 in between.
     """
 
+    runs_in_steps = True
+
     def forward(
         self,
         hidden_states: torch.Tensor,

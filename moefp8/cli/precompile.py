@@ -18,6 +18,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a directory, or a .safetensors file")
     add_sizes_to(parser)
     parser.add_argument("--dtype", choices=ahead.DTYPES, default="bfloat16", help="of activations")
+    parser.add_argument("--backward", action="store_true", help="also for gradients")
     parser.add_argument("--num-sms", type=int, help="of the GPU, if it is not this machine's")
     parser.add_argument("--num-threads", type=int, help="that compile (default: all processors)")
 
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         parts_of_ranks(layers_of(arguments.checkpoint, arguments.top_k), num_ranks_of(arguments)),
         arguments.max_tokens,
         dtype=ahead.DTYPES[arguments.dtype],
+        backward=arguments.backward,
         num_sms=arguments.num_sms,
         num_threads=arguments.num_threads,
     )

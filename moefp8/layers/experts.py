@@ -56,6 +56,7 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+    runs_in_steps = False  # as those with adapters do: each step is an op of its own
     expert_offset = 0
     num_global_experts: int | None = None
     keep_transposed: bool | None = None

@@ -16,7 +16,7 @@ from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
 from ..layers.router import TOP_K_NAMES
 from ..system.progress import Progress
-from .variants import Demand, Experts, FeedForward, Layer, Linear, Router
+from .variants import Demand, Experts, ExpertsInSteps, FeedForward, Layer, Linear, Router
 
 DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -124,7 +124,10 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             h, i = module.hidden_size, module.intermediate_size
             choices = top_k or _top_k_of(model, modules, name)
             masked, num_global = module.layout == "masked", module.num_global_experts
-            yield Experts(choices, module.num_experts, h, i, masked, num_global)
+            if module.runs_in_steps:
+                yield ExpertsInSteps(choices, module.num_experts, h, i)
+            else:
+                yield Experts(choices, module.num_experts, h, i, masked, num_global)
 
 
 def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int:

@@ -18,13 +18,14 @@ from ..functional.expert_configs import (
     all_gate_up_configs,
 )
 from ..kernels.common.blocks import BLOCK, round_up
+from ..kernels.gemm import call
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
 from ..quant import quantize_launch, transpose_launch
-from ..routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
+from ..routing import combine_launch, dispatch_launch, logits_launch, plan_launch, top_k_launch
 
 
 class Demand(NamedTuple):
@@ -140,6 +141,41 @@ class Experts(NamedTuple):
             yield kernel_of(config, None, GroupLayout.OFFSETS)
 
 
+class ExpertsInSteps(NamedTuple):
+    """Routed experts whose steps are ops of their own, as they are with adapters."""
+
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        top_k, num_experts, h, i = self
+        if not (num_experts and h and i):
+            return
+        yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
+        of_gate_up = 2 * i if i % BLOCK == 0 else i  # else gate and up have a GEMM each
+        for dtype in demand.dtypes:
+            yield from self._product_kernels(demand, dtype, of_gate_up, h)
+        yield from self._product_kernels(demand, torch.bfloat16, h, i)
+        if demand.backward:
+            for k in {h, i}:
+                yield from transpose_launch.needed_kernels(k)
+            yield from self._product_kernels(demand, torch.bfloat16, h, of_gate_up)
+            yield from self._product_kernels(demand, torch.bfloat16, i, h)
+        if h % 8 == 0:
+            for dtype in {*demand.dtypes, torch.float32}:
+                yield combine_launch.kernel_of(dtype, True)
+
+    def _product_kernels(
+        self, demand: Demand, dtype: torch.dtype, n: int, k: int
+    ) -> Iterator[Kernel]:
+        """Those of rows [R, K] and weights [E, N, K]."""
+        max_rows = demand.max_tokens * self.top_k
+        yield from demand.quantize_rows(dtype, max_rows, k)
+        yield from call.needed_kernels(max_rows, self.num_experts, n, k, demand.configs)
+
+
 def gate_up_kernels(config: GemmConfig, layout: GroupLayout, demand: Demand) -> Iterator[Kernel]:
     """That of a forward, and where a backward follows the one that saves gate and up."""
     yield kernel_of(config, None, layout)
@@ -176,4 +212,4 @@ class Router(NamedTuple):
                 yield top_k_launch.kernel_of(self.op, num_experts, parts_of_group=parts)
 
 
-Layer = Linear | FeedForward | Experts | Router
+Layer = Linear | FeedForward | Experts | ExpertsInSteps | Router

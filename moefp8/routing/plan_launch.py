@@ -179,6 +179,12 @@ def kernel_of(ahead: int) -> Kernel:
     return Kernel(_SOURCE, f"plan_kernel<{ahead}>")
 
 
+def needed_kernels(max_tokens: int, top_k: int, num_sms: int) -> list[Kernel]:
+    """The kernels for up to `max_tokens` tokens."""
+    cuts = (cut_plan(num_tokens, top_k, num_sms) for num_tokens in (1, max_tokens))
+    return [kernel_of(ahead) for ahead in sorted({cut.ahead for cut in cuts})]
+
+
 def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
     """Fill the maps by one kernel on the current stream; nothing waits for it."""
     ids = inputs.top_k_index

@@ -216,6 +216,15 @@ def test_the_kernels_of_ranks_are_compiled(monkeypatch):
     assert expected - {*ahead.kernels_of(layers, 20000)}
 
 
+def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, monkeypatch):
+    named = []
+    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
+    assert main(["precompile", str(checkpoint), "--max-tokens", "8", "--backward"]) == 0
+    layers, options = fp8_layers(checkpoint), {"dtype": torch.bfloat16}
+    assert set(named) == {*ahead.kernels_of(layers, 8, backward=True, **options)}
+    assert set(named) > {*ahead.kernels_of(layers, 8, **options)}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -1,6 +1,7 @@
 """`precompile`: what launchers load is what was compiled ahead, for all numbers of tokens."""
 
 import copy
+import ctypes
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,13 +12,14 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
+from moefp8.adapters import add_lora
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
-from moefp8.routing import sigmoid_group_topk, softmax_topk
+from moefp8.routing import plan_launch, sigmoid_group_topk, softmax_topk
 from tests.fakes.emulator import Emulator, FakeDriver
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import forget
@@ -74,10 +76,21 @@ def step(model: Model, tokens: int, dtype: torch.dtype) -> None:
 
 
 class Idle(Emulator):
-    """It runs nothing."""
+    """It runs nothing; in a plan, all tokens have row 0, which is token 0 and of no expert."""
 
     def compute(self, made, parameters):
-        pass
+        if made.kernel.source.stem != "plan":
+            return
+        plan = plan_launch._Arguments.from_address(parameters[-1])
+        of, num_rows = plan.routing, plan.num_rows
+        for address, size in (
+            (of.tokens_per_expert, of.num_experts),
+            (of.expert_offsets, of.num_experts + 1),
+            (of.token_to_row, of.num_tokens * of.top_k),
+            (plan.row_to_token, num_rows),
+            (plan.row_to_expert, num_rows),
+        ):
+            ctypes.memset(address, 0, 4 * size)
 
 
 class IdleDriver(FakeDriver):
@@ -125,6 +138,31 @@ def test_it_lists_what_gradients_need(model, dtype):
     more = named - kernels_of(model, MAX_TOKENS, dtype=dtype)
     assert any("swiglu_backward" in kernel.name for kernel in more)
     assert any(".saves_gate_up = true" in kernel.name for kernel in more)
+
+
+@pytest.mark.parametrize("num_experts", [1, 12])
+@pytest.mark.parametrize(("h", "i"), [(256, 144), (100, 256)])
+def test_it_lists_what_adapted_experts_need(num_experts, h, i):
+    top_k, sizes = min(3, num_experts), (1, 2, 9, 40, 130, 260, 777, MAX_TOKENS)
+    experts = nn.Sequential(GroupedExperts(num_experts, h, i))
+    add_lora(experts, rank=8, alpha=8.0)
+    for dtype in (torch.bfloat16, torch.float32):
+        forward, whole = IdleDriver(), IdleDriver()
+        for tokens in sizes:
+            ids = ids_of("distinct", tokens, top_k, num_experts)
+            x = torch.zeros(tokens, h, dtype=dtype, requires_grad=True)
+            with jit.using(forward), torch.no_grad():
+                experts[0](x, ids, torch.ones(tokens, top_k))
+            with jit.using(whole):
+                experts[0](x, ids, torch.ones(tokens, top_k)).sum().backward()
+        named = kernels_of(experts, MAX_TOKENS, dtype=dtype, top_k=top_k)
+        assert set(forward.kernels) - named == set()
+        with_backward = kernels_of(experts, MAX_TOKENS, dtype=dtype, top_k=top_k, backward=True)
+        assert set(whole.kernels) - with_backward == set()
+        assert any("transpose" in kernel.name for kernel in with_backward - named)
+        gemms = {kernel for kernel in named if "gemm" in kernel.name}
+        assert {kernel.source.name for kernel in forward.kernels} >= {"gemm.cu", "plan.cu"}
+        assert len(gemms) <= len([x for x in forward.kernels if "gemm" in x.name]) + 12
 
 
 @pytest.mark.parametrize("layout", ["auto", "masked"])

@@ -4,27 +4,28 @@ Nothing here reads what the device holds: a launch depends on shapes alone, and 
 serves all routings.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
 from ..common.prepared import Launches
-from ..jit import Launch, Source, current_driver
-from . import heuristic
+from ..jit import Kernel, Launch, Source, current_driver
+from . import heuristic, tile_counter
 from .config import GemmConfig, GroupLayout
 from .launch import (
     GemmSources,
     GroupsOfTokens,
     Sms,
     has_more_tiles_than_clusters,
+    kernel_of,
     prepare_gemm,
 )
 from .operands import Operands, check_sizes, fitting_operands
 from .segments import ZERO_OF_LIST, list_bytes, most_segments, prepare_segments
 from .tile_counter import COUNTER_BYTES, prepare_tile_counter
-from .tuned import config_source_of
+from .tuned import ConfigSource, config_source_of
 
 _SOURCES = GemmSources(*map(Source, range(5)))
 _BOUNDS, _MEMORY = Source(5), Source(6)  # memory of a call, which grouped GEMMs may have
@@ -204,6 +205,22 @@ def takes_tiles(
     if sms.busy <= config.cluster:  # a lone cluster takes all tiles anyway
         return False
     return has_more_tiles_than_clusters(config, num_groups, tokens, operands, groups, sms)
+
+
+def needed_kernels(
+    max_rows: int, num_groups: int, n: int, k: int, configs: ConfigSource
+) -> Iterator[Kernel]:
+    """The kernels of a grouped GEMM with OFFSETS for up to so many rows, without `expected_m`."""
+    # What a group has at most counts up to two blocks.
+    means = ((ceil_div(m, num_groups), min(m, 2 * BLOCK)) for m in range(1, max_rows + 1))
+    for mean, limit in dict.fromkeys(means):
+        sms, limit = configs.sms, max(mean, limit)
+        config = heuristic.choose_grouped_config(
+            mean, limit, num_groups, n, k, sms.busy, sms.busy == sms.all
+        )
+        yield kernel_of(config, None, GroupLayout.OFFSETS)
+    if num_groups > 1 and (max_rows + num_groups) * n * k >= LEAST_PRODUCTS:
+        yield tile_counter.kernel_of()
 
 
 def _choose_grouped(
