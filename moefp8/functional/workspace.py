@@ -3,6 +3,8 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -55,11 +57,13 @@ class Workspace(NamedTuple):
             sizes.num_tokens * sizes.top_k * 4,
             2 * 4,
         )
-        starts = [0]
-        for length in lengths:
-            starts.append(round_up(starts[-1] + length, _ALIGNMENT))
-        tokens, *rest = starts
-        return cls(tokens, tokens + token_bytes, tokens, *rest)
+        return cls(0, token_bytes, *_places(lengths))
+
+
+def _places(lengths: Iterable[int]) -> list[int]:
+    """Where each part begins, one behind the other, and where the last one ends."""
+    ends = accumulate(lengths, lambda end, length: round_up(end + length, _ALIGNMENT), initial=0)
+    return list(ends)
 
 
 def scale_pitch(rows: int) -> int:
@@ -100,11 +104,7 @@ class BackwardWorkspace(NamedTuple):
             num_choices * 4,
             2 * 4,
         )
-        starts = [0]
-        for length in lengths:
-            starts.append(round_up(starts[-1] + length, _ALIGNMENT))
-        tokens, *rest = starts
-        return cls(tokens, tokens + token_bytes, tokens, *rest)
+        return cls(0, token_bytes, *_places(lengths))
 
 
 def num_parts_of(sizes: Sizes, *, has_backward: bool) -> int:
