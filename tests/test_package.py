@@ -25,7 +25,7 @@ ALLOWED = {
     "routing": {"kernels", "routing"},
     "functional": {"kernels", "quant", "routing", "functional"},
     "layers": {"kernels", "quant", "routing", "functional", "layers", "system"},
-    "adapters": {"kernels", "routing", "functional", "layers", "system", "adapters"},
+    "adapters": {"kernels", "quant", "routing", "functional", "layers", "system", "adapters"},
     "distributed": {"kernels", "layers", "distributed"},
     "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},

@@ -1,7 +1,6 @@
 """Grouped products of BF16 rows, as adapters of experts take them. R rows, E experts.
 
-PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes, and
-leaves rows of no expert as they were in memory: here they are zeros.
+PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes.
 """
 
 from itertools import pairwise
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..functional.autograd import first_order
 from ..kernels.common.blocks import round_up
 from ..kernels.common.checks import check_same_device, check_shape, check_tensor
 from ..kernels.common.registry import register_inputs
@@ -35,16 +33,21 @@ class OuterInputs(NamedTuple):
     expert_offsets: torch.Tensor
 
 
-def _allocate_nt(inputs: NTInputs) -> torch.Tensor:
-    """Check, then allocate the result; this is also the fake body."""
+def _check_nt(inputs: NTInputs) -> None:
     rows, weight, offsets = inputs
     check_same_device(_NT, **inputs._asdict())
     check_tensor(_NT, "rows", rows, (torch.bfloat16,), 2)
     check_tensor(_NT, "weight", weight, (torch.bfloat16,), 3)
-    num_experts, n, k = weight.shape
+    num_experts, _, k = weight.shape
     check_shape(_NT, "rows", rows, [rows.shape[0], k], "[R, K] for weight [E, N, K]")
     _check_offsets(_NT, offsets, num_experts)
-    return rows.new_empty(rows.shape[0], n)
+
+
+def _allocate_nt(inputs: NTInputs) -> torch.Tensor:
+    """Check, then allocate the result; this is also the fake body."""
+    _check_nt(inputs)
+    n = inputs.weight.shape[1]
+    return inputs.rows.new_empty(inputs.rows.shape[0], round_up(n, _ALIGNED))[:, :n]
 
 
 def _allocate_outer(inputs: OuterInputs) -> torch.Tensor:
@@ -78,14 +81,12 @@ def _body_outer(inputs: OuterInputs) -> torch.Tensor:
 
 def _hopper_nt(inputs: NTInputs) -> torch.Tensor:
     """PyTorch's kernel, on the current stream; nothing waits for it."""
-    y = _allocate_nt(inputs)
+    _check_nt(inputs)
     rows, weight, offsets = inputs
-    if y.numel() == 0 or rows.shape[1] == 0:
-        return y.zero_()
+    if 0 in (*rows.shape, *weight.shape):
+        return rows.new_zeros(rows.shape[0], weight.shape[1])
     wide = _padded(_padded(weight, 1), 2)
-    y = _grouped_mm(_fitting(_padded(rows, 1)), _fitting(wide).mT, offsets)[:, : y.shape[1]]
-    row = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
-    return y.masked_fill_((row >= offsets[-1])[:, None], 0.0)
+    return _grouped_mm(_fitting(_padded(rows, 1)), _fitting(wide).mT, offsets)[:, : weight.shape[1]]
 
 
 def _hopper_outer(inputs: OuterInputs) -> torch.Tensor:
@@ -117,39 +118,13 @@ def _fitting(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-_grouped_nt = register_inputs(
+grouped_nt = register_inputs(
     _NT, NTInputs, "Tensor", cpu=_body_nt, fake=_allocate_nt, hopper=_hopper_nt
 )
-_grouped_outer = register_inputs(
+"""bf16 [R, N]: row r is `rows[r] @ weight[e].T` for its expert e: `NTInputs`. Expert e has rows
+[expert_offsets[e], expert_offsets[e + 1]); others are not defined."""
+grouped_outer = register_inputs(
     _OUTER, OuterInputs, "Tensor", cpu=_body_outer, fake=_allocate_outer, hopper=_hopper_outer
 )
-
-
-class _GroupedNT(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*inputs)
-        y: torch.Tensor = _grouped_nt(*inputs)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, offsets = ctx.saved_tensors
-        needs_rows, needs_weight, _ = ctx.needs_input_grad
-        of_rows = _grouped_nt(grad, weight.mT, offsets) if needs_rows else None
-        of_weight = _grouped_outer(grad, rows, offsets) if needs_weight else None
-        return of_rows, of_weight, None
-
-
-def grouped_nt(
-    rows: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor
-) -> torch.Tensor:
-    """bf16 [R, N]: row r is `rows[r] @ weight[e].T` for its expert e, and zeros if it has none.
-
-    rows: bf16 [R, K]. weight: bf16 [E, N, K]. expert_offsets: int32 [E + 1]; expert e has rows
-    [expert_offsets[e], expert_offsets[e + 1]). Both operands get gradients, to which rows of no
-    expert add nothing, whatever they hold. Raises TypeError, ValueError for other inputs.
-    """
-    y: torch.Tensor = _GroupedNT.apply(rows, weight, expert_offsets)
-    return y
+"""bf16 [E, N, K]: `a.T @ b` of the rows of each expert, to which rows of none add nothing, whatever
+they hold: `OuterInputs`."""

@@ -7,7 +7,6 @@ from torch import nn
 
 from ..layers.adapter import Adapter
 from ..layers.module import attributes_repr, draw_as_linear
-from .grouped import grouped_nt
 
 
 class LoRA(Adapter):
@@ -47,19 +46,13 @@ class LoRA(Adapter):
         draw_as_linear(self.A, self.A.shape[-1])
         self.B.zero_()
 
-    def forward(
-        self, y: torch.Tensor, x: torch.Tensor, expert_offsets: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y + scaling * B (A x), in the shape and dtype of y, which is what the weight gave for x.
 
-        x: [..., K]; y: [..., N]. With experts, bf16 [R, K] and [R, N], and expert_offsets tell the
-        expert of each row, as in `grouped_nt`; a row of none stays as it is. A and B are cast to
-        the dtype of y, and so is A x.
+        x: [..., K]; y: [..., N]. A and B are cast to the dtype of y, and so is A x. It is for the
+        weight of a linear; what those of experts do with their adapters is in experts.py.
         """
         a, b, x = self.A.to(y.dtype), self.B.to(y.dtype), x.to(y.dtype)
-        if expert_offsets is not None:
-            narrow = self.scaling * grouped_nt(x, a, expert_offsets)
-            return y + grouped_nt(narrow, b, expert_offsets)
         rows, of_weight = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         total = torch.addmm(of_weight, rows @ a.t(), b.t(), alpha=self.scaling)
         return total.view(y.shape).to(y.dtype)

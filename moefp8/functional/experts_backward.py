@@ -31,6 +31,7 @@ from .autograd import first_order, no_gradients, records
 from .experts import ExpertsInputs, experts, experts_saving
 from .experts_backward_launch import launch_experts_backward
 from .feed_forward_backward import through_swiglu
+from .swiglu_rows import weights_of_rows
 
 _OP = "experts_backward"
 Gradients = tuple[torch.Tensor, torch.Tensor]  # of hidden states, of top_k_weights
@@ -101,7 +102,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
         return dx.zero_(), top_k_weights.new_zeros(ids.shape, dtype=torch.float32)
     if gate_up_scales is not None:
         gate_up = dequantize(BlockScaled(gate_up, gate_up_scales)).view(num_rows, 2, i)
-    weight_of_row, is_first = _weights_of_rows(token_to_row, top_k_weights, num_rows)
+    weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in quantized)
     rows, of_rows = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
@@ -120,22 +121,6 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
         )
     of_weights = of_rows[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     return combine_rows(rows, token_to_row, is_first), of_weights
-
-
-def _weights_of_rows(
-    token_to_row: torch.Tensor, top_k_weights: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [R], the weight of each row; fp32 [T, k], 1 for the first choice of each row.
-
-    Two choices of one expert by one token share a row.
-    """
-    same = token_to_row[:, :, None] == token_to_row[:, None, :]
-    position = torch.arange(token_to_row.shape[1], device=token_to_row.device)
-    is_first = (same.int().argmax(-1) == position) & (token_to_row >= 0)
-    of_row = torch.zeros(num_rows + 1, dtype=torch.float32, device=token_to_row.device)
-    at = token_to_row.long().masked_fill(token_to_row < 0, num_rows)
-    of_row.index_add_(0, at.flatten(), top_k_weights.float().flatten())
-    return of_row[:num_rows], is_first.float()
 
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:

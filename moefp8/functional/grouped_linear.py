@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX
+from ..kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.registry import register
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128
@@ -51,6 +51,42 @@ _grouped_backward = register(
     fake=_allocate_backward,
     cuda=_backward,
 )
+
+
+def _dgrad(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    parts: int,
+    keeps: bool | None,
+) -> torch.Tensor:
+    of_rows = _allocate_dgrad(data, scale_inv, weight)
+    b = transposed(weight, keeps, parts), weight_scale_inv.mT
+    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
+    return of_rows
+
+
+def _allocate_dgrad(
+    data: torch.Tensor, scale_inv: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    k = weight.shape[2]
+    shape = data.shape[0], round_up(k, 8)
+    return data.new_empty(shape, dtype=torch.bfloat16)[:, :k]
+
+
+grouped_dgrad = register(
+    "grouped_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor weight_scale_inv, "
+    "Tensor expert_offsets, int parts, bool? keeps) -> Tensor",
+    cpu=_dgrad,
+    fake=_allocate_dgrad,
+    cuda=_dgrad,
+)
+"""bf16 [R, K]: rows times the weight of their expert, where rows are quantized to 1x128 already.
+
+data, scale_inv: e4m3 [R, N], or [R, parts * (N / parts rounded up to 128)], and fp32 scales.
+weight: e4m3 [E, N, K], of parts whose blocks begin anew. Rows of no expert are not defined."""
 
 
 class _GroupedLinear(torch.autograd.Function):

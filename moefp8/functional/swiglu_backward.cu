@@ -1,10 +1,12 @@
-// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3.
+// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3, and
+// in BF16 as well where an adapter's own gradients need them.
 //
 // a = silu(gate) * up was multiplied by the down projection, and its result by the weight of a choice. A CTA has one
 // choice's row, of which it reads the gradient of `a` without that weight, and gate and up as the forward has saved
 // them. It recomputes `a`, whose product with the gradient is the gradient of the weight.
 #include "fp8.cuh"
 #include "input.cuh"
+#include "matrix.cuh"
 
 constexpr int kBlock = 128;
 constexpr int kColumns = 8;                // of a thread, side by side
@@ -25,6 +27,8 @@ struct Arguments {
   int64_t row_pitch;         // of [2, padded I]
   float* row_scales;         // [2 * padded I / 128, pitch], rows innermost
   int64_t scale_pitch;
+  uint8_t* bf16_rows;        // bf16 [R, 2, I], the same gradients; null: they are not wanted
+  int64_t bf16_row_bytes;    // the pitch of its rows of I, a multiple of 16
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
   uint32_t num_choices, top_k, size, padded_size;
@@ -148,6 +152,12 @@ __device__ inline void store_block(const Arguments& args, int64_t row, uint32_t 
   if (threadIdx.x % kLanes == 0) args.row_scales[column / kBlock * args.scale_pitch + row] = scale.scale_inv;
 }
 
+// Stores eight columns in BF16; those behind the end of the row lie before the next one.
+__device__ inline void store_eight(uint8_t* target, const float (&x)[kColumns]) {
+  *reinterpret_cast<uint4*>(target) = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                                       pack_bf16(x[6], x[7])};
+}
+
 // The sum of the weights of all choices of a token that have this row, and whether the choice `mine` is the first of
 // them. Each lane of a warp looks at one choice.
 template <Input kWeights>
@@ -173,7 +183,7 @@ __device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mi
 // Grid: a CTA of up to 128 threads owns a choice; the first choice of a row works for all of them.
 // Shared memory: 16 B, the sums of each warp.
 // Barriers: one, between these sums and their sum; 16 lanes meet in shuffles.
-// Alignment: rows of grad and of BF16 saved are at multiples of 16 B, those of `rows` of 8 B; all may end anywhere.
+// Alignment: rows of grad and of what is BF16 are at multiples of 16 B, those of `rows` of 8 B; all may end anywhere.
 template <Input kWeights, bool kIsFp8>
 __global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
   __shared__ float of_warps[kThreads / kWarp];
@@ -207,6 +217,10 @@ __global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __g
     if (column < args.size) {
       const bool is_limited = args.limit < __uint_as_float(kInfinity);
       gradients = is_limited ? differentiate<true>(args, part, weight) : differentiate<false>(args, part, weight);
+      if (args.bf16_rows != nullptr) {
+        uint8_t* target = args.bf16_rows + 2 * static_cast<int64_t>(row) * args.bf16_row_bytes + column * 2;
+        store_eight(target, gradients.gate), store_eight(target + args.bf16_row_bytes, gradients.up);
+      }
     }
     of_weight += gradients.of_weight;
     const bool exists = column < args.padded_size;

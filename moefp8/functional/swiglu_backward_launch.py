@@ -31,6 +31,8 @@ class _Arguments(ctypes.Structure):
         (c_int64, "row_pitch"),
         (c_void_p, "row_scales"),
         (c_int64, "scale_pitch"),
+        (c_void_p, "bf16_rows"),
+        (c_int64, "bf16_row_bytes"),
         (c_void_p, "of_weights is_first"),
         (c_uint32, "num_choices top_k size padded_size"),
         (c_float, "limit min_amax"),
@@ -40,8 +42,8 @@ class _Arguments(ctypes.Structure):
 class SwigluBackwardSources(NamedTuple):
     """Which addresses of a launch are those of a gradient of SwiGLU.
 
-    saved_scales: only if `saved` is FP8. From token_to_row on: None if each row has one token, and
-    no weight.
+    saved_scales: only if `saved` is FP8. From token_to_row to is_first: None if each row has one
+    token, and no weight. bf16_rows: None if they are not wanted.
     """
 
     grad: Source
@@ -53,6 +55,7 @@ class SwigluBackwardSources(NamedTuple):
     weights: Source | None = None
     of_weights: Source | None = None
     is_first: Source | None = None
+    bf16_rows: Source | None = None
 
 
 def kernel_of(weights_dtype: torch.dtype, *, is_fp8: bool) -> Kernel:
@@ -78,6 +81,8 @@ def prepare_swiglu_backward(
         rows: e4m3 [R, 2, I rounded up to 128]; what lies behind I becomes zeros.
         row_scales: fp32 [2 ceil(I/128), scale_pitch], with R columns.
         token_to_row: int32 [T, k], contiguous.
+        bf16_rows: bf16 [R, 2, I], lying as `saved` does in bf16: the gradients before they are
+            quantized.
         of_weights: fp32 [T, k], the gradients of `weights`.
         is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
 
@@ -100,6 +105,7 @@ def prepare_swiglu_backward(
         saved_scale_pitch=0 if saved_scales is None else saved_scales.stride(1),
         row_pitch=2 * padded_size,
         scale_pitch=scale_pitch,
+        bf16_row_bytes=2 * round_up(size, _COLUMNS),
         size=size,
         padded_size=padded_size,
         limit=limit,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..functional import swiglu_backward_launch
+from ..functional import swiglu_backward_launch, swiglu_launch
 from ..functional.expert_configs import (
     Sizes,
     all_backward_configs,
@@ -153,27 +153,24 @@ class ExpertsInSteps(NamedTuple):
         top_k, num_experts, h, i = self
         if not (num_experts and h and i):
             return
+        max_rows = demand.max_tokens * top_k
         yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
-        of_gate_up = 2 * i if i % BLOCK == 0 else i  # else gate and up have a GEMM each
-        for dtype in demand.dtypes:
-            yield from self._product_kernels(demand, dtype, of_gate_up, h)
-        yield from self._product_kernels(demand, torch.bfloat16, h, i)
+        yield from demand.quantize_kernels(h)
+        yield swiglu_launch.kernel_of()
+        yield from demand.quantize_rows(torch.bfloat16, max_rows, i)
+        of_weights = {*demand.dtypes, torch.float32}
+        if h % 8 == 0:
+            yield from (combine_launch.kernel_of(dtype, True) for dtype in of_weights)
+        products = [(2 * i if i % BLOCK == 0 else i, h), (h, i)]  # gate and up may have one each
         if demand.backward:
             for k in {h, i}:
                 yield from transpose_launch.needed_kernels(k)
-            yield from self._product_kernels(demand, torch.bfloat16, h, of_gate_up)
-            yield from self._product_kernels(demand, torch.bfloat16, i, h)
-        if h % 8 == 0:
-            for dtype in {*demand.dtypes, torch.float32}:
-                yield combine_launch.kernel_of(dtype, True)
-
-    def _product_kernels(
-        self, demand: Demand, dtype: torch.dtype, n: int, k: int
-    ) -> Iterator[Kernel]:
-        """Those of rows [R, K] and weights [E, N, K]."""
-        max_rows = demand.max_tokens * self.top_k
-        yield from demand.quantize_rows(dtype, max_rows, k)
-        yield from call.needed_kernels(max_rows, self.num_experts, n, k, demand.configs)
+            yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, h)
+            for dtype in of_weights:
+                yield swiglu_backward_launch.kernel_of(dtype, is_fp8=False)
+            products += [(i, h), (h, 2 * round_up(i, BLOCK))]
+        for n, k in products:
+            yield from call.needed_kernels(max_rows, num_experts, n, k, demand.configs)
 
 
 def gate_up_kernels(config: GemmConfig, layout: GroupLayout, demand: Demand) -> Iterator[Kernel]:

@@ -1,4 +1,4 @@
-"""What `swiglu_backward.cu` does with its arguments, on the CPU, and whether they are right.
+"""What `swiglu.cu` and `swiglu_backward.cu` do, on the CPU, and whether their arguments are right.
 
 A part of the stand-in for libcuda: see `emulator.py`.
 """
@@ -8,10 +8,24 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moefp8.functional.swiglu import swiglu_grad
+from moefp8.functional.swiglu import swiglu, swiglu_grad
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant import numerics
 from tests.fakes.emulated_gemm import memory
+
+
+def swiglu_of_rows(made) -> None:
+    """What `swiglu.cu` does."""
+    x, num_rows, pitch = made.arguments, made.grid, made.arguments.row_bytes // 2
+    assert made.block == min(256, round_up(-(-x.size // 8), 32))
+    assert made.programmatic
+    # Eight elements are loaded and stored at once, also where a row ends between them.
+    assert (x.gate_up | x.activated | x.row_bytes) % 16 == 0
+    assert pitch >= round_up(x.size, 8)
+    strides = [2 * pitch, pitch, 1]
+    gate_up = memory(x.gate_up, torch.bfloat16, [num_rows, 2, x.size], strides)
+    activated = memory(x.activated, torch.bfloat16, [num_rows, x.size], [pitch, 1])
+    activated.copy_(swiglu(*gate_up.unbind(1), x.limit))
 
 
 class Choices(NamedTuple):
@@ -41,6 +55,10 @@ def swiglu_backward(made, weights_dtype: torch.dtype) -> None:
     codes[rows] = data.view(torch.uint8)
     shape = num_rows, scale_inv.shape[1]
     memory(x.row_scales, torch.float32, [*shape], [1, x.scale_pitch])[rows] = scale_inv
+    if x.bf16_rows is not None:
+        shape, pitch = [num_rows, 2, x.size], x.bf16_row_bytes // 2
+        exact = memory(x.bf16_rows, torch.bfloat16, shape, [2 * pitch, pitch, 1])
+        exact[rows] = torch.stack(of_halves, 1).bfloat16()
     if x.of_weights is not None:
         of_weights = memory(x.of_weights, torch.float32, [x.num_choices], [1])
         of_weights[index] = (grad * activated).sum(-1)

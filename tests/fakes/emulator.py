@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from moefp8 import kernels
-from moefp8.functional import swiglu_backward_launch
+from moefp8.functional import swiglu_backward_launch, swiglu_launch
 from moefp8.kernels import jit
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm import launch as gemm_launch
@@ -24,7 +24,7 @@ from moefp8.quant import numerics, quantize_launch, transpose_launch
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, Map, memory
-from tests.fakes.emulated_swiglu import swiglu_backward
+from tests.fakes.emulated_swiglu import swiglu_backward, swiglu_of_rows
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
 from tests.routing.cases import plan_of
@@ -36,6 +36,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
     "transpose": transpose_launch._Arguments,
+    "swiglu": swiglu_launch._Arguments,
     "swiglu_backward": swiglu_backward_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
@@ -257,7 +258,7 @@ class Emulator(GemmEmulator):
             "tile": self.zero_tile_counter,
             "quantize": self.quantize,
             "transpose": self.transpose,
-            "swiglu": self.swiglu_backward,
+            "swiglu": self.swiglu,
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
@@ -303,8 +304,11 @@ class Emulator(GemmEmulator):
         out[..., : x.num_rows] = source.permute(0, 3, 1, 2)
 
     @staticmethod
-    def swiglu_backward(made, parameters):
-        swiglu_backward(made, dtype_of(made.kernel))
+    def swiglu(made, parameters):
+        if made.kernel.source.stem == "swiglu":
+            swiglu_of_rows(made)
+        else:
+            swiglu_backward(made, dtype_of(made.kernel))
 
     def logits(self, made, parameters):
         x = made.arguments

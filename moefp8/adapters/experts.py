@@ -1,0 +1,247 @@
+"""Experts with LoRA beside their weights, forward and backward.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, r rank, R = T k rows. Rows of no
+expert, which are behind the last one's, are computed along and never used.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..functional.autograd import first_order, no_gradients, records
+from ..functional.grouped_linear import grouped_dgrad
+from ..functional.swiglu import empty_gate_up
+from ..functional.swiglu_rows import swiglu_rows, swiglu_rows_backward, weights_of_rows
+from ..kernels.common.blocks import BLOCK, E4M3, MIN_GRADIENT_AMAX, num_blocks, tma_aligned
+from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ..quant.quantize import quantize_1x128
+from ..routing import RoutingPlan, build_plan, combine
+from .grouped import grouped_nt, grouped_outer
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a weight: `scaling * b @ a`, which is never made.
+
+    a: bf16 [E, r, K]. b: bf16 [E, N, r]. Below, x and dx are bf16 [R, K], dy is [R, N], and u and v
+    are [R, r]: the adapter adds `b u` to what the weight gives, and dx is `a^T v`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    def u(self, x: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+        return self.scaling * grouped_nt(x, self.a, expert_offsets)
+
+    def y(self, u: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+        return grouped_nt(u, self.b, expert_offsets)
+
+    def v(self, dy: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+        return self.scaling * grouped_nt(dy, self.b.mT, expert_offsets)
+
+    def dx(self, v: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+        return grouped_nt(v, self.a.mT, expert_offsets)
+
+
+class Inputs(NamedTuple):
+    """What experts with adapters take.
+
+    hidden_states: [T, H] bf16, fp16 or fp32. The next six: as in `functional.experts`.
+    a_of_gate_up to b_of_down: as in `LowRank`; None where there is no adapter.
+    The scalings are those of both adapters, and the others attributes of `GroupedExperts`.
+    """
+
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    gate_up_proj: torch.Tensor
+    gate_up_proj_scale_inv: torch.Tensor
+    down_proj: torch.Tensor
+    down_proj_scale_inv: torch.Tensor
+    a_of_gate_up: torch.Tensor | None
+    b_of_gate_up: torch.Tensor | None
+    a_of_down: torch.Tensor | None
+    b_of_down: torch.Tensor | None
+    scaling_of_gate_up: float
+    scaling_of_down: float
+    swiglu_limit: float | None
+    keep_transposed: bool | None
+    expert_offset: int
+    num_global_experts: int | None
+
+    @property
+    def of_gate_up(self) -> LowRank | None:
+        if self.a_of_gate_up is None or self.b_of_gate_up is None:
+            return None
+        return LowRank(self.a_of_gate_up, self.b_of_gate_up, self.scaling_of_gate_up)
+
+    @property
+    def of_down(self) -> LowRank | None:
+        if self.a_of_down is None or self.b_of_down is None:
+            return None
+        return LowRank(self.a_of_down, self.b_of_down, self.scaling_of_down)
+
+    def plan(self) -> RoutingPlan:
+        rank = {x: getattr(self, x) for x in ("expert_offset", "num_global_experts")}
+        return build_plan(self.top_k_index, self.down_proj.shape[0], **rank)
+
+
+class Saved(NamedTuple):
+    """What a backward takes besides the inputs: u of both adapters, and gate and up of each row."""
+
+    u_of_gate_up: torch.Tensor | None
+    u_of_down: torch.Tensor | None
+    gate_up: torch.Tensor
+
+
+def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
+    """bf16 [T, H], with gradients in hidden states, top_k_weights and the adapters' a and b.
+
+    layer: who is named if a gradient of an FP8 weight is wanted, which is an error.
+    """
+    y: torch.Tensor
+    if records(layer, *inputs):
+        y = _AdaptedExperts.apply(layer, *inputs)
+    else:
+        y, _ = _forward(inputs)
+    return y
+
+
+def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
+    """Run the experts step by step.
+
+    1. Quantize the tokens, and copy them to the rows of their experts.
+    2. Gate and up of each row, and what their adapter adds.
+    3. SwiGLU.
+    4. Down, and what its adapter adds.
+    5. Sum the rows of every token, each times its weight.
+    """
+    x, plan, (_, h, i) = inputs.hidden_states, inputs.plan(), inputs.down_proj.shape
+    offsets, num_rows = plan.expert_offsets, len(plan.row_to_token)
+    gate_up = empty_gate_up(x, num_rows, i)
+    rows = _quantized_rows(x, plan)
+    for half, d in _halves(inputs, gate_up):
+        m_grouped_fp8_gemm_nt_contiguous(rows, half, d, expert_offsets=offsets)
+    u_of_gate_up = u_of_down = None
+    if inputs.of_gate_up is not None:
+        u_of_gate_up = inputs.of_gate_up.u(_rows(x.bfloat16(), plan), offsets)
+        gate_up += inputs.of_gate_up.y(u_of_gate_up, offsets).unflatten(1, (2, i))
+    activated = swiglu_rows(gate_up, inputs.swiglu_limit)
+    y = x.new_empty((num_rows, h), dtype=torch.bfloat16)
+    down = inputs.down_proj, inputs.down_proj_scale_inv
+    a = quantize_1x128(activated, False)
+    m_grouped_fp8_gemm_nt_contiguous(a, down, y, expert_offsets=offsets)
+    if inputs.of_down is not None:
+        u_of_down = inputs.of_down.u(activated, offsets)
+        y += inputs.of_down.y(u_of_down, offsets)
+    return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up)
+
+
+def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """[R, ...]: the token of each row; the first one where a row has none."""
+    return x.index_select(0, plan.row_to_token.clamp(min=0))
+
+
+def _quantized_rows(
+    x: torch.Tensor, plan: RoutingPlan, *min_amax: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [T, K] to 1x128, and copy it to rows."""
+    data, scale_inv = quantize_1x128(x, False, *min_amax)
+    rows = _rows(data.view(torch.uint8), plan).view(E4M3)  # FP8 has few ops of its own
+    return rows, tma_aligned(_rows(scale_inv, plan))
+
+
+Half = tuple[torch.Tensor, torch.Tensor]  # codes, scales
+
+
+def _halves(inputs: Inputs, gate_up: torch.Tensor) -> list[tuple[Half, torch.Tensor]]:
+    """Weights and their part of gate_up [R, 2, I]; gate and up have blocks of their own."""
+    weight, scale_inv = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
+    i = gate_up.shape[2]
+    if i % BLOCK == 0:
+        return [((weight, scale_inv), gate_up.flatten(1))]
+    weights = zip(weight.split(i, 1), scale_inv.split(num_blocks(i), 1), strict=True)
+    return list(zip(weights, gate_up.unbind(1), strict=True))
+
+
+# ---- The gradient ----
+
+
+class Gradients(NamedTuple):
+    """Those of the inputs of these names; None where none is needed."""
+
+    hidden_states: torch.Tensor | None = None
+    top_k_weights: torch.Tensor | None = None
+    a_of_gate_up: torch.Tensor | None = None
+    b_of_gate_up: torch.Tensor | None = None
+    a_of_down: torch.Tensor | None = None
+    b_of_down: torch.Tensor | None = None
+
+
+def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -> Gradients:
+    """The gradients of what `_forward` gives, in the order of its steps from behind.
+
+    Rows have no weight of a choice before SwiGLU's gradient, which multiplies by it: dw_r is the
+    dot product of what is activated and of its gradient.
+    """
+    x, weights, plan = inputs.hidden_states, inputs.top_k_weights, inputs.plan()
+    offsets, num_rows, keeps = plan.expert_offsets, len(plan.row_to_token), inputs.keep_transposed
+    found: dict[str, torch.Tensor] = {}
+    down = inputs.down_proj, inputs.down_proj_scale_inv
+    quantized = _quantized_rows(grad, plan, MIN_GRADIENT_AMAX)
+    of_activated = grouped_dgrad(*quantized, *down, offsets, 1, keeps)
+    if inputs.of_down is not None:
+        assert saved.u_of_down is not None
+        dy, activated = (
+            _rows(grad.bfloat16(), plan),
+            swiglu_rows(saved.gate_up, inputs.swiglu_limit),
+        )
+        v = inputs.of_down.v(dy, offsets)
+        of_activated += inputs.of_down.dx(v, offsets)
+        weight = weights_of_rows(plan.token_to_row, weights, num_rows)[0][:, None]
+        found["a_of_down"] = grouped_outer((weight * v).bfloat16(), activated, offsets)
+        found["b_of_down"] = grouped_outer(dy, (weight * saved.u_of_down).bfloat16(), offsets)
+    through = swiglu_rows_backward(
+        of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
+    )
+    codes, scale_inv, of_gate_up, found["top_k_weights"], is_first = through
+    if needs_x:
+        gate_up = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
+        of_rows = grouped_dgrad(codes, scale_inv, *gate_up, offsets, 2, keeps)
+    if inputs.of_gate_up is not None:
+        assert saved.u_of_gate_up is not None
+        dy = of_gate_up.flatten(1)
+        v = inputs.of_gate_up.v(dy, offsets)
+        if needs_x:
+            of_rows += inputs.of_gate_up.dx(v, offsets)
+        found["a_of_gate_up"] = grouped_outer(v, _rows(x.bfloat16(), plan), offsets)
+        found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
+    if needs_x:
+        found["hidden_states"] = combine(of_rows, plan, is_first).to(x.dtype)
+    found["top_k_weights"] = found["top_k_weights"].to(weights.dtype)
+    return Gradients(**found)
+
+
+_TENSORS = Inputs._fields.index("scaling_of_gate_up")
+
+
+class _AdaptedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: str, *given: Any) -> torch.Tensor:
+        y, saved = _forward(Inputs(*given))
+        ctx.save_for_backward(*given[:_TENSORS], *saved)
+        ctx.layer, ctx.options = layer, given[_TENSORS:]
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: checkpointing gives them no second time
+        inputs, saved = Inputs(*tensors[:_TENSORS], *ctx.options), Saved(*tensors[_TENSORS:])
+        needs = dict(zip(Inputs._fields, ctx.needs_input_grad[1:], strict=True))
+        names = Inputs._fields[3:7]
+        of_weights = no_gradients(grad, ctx.layer, [needs[x] for x in names], inputs[3:7])
+        found = dict(zip(names, of_weights, strict=True))
+        if any(needs[name] for name in Gradients._fields):
+            found |= _backward(grad, inputs, saved, needs["hidden_states"])._asdict()
+        return None, *(found.get(x) if needs[x] else None for x in Inputs._fields)

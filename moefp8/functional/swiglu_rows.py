@@ -1,0 +1,221 @@
+"""SwiGLU and its gradient between the GEMMs of experts that run in steps.
+
+T tokens, k choices each, R rows, I intermediate.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    MIN_GRADIENT_AMAX,
+    empty_tma_aligned,
+    round_up,
+)
+from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.registry import register_inputs
+from ..kernels.jit import Source
+from ..quant.numerics import quantize_1x128
+from .swiglu import as_saved, empty_gate_up, swiglu, swiglu_grad
+from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
+from .swiglu_launch import prepare_swiglu
+
+_OP, _BACKWARD = "swiglu_rows", "swiglu_rows_backward"
+
+
+class SwigluInputs(NamedTuple):
+    """gate_up: bf16 [R, 2, I], best as `empty_gate_up` lies. limit: that of `swiglu`, or None."""
+
+    gate_up: torch.Tensor
+    limit: float | None
+
+
+def _allocate(inputs: SwigluInputs) -> torch.Tensor:
+    """Check, then allocate the result; this is also the fake body."""
+    gate_up = inputs.gate_up
+    check_tensor(_OP, "gate_up", gate_up, (torch.bfloat16,), 3)
+    num_rows, _, size = gate_up.shape
+    check_shape(_OP, "gate_up", gate_up, [num_rows, 2, size], "[R, 2, I]")
+    return _empty_rows(gate_up, num_rows, size)
+
+
+def _empty_rows(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
+    """bf16 [R, I] in rows that begin at multiples of 16 bytes."""
+    return like.new_empty((num_rows, round_up(size, 8)), dtype=torch.bfloat16)[:, :size]
+
+
+def _body(inputs: SwigluInputs) -> torch.Tensor:
+    gate, up = inputs.gate_up.unbind(1)
+    return _allocate(inputs).copy_(swiglu(gate, up, inputs.limit))
+
+
+def _launch(inputs: SwigluInputs) -> torch.Tensor:
+    activated = _allocate(inputs)
+    if activated.numel():
+        gate_up, limit = as_saved(inputs.gate_up), inputs.limit
+        if gate_up.stride(1) != round_up(gate_up.shape[2], 8):  # as the result lies
+            gate_up = empty_gate_up(gate_up, len(gate_up), gate_up.shape[2]).copy_(gate_up)
+        launch = prepared(
+            (_OP, layout_of(gate_up), limit),
+            lambda: prepare_swiglu(gate_up, math.inf if limit is None else limit),
+        )
+        launch.on(gate_up.get_device(), (gate_up.data_ptr(), activated.data_ptr()))
+    return activated
+
+
+swiglu_rows = register_inputs(
+    _OP, SwigluInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+)
+"""`swiglu` of each row, rounded to BF16: `SwigluInputs` -> [R, I]."""
+
+
+# ---- The gradient ----
+
+
+class SwigluGradients(NamedTuple):
+    """What `swiglu_rows_backward` gives; rows of no choice are not defined.
+
+    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], where what lies behind each
+        half is zeros, and its fp32 1x128 scales as `quantize_1x128` makes them.
+    of_gate_up: the same before it is quantized, bf16 [R, 2, I] as `empty_gate_up` lies.
+    of_weights: fp32 [T, k], 0 where there is no row.
+    is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    of_gate_up: torch.Tensor
+    of_weights: torch.Tensor
+    is_first: torch.Tensor
+
+
+class SwigluBackwardInputs(NamedTuple):
+    """What `swiglu_rows_backward` takes.
+
+    grad: bf16 [R, I], that of what is activated, without the weight of a choice.
+    gate_up, limit: those of `swiglu_rows`.
+    token_to_row: int32 [T, k], as in `RoutingPlan`.
+    top_k_weights: [T, k] bf16, fp16 or fp32.
+    """
+
+    grad: torch.Tensor
+    gate_up: torch.Tensor
+    token_to_row: torch.Tensor
+    top_k_weights: torch.Tensor
+    limit: float | None
+
+
+def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+    """Check, then allocate the gradients; this is also the fake body."""
+    grad, gate_up, token_to_row, weights, _ = inputs
+    check_same_device(_BACKWARD, grad=grad, gate_up=gate_up, top_k_weights=weights)
+    check_tensor(_BACKWARD, "grad", grad, (torch.bfloat16,), 2)
+    (num_rows, size), device = grad.shape, grad.device
+    check_tensor(_BACKWARD, "gate_up", gate_up, (torch.bfloat16,), 3)
+    check_shape(_BACKWARD, "gate_up", gate_up, [num_rows, 2, size], "[R, 2, I] for grad [R, I]")
+    check_tensor(_BACKWARD, "top_k_weights", weights, FLOATS, 2)
+    check_shape(_BACKWARD, "top_k_weights", weights, token_to_row.shape, "[T, k]")
+    padded = 2 * round_up(size, BLOCK)
+    of_choices = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
+    return SwigluGradients(
+        grad.new_empty((num_rows, padded), dtype=E4M3),
+        empty_tma_aligned((num_rows, padded // BLOCK), device),
+        empty_gate_up(grad, num_rows, size),
+        *of_choices,
+    )
+
+
+def _body_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+    found = _allocate_backward(inputs)
+    grad, gate_up, token_to_row, top_k_weights, limit = inputs
+    (num_rows, size), (gate, up) = grad.shape, gate_up.unbind(1)
+    weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
+    *of_halves, activated = swiglu_grad(grad.float(), gate, up, limit)
+    of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
+    padded = F.pad(of_gate_up, (0, -size % BLOCK)).flatten(1)
+    data, scale_inv = quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX)
+    of_rows = (grad.float() * activated).sum(-1)
+    if num_rows:
+        of_weights = of_rows[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
+    else:
+        of_weights = torch.zeros_like(is_first)
+    for x, value in zip(found, (data, scale_inv, of_gate_up, of_weights, is_first), strict=True):
+        x.copy_(value)
+    return found
+
+
+def weights_of_rows(
+    token_to_row: torch.Tensor, top_k_weights: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [R], the weight of each row; fp32 [T, k], 1 for the first choice of each row.
+
+    Two choices of one expert by one token share a row.
+    """
+    same = token_to_row[:, :, None] == token_to_row[:, None, :]
+    position = torch.arange(token_to_row.shape[1], device=token_to_row.device)
+    is_first = (same.int().argmax(-1) == position) & (token_to_row >= 0)
+    of_choice = torch.where(same, top_k_weights.float()[:, None, :], 0.0).sum(-1)
+    at = token_to_row.long().masked_fill(token_to_row < 0, num_rows)
+    of_row = of_choice.new_zeros(num_rows + 1).scatter_(0, at.flatten(), of_choice.flatten())
+    return of_row[:num_rows], is_first.float()
+
+
+_GRAD, _SAVED, _ROWS, _TO_ROW, _WEIGHTS, _OF_WEIGHTS, _FIRST, _SCALES, _BF16 = map(Source, range(9))
+
+
+def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+    found = _allocate_backward(inputs)
+    grad, gate_up, token_to_row, weights, limit = inputs
+    if grad.numel() == 0:
+        found.of_weights.zero_()
+        found.is_first.zero_()
+        return found
+    gate_up, token_to_row = as_saved(gate_up), token_to_row.contiguous()
+    if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
+        grad = _empty_rows(grad, *grad.shape).copy_(grad)
+    inputs = SwigluBackwardInputs(grad, gate_up, token_to_row, weights, limit)
+    launch = prepared(
+        (_BACKWARD, *map(layout_of, inputs[:4]), limit),
+        lambda: prepare_swiglu_backward(
+            gate_up,
+            None,
+            weights,
+            math.inf if limit is None else limit,
+            grad_row_pitch=grad.stride(0),
+            scale_pitch=found.scale_inv.stride(1),
+            sources=SwigluBackwardSources(
+                grad=_GRAD,
+                saved=_SAVED,
+                saved_scales=None,
+                rows=_ROWS,
+                row_scales=_SCALES,
+                token_to_row=_TO_ROW,
+                weights=_WEIGHTS,
+                of_weights=_OF_WEIGHTS,
+                is_first=_FIRST,
+                bf16_rows=_BF16,
+            ),
+        ),
+    )
+    codes, scales, of_gate_up, of_weights, is_first = (x.data_ptr() for x in found)
+    read = grad.data_ptr(), gate_up.data_ptr(), codes, token_to_row.data_ptr(), weights.data_ptr()
+    launch.on(grad.get_device(), (*read, of_weights, is_first, scales, of_gate_up))
+    return found
+
+
+swiglu_rows_backward = register_inputs(
+    _BACKWARD,
+    SwigluBackwardInputs,
+    "(Tensor codes, Tensor scale_inv, Tensor of_gate_up, Tensor of_weights, Tensor is_first)",
+    cpu=_body_backward,
+    fake=_allocate_backward,
+    hopper=_launch_backward,
+)
+"""The gradient of `swiglu_rows` times the weights of choices: `SwigluBackwardInputs` ->
+`SwigluGradients`. of_weights[t, j] is the dot product of grad and what is activated, in their
+row."""
