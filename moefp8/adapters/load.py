@@ -16,7 +16,7 @@ from .add import put
 from .config import CONFIG, LAYOUT, Settings, names_stack, read_config
 from .layout import KEY, Keys, from_file, shapes_of
 from .save import WEIGHTS, adapted, keys_by_target, lora_of, settings_of
-from .targets import STACKS, Target, find_targets, join
+from .targets import STACKS, Target, find_targets, join, modules_of
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -83,7 +83,7 @@ def _targets_in(model: nn.Module, tensors: _Tensors, settings: Settings) -> list
     if strange := [key for key, match in found.items() if match is None]:
         raise ValueError(f"load_lora: {_some(strange)} must be named {KEY}, as LoRA of PEFT is")
     paths = dict.fromkeys(match[1].rstrip(".") for match in found.values() if match)
-    modules = dict(model.named_modules())
+    modules = modules_of(model)
     names = []
     for path in paths:
         outer, _, last = path.rpartition(".")

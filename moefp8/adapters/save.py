@@ -15,7 +15,7 @@ from ..layers.parts import parts_of
 from .config import CONFIG, Settings, config_for
 from .layout import Keys, keys_of, to_file
 from .lora import LoRA
-from .targets import Target, join
+from .targets import Target, bare, join, modules_of
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -29,11 +29,12 @@ def lora_state_dict(
     `state_dict()` of the model to take them from instead, as FSDP gathers it.
     """
     found: dict[str, torch.Tensor] = {}
+    state = None if state_dict is None else {bare(name): x for name, x in state_dict.items()}
     for target, keys in keys_by_target(adapted(model)).items():
         lora, name = lora_of(target), join(target.path, f"lora_{target.parameter}")
         a, b = lora.A, lora.B
-        if state_dict is not None:
-            a, b = state_dict[f"{name}.A"], state_dict[f"{name}.B"]
+        if state is not None:
+            a, b = state[f"{name}.A"], state[f"{name}.B"]
         found |= zip(keys, to_file(_whole(a), _whole(b)), strict=True)
     return found
 
@@ -97,7 +98,7 @@ def adapted(model: nn.Module) -> list[Target]:
     """The weights that have an adapter."""
     return [
         Target(path, module, name.removeprefix("lora_"))
-        for path, module in model.named_modules()
+        for path, module in modules_of(model).items()
         for name, child in module.named_children()
         if isinstance(child, LoRA)
     ]

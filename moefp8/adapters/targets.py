@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import Adapter
@@ -17,6 +18,7 @@ KINDS: dict[type, type] = {
     nn.Linear: LoRALinear,
 }
 STACKS = "gate_up_proj", "down_proj"
+_WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 class Target(NamedTuple):
@@ -40,11 +42,27 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}".lstrip(".")
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by the names that they have without wrappers: `torch.compile`, DDP and others."""
+    while (inner := model._modules.get(_inner_of(model))) is not None:
+        model = inner
+    return {bare(name): module for name, module in model.named_modules()}
+
+
+def bare(name: str) -> str:
+    """A name without those that wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _inner_of(model: nn.Module) -> str:
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        return "module"
+    return next((name for name in _WRAPPED if name in model._modules), "")
+
+
 def find_targets(op: str, model: nn.Module, targets: str | Iterable[str] | None) -> list[Target]:
     """The weights that `targets` name, as `add_lora` says, each checked, in the model's order."""
-    modules = {
-        name: module for name, module in model.named_modules() if not isinstance(module, Adapter)
-    }
+    modules = {name: x for name, x in modules_of(model).items() if not isinstance(x, Adapter)}
     known = {target.name: target for target in _known(modules)}
     if targets is None:
         chosen = [x for x in known.values() if not isinstance(x.module, nn.Linear)]
@@ -56,7 +74,7 @@ def find_targets(op: str, model: nn.Module, targets: str | Iterable[str] | None)
     else:
         chosen = _named(op, targets, modules, known)
     for target in chosen:
-        _check(op, target)
+        _check(op, target, modules.get(target.path.rpartition(".")[0]))
     return chosen
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 import moefp8
 from moefp8.adapters import add_lora, load_lora, lora_state_dict, remove_lora, save_lora
@@ -68,6 +71,39 @@ def test_files_fill_the_same_adapters_of_any_dtype(model, saved, dtype):
     load_lora(other, saved)
     assert other.first.lora_weight.A.dtype == dtype
     assert all(map(torch.equal, lora_state_dict(other).values(), lora_state_dict(model).values()))
+
+
+def wrapped(model):
+    """The model in what puts names of its own between those of modules."""
+    model = copy.deepcopy(model)
+    model.moe = torch.compile(checkpoint_wrapper(model.moe), backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+def test_wrappers_are_not_seen_in_files(model, saved):
+    tensors, settings = load_file(saved / WEIGHTS), json.loads((saved / CONFIG).read_text())
+    other = wrapped(model)
+    save_lora(other, saved, state_dict=other.state_dict())
+    again = load_file(saved / WEIGHTS)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(x, tensors[key]) for key, x in again.items())
+    assert json.loads((saved / CONFIG).read_text()) == settings
+    other, x = wrapped(bare(model)), tokens()
+    assert load_lora(other, saved) == load_lora(model, saved)
+    assert torch.equal(other(x), model(x))
+    remove_lora(other)
+    assert add_lora(other, targets=["moe.experts.down_proj"]) == ["moe.experts.down_proj"]
+
+
+def test_a_model_in_ddp_has_the_names_of_the_model(model):
+    wanted = lora_state_dict(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(moefp8.prepare_ddp(model))
+        for outer in (ddp, torch.compile(ddp, backend="eager")):
+            assert lora_state_dict(outer).keys() == wanted.keys()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
