@@ -131,14 +131,19 @@ def _patterns_of(op: str, targets: str | Iterable[str]) -> dict[str, re.Pattern[
     return {name: re.compile(rf"(.*\.)?{re.escape(name)}", re.DOTALL) for name in names}
 
 
-def _check(op: str, target: Target) -> None:
-    """Raise ValueError unless an adapter can be put beside the weight."""
+def _check(op: str, target: Target, parent: nn.Module | None) -> None:
+    """Raise ValueError unless an adapter can be put beside the weight; parent: of its module."""
     path, module, parameter = target
     where = f"{op}: {path or 'the model'} ({type(module).__name__})"
     if type(module) not in KINDS:
         raise ValueError(
             f"{where} must be of the very class FP8Linear, nn.Linear or GroupedExperts; add "
             "adapters before fully_shard, parametrizations and others that change the class"
+        )
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        raise ValueError(
+            f"{where} must be called, but nn.TransformerEncoderLayer reads its weight in eval(), "
+            "which would pass the adapter by; leave it out of targets"
         )
     if "forward" in module.__dict__:
         raise ValueError(

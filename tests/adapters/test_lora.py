@@ -112,6 +112,15 @@ def test_modules_that_adapters_would_not_reach(change, message):
     assert not any(isinstance(x, LoRA) for x in model.modules())
 
 
+def test_a_layer_that_reads_weights_past_their_modules_is_refused():
+    """In eval it computes with the weights of its linears, without a call of theirs."""
+    layer = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True).eval()
+    for model in (layer, nn.Sequential(layer)):
+        with pytest.raises(ValueError, match=r"linear1.*nn\.TransformerEncoderLayer reads"):
+            add_lora(model, targets=["linear1"])
+        assert type(layer.linear1) is nn.Linear
+
+
 def test_a_model_without_fp8_must_name_its_linears():
     with pytest.raises(ValueError, match=r"no FP8Linear and no GroupedExperts"):
         add_lora(nn.Sequential(nn.Linear(8, 8)))
