@@ -98,7 +98,10 @@ def _named(
     for text, pattern in patterns.items():
         names = [name for name in {**modules, **known} if pattern.fullmatch(name)]
         if not names:
-            raise ValueError(f"{op}: each of targets must match a module, but {text!r} does not")
+            raise ValueError(
+                f"{op}: each of targets must match a module, but {text!r} does not; a string is a "
+                "regular expression for whole names, a list has names or their ends"
+            )
         for name in names:
             stacks = [join(name, stack) for stack in STACKS if join(name, stack) in known]
             found = [name] if name in known else stacks if _is_experts(modules[name]) else []
@@ -122,7 +125,13 @@ def _is_experts(module: nn.Module) -> bool:
 def _patterns_of(op: str, targets: str | Iterable[str]) -> dict[str, re.Pattern[str]]:
     """A string is a pattern of whole names; of a list, each is a name or the end of one."""
     if isinstance(targets, str):
-        return {targets: re.compile(targets)}
+        try:
+            return {targets: re.compile(targets)}
+        except re.error as error:
+            raise ValueError(
+                f"{op}: targets {targets!r} is no regular expression ({error}); a list has names "
+                "or their ends"
+            ) from None
     names = list(targets)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -49,6 +49,8 @@ def test_targets_are_matched_as_peft_does(targets, names):
         (["first", "irst"], "'irst' does not"),
         (["gate"], "moe.gate is a TopKRouter"),
         ([""], "the model is a Net"),
+        ("*proj", r"'\*proj' is no regular expression.*a list"),
+        ("gate_proj", r"'gate_proj' does not.*a list"),
         (r".*moe", "moe is a MoE"),
     ],
 )
