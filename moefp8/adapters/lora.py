@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from ..kernels.common.registry import without_autocast
 from ..layers.adapter import Adapter
 from ..layers.module import attributes_repr, draw_as_linear
 
@@ -49,13 +50,15 @@ class LoRA(Adapter):
     def forward(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y + scaling * B (A x), in the shape and dtype of y, which is what the weight gave for x.
 
-        x: [..., K]; y: [..., N]. A and B are cast to the dtype of y, and so is A x. It is for the
-        weight of a linear; what those of experts do with their adapters is in experts.py.
+        x: [..., K]; y: [..., N]. A and B are cast to the dtype of y, and so is A x, also under
+        autocast, whose FP16 would not hold all of BF16. It is for the weight of a linear; what
+        those of experts do with their adapters is in experts.py.
         """
         a, b, x = self.A.to(y.dtype), self.B.to(y.dtype), x.to(y.dtype)
         rows, of_weight = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        total = torch.addmm(of_weight, rows @ a.t(), b.t(), alpha=self.scaling)
-        return total.view(y.shape).to(y.dtype)
+        with without_autocast(y.device):
+            total = torch.addmm(of_weight, rows @ a.t(), b.t(), alpha=self.scaling)
+        return total.view(y.shape)
 
     def extra_repr(self) -> str:
         shape = (*self.B.shape[:-1], self.A.shape[-1])

@@ -292,5 +292,21 @@ def test_autocast_keeps_dtypes():
         assert linear(x.float()).dtype == torch.float32
 
 
+def test_an_adapter_does_not_let_autocast_cut_what_the_weight_gave():
+    """FP16 holds neither what is large in BF16 nor what is small."""
+    linear, x = moefp8.FP8Linear(H, 24, bias=False), tokens(5)
+    for size in (2.0**40, 2.0**-40):
+        scaled = x * size
+        before = linear(scaled)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(adapted_linear(linear)(scaled), before)
+
+
+def adapted_linear(linear):
+    twin = copy.deepcopy(linear)
+    add_lora(twin)
+    return twin
+
+
 def test_repr_tells_rank_and_alpha():
     assert "LoRA((4, 128, 72), rank=4, alpha=8, use_rslora=False)" in repr(adapted())
