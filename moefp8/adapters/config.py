@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..layers import GroupedExperts
-from .targets import Target, join
+from .targets import Target, join, modules_of
 
 CONFIG = "adapter_config.json"
 LAYOUT = "0.19.0"  # the release of PEFT since which adapters of experts lie as in layout.py
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) -> dict[str, Any]:
-    """The file's content; PEFT matches whole names, too."""
+    """The file's content. PEFT matches whole names, and names that end as these behind a dot."""
     own: Any = getattr(model, "config", None)
     renames = hasattr(own, "model_type") and any(
         isinstance(x, GroupedExperts) for x in model.modules()
@@ -59,6 +59,8 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
             parameters.append(join(path, "weight"))  # the keys are the same
         else:
             modules.append(path)
+    ends = {name[i + 1 :] for name in modules_of(model) for i, x in enumerate(name) if x == "."}
+    is_ambiguous = not ends.isdisjoint(modules)
     config = {
         "base_model_name_or_path": getattr(own, "_name_or_path", None) or None,
         "bias": "none",
@@ -70,7 +72,7 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
         "peft_type": "LORA",
         "peft_version": LAYOUT,
         "r": settings.rank,
-        "target_modules": modules,
+        "target_modules": "|".join(map(re.escape, modules)) if is_ambiguous else modules,
         "task_type": None,
         "use_rslora": settings.use_rslora,
     }

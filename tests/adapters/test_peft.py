@@ -74,6 +74,17 @@ def test_peft_reads_our_files_and_merges_them(make, options, tmp_path):
     assert error(theirs.merge_and_unload()(x), y) < 0.06
 
 
+def test_peft_adapts_no_module_whose_name_ends_as_that_of_another(tmp_path):
+    """It takes "0" for the end of "1.0", and that is a norm."""
+    inner = nn.Sequential(nn.RMSNorm(40), nn.Linear(40, 8)).bfloat16()
+    model, x = nn.Sequential(moefp8.FP8Linear(H, 40), inner), tokens()
+    add_lora(model, 4, 8)
+    save_lora(trained(model, 0.2), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(dequantized(model), tmp_path)
+    assert error(theirs(x), model(x)) < 0.06
+    assert len([name for name, _ in theirs.named_parameters() if "lora_" in name]) == 2
+
+
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
