@@ -87,7 +87,7 @@ def run(directory: Path, adapters: Path, arguments: argparse.Namespace) -> None:
     ids, prompt = tokenizer.encode(text), tokenizer.encode(text[: len(text) // 2])
 
     model = load(directory, arguments.device)
-    add_lora(model, arguments.rank, alpha=2 * arguments.rank, dtype=torch.float32)
+    add_lora(model, arguments.rank, alpha=2 * arguments.rank)
     trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
     frozen = sum(x.numel() for x in model.parameters() if not x.requires_grad)
     print(f"{model.config.model_type}: {trained:,} parameters train, {frozen:,} are frozen")

@@ -24,7 +24,7 @@ def add_lora(
     targets: str | Iterable[str] | None = None,
     *,
     use_rslora: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float32,
 ) -> list[str]:
     """Put LoRA beside linears and experts, in place; then they alone ask for gradients.
 
@@ -41,10 +41,11 @@ def add_lora(
             a string, which is a regular expression for whole names: as PEFT's `target_modules`.
             Experts have weights of their own: "experts" is both, "experts.gate_up_proj" is one.
             None: each `FP8Linear` and `GroupedExperts`.
-        dtype: of A and B. Products are in the dtype of what the weight gives, BF16 as a rule, so
-            BF16 needs no casts, and half the memory, which counts beside hundreds of experts. An
-            optimizer rounds each step to it: steps below 1/512 of a value are lost. FP32 keeps
-            them, and is what PEFT trains.
+        dtype: of A and B. An optimizer rounds each step to it. FP32, which PEFT trains too, keeps
+            small ones; in BF16, those below 1/512 of a value are lost, most of AdamW's at usual
+            learning rates. Products are in the dtype of what the weight gives, BF16 as a rule. BF16
+            needs half the memory, which counts beside hundreds of experts: take it to serve, or
+            with an optimizer that has master weights, or rounds stochastically.
 
     Returns:
         The names of the weights that have an adapter.

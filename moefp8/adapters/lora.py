@@ -32,7 +32,7 @@ class LoRA(Adapter):
         *,
         use_rslora: bool = False,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         *experts, n, k = shape

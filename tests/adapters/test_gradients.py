@@ -153,6 +153,19 @@ def test_adapters_learn():
     assert losses[-1] < losses[0]
 
 
+def test_small_steps_are_not_lost_by_default():
+    """AdamW goes lr at most; in BF16 most of such values would stay as they are."""
+    linear, x = moefp8.FP8Linear(H, 24), tokens(40)
+    add_lora(linear)
+    lora = trained(linear).lora_weight
+    before = [x.detach().clone() for x in lora.parameters()]
+    optimizer = torch.optim.AdamW(lora.parameters(), lr=1e-5)
+    linear(x).float().square().sum().backward()
+    optimizer.step()
+    for old, new in zip(before, lora.parameters(), strict=True):
+        assert ((new != old) | (new.grad == 0)).float().mean() > 0.999
+
+
 def test_a_second_derivative_through_adapters_of_experts_is_an_error():
     """Also where the incoming gradient asks for none: else a penalty would lack a part silently."""
     torch.manual_seed(0)
