@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
-from moefp8.adapters import add_lora
+from moefp8.adapters import add_lora, load_lora
 from tests.checkpoint.transformers_cases import fp8_of
 from tests.hf.test_experts import other_config
 
@@ -223,6 +223,40 @@ def test_the_trainer_refuses_a_model_of_which_nothing_trains(fp8, tmp_path, is_l
         trained(model, tmp_path)
     model.model.norm.requires_grad_(True)
     assert model.hf_quantizer.is_qat_trainable
+
+
+class LoRATrainer(Trainer):
+    """As docs/training.md tells it."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        load_lora(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self):
+        load_lora(self.model, self.state.best_model_checkpoint)
+
+
+def test_a_trainer_goes_on_from_adapters_and_loads_the_best(tmp_path):
+    model, rows = with_adapters("qwen3_moe"), [{"input_ids": x, "labels": x} for x in batch()]
+    base = copy.deepcopy(model)
+    options = {
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 3, "save_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-3,
+    }  # fmt: skip
+    arguments = TrainingArguments(str(tmp_path / "all"), **options)
+    Trainer(model, arguments, train_dataset=rows, eval_dataset=rows).train()
+    again = copy.deepcopy(base)
+    arguments = TrainingArguments(
+        str(tmp_path / "again"), load_best_model_at_end=True, greater_is_better=True, **options
+    )
+    trainer = LoRATrainer(again, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "all" / "checkpoint-1"))
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")  # the worst, that is
+    last = copy.deepcopy(base)
+    load_lora(last, tmp_path / "again" / "checkpoint-3")
+    assert not changed(bytes_of(model), bytes_of(last))
+    load_lora(last, tmp_path / "again" / "checkpoint-2")
+    assert not changed(bytes_of(again), bytes_of(last))
+    assert changed(bytes_of(again), bytes_of(model))
 
 
 def test_a_copy_does_not_answer_for_its_original(fp8):
