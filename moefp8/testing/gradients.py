@@ -28,6 +28,8 @@ def gradients(
     Returns:
         The gradients by name: "0", "1", ... for positional arguments, keywords, and the names of
         the parameters that ask for one. It is zero where nothing depends on one.
+
+    Raises TypeError if the model returns no tensor, and no loss says what to make of it.
     """
 
     def leaf(x: Any) -> Any:
@@ -39,6 +41,11 @@ def gradients(
     output = model(*given, **named)
     if loss is not None:
         total = loss(output)
+    elif not isinstance(output, torch.Tensor):
+        raise TypeError(
+            f"gradients: the model must return a tensor, got {type(output).__name__}; say what to "
+            "differentiate: loss=lambda output: ..."
+        )
     else:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)

@@ -180,3 +180,14 @@ def test_experts(routing, h, i, limit, data, of_y, device):
     # On a GPU sums differ in order: gate or up may be the next BF16 number, dA the next code.
     assert_matches_reference(*map(flat, of_weights), 1e-2 if device == "cpu" else 4e-2)
     assert not of_weights[0][arguments[1] == E].any()
+
+
+def test_gradients_ask_what_to_differentiate_of_a_model_that_returns_no_tensor():
+    class Pair(nn.Linear):
+        def forward(self, input):
+            return super().forward(input), None
+
+    with pytest.raises(TypeError, match=r"must return a tensor, got tuple; .*loss="):
+        gradients(Pair(4, 4), torch.ones(2, 4))
+    found = gradients(Pair(4, 4), torch.ones(2, 4), loss=lambda output: output[0].sum())
+    assert found.keys() == {"0", "weight", "bias"}
