@@ -83,6 +83,11 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
 
 def read_config(path: Path) -> Settings:
     """Raises ValueError, naming the setting, for one that changes what adapters compute."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"load_lora: {path} is missing; what lies on a hub is fetched first, by "
+            "huggingface_hub.snapshot_download"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

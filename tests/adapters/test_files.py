@@ -254,7 +254,7 @@ def test_files_that_are_missing_or_broken(model, saved):
     (saved / CONFIG).write_text("{")
     with pytest.raises(ValueError, match="must be JSON"):
         load_lora(bare(model), saved)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"load_lora: .*elsewhere.*snapshot_download"):
         load_lora(bare(model), saved / "elsewhere")
 
 
