@@ -50,8 +50,9 @@ def _empty_rows(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
 
 
 def _body(inputs: SwigluInputs) -> torch.Tensor:
+    activated = _allocate(inputs)
     gate, up = inputs.gate_up.unbind(1)
-    return _allocate(inputs).copy_(swiglu(gate, up, inputs.limit))
+    return activated.copy_(swiglu(gate, up, inputs.limit))
 
 
 def _launch(inputs: SwigluInputs) -> torch.Tensor:
