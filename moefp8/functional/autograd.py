@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import _C
 from torch.autograd import forward_ad
 
 from ..kernels.common.registry import register
@@ -17,14 +18,33 @@ from ..kernels.common.registry import register
 def records(layer: str, *inputs: Any) -> bool:
     """Whether autograd records what is computed from `inputs`.
 
-    Raises NotImplementedError if one has a tangent of forward-mode AD: ops would drop it.
+    Raises NotImplementedError if one has a tangent of forward-mode AD, or asks for a gradient
+    through `torch.vmap`: ops would drop both.
     """
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
         raise NotImplementedError(
             f"{layer}: forward-mode AD (torch.func.jvp, jacfwd) is not supported: FP8 has no "
             "derivative; detach what goes in"
         )
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+    if not torch.is_grad_enabled():
+        return False
+    if _C._functorch.peek_interpreter_stack() is not None and any(map(_hides_gradient, inputs)):
+        raise NotImplementedError(
+            f"{layer}: gradients through torch.vmap are not supported; give the layer the whole "
+            "batch at once, or run it under torch.no_grad()"
+        )
+    return any(getattr(x, "requires_grad", False) for x in inputs)
+
+
+def _hides_gradient(x: Any) -> bool:
+    """Whether x asks for a gradient, but says that it does not, as it does within `torch.vmap`."""
+    if not isinstance(x, torch.Tensor) or not _C._functorch.is_batchedtensor(x):
+        return False
+    if torch.compiler.is_compiling():
+        return True  # a trace cannot look inside; without fullgraph=True what follows is eager
+    while _C._functorch.is_batchedtensor(x):
+        x = _C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def _has_tangent(x: Any) -> bool:

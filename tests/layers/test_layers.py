@@ -1,5 +1,7 @@
 """The modules: right against references, good enough against BF16, and what they refuse."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -245,18 +247,42 @@ def test_codes_do_not_load_strictly_into_another_linear():
         nn.Linear(256, 256).load_state_dict(FP8Linear(256, 256).state_dict())
 
 
+def layers_of_64() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Of tokens [3, 64], by the name that errors tell."""
+    experts = GroupedExperts(2, 64, 40)
+    choice = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    return {
+        "FP8Linear": FP8Linear(64, 40),
+        "SharedExperts": SharedExperts(64, 40),
+        "GroupedExperts": lambda x: experts(x, *choice),
+    }
+
+
 @pytest.mark.parametrize("is_outer", [False, True])
 def test_tangents_are_not_lost_silently(is_outer):
     x = torch.randn(3, 64)
-    layers = {
-        "FP8Linear": FP8Linear(64, 40),
-        "SharedExperts": SharedExperts(64, 40),
-        "GroupedExperts": GroupedExperts(2, 64, 40),
-    }
-    ids, scores = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
-    for name, layer in layers.items():
-        others = (ids, scores) if name == "GroupedExperts" else ()
+    for name, layer in layers_of_64().items():
         with pytest.raises(NotImplementedError, match=f"{name}: forward-mode AD"):
-            torch.func.jvp(lambda x, f=layer, y=others: f(x, *y), (x,), (x,))
+            torch.func.jvp(layer, (x,), (x,))
         if is_outer:  # a tangent of something else
-            torch.func.jvp(lambda z, f=layer, y=others: f(x, *y).sum() + z, (x,), (x,))
+            torch.func.jvp(lambda z, f=layer: f(x).sum() + z, (x,), (x,))
+
+
+def test_gradients_through_vmap_are_not_lost_silently():
+    """Within `torch.vmap` no tensor says that it asks for a gradient."""
+    x = torch.randn(2, 2, 3, 64)
+    for name, layer in layers_of_64().items():
+        once, twice = torch.vmap(layer), torch.vmap(torch.vmap(layer))
+        error = pytest.raises(NotImplementedError, match=f"{name}: gradients through torch.vmap")
+        with error:
+            once(x[0].clone().requires_grad_())
+        with error:
+            twice(x.clone().requires_grad_())
+        with error:
+            torch.func.grad(lambda x, f=once: f(x).sum())(x[0])
+        with error:
+            torch.compile(once, backend="eager")(x[0].clone().requires_grad_())
+        expected = torch.stack([layer(rows) for rows in x[0]])
+        assert torch.equal(once(x[0]), expected)
+        with torch.no_grad():
+            assert torch.equal(once(x[0].clone().requires_grad_()), expected)
