@@ -13,7 +13,7 @@ the result, row r of token t and choice j, and w its weight:
 
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -152,33 +152,50 @@ class _Experts(torch.autograd.Function):
         ctx: Any, layer: str, saved_dtype: torch.dtype, keeps: bool | None, *inputs: Any
     ) -> torch.Tensor:
         told = ExpertsInputs(*inputs)
+        ctx.saves = any(ctx.needs_input_grad[3:-1])
+        if not ctx.saves:  # the addend alone asks
+            return cast(torch.Tensor, experts(*inputs))
         y, gate_up = experts_saving(*inputs)
         scale_inv = None
         if saved_dtype == E4M3:
             gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
         ctx.save_for_backward(*told[1:3], gate_up, scale_inv, *told[3:7])
-        ctx.layer, ctx.keeps, ctx.dtypes = layer, keeps, (told[0].dtype, told[2].dtype)
+        ctx.layer, ctx.dtypes = layer, (told[0].dtype, told[2].dtype)
         ctx.options = told.swiglu_limit, keeps, told.expert_offset, told.num_global_experts
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, of_dtype = ctx.saved_tensors, ctx.dtypes
         needs = dict(zip(ExpertsInputs._fields, ctx.needs_input_grad[3:], strict=True))
-        found: dict[str, torch.Tensor | None] = {}
-        if needs["hidden_states"] or needs["top_k_weights"]:
-            dx, of_weights = experts_backward(grad, *saved, *ctx.options)
-            if needs["hidden_states"]:
-                found["hidden_states"] = dx.to(of_dtype[0])
-            if needs["top_k_weights"]:
-                found["top_k_weights"] = of_weights.to(of_dtype[1])
-        names = ExpertsInputs._fields[3:7]
-        of_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
-        found |= zip(names, of_projections, strict=True)
+        found = _gradients(ctx, grad, needs) if ctx.saves else {}
         if needs["addend"]:
             found["addend"] = grad
         return None, None, None, *(found.get(name) for name in ExpertsInputs._fields)
+
+
+def _gradients(
+    ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
+) -> dict[str, torch.Tensor | None]:
+    """Those that need what was saved, by the names of the inputs."""
+    saved, of_dtype = ctx.saved_tensors, ctx.dtypes
+    found: dict[str, torch.Tensor | None] = {}
+    if needs["hidden_states"] or needs["top_k_weights"]:
+        dx, of_weights = experts_backward(grad, *saved, *ctx.options)
+        if needs["hidden_states"]:
+            found["hidden_states"] = dx.to(of_dtype[0])
+        if needs["top_k_weights"]:
+            found["top_k_weights"] = of_weights.to(of_dtype[1])
+    names = ExpertsInputs._fields[3:7]
+    of_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
+    return found | dict(zip(names, of_projections, strict=True))
+
+
+def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:
+    if saved_dtype not in (torch.bfloat16, E4M3):
+        raise ValueError(
+            f"{layer}: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got {saved_dtype}"
+        )
 
 
 def routed_experts(
@@ -195,6 +212,7 @@ def routed_experts(
     """
     y: torch.Tensor
     if records(layer, *inputs):  # an autograd function costs as much as a launch
+        check_saved_dtype(layer, saved_dtype)
         y = _Experts.apply(layer, saved_dtype, keeps, *inputs)
     else:
         y = experts(*inputs)

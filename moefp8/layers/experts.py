@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..functional.experts import ExpertsInputs
-from ..functional.experts_backward import routed_experts
+from ..functional.experts_backward import check_saved_dtype, routed_experts
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
@@ -75,11 +75,7 @@ class GroupedExperts(FixedDtypeModule):
         saved_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        if saved_dtype not in (torch.bfloat16, E4M3):
-            raise ValueError(
-                "GroupedExperts: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got "
-                f"{saved_dtype}"
-            )
+        check_saved_dtype("GroupedExperts", saved_dtype)
         self.keep_transposed, self.saved_dtype = keep_transposed, saved_dtype
         if layout not in ("auto", "contiguous", "masked"):
             raise ValueError(

@@ -74,6 +74,22 @@ def test_experts_save_gate_and_up(saved_dtype, device):
     assert not any(y.data_ptr() == x.data_ptr() for y in saved)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_for_an_addend_alone_nothing_is_saved(is_compiled):
+    """As where adapters of shared experts train, and nothing before them."""
+    layer, arguments = experts_of(), inputs(T, H, K, E)
+    addend, grad = tokens_of(T, H).requires_grad_(), gradient_of(T, H)
+    torch._dynamo.reset()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer
+    with Saved() as saved:
+        y = run(*arguments, addend=addend)
+    assert not saved
+    with torch.no_grad():
+        assert torch.equal(y, layer(*arguments, addend=addend))
+    y.backward(grad)
+    assert torch.equal(addend.grad, grad)
+
+
 def test_a_linear_saves_nothing_of_its_tokens():
     linear = FP8Linear(H, I)
     with Saved() as saved:
@@ -101,6 +117,16 @@ def test_nothing_is_saved_where_nothing_trains(made, mode):
 
 
 # ---- Errors ----
+
+
+def test_another_dtype_to_save_in_is_an_error():
+    """Also where it was set later."""
+    layer, (x, *choice) = experts_of(), inputs(T, H, K, E)
+    layer.saved_dtype = torch.float8_e5m2
+    with pytest.raises(ValueError, match=r"saved_dtype must be torch\.bfloat16 or .*float8_e5m2"):
+        layer(x.requires_grad_(), *choice)
+    with pytest.raises(ValueError, match=r"saved_dtype must be torch\.bfloat16 or .*float16"):
+        experts_of(saved_dtype=torch.float16)
 
 
 def test_a_second_backward_is_an_error(made):
