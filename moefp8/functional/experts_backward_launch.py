@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .experts_backward import ExpertsBackwardInputs
 
 _OP = "experts_backward"
+_CODES = 8  # that a kernel loads at once
 # The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
 # forward saved and its scales or 0, both transposed weights and their scales, both results, the
 # workspace.
@@ -84,9 +85,13 @@ def _saved(
         if not lies_as_saved(gate_up):
             check()
             gate_up = as_saved(gate_up)
-    elif not gate_up.is_contiguous() or scales.stride(0) != 1:
+        return gate_up, None
+    if not gate_up.is_contiguous() or gate_up.data_ptr() % _CODES:
         check()
-        gate_up, scales = gate_up.contiguous(), tma_aligned(scales)
+        gate_up = gate_up.clone(memory_format=torch.contiguous_format)
+    if scales.stride(0) != 1:
+        check()
+        scales = tma_aligned(scales)
     return gate_up, scales
 
 

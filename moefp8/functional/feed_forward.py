@@ -39,7 +39,7 @@ class FeedForwardInputs(NamedTuple):
 
     x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated values.
     gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
-    swiglu_limit: see `swiglu` in experts.py.
+    swiglu_limit: see `swiglu`.
     """
 
     x: torch.Tensor

@@ -240,7 +240,7 @@ class _Linear(torch.autograd.Function):
         needed = needs_weight, needs_scales
         of_weights = no_gradients(grad, ctx.layer, needed, weights)
         dx = fp8_linear_backward(grad, *weights, ctx.keeps).to(ctx.dtype) if needs_x else None
-        of_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
+        of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return None, None, dx, *of_weights, of_bias
 
 

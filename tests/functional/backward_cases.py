@@ -83,6 +83,13 @@ def backward(
     scales = None
     if fp8:
         gate_up, scales = quantize_1x128(gate_up.flatten(0, 1), False)
+    return backward_of_codes(case, gate_up, scales, keeps)
+
+
+def backward_of_codes(
+    case: Case, gate_up: torch.Tensor, scales: torch.Tensor | None, keeps: bool | None = None
+) -> Gradients:
+    """The same of gate and up as they were saved; scales: None for bf16."""
     _, ids, top_k_weights, grad, weights, limit, rank = case
     saved, options = (gate_up, scales), (limit, keeps, *rank)
     return Gradients(*experts_backward(grad, ids, top_k_weights, *saved, *weights, *options))

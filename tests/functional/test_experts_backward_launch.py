@@ -13,6 +13,7 @@ from moefp8.functional import workspace
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import BackwardWorkspace, Workspace
 from moefp8.kernels import num_blocks, round_up
+from moefp8.quant import quantize_1x128
 from moefp8.routing.dispatch_launch import most_count_bytes
 from tests.fakes.emulator import emulated
 from tests.functional.backward_cases import (
@@ -22,6 +23,7 @@ from tests.functional.backward_cases import (
     assert_weights_close,
     backward,
     backward_body,
+    backward_of_codes,
     case,
     contiguous_when_saved,
     rows_of_body,
@@ -206,6 +208,17 @@ def test_what_is_saved_may_have_been_offloaded(gpu, saved_dtype):
             y = layer(leaves[0], ids, leaves[1])
         found.append(torch.autograd.grad(y, leaves, grad))
     assert all(map(torch.equal, *found))
+
+
+def test_codes_that_were_saved_may_have_any_address(gpu):
+    """A kernel loads eight of them at once."""
+    made = case(6, 144, 2, weights_of(3, 144, 160))
+    codes, scales = quantize_1x128(saving(made)[1].flatten(0, 1))
+    expected = backward_of_codes(made, codes, scales)
+    unaligned = torch.empty(codes.numel() + 1, dtype=codes.dtype)[1:].view_as(codes).copy_(codes)
+    found = backward_of_codes(made, unaligned, scales)
+    assert all(map(torch.equal, found, expected))
+    assert gpu.launched[-3].arguments.saved % 8 == 0
 
 
 # ---- What is launched how ----

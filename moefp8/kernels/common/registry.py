@@ -44,8 +44,8 @@ def register(
         hopper_takes: whether `hopper` has a kernel for these arguments; for others `cpu` runs, with
             a warning.
 
-    The ops are not differentiable, like a detached result: `moefp8.layers` says what a gradient
-    through them means. What they write must not require a gradient, and its version is counted up,
+    The ops are not differentiable, like a detached result: autograd functions around them say what
+    a gradient through them means. What they write must not require a gradient, and its version is counted up,
     so that a graph that has saved it raises in its backward.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
