@@ -82,7 +82,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: str, y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.layer, ctx.weights = layer, weights
-        return y.view_as(y)
+        return y.clone()  # no view: who called may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

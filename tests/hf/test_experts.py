@@ -383,6 +383,7 @@ def test_no_gradient_passes_by_experts_without_a_word(family):
         weight.requires_grad_()
         y = experts(x, *choice)
         assert torch.equal(y, expected)
+        y += 1  # as blocks may add their shared experts
         if "proj" in name and "bias" not in name:
             with pytest.raises(NotImplementedError, match=r"moefp8\.adapters\.add_lora"):
                 y.sum().backward()
