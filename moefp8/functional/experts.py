@@ -190,5 +190,5 @@ experts_saving = register_inputs(
     hopper=_launch_saving,
 )
 """`experts`, the same to the bit, and what `experts_backward` takes: gate and up of each row, as
-they are before SwiGLU, rounded to BF16: [T k, 2, I]. Rows are those of `build_plan`; behind the
-last expert's they are not defined."""
+they are before SwiGLU, rounded to BF16: [T k, 2, I]. Rows lie expert by expert; behind the last
+expert's they are not defined."""
