@@ -138,9 +138,19 @@ def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
     tasks = [task for copy in copies for task in tasks_of(copy)]
     total = sum(task.num_bytes for task in tasks)
     _prepare(copies)
-    with Progress("loading", total, "GiB", 2**30, progress) as bar:
-        run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
+    try:
+        with Progress("loading", total, "GiB", 2**30, progress) as bar:
+            run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
+    finally:
+        _tell_autograd(copies)
     return total
+
+
+def _tell_autograd(copies: list[Copy]) -> None:
+    """Count versions up, since files are read into memory that autograd does not watch."""
+    written = {copy.slot.owner: copy.slot.owner.tensor for copy in copies}
+    watched = [x for x in written.values() if not x.is_inference() and not x.is_meta]
+    torch.autograd.graph.increment_version(watched)
 
 
 @torch.inference_mode()  # else tensors made in inference mode could not be written to

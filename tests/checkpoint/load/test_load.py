@@ -162,6 +162,20 @@ def test_load_after_load_replaces_all(tmp_path):
     assert_loads(write(tmp_path / "b", second, num_shards=2), second, model)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_autograd_sees_what_changed_in_place(tmp_path, mode):
+    """As it sees a copy; what was made in inference mode has no version."""
+    linear, x = FP8Linear(256, 256), torch.ones(2, 256, requires_grad=True)
+    with torch.inference_mode():
+        linear.register_buffer("of_inference", torch.ones(3))
+    path = write(tmp_path / "c", linear.state_dict())
+    y = linear(x)
+    with mode():
+        load_checkpoint(linear, path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_scales_of_other_names(tmp_path):
     tensors = deepseek_tensors()
     named = {key.replace("weight_scale_inv", "scale"): value for key, value in tensors.items()}
