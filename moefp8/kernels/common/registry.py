@@ -45,8 +45,8 @@ def register(
             a warning.
 
     The ops are not differentiable, like a detached result: autograd functions around them say what
-    a gradient through them means. What they write must not require a gradient, and its version is counted up,
-    so that a graph that has saved it raises in its backward.
+    a gradient through them means. What they write must not require a gradient, and its version is
+    counted up, so that a graph that has saved it raises in its backward.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     written = _written(name)
