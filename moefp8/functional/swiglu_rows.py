@@ -21,6 +21,7 @@ from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.jit import Source
 from ..quant.numerics import quantize_1x128
+from ..routing.combine import first_choices
 from .swiglu import as_saved, empty_gate_up, swiglu, swiglu_grad
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .swiglu_launch import prepare_swiglu
@@ -158,12 +159,10 @@ def weights_of_rows(
     Two choices of one expert by one token share a row.
     """
     same = token_to_row[:, :, None] == token_to_row[:, None, :]
-    position = torch.arange(token_to_row.shape[1], device=token_to_row.device)
-    is_first = (same.int().argmax(-1) == position) & (token_to_row >= 0)
     of_choice = torch.where(same, top_k_weights.float()[:, None, :], 0.0).sum(-1)
     at = token_to_row.long().masked_fill(token_to_row < 0, num_rows)
     of_row = of_choice.new_zeros(num_rows + 1).scatter_(0, at.flatten(), of_choice.flatten())
-    return of_row[:num_rows], is_first.float()
+    return of_row[:num_rows], first_choices(token_to_row)
 
 
 _GRAD, _SAVED, _ROWS, _TO_ROW, _WEIGHTS, _OF_WEIGHTS, _FIRST, _SCALES, _BF16 = map(Source, range(9))

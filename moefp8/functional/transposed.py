@@ -24,6 +24,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.kept: dict[Any, _Kept] = {}
+        self.had_no_room = False  # to ask again in each backward would take as long as a launch
 
 
 class _Kept(NamedTuple):
@@ -44,8 +45,8 @@ def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torc
     """e4m3 [..., N, K] -> [..., K, N], as `transpose_codes` with `parts` does.
 
     keeps: True keeps W^T on a GPU until the weight is freed: 1 more byte for each weight, and no
-        kernel in later calls. False makes it anew each time. None keeps it if then a quarter of the
-        GPU's memory is still free.
+        kernel in later calls. False makes it anew each time, and keeps none. None keeps it if a
+        quarter of the GPU's memory is still free when it is first made.
 
     A change of the weight in place is seen, unless it was made through `.data`; W^T is then made
     anew in the same memory, which CUDA graphs may know. While one is captured, nothing new is kept.
@@ -77,9 +78,12 @@ def _kept_or_made(
     make: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     first = weights[0]
-    if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
+    if not first.is_cuda or any(x.is_inference() for x in weights):
         return make()
     memories = tuple(map(_memory_of, weights))
+    if keeps is False:
+        memories[0].kept.clear()
+        return make()
     kept = memories[0].kept
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
     versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
@@ -90,12 +94,13 @@ def _kept_or_made(
     if found is not None and found.versions == versions:
         if found.stream != current.cuda_stream and not is_capturing:
             current.wait_event(found.is_made)
+            found.codes.record_stream(current)
         return found.codes
     if is_capturing:
         return make()
     for key in [key for key, x in list(kept.items()) if x.is_of_freed]:
         kept.pop(key, None)
-    if found is None and not (keeps or _has_room(weights)):
+    if found is None and not (keeps or _has_room(weights, memories[0])):
         return make()
     codes = make() if found is None else found.codes.copy_(make())
     is_made = torch.cuda.Event()
@@ -128,8 +133,12 @@ def _forget_and_resize(watched: "weakref.ref[torch.UntypedStorage]", num_bytes: 
     return storage.resize_(num_bytes)
 
 
-def _has_room(weights: tuple[torch.Tensor, ...]) -> bool:
+def _has_room(weights: tuple[torch.Tensor, ...], memory: _Memory) -> bool:
+    if memory.had_no_room:
+        return False
     device = weights[0].device
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached - sum(x.numel() for x in weights) >= _LEAST_FREE * total
+    more = sum(x.numel() for x in weights)
+    memory.had_no_room = free + cached - more < _LEAST_FREE * total
+    return not memory.had_no_room

@@ -38,13 +38,31 @@ def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> 
     """
     check_tensor(_OP, "y", y, FLOATS, len(plan.row_shape) + 1)
     check_shape(_OP, "y", y, [*plan.row_shape, y.shape[-1]], "[rows of the plan, H]")
-    rows = y.flatten(0, -2)
-    inputs = rows, plan.token_to_row, top_k_weights
-    if forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None:
+    return sum_rows(y.flatten(0, -2), plan.token_to_row, top_k_weights)
+
+
+def sum_rows(
+    rows: torch.Tensor, token_to_row: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`combine` of rows [R, H] by the map of a plan."""
+    inputs = rows, token_to_row, top_k_weights
+    if is_transformed():
         return _body(CombineInputs(*inputs))  # it is made of operations that transforms know
-    if torch.is_grad_enabled() and (y.requires_grad or top_k_weights.requires_grad):
+    if torch.is_grad_enabled() and (rows.requires_grad or top_k_weights.requires_grad):
         return _Combine.apply(*inputs)
     return _combine(*inputs)
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode AD or a transform of functorch is under way."""
+    return forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None
+
+
+def first_choices(token_to_row: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, k]: 1 for the first choice of each row; others share it, or have none."""
+    same = token_to_row[:, :, None] == token_to_row[:, None, :]
+    position = torch.arange(token_to_row.shape[1], device=token_to_row.device)
+    return ((same.int().argmax(-1) == position) & (token_to_row >= 0)).float()
 
 
 def combine_rows(

@@ -4,14 +4,19 @@
 kernel: see `dispatch_launch.py`.
 """
 
+from typing import Any
+
 import torch
 
-from ..kernels.common.checks import check_same_device
+from ..kernels.common.checks import FLOATS, check_same_device
+from .combine import first_choices, is_transformed, sum_rows
 from .plan import RoutingPlan
 
 
 def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     """Copy every token to its rows; padding rows become zeros.
+
+    Its gradient is the sum of the rows of each token, in FP32 and in the order of its choices.
 
     Args:
         x: [T, ...] of any dtype, FP8 included.
@@ -26,7 +31,11 @@ def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     if x.ndim < 1 or x.shape[0] != num_tokens:
         raise ValueError(f"dispatch: x must be [T = {num_tokens}, ...], got {list(x.shape)}")
     check_same_device("dispatch", x=x, plan=plan.row_to_token)
-    return dispatch_rows(x, plan.row_to_token).view(*plan.row_shape, *x.shape[1:])
+    if x.requires_grad and torch.is_grad_enabled() and x.dtype in FLOATS and not is_transformed():
+        rows = _Dispatch.apply(x, plan.row_to_token, plan.token_to_row)
+    else:
+        rows = dispatch_rows(x, plan.row_to_token)
+    return rows.view(*plan.row_shape, *x.shape[1:])
 
 
 def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
@@ -37,3 +46,21 @@ def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
     rows = values.index_select(0, row_to_token.clamp(min=0))
     rows.masked_fill_((row_to_token < 0).view(-1, *[1] * (x.ndim - 1)), 0)
     return rows if values is x else rows.view(x.dtype)
+
+
+class _Dispatch(torch.autograd.Function):
+    """PyTorch would add up a token's rows in its own dtype, and on a GPU in any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, row_to_token: torch.Tensor, token_to_row: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(token_to_row)
+        return dispatch_rows(x, row_to_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (token_to_row,) = ctx.saved_tensors
+        rows = grad.unsqueeze(-1).flatten(1)
+        of_tokens = sum_rows(rows, token_to_row, first_choices(token_to_row))
+        return of_tokens.view(len(token_to_row), *grad.shape[1:]), None, None

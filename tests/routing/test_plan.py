@@ -11,7 +11,7 @@ from moefp8.routing import build_plan, combine, dispatch
 from moefp8.testing import routings
 from tests import naive
 from tests.fakes.emulator import emulated
-from tests.gpu import same_bits
+from tests.gpu import on_cpu_and_gpu, same_bits
 
 THREE_IDS = st.lists(st.integers(0, 3), min_size=3, max_size=3)  # 3 is of no expert
 both_layouts = pytest.mark.parametrize("layout", ["contiguous", "masked"])
@@ -99,6 +99,36 @@ def test_rows_without_tokens_are_zeros(dtype):
         rows = dispatch(torch.zeros(0, 64).to(dtype), plan)
         assert rows.shape == (3, 40, 64)
         assert not rows.float().any()
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("shape", [(9, 24), (9,), (9, 3, 8), (0, 24)])
+def test_the_gradient_of_dispatch_is_rounded_once(layout, shape, device):
+    """The rows of a token are summed in FP32 and in the order of its choices."""
+    index = torch.stack([torch.randperm(16)[:8] for _ in range(shape[0])] or [torch.empty(8)])
+    index = index[: shape[0]].long().to(device)
+    plan = build_plan(index, 16, layout)
+    x = torch.randn(shape, device=device).bfloat16().requires_grad_()
+    grad = torch.randn(*plan.row_shape, *shape[1:], device=device).bfloat16()
+    dispatch(x, plan).backward(grad)
+    rows, total = grad.flatten(0, len(plan.row_shape) - 1).float(), torch.zeros_like(x).float()
+    for choice in range(8):
+        total = total + rows[plan.token_to_row[:, choice].long()]
+    assert torch.equal(x.grad, total.bfloat16())
+
+
+def test_dispatch_is_differentiated_twice():
+    plan = build_plan(torch.tensor([[0, 2], [1, 1], [3, 4]]), 4)
+    x, w = torch.randn(3, 5).requires_grad_(), torch.randn(6, 5).requires_grad_()
+    (of_x,) = torch.autograd.grad((dispatch(x, plan) * w).sum(), x, create_graph=True)
+    of_x.square().sum().backward()
+    rows = plan.token_to_row.long()
+    expected = torch.zeros(6, 5)
+    for token, own in enumerate(rows.tolist()):
+        for row in {row for row in own if row >= 0}:
+            expected[row] = 2 * of_x.detach()[token]
+    torch.testing.assert_close(w.grad, expected)
 
 
 def test_dispatch_and_combine_pass_gradients():
