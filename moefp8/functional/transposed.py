@@ -45,8 +45,9 @@ def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torc
     """e4m3 [..., N, K] -> [..., K, N], as `transpose_codes` with `parts` does.
 
     keeps: True keeps W^T on a GPU until the weight is freed: 1 more byte for each weight, and no
-        kernel in later calls. False makes it anew each time, and keeps none. None keeps it if a
-        quarter of the GPU's memory is still free when it is first made.
+        kernel in later calls. False makes it anew each time; what is kept already stays, since a
+        CUDA graph may read it. None keeps it if a quarter of the GPU's memory is still free when
+        it is first made.
 
     A change of the weight in place is seen, unless it was made through `.data`; W^T is then made
     anew in the same memory, which CUDA graphs may know. While one is captured, nothing new is kept.
@@ -78,12 +79,9 @@ def _kept_or_made(
     make: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     first = weights[0]
-    if not first.is_cuda or any(x.is_inference() for x in weights):
+    if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
         return make()
     memories = tuple(map(_memory_of, weights))
-    if keeps is False:
-        memories[0].kept.clear()
-        return make()
     kept = memories[0].kept
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
     versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()

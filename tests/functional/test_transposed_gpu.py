@@ -86,19 +86,6 @@ def test_false_keeps_nothing(kind, calls):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_false_frees_what_was_kept(kind):
-    layer, given = make_layer(kind, False), pass_of(kind)
-    expected = given.gradient(layer)
-    before = allocated()
-    set_keeping(layer, True)
-    given.gradient(layer)
-    assert allocated() > before
-    set_keeping(layer, False)
-    assert torch.equal(given.gradient(layer), expected)
-    assert allocated() == before
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("free", "is_kept"), [(1.0, True), (0.26, True), (0.24, False)])
 def test_none_keeps_while_a_quarter_is_free(kind, free, is_kept, calls, monkeypatch):
     def memory(device=None) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.feed_forward import feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.functional.linear import fp8_linear, fp8_linear_backward
+from moefp8.functional.swiglu import empty_gate_up
+from moefp8.functional.swiglu_rows import swiglu_rows, swiglu_rows_backward
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
@@ -101,6 +103,7 @@ def main() -> None:
     run_segments()
     run_experts_families()
     run_swiglu_backward()
+    run_swiglu()
     run_feed_forward()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(9, 296, dtype=dtype, device="cuda")
@@ -331,6 +334,20 @@ def run_experts_backward(
     wrong += num_far(found[0], (slope + SILU) * num_choices)
     wrong += num_far(found[1] / h, SILU * is_here)
     tell(f"{name}, backward{', FP8' if fp8 else ''}", wrong)
+
+
+def run_swiglu() -> None:
+    """Rows end anywhere; gate and up are 1."""
+    for num_rows, size in ((3, 8), (5, 100), (2, 2176), (1, 1)):
+        gate_up = empty_gate_up(torch.empty(0, device="cuda"), num_rows, size).fill_(1)
+        wrong = num_far(swiglu_rows(gate_up, None), torch.tensor(SILU))
+        ids = torch.arange(num_rows, device="cuda")[:, None] % 4
+        plan, weights = build_plan(ids, 4), torch.ones(num_rows, 1, device="cuda")
+        grad = swiglu_rows(gate_up, None)  # it lies as kernels want it
+        found = swiglu_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, None)
+        slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
+        wrong += num_far(found[2], slope) + num_far(found[3] / size, torch.tensor(SILU))
+        tell(f"SwiGLU of {num_rows} rows of {size}", wrong)
 
 
 def run_feed_forward() -> None:
