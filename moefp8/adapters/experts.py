@@ -81,17 +81,24 @@ class Inputs(NamedTuple):
             return None
         return LowRank(self.a_of_down, self.b_of_down, self.scaling_of_down)
 
-    def plan(self) -> RoutingPlan:
-        rank = {x: getattr(self, x) for x in ("expert_offset", "num_global_experts")}
-        return build_plan(self.top_k_index, self.down_proj.shape[0], **rank)
-
 
 class Saved(NamedTuple):
-    """What a backward takes besides the inputs: u of both adapters, and gate and up of each row."""
+    """What a backward takes besides the inputs: u of both adapters, gate and up of each row, and
+    the maps of the plan.
+    """
 
     u_of_gate_up: torch.Tensor | None
     u_of_down: torch.Tensor | None
     gate_up: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    row_to_token: torch.Tensor
+    row_to_expert: torch.Tensor
+    token_to_row: torch.Tensor
+
+    @property
+    def plan(self) -> RoutingPlan:
+        return RoutingPlan(*self[3:])
 
 
 def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
@@ -116,7 +123,9 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     4. Down, and what its adapter adds.
     5. Sum the rows of every token, each times its weight.
     """
-    x, plan, (_, h, i) = inputs.hidden_states, inputs.plan(), inputs.down_proj.shape
+    x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
+    rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
+    plan = build_plan(inputs.top_k_index, num_experts, **rank)
     offsets, num_rows = plan.expert_offsets, len(plan.row_to_token)
     gate_up = empty_gate_up(x, num_rows, i)
     rows = _quantized_rows(x, plan)
@@ -134,7 +143,9 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     if inputs.of_down is not None:
         u_of_down = inputs.of_down.u(activated, offsets)
         y += inputs.of_down.y(u_of_down, offsets)
-    return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up)
+    maps = plan.tokens_per_expert, offsets, plan.row_to_token, plan.row_to_expert, plan.token_to_row
+    saved = Saved(u_of_gate_up, u_of_down, gate_up, *maps)
+    return combine(y, plan, inputs.top_k_weights), saved
 
 
 def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -184,7 +195,7 @@ def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -
     Rows have no weight of a choice before SwiGLU's gradient, which multiplies by it: dw_r is the
     dot product of what is activated and of its gradient.
     """
-    x, weights, plan = inputs.hidden_states, inputs.top_k_weights, inputs.plan()
+    x, weights, plan = inputs.hidden_states, inputs.top_k_weights, saved.plan
     offsets, num_rows, keeps = plan.expert_offsets, len(plan.row_to_token), inputs.keep_transposed
     found: dict[str, torch.Tensor] = {}
     down = inputs.down_proj, inputs.down_proj_scale_inv
