@@ -127,13 +127,14 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
     plan = build_plan(inputs.top_k_index, num_experts, **rank)
     offsets, num_rows = plan.expert_offsets, len(plan.row_to_token)
+    tokens = plan.row_to_token.clamp(min=0)  # rows of no choice have the first one's
     gate_up = empty_gate_up(x, num_rows, i)
-    rows = _quantized_rows(x, plan)
+    rows = _quantized_rows(x, tokens)
     for half, d in _halves(inputs, gate_up):
         m_grouped_fp8_gemm_nt_contiguous(rows, half, d, expert_offsets=offsets)
     u_of_gate_up = u_of_down = None
     if inputs.of_gate_up is not None:
-        u_of_gate_up = inputs.of_gate_up.u(_rows(x.bfloat16(), plan), offsets)
+        u_of_gate_up = inputs.of_gate_up.u(x.bfloat16().index_select(0, tokens), offsets)
         gate_up += inputs.of_gate_up.y(u_of_gate_up, offsets).unflatten(1, (2, i))
     activated = swiglu_rows(gate_up, inputs.swiglu_limit)
     y = x.new_empty((num_rows, h), dtype=torch.bfloat16)
@@ -148,18 +149,13 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     return combine(y, plan, inputs.top_k_weights), saved
 
 
-def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[R, ...]: the token of each row; the first one where a row has none."""
-    return x.index_select(0, plan.row_to_token.clamp(min=0))
-
-
 def _quantized_rows(
-    x: torch.Tensor, plan: RoutingPlan, *min_amax: float
+    x: torch.Tensor, tokens: torch.Tensor, *min_amax: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [T, K] to 1x128, and copy it to rows."""
+    """Quantize x [T, K] to 1x128, and copy it to rows; tokens [R] says which."""
     data, scale_inv = quantize_1x128(x, False, *min_amax)
-    rows = _rows(data.view(torch.uint8), plan).view(E4M3)  # FP8 has few ops of its own
-    return rows, tma_aligned(_rows(scale_inv, plan))
+    rows = data.view(torch.uint8).index_select(0, tokens)  # FP8 has few ops of its own
+    return rows.view(E4M3), tma_aligned(scale_inv.index_select(0, tokens))
 
 
 Half = tuple[torch.Tensor, torch.Tensor]  # codes, scales
@@ -197,14 +193,15 @@ def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -
     """
     x, weights, plan = inputs.hidden_states, inputs.top_k_weights, saved.plan
     offsets, num_rows, keeps = plan.expert_offsets, len(plan.row_to_token), inputs.keep_transposed
+    tokens = plan.row_to_token.clamp(min=0)
     found: dict[str, torch.Tensor] = {}
     down = inputs.down_proj, inputs.down_proj_scale_inv
-    quantized = _quantized_rows(grad, plan, MIN_GRADIENT_AMAX)
+    quantized = _quantized_rows(grad, tokens, MIN_GRADIENT_AMAX)
     of_activated = grouped_dgrad(*quantized, *down, offsets, 1, keeps)
     if inputs.of_down is not None:
         assert saved.u_of_down is not None
         dy, activated = (
-            _rows(grad.bfloat16(), plan),
+            grad.bfloat16().index_select(0, tokens),
             swiglu_rows(saved.gate_up, inputs.swiglu_limit),
         )
         v = inputs.of_down.v(dy, offsets)
@@ -225,7 +222,7 @@ def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -
         v = inputs.of_gate_up.v(dy, offsets)
         if needs_x:
             of_rows += inputs.of_gate_up.dx(v, offsets)
-        found["a_of_gate_up"] = grouped_outer(v, _rows(x.bfloat16(), plan), offsets)
+        found["a_of_gate_up"] = grouped_outer(v, x.bfloat16().index_select(0, tokens), offsets)
         found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
     if needs_x:
         found["hidden_states"] = combine(of_rows, plan, is_first).to(x.dtype)
