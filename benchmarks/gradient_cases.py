@@ -17,6 +17,7 @@ from benchmarks.moe_accuracy import COMPARED_TOKENS, reference
 from benchmarks.moe_cases import Model, random_experts
 from benchmarks.peers import Call
 from moefp8 import FP8Linear, GroupedExperts
+from moefp8.adapters import LoRA, add_lora
 from moefp8.testing import relative_error
 
 TOKENS = 16, 1024, 4096, 16384
@@ -27,6 +28,7 @@ MODELS = {
     "qwen3_30b_a3b": moe_cases.MODELS["qwen3_30b_a3b"],
     "mixtral_8x7b": moe_cases.MODELS["mixtral_8x7b"],
 }
+RANK = 16
 LINEARS = peers.Case(8192, 4096, 7168), peers.Case(8192, 7168, 2048)
 
 
@@ -114,6 +116,46 @@ class ExpertsStep:
             name: {key: error_of(x[at], y) for key, x, y in zip(names, result, exact, strict=True)}
             for name, result in results.items()
         }
+
+
+@dataclass(frozen=True)
+class AdaptedStep(ExpertsStep):
+    """The same of experts with LoRA beside both weights.
+
+    Results have the gradients of A and B, too. B is so small that the others are near those of
+    experts without adapters, which errors are against.
+    """
+
+    adapted: GroupedExperts
+
+    @classmethod
+    def random(cls, case: ExpertsCase, device: str = "cuda") -> "AdaptedStep":
+        step, (_, _, _, h, i) = ExpertsStep.random(case, device), case.model
+        adapted = GroupedExperts(case.model.num_experts, h, i, device="meta")
+        for name, weight in step.case.experts.named_parameters():
+            setattr(adapted, name, weight)
+        add_lora(adapted, RANK, RANK)
+        with torch.no_grad():
+            for lora in adapters_of(adapted):
+                lora.B.normal_(std=1e-3)
+        return cls(step.case, step.grad, adapted)
+
+    def call(self, experts: Callable[..., torch.Tensor]) -> Call:
+        x, index, weights = self.case.x, self.case.top_k_index, self.case.top_k_weights
+        leaves = tuple(x.detach().requires_grad_() for x in (x, weights))
+        trained = *leaves, *(x for lora in adapters_of(self.adapted) for x in (lora.A, lora.B))
+        return lambda: Results(
+            torch.autograd.grad(experts(leaves[0], index, leaves[1]), trained, self.grad)
+        )
+
+    def errors(self, results: dict[str, Results]) -> dict[str, dict[str, float]]:
+        return super().errors({name: Results(result[:2]) for name, result in results.items()})
+
+
+def adapters_of(experts: GroupedExperts) -> tuple[LoRA, LoRA]:
+    """Those of gate_up_proj and of down_proj."""
+    of_gate_up, of_down = (x for x in experts.children() if isinstance(x, LoRA))
+    return of_gate_up, of_down
 
 
 # ---- Linears ----

@@ -7,13 +7,22 @@ from typing import Any, NamedTuple
 from benchmarks import gradient_cases
 from benchmarks import gradient_peers as peers
 from benchmarks.figures import PAUSES, Row, of_peer, told_ratio
-from benchmarks.gradient_cases import MODELS, ExpertsCase, ExpertsStep, LinearStep
+from benchmarks.gradient_cases import (
+    MODELS,
+    RANK,
+    AdaptedStep,
+    ExpertsCase,
+    ExpertsStep,
+    LinearStep,
+)
 from benchmarks.gradient_gemms import FORWARD, GEMMS, WEIGHTS, Codes, GemmPair
 from benchmarks.gradient_peers import COPY, DEQUANTIZING
 from benchmarks.peers import BF16, Peer
 
 UNITS = {"us": "us", "tflops": "TFLOP/s", "gbps": "GB/s"}
-LINEARS, EXPERTS, DGRAD, TRANSPOSE = "linears", "experts", "dgrad", "transpose"
+LINEARS, EXPERTS, ADAPTED = "linears", "experts", "adapted"
+DGRAD, TRANSPOSE = "dgrad", "transpose"
+OF_EXPERTS = EXPERTS, ADAPTED
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,14 @@ PARTS = {
         ExpertsStep.random,
         is_step=True,
     ),
+    ADAPTED: Part(
+        f"experts with LoRA of rank {RANK}, forward + backward",
+        "us",
+        peers.ADAPTED,
+        {BF16: 1.5},
+        AdaptedStep.random,
+        is_step=True,
+    ),
     DGRAD: Part(
         "GEMMs of dX",
         "tflops",
@@ -75,7 +92,7 @@ PARTS = {
 
 
 def cases_of(part: str, models: Iterable[str], tokens: Iterable[int]) -> list[Any]:
-    if part != EXPERTS:
+    if part not in OF_EXPERTS:
         return list(PARTS[part].cases)
     return [ExpertsCase(MODELS[name], num) for name in models for num in tokens]
 

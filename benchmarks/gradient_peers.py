@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.gradient_cases import ExpertsStep, LinearStep
+from benchmarks.gradient_cases import AdaptedStep, ExpertsStep, LinearStep, adapters_of
 from benchmarks.gradient_gemms import FORWARD, Codes, GemmPair
 from benchmarks.moe_peers import Experts
 from benchmarks.peers import BF16, OURS, Call, Peer
 from moefp8 import FP8Linear, GroupedExperts
+from moefp8.adapters import LoRA
 from moefp8.kernels import BLOCK, E4M3, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.quant import quantize_1x128
 
 DEQUANTIZING, COPY = "hf_dequantizing", "copy"
-ANEW, SAVED_FP8, LEAST = "moefp8_anew", "moefp8_e4m3", "moefp8_least"
+FROZEN, ANEW, SAVED_FP8, LEAST = "moefp8_frozen", "moefp8_anew", "moefp8_e4m3", "moefp8_least"
 BYTES_AT_ONCE = 1 << 30  # of BF16 weights that a backward makes, as transformers does
 # Bytes that each holds for a weight, scales left out: codes, and with W^T kept twice as many.
-WEIGHT_BYTES = {OURS: 2, ANEW: 1, SAVED_FP8: 2, LEAST: 1, DEQUANTIZING: 1, BF16: 2}
+WEIGHT_BYTES = {OURS: 2, FROZEN: 2, ANEW: 1, SAVED_FP8: 2, LEAST: 1, DEQUANTIZING: 1, BF16: 2}
 
 GroupedMatmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows, ends -> rows
 
@@ -149,6 +150,33 @@ EXPERTS = {
         "bf16",
         lambda step: step.call(bf16_experts(step.case.experts)),
     ),
+}
+
+
+def bf16_adapted_experts(step: AdaptedStep) -> Experts:
+    """Adapters are grouped products beside those of the weights, as in moefp8."""
+
+    def times(weight: torch.Tensor, lora: LoRA) -> GroupedMatmul:
+        def run(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            y = F.grouped_mm(rows, weight.mT, offs=ends)
+            u = lora.scaling * F.grouped_mm(rows, lora.A.to(rows.dtype).mT, offs=ends)
+            return y + F.grouped_mm(u, lora.B.to(rows.dtype).mT, offs=ends)
+
+        return run
+
+    both = zip(step.case.experts.dequantize(), adapters_of(step.adapted), strict=True)
+    gate_up, down = (times(weight, lora) for weight, lora in both)
+    return sorted_experts(step.adapted.num_experts, gate_up, down)
+
+
+def _without_adapters(step: AdaptedStep) -> Call:
+    return _ours(True, torch.bfloat16)(ExpertsStep(step.case, step.grad))
+
+
+ADAPTED = {
+    OURS: Peer("moefp8", "block_scaled", lambda step: step.call(step.adapted)),
+    FROZEN: Peer("moefp8 without adapters", "block_scaled", _without_adapters),
+    BF16: Peer("BF16, grouped_mm", "bf16", lambda step: step.call(bf16_adapted_experts(step))),
 }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, told_ratio, verdict
-from benchmarks.gradient_parts import EXPERTS, PARTS, UNITS, comparisons, gib_of, speed
+from benchmarks.gradient_parts import OF_EXPERTS, PARTS, UNITS, comparisons, gib_of, speed
 from benchmarks.markdown import number, table
 from benchmarks.pages import Results, told
 from benchmarks.session import titles_of
@@ -15,7 +15,9 @@ WHAT = (
     "GiB of weights at a time; where that is less than all, the host waits. Its forward has "
     "moefp8's FP8 GEMM, in place of the kernels that it downloads. `BF16, grouped_mm` is the same "
     "with BF16 weights and `torch.nn.functional.grouped_mm`. moefp8 keeps transposed weights, and "
-    "gate and up of each choice in BF16, unless its name says otherwise. Before a case is timed, "
+    "gate and up of each choice in BF16, unless its name says otherwise. Experts with LoRA have "
+    "adapters as `add_lora` makes them, and gradients of these, too; BF16 has the same beside its "
+    "weights, by grouped products. Before a case is timed, "
     "errors of gradients are seen to be below 0.1."
 )
 
@@ -24,8 +26,7 @@ def gradients_tables(results: Results) -> str:
     rows = results["rows"]
     parts = {name: [row for row in rows if row["part"] == name] for name in PARTS}
     tables = [_table_of(name, of_part) for name, of_part in parts.items() if of_part]
-    if parts[EXPERTS]:
-        tables.append(_memory(parts[EXPERTS]))
+    tables += [_memory(name, parts[name]) for name in OF_EXPERTS if parts[name]]
     return "\n\n".join(
         [
             _goals(rows),
@@ -86,12 +87,13 @@ def _table_of(name: str, rows: list[Row]) -> str:
     return table([f"{part.title}, {UNITS[part.unit]}", *titles.values(), *ratios], lines)
 
 
-def _memory(rows: list[Row]) -> str:
-    titles = titles_of(PARTS[EXPERTS].peers, rows)
+def _memory(name: str, rows: list[Row]) -> str:
+    titles = titles_of(PARTS[name].peers, rows)
 
     def cell(row: Row, peer: str) -> str:
         found = row["peers"].get(peer, {})
         return gib_of(found) if "step_bytes" in found else "-"
 
     lines = [[row["case"], *(cell(row, peer) for peer in titles)] for row in rows]
-    return table(["weights + a step at most, GiB", *titles.values()], lines)
+    head = f"{PARTS[name].title}: weights + a step at most, GiB"
+    return table([head, *titles.values()], lines)

@@ -1,9 +1,9 @@
 """Gradients through FP8 weights on one Hopper GPU: `python -m benchmarks.gradients`.
 
-Forward and backward of frozen linears and experts beside their peers, the GEMMs of dX beside those
-of the forward, and the transposition of weights beside a copy: see `benchmarks.gradient_cases` and
-`benchmarks.gradient_peers`. All of a case take turns in one process, with pauses and without rest
-as in `benchmarks.gemm`. Whose results are wrong is not timed.
+Forward and backward of frozen linears and experts, and of experts with adapters, beside their
+peers, the GEMMs of dX beside those of the forward, and the transposition of weights beside a copy:
+see `benchmarks.gradient_cases` and `benchmarks.gradient_peers`. All of a case take turns in one
+process, with pauses and without rest as in `benchmarks.gemm`. Whose results are wrong is not timed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.circumstances import require_gpu
 from benchmarks.figures import WITHOUT_REST, Row, geomean, of_peer, told_mode, told_ratio, verdict
 from benchmarks.gradient_cases import MODELS, TOKENS, ExpertsStep
 from benchmarks.gradient_parts import (
-    EXPERTS,
+    OF_EXPERTS,
     PARTS,
     UNITS,
     Part,
@@ -66,7 +66,7 @@ def measure(name_of_part: str, case: Any, rest: Rest) -> Row:
     if rest.wants(found):
         _add_times_without_rest(part, case, operands, calls, found, rest)
     about = {"part": name_of_part, "case": str(case)}
-    if name_of_part == EXPERTS:
+    if name_of_part in OF_EXPERTS:
         about |= {"model": case.model.title, "tokens": case.num_tokens}
     return {**about, "peers": found}
 
@@ -85,7 +85,7 @@ def _leave_out_wrong(calls: dict[str, Call], found: dict[str, Row]) -> None:
 def _add_memory(part: str, operands: Any, calls: dict[str, Call], found: dict[str, Row]) -> None:
     for name, call in calls.items():
         found[name]["step_bytes"] = peak_bytes(call)
-        if part == EXPERTS:
+        if part in OF_EXPERTS:
             num_weights = operands.case.model.num_experts * operands.case.model.weights_of_expert
             found[name]["weights_bytes"] = peers.WEIGHT_BYTES[name] * num_weights
 

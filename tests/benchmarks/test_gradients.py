@@ -12,10 +12,19 @@ from torch.nn import functional as F
 from benchmarks import gradient_peers, gradients, headlines, peers, report, session
 from benchmarks import without_rest as back_to_back
 from benchmarks.figures import Row
-from benchmarks.gradient_cases import MODELS, TOKENS, ExpertsCase, ExpertsStep, LinearStep, Results
+from benchmarks.gradient_cases import (
+    MODELS,
+    TOKENS,
+    AdaptedStep,
+    ExpertsCase,
+    ExpertsStep,
+    LinearStep,
+    Results,
+    error_of,
+)
 from benchmarks.gradient_gemms import FORWARD, Codes, GemmPair, Weight
-from benchmarks.gradient_parts import DGRAD, EXPERTS, LINEARS, PARTS, TRANSPOSE
-from benchmarks.gradient_peers import ANEW, COPY, DEQUANTIZING, LEAST, SAVED_FP8
+from benchmarks.gradient_parts import ADAPTED, DGRAD, EXPERTS, LINEARS, PARTS, TRANSPOSE
+from benchmarks.gradient_peers import ANEW, COPY, DEQUANTIZING, FROZEN, LEAST, SAVED_FP8
 from benchmarks.grouped_cases import CONTIGUOUS, Setting
 from benchmarks.grouped_cases import Case as Grouped
 from benchmarks.moe_cases import Model
@@ -65,6 +74,19 @@ def test_experts_of_every_peer_have_the_same_gradients(step):
     wrong = {"zeros": Results((0 * dx, of_weights)), "swapped": Results((dx, of_weights.flip(1)))}
     assert step.errors(wrong)["zeros"]["error"] == 1.0
     assert step.errors(wrong)["swapped"]["error_of_weights"] > 0.3
+
+
+def test_adapters_of_every_peer_have_the_same_gradients():
+    torch.manual_seed(0)
+    step = AdaptedStep.random(ExpertsCase(SMALL, 9), "cpu")
+    results = results_of(ADAPTED, step)
+    errors = step.errors(results)
+    assert max(x for found in errors.values() for x in found.values()) < gradients.MOST_ERROR
+    assert len(results[FROZEN]) == 2
+    assert len(results[OURS]) == 6
+    for ours, theirs in zip(results[OURS], results[BF16], strict=True):
+        assert error_of(ours, theirs) < gradients.MOST_ERROR
+    assert not any("lora" in name for name, _ in step.case.experts.named_modules())
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 30, 2 * 2 * 256 * 256])
@@ -128,10 +150,12 @@ def test_linears_gemms_and_transpositions_are_right_and_seen_to_be():
 @pytest.fixture
 def on_cpu(no_gpu_needed, monkeypatch):
     """Small cases are on the CPU, and timers time nothing."""
-    small = {LINEARS: (DENSE,), EXPERTS: (), DGRAD: (DENSE, GROUPED), TRANSPOSE: (WEIGHT,)}
+    small = {LINEARS: (DENSE,), DGRAD: (DENSE, GROUPED), TRANSPOSE: (WEIGHT,)}
     for name, part in list(PARTS.items()):
         operands = partial(part.operands, device="cpu")
-        monkeypatch.setitem(PARTS, name, replace(part, operands=operands, cases=small[name]))
+        monkeypatch.setitem(
+            PARTS, name, replace(part, operands=operands, cases=small.get(name, ()))
+        )
     monkeypatch.setitem(MODELS, "small", SMALL)
     for timer in ("layer_us_many", "eager_us_many", "device_us_many"):
         monkeypatch.setattr(gradients, timer, lambda calls, repeats: dict.fromkeys(calls, 1e3))
@@ -148,13 +172,13 @@ ON_SMALL = "--models", "small"
 @pytest.mark.usefixtures("on_cpu")
 def test_from_end_to_end(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gradients.json"
-    run_main(monkeypatch, gradients, *ON_SMALL, "--tokens", "3", "--out", str(out))
+    run_main(monkeypatch, gradients, *ON_SMALL, "--tokens", "12", "--out", str(out))
     printed = capsys.readouterr().out
-    assert "5 of 5 cases" in printed
+    assert "6 of 6 cases" in printed
     assert "transformers, dequantizing   us: 1000.0, 1100.0 without rest, 1000.0 eager" in printed
     assert "goal 1.80: MISSED (0 of 1)" in printed
     results = json.loads(out.read_text())
-    parts = [LINEARS, EXPERTS, DGRAD, DGRAD, TRANSPOSE]
+    parts = [LINEARS, EXPERTS, ADAPTED, DGRAD, DGRAD, TRANSPOSE]
     assert [row["part"] for row in results["rows"]] == parts
     for row in results["rows"]:
         assert {*row["peers"]} == {*PARTS[row["part"]].peers}
@@ -165,7 +189,7 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
         assert row["peers"][OURS]["repeatable"]
     text = report.TABLES["gradients"]({**results, "turns": {"rounds": 5, "seconds": 0.2}})
     assert "5 turns of 0.2 s" in text
-    assert "small, 3 tokens" in report.TABLES["gradients"](results)
+    assert "small, 12 tokens" in report.TABLES["gradients"](results)
 
 
 @pytest.mark.usefixtures("on_cpu")
