@@ -11,36 +11,35 @@ import torch
 from ..functional.autograd import first_order, no_gradients, records
 from ..functional.grouped_linear import grouped_dgrad
 from ..functional.swiglu import empty_gate_up
-from ..functional.swiglu_rows import swiglu_rows, swiglu_rows_backward, weights_of_rows
-from ..kernels.common.blocks import BLOCK, E4M3, MIN_GRADIENT_AMAX, num_blocks, tma_aligned
+from ..functional.swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128
 from ..routing import RoutingPlan, build_plan, combine
-from .grouped import grouped_nt, grouped_outer
+from .grouped import add_low_rank, grouped_outer
 
 
 class LowRank(NamedTuple):
     """What an adapter adds to a weight: `scaling * b @ a`, which is never made.
 
-    a: bf16 [E, r, K]. b: bf16 [E, N, r]. Below, x and dx are bf16 [R, K], dy is [R, N], and u and v
-    are [R, r]: the adapter adds `b u` to what the weight gives, and dx is `a^T v`.
+    a: bf16 [E, r, K]. b: bf16 [E, N, r]. x and dx are bf16 [R, K], y and dy are [R, N].
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
 
-    def u(self, x: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-        return self.scaling * grouped_nt(x, self.a, expert_offsets)
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """y += b u; returns u = scaling * a x, bf16 [R, r]."""
+        u: torch.Tensor = add_low_rank(y, x, self.a, self.b, self.scaling, offsets)
+        return u
 
-    def y(self, u: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-        return grouped_nt(u, self.b, expert_offsets)
-
-    def v(self, dy: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-        return self.scaling * grouped_nt(dy, self.b.mT, expert_offsets)
-
-    def dx(self, v: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-        return grouped_nt(v, self.a.mT, expert_offsets)
+    def add_gradient_to(
+        self, dx: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """dx += a^T v; returns v = scaling * b^T dy, bf16 [R, r]."""
+        v: torch.Tensor = add_low_rank(dx, dy, self.b.mT, self.a.mT, self.scaling, offsets)
+        return v
 
 
 class Inputs(NamedTuple):
@@ -117,7 +116,7 @@ def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
 def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     """Run the experts step by step.
 
-    1. Quantize the tokens, and copy them to the rows of their experts.
+    1. Copy every token to the rows of its experts, and quantize.
     2. Gate and up of each row, and what their adapter adds.
     3. SwiGLU.
     4. Down, and what its adapter adds.
@@ -126,36 +125,26 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
     rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
     plan = build_plan(inputs.top_k_index, num_experts, **rank)
-    offsets, num_rows = plan.expert_offsets, len(plan.row_to_token)
-    tokens = plan.row_to_token.clamp(min=0)  # rows of no choice have the first one's
-    gate_up = empty_gate_up(x, num_rows, i)
-    rows = _quantized_rows(x, tokens)
+    offsets, multiply = plan.expert_offsets, m_grouped_fp8_gemm_nt_contiguous
+    rows, u_of_gate_up, u_of_down = _rows(x, plan), None, None
+    gate_up, quantized = empty_gate_up(x, len(rows), i), quantize_1x128(rows, False)
     for half, d in _halves(inputs, gate_up):
-        m_grouped_fp8_gemm_nt_contiguous(rows, half, d, expert_offsets=offsets)
-    u_of_gate_up = u_of_down = None
+        multiply(quantized, half, d, expert_offsets=offsets)
     if inputs.of_gate_up is not None:
-        u_of_gate_up = inputs.of_gate_up.u(x.bfloat16().index_select(0, tokens), offsets)
-        gate_up += inputs.of_gate_up.y(u_of_gate_up, offsets).unflatten(1, (2, i))
+        u_of_gate_up = inputs.of_gate_up.add_to(gate_up, rows.bfloat16(), offsets)
     activated = swiglu_rows(gate_up, inputs.swiglu_limit)
-    y = x.new_empty((num_rows, h), dtype=torch.bfloat16)
-    down = inputs.down_proj, inputs.down_proj_scale_inv
-    a = quantize_1x128(activated, False)
-    m_grouped_fp8_gemm_nt_contiguous(a, down, y, expert_offsets=offsets)
+    y, down = x.new_empty((len(rows), h), dtype=torch.bfloat16), inputs[5:7]
+    multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
     if inputs.of_down is not None:
-        u_of_down = inputs.of_down.u(activated, offsets)
-        y += inputs.of_down.y(u_of_down, offsets)
+        u_of_down = inputs.of_down.add_to(y, activated, offsets)
     maps = plan.tokens_per_expert, offsets, plan.row_to_token, plan.row_to_expert, plan.token_to_row
     saved = Saved(u_of_gate_up, u_of_down, gate_up, *maps)
     return combine(y, plan, inputs.top_k_weights), saved
 
 
-def _quantized_rows(
-    x: torch.Tensor, tokens: torch.Tensor, *min_amax: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [T, K] to 1x128, and copy it to rows; tokens [R] says which."""
-    data, scale_inv = quantize_1x128(x, False, *min_amax)
-    rows = data.view(torch.uint8).index_select(0, tokens)  # FP8 has few ops of its own
-    return rows.view(E4M3), tma_aligned(scale_inv.index_select(0, tokens))
+def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """[R, ...]: the token of each row; the first one where a row has none."""
+    return x.index_select(0, plan.row_to_token.clamp(min=0))
 
 
 Half = tuple[torch.Tensor, torch.Tensor]  # codes, scales
@@ -191,43 +180,41 @@ def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -
     Rows have no weight of a choice before SwiGLU's gradient, which multiplies by it: dw_r is the
     dot product of what is activated and of its gradient.
     """
-    x, weights, plan = inputs.hidden_states, inputs.top_k_weights, saved.plan
-    offsets, num_rows, keeps = plan.expert_offsets, len(plan.row_to_token), inputs.keep_transposed
-    tokens = plan.row_to_token.clamp(min=0)
-    found: dict[str, torch.Tensor] = {}
-    down = inputs.down_proj, inputs.down_proj_scale_inv
-    quantized = _quantized_rows(grad, tokens, MIN_GRADIENT_AMAX)
-    of_activated = grouped_dgrad(*quantized, *down, offsets, 1, keeps)
+    x, weights, plan, keeps = *inputs[:3:2], saved.plan, inputs.keep_transposed
+    offsets, rows, found = plan.expert_offsets, _rows(grad, plan), Gradients()
+    dy = rows.bfloat16()
+    quantized = quantize_1x128(rows, False, MIN_GRADIENT_AMAX)
+    of_activated = grouped_dgrad(*quantized, *inputs[5:7], offsets, 1, keeps)
     if inputs.of_down is not None:
-        assert saved.u_of_down is not None
-        dy, activated = (
-            grad.bfloat16().index_select(0, tokens),
-            swiglu_rows(saved.gate_up, inputs.swiglu_limit),
+        v_of_down = inputs.of_down.add_gradient_to(of_activated, dy, offsets)
+    through = SwigluGradients(
+        *swiglu_rows_backward(
+            of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
         )
-        v = inputs.of_down.v(dy, offsets)
-        of_activated += inputs.of_down.dx(v, offsets)
-        weight = weights_of_rows(plan.token_to_row, weights, num_rows)[0][:, None]
-        found["a_of_down"] = grouped_outer((weight * v).bfloat16(), activated, offsets)
-        found["b_of_down"] = grouped_outer(dy, (weight * saved.u_of_down).bfloat16(), offsets)
-    through = swiglu_rows_backward(
-        of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
     )
-    codes, scale_inv, of_gate_up, found["top_k_weights"], is_first = through
+    found = found._replace(top_k_weights=through.of_weights.to(weights.dtype))
+    if inputs.of_down is not None and saved.u_of_down is not None:
+        activated = swiglu_rows(saved.gate_up, inputs.swiglu_limit)
+        v, u = (
+            (through.weight_of_row[:, None] * z).bfloat16() for z in (v_of_down, saved.u_of_down)
+        )
+        found = found._replace(
+            a_of_down=grouped_outer(v, activated, offsets), b_of_down=grouped_outer(dy, u, offsets)
+        )
     if needs_x:
-        gate_up = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
-        of_rows = grouped_dgrad(codes, scale_inv, *gate_up, offsets, 2, keeps)
-    if inputs.of_gate_up is not None:
-        assert saved.u_of_gate_up is not None
-        dy = of_gate_up.flatten(1)
-        v = inputs.of_gate_up.v(dy, offsets)
-        if needs_x:
-            of_rows += inputs.of_gate_up.dx(v, offsets)
-        found["a_of_gate_up"] = grouped_outer(v, x.bfloat16().index_select(0, tokens), offsets)
-        found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
+        of_rows = grouped_dgrad(*through[:2], *inputs[3:5], offsets, 2, keeps)
+    else:
+        of_rows = x.new_empty((len(rows), x.shape[1]), dtype=torch.bfloat16)  # for what is added
+    if inputs.of_gate_up is not None and saved.u_of_gate_up is not None:
+        dy = through.of_gate_up.flatten(1)
+        v = inputs.of_gate_up.add_gradient_to(of_rows, dy, offsets)
+        found = found._replace(
+            a_of_gate_up=grouped_outer(v, _rows(x, plan).bfloat16(), offsets),
+            b_of_gate_up=grouped_outer(dy, saved.u_of_gate_up, offsets),
+        )
     if needs_x:
-        found["hidden_states"] = combine(of_rows, plan, is_first).to(x.dtype)
-    found["top_k_weights"] = found["top_k_weights"].to(weights.dtype)
-    return Gradients(**found)
+        found = found._replace(hidden_states=combine(of_rows, plan, through.is_first).to(x.dtype))
+    return found
 
 
 _TENSORS = Inputs._fields.index("scaling_of_gate_up")

@@ -1,4 +1,4 @@
-"""Grouped products of BF16 rows, as adapters of experts take them. R rows, E experts.
+"""Grouped products of BF16 rows, as adapters of experts take them. R rows, E experts, r rank.
 
 PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes.
 """
@@ -9,19 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.common.blocks import round_up
 from ..kernels.common.checks import check_same_device, check_shape, check_tensor
-from ..kernels.common.registry import register_inputs
+from ..kernels.common.registry import Written, register_inputs
 
-_NT, _OUTER = "grouped_bf16_nt", "grouped_bf16_outer"
+_ADD, _OUTER = "add_low_rank", "grouped_bf16_outer"
 _ALIGNED = 8  # elements of BF16 in 16 bytes
 
 
-class NTInputs(NamedTuple):
-    """rows: bf16 [R, K]. weight: bf16 [E, N, K]. expert_offsets: int32 [E + 1], from 0 on."""
+class AddInputs(NamedTuple):
+    """What `add_low_rank` takes.
 
-    rows: torch.Tensor
-    weight: torch.Tensor
+    y: bf16 [R, ...] with N elements in each row, which are added to. x: bf16 [R, K].
+    a: bf16 [E, r, K]. b: bf16 [E, N, r]. expert_offsets: int32 [E + 1], from 0 on.
+    """
+
+    y: Written
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
     expert_offsets: torch.Tensor
 
 
@@ -33,26 +39,71 @@ class OuterInputs(NamedTuple):
     expert_offsets: torch.Tensor
 
 
-def _check_nt(inputs: NTInputs) -> None:
-    rows, weight, offsets = inputs
-    check_same_device(_NT, **inputs._asdict())
-    check_tensor(_NT, "rows", rows, (torch.bfloat16,), 2)
-    check_tensor(_NT, "weight", weight, (torch.bfloat16,), 3)
-    num_experts, _, k = weight.shape
-    check_shape(_NT, "rows", rows, [rows.shape[0], k], "[R, K] for weight [E, N, K]")
-    _check_offsets(_NT, offsets, num_experts)
+# ---- What an adapter adds ----
 
 
-def _allocate_nt(inputs: NTInputs) -> torch.Tensor:
+def _check_add(inputs: AddInputs) -> None:
+    y, x, a, b, _, offsets = inputs
+    check_same_device(_ADD, y=y, x=x, a=a, b=b, expert_offsets=offsets)
+    for name, tensor, ndim in (("y", y, None), ("x", x, 2), ("a", a, 3), ("b", b, 3)):
+        check_tensor(_ADD, name, tensor, (torch.bfloat16,), ndim)
+    (num_rows, k), (num_experts, rank, _), n = x.shape, a.shape, b.shape[1]
+    check_shape(_ADD, "a", a, [num_experts, rank, k], "[E, r, K] for x [R, K]")
+    check_shape(_ADD, "b", b, [num_experts, n, rank], "[E, N, r] for a [E, r, K]")
+    if y.ndim < 2 or (y.shape[0], y.shape[1:].numel()) != (num_rows, n):
+        raise ValueError(f"{_ADD}: y must be [R, N] = {[num_rows, n]}, got {list(y.shape)}")
+    _check_offsets(_ADD, offsets, num_experts)
+
+
+def _allocate_u(inputs: AddInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    _check_nt(inputs)
-    n = inputs.weight.shape[1]
-    return inputs.rows.new_empty(inputs.rows.shape[0], round_up(n, _ALIGNED))[:, :n]
+    _check_add(inputs)
+    return inputs.x.new_empty(inputs.x.shape[0], inputs.a.shape[1])
+
+
+def _add(inputs: AddInputs) -> torch.Tensor:
+    u = _allocate_u(inputs).zero_()
+    y, x, a, b, scaling, offsets = inputs
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows = slice(begin, end)
+        u[rows] = scaling * (x[rows] @ a[expert].t())
+        y[rows] += (u[rows] @ b[expert].t()).view(y[rows].shape)
+    return u
+
+
+def _launch_add(inputs: AddInputs) -> torch.Tensor:
+    """By PyTorch's kernels, on the current stream; nothing waits for them."""
+    _check_add(inputs)
+    y, x, a, b, scaling, offsets = inputs
+    if 0 in (*x.shape, *a.shape, *b.shape):
+        return _allocate_u(inputs).zero_()
+    u = scaling * _products(x, a, offsets)
+    more = _products(u, b, offsets)
+    y += more if y.ndim == 2 else more.unflatten(1, y.shape[1:])
+    return u
+
+
+def _products(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[R, N] of rows [R, K] and weight [E, N, K]."""
+    wide = _fitting(_padded(_padded(weight, 1), 2))
+    return _grouped_mm(_fitting(_padded(rows, 1)), wide.mT, offsets)[:, : weight.shape[1]]
+
+
+add_low_rank = register_inputs(
+    _ADD, AddInputs, "Tensor", cpu=_add, fake=_allocate_u, hopper=_launch_add
+)
+"""u = scaling * a x of each row, by a of its expert, rounded to BF16 after each product; b u is
+added to y: `AddInputs` -> u, bf16 [R, r]. Expert e has rows [expert_offsets[e],
+expert_offsets[e + 1]); for others y and u are not defined."""
+
+
+# ---- Its gradient ----
 
 
 def _allocate_outer(inputs: OuterInputs) -> torch.Tensor:
+    """Check, then allocate the result; this is also the fake body."""
     a, b, offsets = inputs
-    check_same_device(_OUTER, **inputs._asdict())
+    check_same_device(_OUTER, a=a, b=b, expert_offsets=offsets)
     check_tensor(_OUTER, "a", a, (torch.bfloat16,), 2)
     check_tensor(_OUTER, "b", b, (torch.bfloat16,), 2)
     check_shape(_OUTER, "b", b, [a.shape[0], b.shape[1]], "[R, K] for a [R, N]")
@@ -60,42 +111,35 @@ def _allocate_outer(inputs: OuterInputs) -> torch.Tensor:
     return a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1])
 
 
-def _check_offsets(op: str, offsets: torch.Tensor, num_experts: int) -> None:
-    check_tensor(op, "expert_offsets", offsets, (torch.int32,), 1)
-    check_shape(op, "expert_offsets", offsets, [num_experts + 1], "[E + 1]")
-
-
-def _body_nt(inputs: NTInputs) -> torch.Tensor:
-    y = _allocate_nt(inputs).zero_()
-    for weight, (begin, end) in zip(inputs.weight, pairwise(inputs[2].tolist()), strict=True):
-        y[begin:end] = inputs.rows[begin:end] @ weight.t()
-    return y
-
-
-def _body_outer(inputs: OuterInputs) -> torch.Tensor:
+def _outer(inputs: OuterInputs) -> torch.Tensor:
     products = _allocate_outer(inputs)
     for product, (begin, end) in zip(products, pairwise(inputs[2].tolist()), strict=True):
         torch.mm(inputs.a[begin:end].t(), inputs.b[begin:end], out=product)
     return products
 
 
-def _hopper_nt(inputs: NTInputs) -> torch.Tensor:
-    """PyTorch's kernel, on the current stream; nothing waits for it."""
-    _check_nt(inputs)
-    rows, weight, offsets = inputs
-    if 0 in (*rows.shape, *weight.shape):
-        return rows.new_zeros(rows.shape[0], weight.shape[1])
-    wide = _padded(_padded(weight, 1), 2)
-    return _grouped_mm(_fitting(_padded(rows, 1)), _fitting(wide).mT, offsets)[:, : weight.shape[1]]
-
-
-def _hopper_outer(inputs: OuterInputs) -> torch.Tensor:
+def _launch_outer(inputs: OuterInputs) -> torch.Tensor:
     products = _allocate_outer(inputs)
     a, b, offsets = inputs
     if products.numel() == 0 or a.shape[0] == 0:
         return products.zero_()
     found = _grouped_mm(_fitting(_padded(a, 1)).t(), _fitting(_padded(b, 1)), offsets)
     return found[:, : a.shape[1], : b.shape[1]].contiguous()
+
+
+grouped_outer = register_inputs(
+    _OUTER, OuterInputs, "Tensor", cpu=_outer, fake=_allocate_outer, hopper=_launch_outer
+)
+"""bf16 [E, N, K]: `a.T @ b` of the rows of each expert, to which rows of none add nothing, whatever
+they hold: `OuterInputs`."""
+
+
+# ---- What both need ----
+
+
+def _check_offsets(op: str, offsets: torch.Tensor, num_experts: int) -> None:
+    check_tensor(op, "expert_offsets", offsets, (torch.int32,), 1)
+    check_shape(op, "expert_offsets", offsets, [num_experts + 1], "[E + 1]")
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -106,7 +150,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 def _padded(x: torch.Tensor, axis: int) -> torch.Tensor:
     """x with zeros behind, so that the axis is a multiple of 8 long."""
-    missing = round_up(x.shape[axis], _ALIGNED) - x.shape[axis]
+    missing = -x.shape[axis] % _ALIGNED
     return F.pad(x, (*[0, 0] * (x.ndim - 1 - axis), 0, missing)) if missing else x
 
 
@@ -116,15 +160,3 @@ def _fitting(x: torch.Tensor) -> torch.Tensor:
     if inner == 1 and outer % _ALIGNED == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-grouped_nt = register_inputs(
-    _NT, NTInputs, "Tensor", cpu=_body_nt, fake=_allocate_nt, hopper=_hopper_nt
-)
-"""bf16 [R, N]: row r is `rows[r] @ weight[e].T` for its expert e: `NTInputs`. Expert e has rows
-[expert_offsets[e], expert_offsets[e + 1]); others are not defined."""
-grouped_outer = register_inputs(
-    _OUTER, OuterInputs, "Tensor", cpu=_body_outer, fake=_allocate_outer, hopper=_hopper_outer
-)
-"""bf16 [E, N, K]: `a.T @ b` of the rows of each expert, to which rows of none add nothing, whatever
-they hold: `OuterInputs`."""

@@ -81,6 +81,7 @@ grouped_dgrad = register(
     "Tensor expert_offsets, int parts, bool? keeps) -> Tensor",
     cpu=_dgrad,
     fake=_allocate_dgrad,
+    hopper=_dgrad,
     cuda=_dgrad,
 )
 """bf16 [R, K]: rows times the weight of their expert, where rows are quantized to 1x128 already.

@@ -1,5 +1,5 @@
-// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3, and
-// in BF16 as well where an adapter's own gradients need them.
+// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3. Where
+// adapters have gradients of their own, these are wanted in BF16 as well, and so are the weights of rows.
 //
 // a = silu(gate) * up was multiplied by the down projection, and its result by the weight of a choice. A CTA has one
 // choice's row, of which it reads the gradient of `a` without that weight, and gate and up as the forward has saved
@@ -29,6 +29,7 @@ struct Arguments {
   int64_t scale_pitch;
   uint8_t* bf16_rows;        // bf16 [R, 2, I], the same gradients; null: they are not wanted
   int64_t bf16_row_bytes;    // the pitch of its rows of I, a multiple of 16
+  float* weight_of_row;      // [R], what weights multiply with; null: not wanted
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
   uint32_t num_choices, top_k, size, padded_size;
@@ -203,6 +204,7 @@ __global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __g
     if (threadIdx.x == 0) {
       args.is_first[choice] = is_first;
       if (row < 0) args.of_weights[choice] = 0;
+      if (is_first && args.weight_of_row != nullptr) args.weight_of_row[row] = weight;
     }
     if (!is_first) return;
   }

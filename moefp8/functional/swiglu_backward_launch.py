@@ -33,7 +33,7 @@ class _Arguments(ctypes.Structure):
         (c_int64, "scale_pitch"),
         (c_void_p, "bf16_rows"),
         (c_int64, "bf16_row_bytes"),
-        (c_void_p, "of_weights is_first"),
+        (c_void_p, "weight_of_row of_weights is_first"),
         (c_uint32, "num_choices top_k size padded_size"),
         (c_float, "limit min_amax"),
     )
@@ -43,7 +43,7 @@ class SwigluBackwardSources(NamedTuple):
     """Which addresses of a launch are those of a gradient of SwiGLU.
 
     saved_scales: only if `saved` is FP8. From token_to_row to is_first: None if each row has one
-    token, and no weight. bf16_rows: None if they are not wanted.
+    token, and no weight. bf16_rows, weight_of_row: None if they are not wanted.
     """
 
     grad: Source
@@ -56,6 +56,7 @@ class SwigluBackwardSources(NamedTuple):
     of_weights: Source | None = None
     is_first: Source | None = None
     bf16_rows: Source | None = None
+    weight_of_row: Source | None = None
 
 
 def kernel_of(weights_dtype: torch.dtype, *, is_fp8: bool) -> Kernel:
@@ -83,6 +84,7 @@ def prepare_swiglu_backward(
         token_to_row: int32 [T, k], contiguous.
         bf16_rows: bf16 [R, 2, I], lying as `saved` does in bf16: the gradients before they are
             quantized.
+        weight_of_row: fp32 [R], the sum of the weights of all choices of a row.
         of_weights: fp32 [T, k], the gradients of `weights`.
         is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
 

@@ -85,6 +85,7 @@ class SwigluGradients(NamedTuple):
     codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], where what lies behind each
         half is zeros, and its fp32 1x128 scales as `quantize_1x128` makes them.
     of_gate_up: the same before it is quantized, bf16 [R, 2, I] as `empty_gate_up` lies.
+    weight_of_row: fp32 [R], the sum of the weights of all choices of a row.
     of_weights: fp32 [T, k], 0 where there is no row.
     is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
     """
@@ -92,6 +93,7 @@ class SwigluGradients(NamedTuple):
     codes: torch.Tensor
     scale_inv: torch.Tensor
     of_gate_up: torch.Tensor
+    weight_of_row: torch.Tensor
     of_weights: torch.Tensor
     is_first: torch.Tensor
 
@@ -128,6 +130,7 @@ def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
         empty_gate_up(grad, num_rows, size),
+        grad.new_empty(num_rows, dtype=torch.float32),
         *of_choices,
     )
 
@@ -146,7 +149,8 @@ def _body_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
         of_weights = of_rows[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     else:
         of_weights = torch.zeros_like(is_first)
-    for x, value in zip(found, (data, scale_inv, of_gate_up, of_weights, is_first), strict=True):
+    values = data, scale_inv, of_gate_up, weight_of_row, of_weights, is_first
+    for x, value in zip(found, values, strict=True):
         x.copy_(value)
     return found
 
@@ -165,7 +169,7 @@ def weights_of_rows(
     return of_row[:num_rows], first_choices(token_to_row)
 
 
-_GRAD, _SAVED, _ROWS, _TO_ROW, _WEIGHTS, _OF_WEIGHTS, _FIRST, _SCALES, _BF16 = map(Source, range(9))
+_GRAD, _SAVED, _TO_ROW, _WEIGHTS, *_OUTPUTS = map(Source, range(10))  # a call's addresses
 
 
 def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
@@ -192,26 +196,26 @@ def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
                 grad=_GRAD,
                 saved=_SAVED,
                 saved_scales=None,
-                rows=_ROWS,
-                row_scales=_SCALES,
                 token_to_row=_TO_ROW,
                 weights=_WEIGHTS,
-                of_weights=_OF_WEIGHTS,
-                is_first=_FIRST,
-                bf16_rows=_BF16,
+                rows=_OUTPUTS[0],
+                row_scales=_OUTPUTS[1],
+                bf16_rows=_OUTPUTS[2],
+                weight_of_row=_OUTPUTS[3],
+                of_weights=_OUTPUTS[4],
+                is_first=_OUTPUTS[5],
             ),
         ),
     )
-    codes, scales, of_gate_up, of_weights, is_first = (x.data_ptr() for x in found)
-    read = grad.data_ptr(), gate_up.data_ptr(), codes, token_to_row.data_ptr(), weights.data_ptr()
-    launch.on(grad.get_device(), (*read, of_weights, is_first, scales, of_gate_up))
+    launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *found)]))
     return found
 
 
 swiglu_rows_backward = register_inputs(
     _BACKWARD,
     SwigluBackwardInputs,
-    "(Tensor codes, Tensor scale_inv, Tensor of_gate_up, Tensor of_weights, Tensor is_first)",
+    "(Tensor codes, Tensor scale_inv, Tensor of_gate_up, Tensor weight_of_row, Tensor of_weights, "
+    "Tensor is_first)",
     cpu=_body_backward,
     fake=_allocate_backward,
     hopper=_launch_backward,

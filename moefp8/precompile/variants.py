@@ -155,7 +155,8 @@ class ExpertsInSteps(NamedTuple):
             return
         max_rows = demand.max_tokens * top_k
         yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
-        yield from demand.quantize_kernels(h)
+        for dtype in demand.dtypes:
+            yield from demand.quantize_rows(dtype, max_rows, h)
         yield swiglu_launch.kernel_of()
         yield from demand.quantize_rows(torch.bfloat16, max_rows, i)
         of_weights = {*demand.dtypes, torch.float32}
@@ -165,7 +166,7 @@ class ExpertsInSteps(NamedTuple):
         if demand.backward:
             for k in {h, i}:
                 yield from transpose_launch.needed_kernels(k)
-            yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, h)
+            yield from demand.quantize_rows(torch.bfloat16, max_rows, h)
             for dtype in of_weights:
                 yield swiglu_backward_launch.kernel_of(dtype, is_fp8=False)
             products += [(i, h), (h, 2 * round_up(i, BLOCK))]

@@ -6,7 +6,7 @@ from torch import nn
 
 import moefp8
 from moefp8.adapters import LoRA, add_lora
-from moefp8.adapters.grouped import grouped_nt, grouped_outer
+from moefp8.adapters.grouped import add_low_rank, grouped_outer
 from tests.adapters.cases import E, H, I, K, Net, error, merged, tokens, trained
 from tests.gpu import on_cpu_and_gpu, poison
 
@@ -16,46 +16,59 @@ def bf16(*shape, device="cpu"):
 
 
 @on_cpu_and_gpu
-@pytest.mark.parametrize(("n", "k"), [(8, 64), (64, 8), (5, 3), (24, 130)])
+@pytest.mark.parametrize(("n", "k", "rank"), [(8, 64, 8), (64, 8, 3), (5, 3, 2), (24, 130, 16)])
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 9, 0], [40, 1, 200]])
-def test_grouped_products(n, k, counts, device):
+def test_grouped_products(n, k, rank, counts, device):
     """Rows of no expert are NaN, and so is memory; rows of an expert see none of it."""
-    total, extra = sum(counts), 4
+    total, num_rows = sum(counts), sum(counts) + 4
     offsets = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    rows, weight, grad = (
-        bf16(*shape, device=device) for shape in ((total + extra, k), (3, n, k), (total + extra, n))
+    x, before, a, b = (
+        bf16(*shape, device=device)
+        for shape in ((num_rows, k), (num_rows, n), (3, rank, k), (3, n, rank))
     )
-    rows[total:] = grad[total:] = torch.nan
-    poison(device, 2 * grad.numel(), 2 * rows.numel(), 2 * weight.numel())
-    y = grouped_nt(rows, weight, offsets)
-    of_rows, of_weight = grouped_nt(grad, weight.mT, offsets), grouped_outer(grad, rows, offsets)
+    x[total:] = before[total:] = torch.nan
+    poison(device, 2 * before.numel(), 2 * x.numel(), 2 * a.numel(), 2 * num_rows * rank)
+    y = before.clone()
+    u, of_weight = add_low_rank(y, x, a, b, 0.5, offsets), grouped_outer(before, x, offsets)
     expert = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)).to(device)
-    x, g, w = rows[:total].double(), grad[:total].double(), weight.double()
-    outer = torch.zeros_like(w).index_add_(0, expert, g[:, :, None] * x[:, None, :])
+    rows, dy = x[:total].double(), before[:total].double()
+    narrow = 0.5 * torch.einsum("rk,rlk->rl", rows, a.double()[expert])
     exact = {
-        "y": (y[:total], torch.einsum("rnk,rk->rn", w[expert], x)),
-        "rows": (of_rows[:total], torch.einsum("rnk,rn->rk", w[expert], g)),
-        "weight": (of_weight, outer),
+        "u": (u[:total], narrow),
+        "y": (y[:total], dy + torch.einsum("rl,rnl->rn", narrow, b.double()[expert])),
+        "outer": (
+            of_weight,
+            torch.zeros(3, n, k, device=device, dtype=torch.float64).index_add_(
+                0, expert, dy[:, :, None] * rows[:, None, :]
+            ),
+        ),
     }
     for name, (ours, theirs) in exact.items():
         assert ours.shape == theirs.shape, name
         assert not theirs.numel() or not theirs.any() or error(ours, theirs) < 4e-3, name
     assert not of_weight[torch.tensor(counts) == 0].any()
+    parts = before.clone().view(num_rows, 1, n)
+    add_low_rank(parts, x, a, b, 0.5, offsets)
+    assert torch.equal(parts[:total, 0], y[:total])
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("name", "change"),
     [
-        ("rows must be", lambda rows, weight, offsets: (rows[:, 1:], weight, offsets)),
-        ("rows must be bfloat16", lambda rows, weight, offsets: (rows.float(), weight, offsets)),
-        ("expert_offsets must", lambda rows, weight, offsets: (rows, weight, offsets[1:])),
-        ("expert_offsets must be int32", lambda rows, w, offsets: (rows, w, offsets.long())),
+        ("a must be", {"x": bf16(4, 7)}),
+        ("x must be bfloat16", {"x": torch.ones(4, 8)}),
+        ("y must be", {"y": bf16(5, 16)}),
+        ("b must be", {"b": bf16(3, 16, 3)}),
+        ("expert_offsets must be", {"expert_offsets": torch.zeros(3, dtype=torch.int32)}),
+        ("expert_offsets must be int32", {"expert_offsets": torch.zeros(4, dtype=torch.int64)}),
     ],
 )
-def test_wrong_operands(name, make):
-    inputs = bf16(4, 8), bf16(3, 16, 8), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
-    with pytest.raises((TypeError, ValueError), match=name):
-        grouped_nt(*make(*inputs))
+def test_wrong_operands(name, change):
+    offsets = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    inputs = {"y": bf16(4, 16), "x": bf16(4, 8), "a": bf16(3, 2, 8), "b": bf16(3, 16, 2)}
+    inputs |= {"scaling": 1.0, "expert_offsets": offsets}
+    with pytest.raises((TypeError, ValueError), match=f"add_low_rank: {name}"):
+        add_low_rank(*(inputs | change).values())
 
 
 def of_merged(model: nn.Module, plain: nn.Module) -> dict[str, torch.Tensor]:

@@ -59,6 +59,8 @@ def swiglu_backward(made, weights_dtype: torch.dtype) -> None:
         shape, pitch = [num_rows, 2, x.size], x.bf16_row_bytes // 2
         exact = memory(x.bf16_rows, torch.bfloat16, shape, [2 * pitch, pitch, 1])
         exact[rows] = torch.stack(of_halves, 1).bfloat16()
+    if x.weight_of_row is not None:
+        memory(x.weight_of_row, torch.float32, [num_rows], [1])[rows] = weights
     if x.of_weights is not None:
         of_weights = memory(x.of_weights, torch.float32, [x.num_choices], [1])
         of_weights[index] = (grad * activated).sum(-1)

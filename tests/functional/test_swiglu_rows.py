@@ -135,6 +135,7 @@ def assert_has_gradient(
     near = (found.of_weights.cpu() - products.sum(-1)).abs() <= 1e-5 * products.abs().sum(-1)
     assert near[row >= 0].all()
     assert not found.of_weights.cpu()[row < 0].any()
+    assert torch.allclose(found.weight_of_row.cpu()[has_row].double(), of_rows[has_row, 0], atol=0)
     for own, told in zip(row.tolist(), found.is_first.tolist(), strict=True):
         assert told == [float(r >= 0 and own.index(r) == j) for j, r in enumerate(own)]
 
@@ -163,8 +164,9 @@ def test_nothing_gives_nothing(num_tokens, size, device):
     gate_up = gate_up_of(2 * num_tokens, size, device)
     assert swiglu_rows(gate_up, None).shape == (2 * num_tokens, size)
     weights = torch.ones(num_tokens, 2, device=device)
-    found = swiglu_rows_backward(gate_up[:, 0], gate_up, plan.token_to_row, weights, None)
-    assert not found[3].any()
+    given = gate_up[:, 0], gate_up, plan.token_to_row, weights, None
+    found = SwigluGradients(*swiglu_rows_backward(*given))
+    assert not found.of_weights.any()
 
 
 @on_gpu

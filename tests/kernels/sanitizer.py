@@ -346,7 +346,7 @@ def run_swiglu() -> None:
         grad = swiglu_rows(gate_up, None)  # it lies as kernels want it
         found = swiglu_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, None)
         slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
-        wrong += num_far(found[2], slope) + num_far(found[3] / size, torch.tensor(SILU))
+        wrong += num_far(found[2], slope) + num_far(found[4] / size, torch.tensor(SILU))
         tell(f"SwiGLU of {num_rows} rows of {size}", wrong)
 
 
