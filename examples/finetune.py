@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="an FP8 checkpoint; default: a small one")
     parser.add_argument("--adapters", type=Path, help="where to save them; default: nowhere")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--length", type=int, default=128, help="tokens of a row of the batch")
     parser.add_argument("--max-new-tokens", type=int, default=32)
