@@ -1,6 +1,6 @@
 """`add_lora` and `remove_lora`: put adapters beside weights, and take them off."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from ..kernels.common.checks import FLOATS
 from ..layers.adapter import adapters_of
 from ..layers.saving import release
+from .config import Options
 from .lora import LoRA
 from .save import save_pretrained
 from .targets import KINDS, Target, find_targets
@@ -58,7 +59,8 @@ def add_lora(
     """
     _check(model, rank, alpha, dtype)
     found = find_targets("add_lora", model, targets)
-    put(model, found, rank, alpha, use_rslora, dtype)
+    options = Options(rank, alpha, use_rslora)
+    put(model, dict.fromkeys(found, options), dtype)
     return [target.name for target in found]
 
 
@@ -79,17 +81,10 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype) -> Non
         )
 
 
-def put(
-    model: Any,
-    targets: list[Target],
-    rank: int,
-    alpha: float,
-    use_rslora: bool,
-    dtype: torch.dtype,
-) -> None:
+def put(model: Any, options: Mapping[Target, Options], dtype: torch.dtype) -> None:
     """Put an adapter beside each target, which must have none; freeze what else there is."""
     model.requires_grad_(False)
-    for target in targets:
+    for target, (rank, alpha, use_rslora) in options.items():
         module, device = target.module, getattr(target.module, target.parameter).device
         lora = LoRA(target.shape, rank, alpha, use_rslora=use_rslora, device=device, dtype=dtype)
         module.__class__ = KINDS.get(type(module), type(module))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from .targets import Target, join, modules_of
 
 CONFIG = "adapter_config.json"
 LAYOUT = "0.19.0"  # the release of PEFT since which adapters of experts lie as in layout.py
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters"}
+_READ = {
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *("target_modules", "target_parameters"),
+}
 # What says how an adapter was trained or found, and nothing of what it computes.
 SILENT = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
@@ -31,20 +35,59 @@ def is_set(value: Any) -> bool:
     return bool(value) and value != "none"
 
 
-class Settings(NamedTuple):
-    """rank, alpha, use_rslora: as in `add_lora`; parameters: the file's target_parameters.
-
-    is_old: whether PEFT before `LAYOUT` wrote the file, or nothing says which.
-    """
+class Options(NamedTuple):
+    """Those of one adapter, as in `add_lora`."""
 
     rank: int
     alpha: float
     use_rslora: bool
-    parameters: tuple[str, ...]
-    is_old: bool = False
 
     def __str__(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha}, use_rslora={self.use_rslora}"
+
+
+class Settings(NamedTuple):
+    """What a file says of its adapters.
+
+    usual: the options of adapters of which the patterns, regular expressions for names, say
+        nothing else.
+    parameters: the file's target_parameters.
+    is_old: whether PEFT before `LAYOUT` wrote the file, or nothing says which.
+    """
+
+    usual: Options
+    parameters: tuple[str, ...] = ()
+    is_old: bool = False
+    rank_pattern: Mapping[str, int] = {}
+    alpha_pattern: Mapping[str, float] = {}
+
+    def of(self, target: Target) -> Options:
+        """The options of one adapter, by PEFT's rule: the first pattern that matches counts."""
+        rank = _matching(self.rank_pattern, target, self.usual.rank)
+        alpha = _matching(self.alpha_pattern, target, self.usual.alpha)
+        return self.usual._replace(rank=rank, alpha=alpha)
+
+
+def _matching(patterns: Mapping[str, Any], target: Target, usual: Any) -> Any:
+    names = target.name, join(target.path, target.parameter)
+    found = (x for key, x in patterns.items() if any(_matches(key, name) for name in names))
+    return next(found, usual)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def settings_for(options: Mapping[Target, Options]) -> Settings:
+    """What a file says of adapters with these options, which have one `use_rslora`."""
+    usual = Counter(options.values()).most_common(1)[0][0]
+    name_of = {x: rf"^{re.escape(x.name)}(\.weight)?" for x in options}
+    return Settings(
+        usual,
+        tuple(target.name for target in options if target.parameter != "weight"),
+        rank_pattern={name_of[t]: x.rank for t, x in options.items() if x.rank != usual.rank},
+        alpha_pattern={name_of[t]: x.alpha for t, x in options.items() if x.alpha != usual.alpha},
+    )
 
 
 def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) -> dict[str, Any]:
@@ -67,14 +110,16 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": settings.alpha,
+        "alpha_pattern": dict(settings.alpha_pattern),
+        "lora_alpha": settings.usual.alpha,
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "peft_version": LAYOUT,
-        "r": settings.rank,
+        "r": settings.usual.rank,
+        "rank_pattern": dict(settings.rank_pattern),
         "target_modules": "|".join(map(re.escape, modules)) if is_ambiguous else modules,
         "task_type": None,
-        "use_rslora": settings.use_rslora,
+        "use_rslora": settings.usual.use_rslora,
     }
     if parameters:  # PEFT before 0.17 knows no such thing
         config["target_parameters"] = parameters
@@ -107,14 +152,31 @@ def read_config(path: Path) -> Settings:
                 f"load_lora: {path}: {key}={value!r} is not supported, only plain LoRA is; "
                 "use PEFT on the model in BF16 (moefp8.dequantize)"
             )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"load_lora: {path}: r must be an integer of at least 1, got {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
-        raise ValueError(f"load_lora: {path}: lora_alpha must be a number above 0, got {alpha!r}")
+    usual = Options(config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora")))  # type: ignore[arg-type]
+    ranks, alphas = (_pattern(path, config, key) for key in ("rank_pattern", "alpha_pattern"))
+    for key, rank in (("r", usual.rank), *ranks.items()):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(
+                f"load_lora: {path}: {key} must be an integer of at least 1, got {rank!r}"
+            )
+    for key, alpha in (("lora_alpha", usual.alpha), *alphas.items()):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
+            raise ValueError(f"load_lora: {path}: {key} must be a number above 0, got {alpha!r}")
     parameters = tuple(config.get("target_parameters") or ())
     is_old = _release(config.get("peft_version")) < _release(LAYOUT)
-    return Settings(rank, alpha, bool(config.get("use_rslora")), parameters, is_old)
+    return Settings(usual, parameters, is_old, ranks, alphas)
+
+
+def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"load_lora: {path}: {key} must be an object, got {found!r}")
+    for pattern in found:
+        try:
+            _matches(pattern, "")
+        except re.error as error:
+            raise ValueError(f"load_lora: {path}: {key} has {pattern!r}: {error}") from None
+    return dict(found)
 
 
 def _release(version: Any) -> tuple[int, ...]:

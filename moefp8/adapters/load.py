@@ -13,9 +13,9 @@ from torch import nn
 from ..kernels.common.checks import FLOATS
 from ..layers import GroupedExperts
 from .add import put
-from .config import CONFIG, LAYOUT, Settings, names_stack, read_config
+from .config import CONFIG, LAYOUT, Options, Settings, names_stack, read_config
 from .layout import KEY, Keys, from_file, shapes_of
-from .save import WEIGHTS, adapted, keys_by_target, lora_of, settings_of
+from .save import WEIGHTS, adapted, keys_by_target, lora_of, options_of
 from .targets import STACKS, Target, find_targets, join, modules_of
 
 _Tensors = Mapping[str, torch.Tensor]
@@ -25,7 +25,8 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     """Read adapters that `save_lora` or PEFT wrote into a model's.
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
-    the files. Otherwise both must be the same but for dtypes. Of experts that `moefp8.shard` cut, a
+    the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. Otherwise both
+    must be the same but for dtypes. Of experts that `moefp8.shard` cut, a
     rank takes its own. Dropout in training is not carried over.
 
     Returns:
@@ -40,18 +41,18 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     settings, tensors = read_config(folder / CONFIG), _read(folder / WEIGHTS)
     found = adapted(model)
     if found:
-        _check_settings(settings, settings_of(found), found)
+        _check_settings(settings, found)
     targets = found or _targets_in(model, tensors, settings)
-    keys = keys_by_target(targets)
+    keys, options = keys_by_target(targets), {target: settings.of(target) for target in targets}
     _check_layout(settings, targets)
-    _check(tensors, keys, settings.rank)
+    _check(tensors, keys, options)
     if not found:
         dtype = next(iter(tensors.values())).dtype
-        put(model, targets, *settings[:3], dtype)
+        put(model, options, dtype)
     with torch.no_grad():
         for target, (key_a, key_b) in keys.items():
             lora = lora_of(target)
-            a, b = from_file(tensors[key_a], tensors[key_b], target, settings.rank)
+            a, b = from_file(tensors[key_a], tensors[key_b], target, lora.rank)
             lora.A.copy_(a)
             lora.B.copy_(b)
     return [target.name for target in targets]
@@ -113,12 +114,15 @@ def _stack_of(path: str, paths: Iterable[str], settings: Settings) -> str:
     return stacks[0]
 
 
-def _check_settings(theirs: Settings, ours: Settings, targets: Iterable[Target]) -> None:
-    if theirs[:3] != ours[:3]:
-        raise ValueError(
-            f"load_lora: the model's adapters have {ours}, those of the files {theirs}; "
-            "moefp8.adapters.remove_lora(model), and load_lora then adds those of the files"
-        )
+def _check_settings(settings: Settings, targets: Iterable[Target]) -> None:
+    for target in targets:
+        ours, theirs = options_of(target), settings.of(target)
+        if ours != theirs:
+            raise ValueError(
+                f"load_lora: the model's adapter of {target.name} has {ours}, that of the files "
+                f"{theirs}; moefp8.adapters.remove_lora(model), and load_lora then adds those of "
+                "the files"
+            )
     if any(hasattr(lora_of(target).A, "full_tensor") for target in targets):
         raise ValueError("load_lora: the model is in fully_shard; load the adapters before that")
 
@@ -134,12 +138,15 @@ def _check_layout(settings: Settings, targets: Iterable[Target]) -> None:
         )
 
 
-def _check(tensors: _Tensors, keys: Mapping[Target, Keys], rank: int) -> None:
+def _check(
+    tensors: _Tensors, keys: Mapping[Target, Keys], options: Mapping[Target, Options]
+) -> None:
     """Raise ValueError, which lists all differences, unless the files have just these tensors."""
+    ranks = {key: options[target].rank for target, pair in keys.items() for key in pair}
     wanted = {
         key: shape
         for target, pair in keys.items()
-        for key, shape in zip(pair, shapes_of(target, rank), strict=True)
+        for key, shape in zip(pair, shapes_of(target, ranks[pair.A]), strict=True)
     }
     problems = []
     if missing := wanted.keys() - tensors.keys():
@@ -149,7 +156,7 @@ def _check(tensors: _Tensors, keys: Mapping[Target, Keys], rank: int) -> None:
     for key in wanted.keys() & tensors.keys():
         if list(tensors[key].shape) != wanted[key]:
             came = list(tensors[key].shape)
-            problems.append(f"{key} must be {wanted[key]} for rank {rank}, got {came}")
+            problems.append(f"{key} must be {wanted[key]} for rank {ranks[key]}, got {came}")
     if problems:
         raise ValueError(
             "load_lora: files and model must have the same adapters; "

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
-from .config import CONFIG, Settings, config_for
+from .config import CONFIG, Options, Settings, config_for, settings_for
 from .layout import Keys, keys_of, to_file
 from .lora import LoRA
 from .targets import Target, bare, join, modules_of
@@ -109,9 +109,12 @@ def lora_of(target: Target) -> Any:
 
 
 def settings_of(targets: Iterable[Target]) -> Settings:
-    (settings,) = {(x.rank, x.alpha, x.use_rslora) for x in map(lora_of, targets)}
-    stacks = (target.name for target in targets if target.parameter != "weight")
-    return Settings(*settings, tuple(stacks))
+    return settings_for({target: options_of(target) for target in targets})
+
+
+def options_of(target: Target) -> Options:
+    lora = lora_of(target)
+    return Options(lora.rank, lora.alpha, lora.use_rslora)
 
 
 def keys_by_target(targets: Iterable[Target]) -> dict[Target, Keys]:

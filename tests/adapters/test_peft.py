@@ -92,6 +92,22 @@ def test_peft_adapts_no_module_whose_name_ends_as_that_of_another(tmp_path):
         (Linears, {"target_parameters": ["first.weight"]}),
         (Experts, {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
         (Experts, {"target_parameters": ["experts.down_proj"]}),
+        (
+            Linears,
+            {
+                "target_modules": ["first", "second"],
+                "rank_pattern": {"second": 2},
+                "alpha_pattern": {"fir.*": 16, "first": 1},
+            },
+        ),
+        (
+            Experts,
+            {
+                "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+                "rank_pattern": {r".*\.gate_up_proj": 8},
+                "alpha_pattern": {r".*\.gate_up_proj": 16},
+            },
+        ),
     ],
 )
 def test_we_read_files_of_peft(make, settings, tmp_path):
@@ -102,6 +118,9 @@ def test_we_read_files_of_peft(make, settings, tmp_path):
     load_lora(model, tmp_path)
     assert error(model(x), theirs(x)) < 0.06
     assert error(model(x), without) > 0.2
+    save_lora(model, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(dequantized(model), tmp_path / "again")
+    assert error(again(x), theirs(x)) < 0.01
 
 
 def test_peft_adapts_fp8_linears():
@@ -254,3 +273,18 @@ def test_experts_by_name_refuse_target_parameters():
     theirs = peft.get_peft_model(model, config)
     with pytest.raises(ValueError, match=r"parametrized.*moefp8\.adapters\.add_lora"):
         theirs(ids)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_we_read_what_peft_writes_of_experts_that_target_modules_names(tmp_path):
+    """It then gives gate and up, which are one weight, an adapter of twice the rank."""
+    model, ids = moefp8.convert(small_model("qwen3_moe", 2)), torch.arange(10)[None]
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    theirs = drawn(peft.get_peft_model(dequantized(model), lora_config(target_modules=names)))
+    theirs.save_pretrained(tmp_path)
+    without = model(ids).logits
+    assert len(load_lora(model, tmp_path)) == 2 * 3
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    assert (experts.lora_gate_up_proj.rank, experts.lora_down_proj.rank) == (8, 4)
+    y = theirs(ids).logits
+    assert error(model(ids).logits, y) < 0.5 * error(without, y)
