@@ -152,16 +152,16 @@ def read_config(path: Path) -> Settings:
                 f"load_lora: {path}: {key}={value!r} is not supported, only plain LoRA is; "
                 "use PEFT on the model in BF16 (moefp8.dequantize)"
             )
-    usual = Options(config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora")))  # type: ignore[arg-type]
     ranks, alphas = (_pattern(path, config, key) for key in ("rank_pattern", "alpha_pattern"))
-    for key, rank in (("r", usual.rank), *ranks.items()):
+    for key, rank in (*ranks.items(), ("r", config.get("r"))):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(
                 f"load_lora: {path}: {key} must be an integer of at least 1, got {rank!r}"
             )
-    for key, alpha in (("lora_alpha", usual.alpha), *alphas.items()):
+    for key, alpha in (*alphas.items(), ("lora_alpha", config.get("lora_alpha"))):
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
             raise ValueError(f"load_lora: {path}: {key} must be a number above 0, got {alpha!r}")
+    usual = Options(config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
     parameters = tuple(config.get("target_parameters") or ())
     is_old = _release(config.get("peft_version")) < _release(LAYOUT)
     return Settings(usual, parameters, is_old, ranks, alphas)

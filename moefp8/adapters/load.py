@@ -26,8 +26,8 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
     the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. Otherwise both
-    must be the same but for dtypes. Of experts that `moefp8.shard` cut, a
-    rank takes its own. Dropout in training is not carried over.
+    must be the same but for dtypes. Of experts that `moefp8.shard` cut, a rank takes its own.
+    Dropout in training is not carried over.
 
     Returns:
         The names of the weights that have an adapter.

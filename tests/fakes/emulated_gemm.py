@@ -15,6 +15,7 @@ import torch
 from moefp8 import kernels
 from moefp8.functional import experts
 from moefp8.kernels import jit
+from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.dense import block_scaled_matmul
 from moefp8.kernels.gemm.launch import BIASES
@@ -42,6 +43,12 @@ def memory(address: int, dtype: torch.dtype, shape: list[int], strides: list[int
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     buffer = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def dtype_of(kernel: jit.Kernel) -> torch.dtype:
+    """The dtype of a kernel's input, as its template arguments state it."""
+    (name,) = re.findall(r"Input::\w+", kernel.name)
+    return next(dtype for dtype, found in INPUTS.items() if found == name)
 
 
 def config_of(kernel: jit.Kernel) -> GemmConfig:
