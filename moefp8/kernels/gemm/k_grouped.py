@@ -1,0 +1,95 @@
+"""The GEMM of a gradient in weights: it sums over tokens, for each expert over its own.
+
+M and N features, R tokens in groups (experts) E, B blocks of 128 tokens. Both operands have a scale
+for 128 tokens of a feature ("1D1D"; `quant.columns` says how they lie).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..common.blocks import BLOCK, E4M3, ceil_div, e4m3_to_float
+from ..common.checks import check_same_device, check_shape, check_tensor
+from ..common.registry import Written, register_inputs
+
+_OP = "k_grouped_gemm"
+
+
+class KGroupedInputs(NamedTuple):
+    """What `k_grouped_gemm` takes.
+
+    a: e4m3 [B, M, 128], b: e4m3 [B, N, 128]: codes of 128 tokens of a feature, which lie side by
+        side; other strides may be any.
+    a_scale_inv: fp32 [B, M]. b_scale_inv: fp32 [B, N].
+    d: [E, M, N] bf16 or fp32, or [M, N] without expert_offsets; rows are contiguous.
+    expert_offsets: int32 [E + 1]: expert e has the tokens from expert_offsets[e] to the next one,
+        in blocks from expert_offsets[e] / 128 + e on. None: there is one, with num_tokens in all
+        blocks.
+    num_tokens: at most 128 B, without expert_offsets.
+    accumulates: whether the product is added to what d holds, which is fp32 then.
+    """
+
+    a: torch.Tensor
+    a_scale_inv: torch.Tensor
+    b: torch.Tensor
+    b_scale_inv: torch.Tensor
+    d: Written
+    expert_offsets: torch.Tensor | None
+    num_tokens: int
+    accumulates: bool = False
+
+
+def check_k_grouped(inputs: KGroupedInputs) -> None:
+    """Check all but the values of expert_offsets. Also the fake body."""
+    a, a_scale_inv, b, b_scale_inv, d, expert_offsets, num_tokens, accumulates = inputs
+    tensors = {"a": a, "a_scale_inv": a_scale_inv, "b": b, "b_scale_inv": b_scale_inv, "d": d}
+    check_same_device(_OP, **tensors, expert_offsets=expert_offsets)
+    for name, x in (("a", a), ("b", b)):
+        check_tensor(_OP, name, x, (E4M3,), 3)
+        if x.shape[2] != BLOCK or (x.numel() and x.stride(2) != 1):
+            raise ValueError(
+                f"{_OP}: {name} must be [B, features, 128] with 128 codes side by side, got shape "
+                f"{list(x.shape)} with strides {list(x.stride())}"
+            )
+    (num_blocks, m, _), n = a.shape, b.shape[1]
+    check_shape(_OP, "b", b, [num_blocks, n, BLOCK], "[B, N, 128] for a [B, M, 128]")
+    for name, x, size in (("a_scale_inv", a_scale_inv, m), ("b_scale_inv", b_scale_inv, n)):
+        check_tensor(_OP, name, x, (torch.float32,), 2)
+        check_shape(_OP, name, x, [num_blocks, size], "[B, features]")
+    check_tensor(_OP, "d", d, (torch.float32,) if accumulates else (torch.bfloat16, torch.float32))
+    if expert_offsets is None:
+        check_shape(_OP, "d", d, [m, n], "[M, N]")
+        if num_blocks != ceil_div(num_tokens, BLOCK):
+            raise ValueError(
+                f"{_OP}: a must have ceil(num_tokens / 128) blocks for num_tokens = {num_tokens}, "
+                f"got {num_blocks}"
+            )
+    else:
+        check_tensor(_OP, "expert_offsets", expert_offsets, (torch.int32,), 1)
+        check_shape(_OP, "d", d, [len(expert_offsets) - 1, m, n], "[E, M, N]")
+    if d.numel() and d.shape[-1] > 1 and d.stride(-1) != 1:
+        raise ValueError(f"{_OP}: rows of d must be contiguous, got strides {list(d.stride())}")
+
+
+def _body(inputs: KGroupedInputs) -> None:
+    check_k_grouped(inputs)
+    a, a_scale_inv, b, b_scale_inv, d, expert_offsets, num_tokens, accumulates = inputs
+    offsets = [0, num_tokens] if expert_offsets is None else expert_offsets.tolist()
+    for expert, of_expert in enumerate(d[None] if expert_offsets is None else d):
+        begin, end = offsets[expert : expert + 2]
+        first = begin // BLOCK + expert
+        result = torch.zeros(of_expert.shape, dtype=torch.float32, device=d.device)
+        for i in range(ceil_div(max(end - begin, 0), BLOCK)):
+            block, count = first + i, min(end - begin - i * BLOCK, BLOCK)
+            products = e4m3_to_float(a[block, :, :count].contiguous()) @ (
+                e4m3_to_float(b[block, :, :count].contiguous()).T
+            )
+            result.addcmul_(products, a_scale_inv[block, :, None] * b_scale_inv[block])
+        of_expert.copy_(of_expert + result if accumulates else result)
+
+
+k_grouped_gemm = register_inputs(_OP, KGroupedInputs, "()", cpu=_body, fake=check_k_grouped)
+"""Write `d[e] = sum over tokens t of e of dequantize(a)[:, t] dequantize(b)[:, t]^T`, or add it.
+
+Each 128 tokens are summed by tensor cores, then promoted to FP32 with the product of both scales.
+An expert without tokens gets zeros. The sum has one order: the same operands give the same bits."""
