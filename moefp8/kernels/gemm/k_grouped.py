@@ -10,7 +10,14 @@ import torch
 
 from ..common.blocks import BLOCK, E4M3, ceil_div, e4m3_to_float
 from ..common.checks import check_same_device, check_shape, check_tensor
+from ..common.prepared import layout_of, prepared
 from ..common.registry import Written, register_inputs
+from ..common.tma_operands import fits, fitting
+from ..jit import Launch, Source
+from .k_grouped_config import choose_config
+from .k_grouped_launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
+from .launch import Sms, busy_sms
+from .operands import check_sizes
 
 _OP = "k_grouped_gemm"
 
@@ -88,7 +95,60 @@ def _body(inputs: KGroupedInputs) -> None:
         of_expert.copy_(of_expert + result if accumulates else result)
 
 
-k_grouped_gemm = register_inputs(_OP, KGroupedInputs, "()", cpu=_body, fake=check_k_grouped)
+_SOURCES = KGroupedSources(*map(Source, range(6)))
+
+
+def launch_k_grouped(inputs: KGroupedInputs) -> None:
+    """`k_grouped_gemm` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
+
+    Operands that TMA cannot address are copied first.
+    """
+    operands, d, (num_tokens, accumulates) = inputs[:4], inputs.d, inputs[6:]
+    if not all(map(fits, operands)):
+        check_k_grouped(inputs)
+        a, a_scale_inv, b, b_scale_inv = map(fitting, operands)
+        inputs = KGroupedInputs(a, a_scale_inv, b, b_scale_inv, *inputs[4:])
+    tensors = [x for x in inputs[:6] if x is not None]
+    sms = busy_sms(d.get_device())
+    key = (
+        _OP,
+        *map(layout_of, tensors),
+        *(x.data_ptr() % 16 for x in tensors),
+        len(tensors),
+        num_tokens,
+        accumulates,
+        sms,
+    )
+
+    def prepare() -> Launch | None:
+        check_k_grouped(inputs)
+        check_sizes(_OP, *d.shape[-2:], BLOCK * len(inputs.a))
+        return _prepare(inputs, sms) if d.numel() and inputs.a.numel() else None
+
+    launch = prepared(key, prepare)
+    if launch is not None:
+        launch.on(d.get_device(), tuple([x.data_ptr() for x in tensors]))
+    elif not accumulates:
+        d.zero_()
+
+
+def _prepare(inputs: KGroupedInputs, sms: Sms) -> Launch:
+    a, d, is_grouped = inputs.a, inputs.d, inputs.expert_offsets is not None
+    if not is_grouped:
+        d = d[None]
+    return prepare_k_grouped(
+        choose_config(*d.shape[1:]),
+        KGroupedOperands(*inputs[:4], d),
+        _SOURCES if is_grouped else _SOURCES._replace(expert_offsets=None),
+        sms,
+        BLOCK * len(a) if is_grouped else inputs.num_tokens,
+        accumulates=inputs.accumulates,
+    )
+
+
+k_grouped_gemm = register_inputs(
+    _OP, KGroupedInputs, "()", cpu=_body, fake=check_k_grouped, hopper=launch_k_grouped
+)
 """Write `d[e] = sum over tokens t of e of dequantize(a)[:, t] dequantize(b)[:, t]^T`, or add it.
 
 Each 128 tokens are summed by tensor cores, then promoted to FP32 with the product of both scales.

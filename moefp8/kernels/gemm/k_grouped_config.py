@@ -1,0 +1,74 @@
+"""How a GEMM that sums over tokens is cut into tiles: a pure function of its shape."""
+
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import lru_cache
+
+from ..common.blocks import BLOCK, round_up
+from .config import MAX_SHARED_BYTES
+
+
+class Output(str, Enum):
+    """What becomes of a result: `Output` of k_grouped.cu."""
+
+    BFLOAT16 = "kBFloat16"
+    FLOAT = "kFloat"
+    ACCUMULATE = "kAccumulate"
+
+
+@dataclass(frozen=True)
+class KGroupedConfig:
+    """One variant of `k_grouped.cu`; `KGroupedConfig` there has the same fields.
+
+    warpgroups: of the math.
+    parts: WGMMAs of 64 rows, one below the other, that each warpgroup has of a tile.
+    tile_n: columns of a tile.
+    stages: how many the pipeline has.
+    multicast: 2: two CTAs of a cluster have the same rows, and load half of them each; else 1.
+    blocks_b: b has a scale for 128 features as well, not for each of them.
+    """
+
+    warpgroups: int
+    parts: int
+    tile_n: int
+    stages: int = 0
+    multicast: int = 1
+    blocks_b: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.warpgroups * self.parts
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * 128
+
+    @property
+    def scales_b(self) -> int:
+        """Scales of b in one box; TMA moves 16 bytes at least."""
+        return 4 if self.blocks_b else self.tile_n
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of `Shared<C>`; the kernel asserts that it suffices."""
+        operands = self.stages * (self.tile_m + self.tile_n) * BLOCK
+        scales = self.stages * 4 * (round_up(self.tile_m, 32) + round_up(self.scales_b, 32))
+        return round_up(operands, 1024) + scales + round_up(16 * self.stages, 1024)
+
+    def kernel_name(self, output: Output) -> str:
+        facts = {x.name: getattr(self, x.name) for x in fields(self)}
+        facts |= {"output": f"Output::{output.value}", "shared_bytes": self.shared_bytes}
+        listed = ", ".join(f".{name} = {str(x).lower() if isinstance(x, bool) else x}" for name, x in facts.items())
+        return f"k_grouped_kernel<KGroupedConfig{{{listed}}}>"
+
+
+def with_most_stages(config: KGroupedConfig) -> KGroupedConfig:
+    """`config` with as many stages as shared memory holds, 8 at most."""
+    fitting = (replace(config, stages=stages) for stages in range(8, 0, -1))
+    return next(c for c in fitting if c.shared_bytes <= MAX_SHARED_BYTES)
+
+
+@lru_cache(4096)
+def choose_config(m: int, n: int, blocks_b: bool = False) -> KGroupedConfig:
+    """The config for d [E, M, N]."""
+    return with_most_stages(KGroupedConfig(2, 2, 128, blocks_b=blocks_b))

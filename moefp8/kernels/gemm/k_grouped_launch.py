@@ -1,0 +1,124 @@
+"""Launch `k_grouped.cu`, the GEMM of gradients in weights, on a Hopper GPU."""
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..common.blocks import BLOCK, ceil_div
+from ..common.tma_operands import box_of
+from ..jit import (
+    MAP_BYTES,
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    fields,
+    join_maps,
+    pointers,
+    tensor_map,
+)
+from .k_grouped_config import KGroupedConfig, Output
+from .launch import Sms
+
+SOURCE = Path(__file__).with_name("k_grouped.cu")
+_BAND_ROWS = 1536  # of d, that CTAs which run at once are spread over
+
+
+class KGroupedOperands(NamedTuple):
+    """a [B, M, 128], b [B, N, 128], their scales [B, M] and [B, N], d [E, M, N]."""
+
+    a: torch.Tensor
+    a_scale_inv: torch.Tensor
+    b: torch.Tensor
+    b_scale_inv: torch.Tensor
+    d: torch.Tensor
+
+
+class KGroupedSources(NamedTuple):
+    """Which addresses of a launch are those of its operands; no offsets: there is one expert."""
+
+    a: Source
+    a_scale_inv: Source
+    b: Source
+    b_scale_inv: Source
+    d: Source
+    expert_offsets: Source | None = None
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` in k_grouped.cu."""
+
+    _fields_ = fields(
+        (c_void_p, "expert_offsets d"),
+        (c_int64, "d_matrix_bytes d_row_bytes"),
+        (c_int, "num_experts num_tokens m n num_row_tiles num_col_tiles band aligned"),
+    )
+
+
+def kernel_of(config: KGroupedConfig, output: Output) -> Kernel:
+    return Kernel(SOURCE, config.kernel_name(output), "")
+
+
+def prepare_k_grouped(
+    config: KGroupedConfig,
+    operands: KGroupedOperands,
+    sources: KGroupedSources,
+    sms: Sms,
+    num_tokens: int,
+    *,
+    accumulates: bool = False,
+    band: int | None = None,
+) -> Launch:
+    """A launch for operands that lie as these do, wherever `sources` say.
+
+    operands: TMA can address all but d; layouts and the alignment of d count.
+    num_tokens: of the only expert; with offsets, no expert's rows end behind it.
+    """
+    a, a_scale_inv, b, b_scale_inv, d = operands
+    num_experts, m, n = d.shape
+    driver, device_index = current_driver(), d.get_device()
+    output = Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
+    if accumulates:
+        output = Output.ACCUMULATE
+    row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
+    num_tiles = num_experts * row_tiles * col_tiles
+    matrix_bytes, row_bytes, _ = (stride * d.element_size() for stride in d.stride())
+    unit = 16 if output == Output.BFLOAT16 else 8  # bytes that are written at once
+    steps = d.data_ptr(), matrix_bytes, row_bytes, n * d.element_size()
+    arguments = Arguments(
+        d_matrix_bytes=matrix_bytes,
+        d_row_bytes=row_bytes,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        m=m,
+        n=n,
+        num_row_tiles=row_tiles,
+        num_col_tiles=col_tiles,
+        band=min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
+        aligned=not any(x % unit for x in steps),
+    )
+    box_m = config.tile_m // config.multicast
+    maps = (
+        tensor_map(box_of(a, (BLOCK, box_m), 128)),
+        tensor_map(box_of(b, (BLOCK, config.tile_n), 128)),
+        tensor_map(box_of(a_scale_inv, (config.tile_m, 1), 0)),
+        tensor_map(box_of(b_scale_inv, (config.scales_b, 1), 0)),
+    )
+    in_maps = (sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv)
+    return Launch(
+        driver.load(kernel_of(config, output), device_index),
+        min(num_tiles, max(1, sms.busy // config.multicast)) * config.multicast,
+        config.threads,
+        (join_maps(maps), arguments),
+        [
+            *(Pointer(0, i * MAP_BYTES, x) for i, x in enumerate(in_maps)),
+            *pointers(Arguments, 1, expert_offsets=sources.expert_offsets, d=sources.d),
+        ],
+        shared_bytes=config.shared_bytes,
+        cluster=config.multicast,
+        programmatic=True,
+    )
