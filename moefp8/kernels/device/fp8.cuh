@@ -7,6 +7,17 @@ constexpr uint32_t kInfinity = 0x7f800000;  // as bits; NaN has larger ones, oth
 constexpr uint32_t kNan = 0x7fc00000;
 constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits but the sign
 
+// Divides by the scale of a block: what `Scale` has found, in a form that threads can pass on.
+struct Divider {
+  float divisor, reciprocal;
+
+  __device__ float divide(float x) const {
+    const float quotient = __fmul_rn(x, reciprocal);
+    const float negative_residual = __fmaf_rn(divisor, quotient, -x);
+    return __fmaf_rn(negative_residual, -reciprocal, quotient);
+  }
+};
+
 // The scale of a block, from its largest magnitude; each thread of the block makes the same one.
 //
 // Both divisions round correctly without dividing: multiply by the rounded reciprocal, then correct
@@ -20,9 +31,8 @@ constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits but the sign
 // - Below 2^-11 the code is zero, however wrong the quotient. It keeps the sign of x, also that of a
 //   zero: the residual is negated, so +0 times -reciprocal is -0, and any zero plus -0 is that zero.
 // - A quotient is at most amax / scale_inv = 448 (1 + 2^-23): nothing overflows, the encoding saturates.
-struct Scale {
+struct Scale : Divider {
   float scale_inv;  // what is stored
-  float divisor, reciprocal;
 
   // amax: bits of a magnitude; the larger the magnitude, the larger they are, and NaN has the largest.
   // min_amax: a smaller magnitude counts as that one; at least 2^-60.
@@ -43,12 +53,6 @@ struct Scale {
       divisor = 0;
       reciprocal = __uint_as_float(amax == kInfinity ? 0 : kNan);
     }
-  }
-
-  __device__ float divide(float x) const {
-    const float quotient = __fmul_rn(x, reciprocal);
-    const float negative_residual = __fmaf_rn(divisor, quotient, -x);
-    return __fmaf_rn(negative_residual, -reciprocal, quotient);
   }
 };
 
@@ -139,7 +143,7 @@ struct Eight {
   }
 
   // The codes, the first in the lowest byte.
-  __device__ uint2 e4m3(const Scale& scale) const {
+  __device__ uint2 e4m3(const Divider& scale) const {
     const auto four = [&](int i) {
       const Eight& x = *this;
       return encode_e4m3(scale.divide(x[i]), scale.divide(x[i + 1]), scale.divide(x[i + 2]), scale.divide(x[i + 3]));
