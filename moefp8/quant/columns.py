@@ -1,4 +1,4 @@
-"""Column codes: E4M3 of 128 tokens of a feature at a time, one FP32 scale each. The op.
+"""Column codes: E4M3 of 128 tokens of a feature at a time, one FP32 scale each. The ops.
 
 T tokens, R rows that are grouped by expert, K features, E experts, B blocks. A gradient in weights
 sums over tokens, and FP8 tensor cores want what they sum over innermost: so the codes of 128 rows
@@ -12,13 +12,26 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.common.blocks import BLOCK, E4M3, MIN_AMAX, ceil_div, round_up_to_tma
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    MIN_AMAX,
+    ceil_div,
+    empty_tma_aligned,
+    num_blocks,
+    round_up_to_tma,
+)
 from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
+from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
+from ..kernels.jit import Source
 from . import numerics
+from .columns_launch import ColumnsSources, prepare_columns, readable
 
-_OP = "quantize_128x1"
+_OP, _BOTH = "quantize_128x1", "quantize_1x128_and_128x1"
+_VECTOR_BYTES = 16
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
+QuantizedBothWays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class ColumnsInputs(NamedTuple):
@@ -37,6 +50,19 @@ class ColumnsInputs(NamedTuple):
     row_to_token: torch.Tensor | None
     ue8m0: bool = False
     min_amax: float = MIN_AMAX
+
+
+class BothInputs(NamedTuple):
+    """What `quantize_1x128_and_128x1` takes: as `ColumnsInputs`, and row r is x[r]."""
+
+    x: torch.Tensor
+    expert_offsets: torch.Tensor | None
+    ue8m0: bool = False
+    min_amax: float = MIN_AMAX
+
+    @property
+    def columns(self) -> ColumnsInputs:
+        return ColumnsInputs(self.x, self.expert_offsets, None, self.ue8m0, self.min_amax)
 
 
 def num_column_blocks(num_rows: int, num_experts: int | None) -> int:
@@ -66,21 +92,34 @@ def empty_columns(
     return data, scale_inv[:, :num_features]
 
 
-def _allocate(inputs: ColumnsInputs) -> Quantized:
+def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
     """Check, then allocate; this is also the fake body."""
     x, expert_offsets, row_to_token, *_ = inputs
-    check_same_device(_OP, x=x, expert_offsets=expert_offsets, row_to_token=row_to_token)
-    check_tensor(_OP, "x", x, FLOATS, 2)
-    num_rows, num_experts = len(x), None
+    check_same_device(op, x=x, expert_offsets=expert_offsets, row_to_token=row_to_token)
+    check_tensor(op, "x", x, FLOATS, 2)
     if row_to_token is not None:
-        check_tensor(_OP, "row_to_token", row_to_token, (torch.int32,), 1)
-        num_rows = len(row_to_token)
+        check_tensor(op, "row_to_token", row_to_token, (torch.int32,), 1)
     if expert_offsets is not None:
-        check_tensor(_OP, "expert_offsets", expert_offsets, (torch.int32,), 1)
-        num_experts = len(expert_offsets) - 1
-        if num_experts < 1:
-            raise ValueError(f"{_OP}: expert_offsets must be [E + 1] for E >= 1 experts, got [0]")
-    return empty_columns(num_column_blocks(num_rows, num_experts), x.shape[1], x.device)
+        check_tensor(op, "expert_offsets", expert_offsets, (torch.int32,), 1)
+        if len(expert_offsets) < 2:
+            raise ValueError(
+                f"{op}: expert_offsets must be [E + 1] for E >= 1 experts, got "
+                f"{list(expert_offsets.shape)}"
+            )
+    return empty_columns(num_column_blocks(*_sizes(inputs)), x.shape[1], x.device)
+
+
+def _sizes(inputs: ColumnsInputs) -> tuple[int, int | None]:
+    """How many rows there are, and experts."""
+    rows = inputs.x if inputs.row_to_token is None else inputs.row_to_token
+    return len(rows), None if inputs.expert_offsets is None else len(inputs.expert_offsets) - 1
+
+
+def _allocate_both(inputs: BothInputs) -> QuantizedBothWays:
+    """Check, then allocate; this is also the fake body."""
+    x, columns = inputs.x, _allocate(inputs.columns, _BOTH)
+    row_data = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    return row_data, empty_tma_aligned([len(x), num_blocks(x.shape[1])], x.device), *columns
 
 
 def _body(inputs: ColumnsInputs) -> Quantized:
@@ -105,8 +144,82 @@ def _body(inputs: ColumnsInputs) -> Quantized:
     return data, scale_inv
 
 
-quantize_128x1 = register_inputs(_OP, ColumnsInputs, "(Tensor, Tensor)", cpu=_body, fake=_allocate)
+def _body_both(inputs: BothInputs) -> QuantizedBothWays:
+    _allocate(inputs.columns, _BOTH)
+    rows = numerics.quantize_1x128(inputs.x, inputs.ue8m0, inputs.min_amax)
+    return *rows, *_body(inputs.columns)
+
+
+def launch_quantize_128x1(inputs: ColumnsInputs) -> Quantized:
+    """`quantize_128x1` on a Hopper GPU: one kernel on the current stream, which nothing awaits."""
+    data, scale_inv = _allocate(inputs)
+    _launch(inputs, data, scale_inv)
+    return data, scale_inv
+
+
+def launch_quantize_1x128_and_128x1(inputs: BothInputs) -> QuantizedBothWays:
+    """`quantize_1x128_and_128x1` on a Hopper GPU; see the launcher above."""
+    outputs = _allocate_both(inputs)
+    row_data, row_scale_inv, data, scale_inv = outputs
+    _launch(inputs.columns, data, scale_inv, (row_data, row_scale_inv))
+    return outputs
+
+
+def _launch(
+    inputs: ColumnsInputs,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    rows: Quantized | None = None,
+) -> None:
+    x, expert_offsets, row_to_token, ue8m0, min_amax = inputs
+    num_rows, num_experts = _sizes(inputs)
+    if num_rows == 0 or data.numel() == 0:
+        return
+    x = readable(x)
+    given = {"x": x, "data": data, "scale_inv": scale_inv}
+    if expert_offsets is not None:
+        given["expert_offsets"] = expert_offsets.contiguous()
+    if row_to_token is not None:
+        given["row_to_token"] = row_to_token.contiguous()
+    if rows is not None:
+        given["row_data"], given["row_scale_inv"] = rows
+    sizes = num_rows, num_experts, len(data), scale_inv.stride(0), ue8m0, min_amax
+    alignment = x.data_ptr() % _VECTOR_BYTES
+    key = (_OP, layout_of(x), alignment, row_to_token is None, rows is None, *sizes)
+    launch = prepared(
+        key,
+        lambda: prepare_columns(
+            x,
+            *sizes,
+            ColumnsSources(**{name: Source(i) for i, name in enumerate(given)}),
+            row_pitch=0 if rows is None else rows[1].stride(1),
+        ),
+    )
+    launch.on(x.get_device(), tuple([tensor.data_ptr() for tensor in given.values()]))
+
+
+quantize_128x1 = register_inputs(
+    _OP,
+    ColumnsInputs,
+    "(Tensor, Tensor)",
+    cpu=_body,
+    fake=_allocate,
+    hopper=launch_quantize_128x1,
+)
 """`ColumnsInputs` -> (e4m3 [B, K, 128], fp32 [B, K]), with B = `num_column_blocks`.
 
 Rows behind an expert's last one are zeros up to the next multiple of 32; behind that, and in blocks
 that no expert has, nothing is defined. Raises TypeError, ValueError."""
+
+quantize_1x128_and_128x1 = register_inputs(
+    _BOTH,
+    BothInputs,
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_body_both,
+    fake=_allocate_both,
+    hopper=launch_quantize_1x128_and_128x1,
+)
+"""`BothInputs` -> (e4m3 [T, K], fp32 [T, ceil(K/128)], e4m3 [B, K, 128], fp32 [B, K]): what
+`quantize_1x128` gives of x, then what `quantize_128x1` gives, bit for bit. x is read once.
+
+Rows that no expert has may have any codes and scales. Raises TypeError, ValueError."""

@@ -1,7 +1,7 @@
 """Run simple kernels of ours on a CPU, thread by thread, as their launchers launch them.
 
 g++ compiles a kernel's own source. Threads are fibers that take turns where they meet; CTAs run one
-after the other. What is PTX is replaced, so this says nothing about the numerics of `fp8.cuh`.
+after the other. What is PTX is replaced, and so is `fp8.cuh` unless its numerics are asked for.
 """
 
 import ctypes
@@ -61,6 +61,36 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   }
   return chosen;
 }
+inline uint32_t encode(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const float magnitude = std::min(std::fabs(x), 448.0f);
+  const int exponent = std::max(std::ilogb(std::max(magnitude, 1e-30f)), -6);
+  const int steps = std::nearbyint(std::ldexp(magnitude, 3 - exponent));  // of the least bit
+  return std::signbit(x) << 7 | ((exponent + 6) * 8 + steps);
+}
+inline uint32_t decode(uint32_t code) {  // as FP16
+  const uint32_t magnitude = code & 0x7f;
+  const _Float16 scaled = std::bit_cast<_Float16>(uint16_t(magnitude << 7)) * _Float16(256);
+  const uint32_t bits = magnitude == 0x7f ? 0x7fff : std::bit_cast<uint16_t>(scaled);
+  return bits | (code & 0x80) << 8;
+}
+inline uint32_t decode_two(uint16_t codes) {
+  return decode(codes & 255) | decode(codes >> 8) << 16;
+}
+// max.NaN.xorsign.abs of numbers that are given by their bits, as are their sign and infinity.
+inline uint32_t larger_bits(uint32_t a, uint32_t b, uint32_t sign, uint32_t infinity) {
+  const uint32_t magnitude = std::max(a & ~sign & (2 * sign - 1), b & ~sign & (2 * sign - 1));
+  return magnitude > infinity ? sign - 1 : magnitude | ((a ^ b) & sign);
+}
+inline uint32_t larger_halves(uint32_t a, uint32_t b, uint32_t infinity) {
+  const uint32_t low = larger_bits(a & 0xffff, b & 0xffff, 0x8000, infinity);
+  return low | larger_bits(a >> 16, b >> 16, 0x8000, infinity) << 16;
+}
+inline uint32_t larger_bf16x2(uint32_t a, uint32_t b) { return larger_halves(a, b, 0x7f80); }
+inline uint32_t larger_f16x2(uint32_t a, uint32_t b) { return larger_halves(a, b, 0x7c00); }
+inline uint32_t larger_f32(uint32_t a, uint32_t b) {
+  return larger_bits(a, b, 0x80000000, 0x7f800000);
+}
 inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
 
 struct Meeting {
@@ -85,6 +115,14 @@ inline const uint32_t* meet(Meeting& meeting, uint32_t value) {
 }
 inline const uint32_t* meet_warp(uint32_t value) { return meet(warps[threadIdx.x / 32], value); }
 inline void __syncthreads() { meet(cta, 0); }
+inline int __syncthreads_count(bool value) {
+  static int counts[2];
+  int& count = counts[cta.round % 2];
+  if (cta.arrived == 0) count = 0;
+  count += value;
+  meet(cta, 0);
+  return count;
+}
 inline void __syncwarp() { meet_warp(0); }
 inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
   const uint32_t* values = meet_warp(value);
@@ -149,30 +187,19 @@ FP8 = r"""
 #pragma once
 #include "input.cuh"
 constexpr uint32_t kInfinity = 0x7f800000, kMagnitude = 0x7fffffff;
-struct Scale {
+struct Divider {
+  float divisor, reciprocal;
+  float divide(float x) const { return x / divisor; }
+};
+struct Scale : Divider {
   float scale_inv;
   Scale(uint32_t amax, bool, float min_amax = 1e-4f)
-      : scale_inv(std::max(__uint_as_float(amax), min_amax) / 448) {}
-  float divide(float x) const { return x / scale_inv; }
+      : scale_inv(std::max(__uint_as_float(amax), min_amax) / 448) {
+    divisor = scale_inv, reciprocal = 1 / scale_inv;
+  }
 };
-inline uint32_t encode(float x) {
-  if (std::isnan(x)) return 0x7f;
-  const float magnitude = std::min(std::fabs(x), 448.0f);
-  const int exponent = std::max(std::ilogb(std::max(magnitude, 1e-30f)), -6);
-  const int steps = std::nearbyint(std::ldexp(magnitude, 3 - exponent));  // of the least bit
-  return std::signbit(x) << 7 | ((exponent + 6) * 8 + steps);
-}
 inline uint32_t encode_e4m3(float a, float b, float c, float d) {
   return encode(a) | encode(b) << 8 | encode(c) << 16 | encode(d) << 24;
-}
-inline uint32_t decode(uint32_t code) {  // as FP16
-  const uint32_t magnitude = code & 0x7f;
-  const _Float16 scaled = std::bit_cast<_Float16>(uint16_t(magnitude << 7)) * _Float16(256);
-  const uint32_t bits = magnitude == 0x7f ? 0x7fff : std::bit_cast<uint16_t>(scaled);
-  return bits | (code & 0x80) << 8;
-}
-inline uint32_t decode_two(uint16_t codes) {
-  return decode(codes & 255) | decode(codes >> 8) << 16;
 }
 template <Input kInput>
 struct Eight {
@@ -195,9 +222,9 @@ struct Eight {
   }
   static uint32_t larger(uint32_t a, uint32_t b) { return std::max(a, b); }
   static uint32_t amax(uint32_t word) { return word; }
-  uint2 e4m3(const Scale& scale) const {
+  uint2 e4m3(const Divider& scale) const {
     uint32_t codes[2] = {};
-    for (int i = 0; i < 8; ++i) codes[i / 4] |= encode((*this)[i] / scale.scale_inv) << i % 4 * 8;
+    for (int i = 0; i < 8; ++i) codes[i / 4] |= encode(scale.divide((*this)[i])) << i % 4 * 8;
     return {codes[0], codes[1]};
   }
 };
@@ -207,6 +234,12 @@ PTX = {  # what is replaced, and by what
     r'asm\("cvt.f32.f16[^;]*;[^;]*;': "x = std::bit_cast<_Float16>(uint16_t(low_bits));",
     r'asm\("ex2.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = std::exp2(\2);",
     r'asm\("rcp.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = 1 / (\2);",
+    r'asm\("max.NaN.xorsign.abs.(\w+) %0[^:]*: "=r"\((\w+)\) : "r"\((\w+)\), "r"\((\w+)\)\);': (
+        r"\2 = larger_\1(\3, \4);"
+    ),
+    r'asm\("\{\\n.reg .b16 low, [^:]*cvt.rn.satfinite.e4m3x2[^:]*: "=r"\((\w+)\)[^;]*;': (
+        r"\1 = encode(a) | encode(b) << 8 | encode(c) << 16 | encode(d) << 24;"
+    ),
     r'asm\("cvt.rn.f16x2.e4m3x2[^:]*: "=r"\((\w+)\) : "h"\((.*)\)\);': r"\1 = decode_two(\2);",
     r"(?<!extern )__shared__": "static",
 }
@@ -222,15 +255,21 @@ inline uint32_t pack_bf16(float low, float high) {
 """
 
 
-def build(kernels: list[jit.Kernel], folder: Path) -> dict[str, Callable[..., bool]]:
-    """The kernels of one source as functions of (arguments, grid, block, shared_bytes), by name."""
+def build(
+    kernels: list[jit.Kernel], folder: Path, *, with_numerics: bool = False
+) -> dict[str, Callable[..., bool]]:
+    """The kernels of one source as functions of (arguments, grid, block, shared_bytes), by name.
+
+    with_numerics: `fp8.cuh` itself is compiled, in which reciprocals are exact.
+    """
     (source,) = {kernel.source for kernel in kernels}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
         text = path.read_text()
         for pattern, instead in PTX.items():
             text = re.sub(pattern, instead, text)
         (folder / path.name).write_text(text)
-    (folder / "fp8.cuh").write_text(FP8)
+    if not with_numerics:
+        (folder / "fp8.cuh").write_text(FP8)
     (folder / "matrix.cuh").write_text(MATRIX)
     runs = "\n".join(
         f'extern "C" bool run{i}(const Arguments* args, unsigned grid, unsigned block, unsigned '

@@ -18,8 +18,9 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import quantize_launch, transpose_launch
+from moefp8.quant import columns_launch, quantize_launch, transpose_launch
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
+from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_routing import RoutingEmulator
 from tests.fakes.emulated_swiglu import swiglu_backward, swiglu_of_rows
@@ -33,6 +34,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
     "transpose": transpose_launch._Arguments,
+    "columns": columns_launch._Arguments,
     "swiglu": swiglu_launch._Arguments,
     "swiglu_backward": swiglu_backward_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
@@ -249,6 +251,7 @@ class Emulator(RoutingEmulator):
             "tile": self.zero_tile_counter,
             "quantize": self.quantize,
             "transpose": self.transpose,
+            "columns": columns,
             "swiglu": self.swiglu,
             "logits": self.logits,
             "softmax": self.top_k,

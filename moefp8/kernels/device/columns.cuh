@@ -1,9 +1,9 @@
 // Codes of 128 rows of a feature at a time: what the threads of a CTA share of a tile of 128 rows and 128 columns, to
 // find the largest magnitudes of its rows and columns, and to store its codes with the rows innermost.
 //
-// A thread has eight neighbouring rows and eight neighbouring columns. It tells its largest magnitudes; behind a barrier
-// one thread for each row and each column makes a scale of them, and stores it; behind a second barrier all divide.
-// `TilePlace` gives 256 threads their places such that no bank of shared memory is met twice.
+// A thread has eight neighbouring rows and eight neighbouring columns. It tells its largest magnitudes; behind a
+// barrier one thread for each row and each column makes a scale of them, and stores it; behind a second barrier all
+// divide. `TilePlace` gives 256 threads their places such that no bank of shared memory is met twice.
 #pragma once
 #include "fp8.cuh"
 
@@ -110,17 +110,19 @@ struct TileCodes {
     constexpr uint32_t kStep = kTileThreads / kChunks;
     const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
     if (chunk * 16 >= (num_rows + 31) / 32 * 32) return;
+    const bool is_whole = num_rows == kTileSize;
+    uint4 exists = {};  // ones in the bytes of rows that do
+    if (!is_whole) {
+      const uint32_t begin = chunk * 16, end = max(num_rows, begin) - begin;
+      exists = {before(end, 0), before(end, 4), before(end, 8), before(end, 12)};
+    }
     uint4* target = reinterpret_cast<uint4*>(data) + threadIdx.x;
 #pragma unroll
     for (uint32_t i = 0; i < kTileSize / kStep; ++i) {
       const uint32_t column = first + i * kStep;
-      if (column >= num_columns) return;
       uint4 codes = memory[column][chunk ^ column / 8 % 8];
-      if (num_rows < kTileSize) {
-        const uint32_t begin = chunk * 16, end = max(num_rows, begin) - begin;
-        codes.x &= before(end, 0), codes.y &= before(end, 4), codes.z &= before(end, 8), codes.w &= before(end, 12);
-      }
-      target[i * kTileThreads] = codes;
+      if (!is_whole) codes.x &= exists.x, codes.y &= exists.y, codes.z &= exists.z, codes.w &= exists.w;
+      if (column < num_columns) target[i * kTileThreads] = codes;
     }
   }
 
