@@ -38,10 +38,9 @@ struct Rows {
       expert += __syncthreads_count(begins_before);
     }
     if (expert < 0) return {};
-    const int begin = max(args.expert_offsets[expert], 0);
+    const int begin = max(args.expert_offsets[expert], 0), end = max(args.expert_offsets[expert + 1], 0);
     const uint32_t first = first_block(begin, expert);
-    if (block < first) return {};
-    return between(args, begin, max(args.expert_offsets[expert + 1], 0), block - first);
+    return block < first ? Rows{} : between(args, begin, end, block - first);
   }
 
  private:
@@ -106,7 +105,7 @@ struct Part {
 //   scale_inv[b, f] = max(amax |x[rows of b, f]|, min_amax) / 448; data[b, f, :] = x[rows of b, f] / scale_inv in E4M3;
 //   kWithRows: row_scale_inv[r, j] and row_data[r, :] likewise, of x[r, 128 j + 0..127].
 // Grid: a CTA of 256 threads owns a block; neighbouring CTAs the next one along K. Blocks without rows end at once.
-// Shared memory: 4 KB (8 KB if x is FP32) for largest magnitudes of columns and 8 KB for those of rows, 2 KB for scales,
+// Shared memory: 4 KB (8 KB if x is FP32) for largest magnitudes of columns, 8 KB for those of rows, 2 KB for scales,
 //   16 KB for codes of columns.
 // Barriers: one for every 256 experts; then largest magnitudes -> scales -> codes.
 // Alignment: vectorized if x and its rows are at multiples of 16 B and K of 8 elements; else any. `data` is at a

@@ -16,7 +16,7 @@ from moefp8.functional.linear import fp8_linear
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
-from moefp8.quant import quantize
+from moefp8.quant import columns, quantize
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive
 from tests.functional.cases import ids_here
@@ -27,6 +27,7 @@ from tests.fuzz.judges import check, side
 from tests.gpu import on_cpu_and_gpu, places_of, poison, same_bits
 from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import nothing_around_is_written
+from tests.quant.columns_cases import assert_right, assert_same
 
 pytestmark = pytest.mark.filterwarnings("error:.*portable PyTorch body")
 BLOCK_ROWS = {"1x128": 1, "128x128": 128}
@@ -54,6 +55,28 @@ def test_quantize(device, blocks, case, ue8m0):
         for ours, theirs in zip(op(case.make(device), ue8m0), expected, strict=True):
             assert same_bits(ours, theirs)
             assert ours.stride() == theirs.stride()
+
+
+@on_cpu_and_gpu
+@given(case=fuzz.matrices(), ue8m0=st.booleans(), shares=st.lists(st.integers(0, 9), max_size=5))
+def test_columns(device, case, ue8m0, shares):
+    x = case.make("cpu")
+    x = x.flatten(0, 1) if x.ndim == 3 else x
+    offsets = None
+    if shares:
+        ends = [sum(shares[:i]) * len(x) // max(sum(shares), 1) for i in range(len(shares) + 1)]
+        offsets = torch.tensor(ends, dtype=torch.int32)
+    expected = columns.quantize_1x128_and_128x1(x, offsets, ue8m0, 1e-4)
+    if device == "cpu":
+        assert_right(expected[2:], x, offsets, ue8m0)
+        return
+    poison(device, *(y.untyped_storage().nbytes() for y in expected))
+    on_device, there = case.make(device), None if offsets is None else offsets.to(device)
+    on_device = on_device.flatten(0, 1) if on_device.ndim == 3 else on_device
+    found = columns.quantize_1x128_and_128x1(on_device, there, ue8m0, 1e-4)
+    assert_same(found, expected, offsets, len(x))
+    found = columns.quantize_128x1(on_device, there, None, ue8m0, 1e-4)
+    assert_same(found, expected[2:], offsets, len(x))
 
 
 # ---- GEMMs ----
