@@ -4,7 +4,7 @@ Call sites of DeepGEMM's releases of 2025 and 2026 run on every device that moef
 position and by keyword. The numerics are those of `moefp8.kernels`, whose functions these call.
 Names are where DeepGEMM has them: here, in `utils`, `utils.layout`, `utils.math` and `testing`; the
 `__all__` of each file lists them. Operands are pairs (e4m3 data, fp32 scales): 1x128 scales for a,
-128x128 scales for b.
+128x128 scales for b; in weight gradients 1x128 scales along K for both.
 
 These are accepted and change nothing, since our kernels are chosen otherwise or run on Hopper only:
 `compiled_dims`, `disable_ue8m0_cast`, `expected_m_for_psum_layout`, `psum_layout` of
@@ -15,27 +15,29 @@ What only Blackwell can compute (FP4 data, packed UE8M0 scales) is refused by an
 the way out, and a name of DeepGEMM that is not offered raises an AttributeError that says why.
 """
 
-from . import gemm, settings, testing, utils
+from . import gemm, k_grouped, settings, testing, utils, weight_gradients
 from .gemm import *
+from .k_grouped import *
 from .settings import *
 from .testing import *
 from .utils.layout import *
 from .utils.math import *
+from .weight_gradients import *
 
 __all__ = [
     *gemm.__all__,
+    *k_grouped.__all__,
     *settings.__all__,
     *testing.__all__,
     *utils.layout.__all__,
     *utils.math.__all__,
+    *weight_gradients.__all__,
     "testing",
     "utils",
 ]
 
 # Pieces of DeepGEMM's names that are not offered, and the reason.
 _NOT_OFFERED = {
-    "wgrad": "weight gradients come with training",
-    "k_grouped": "GEMMs whose groups divide K are weight gradients, which come with training",
     "mega_moe": "the routed experts as a whole are moefp8.GroupedExperts",
     "ue8m0": "packed UE8M0 scales are for Blackwell; Hopper takes FP32 scales",
     "mqa_logits": "scores of attention are not part of moefp8",

@@ -5,14 +5,16 @@ A form is named by how a and b are given: `n` and `t` of `nt` are a [M, K] and b
 memory, K must be the innermost axis, whatever the form.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from .. import kernels
 from ..kernels.common.checks import check_shape, check_tensor
 from ..kernels.gemm.grouped import ContiguousInputs, check_contiguous
-from .utils.layout import check_fp32_scales, get_mk_alignment_for_contiguous_layout
+from .operands import Operand, Recipe, asks_for_gradients, check_c, check_recipes, k_major
+from .utils.layout import get_mk_alignment_for_contiguous_layout
+from .weight_gradients import dense_gradient
 
 __all__ = [
     "fp8_fp4_gemm_nn",
@@ -35,49 +37,7 @@ __all__ = [
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
 ]
 
-Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
-Recipe = Sequence[int] | None
 Gemm = Callable[..., None]
-_RECIPES = ((None, None, None), ((1, 128, 128), None, None), (None, (1, 128), (128, 128)))
-
-
-def _operand(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
-    """The pair as `nt` has it, after checks for what Hopper cannot compute."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{op}: {name} must be a pair (data, scales), got {type(pair)}")
-    data, scales = pair
-    if transposed:
-        data, scales = data.mT, scales.mT
-    if data.dtype in (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)):
-        raise TypeError(
-            f"{op}: {name} must be float8_e4m3fn on Hopper, got {data.dtype}; FP4 is for "
-            "Blackwell: per_token_cast_to_fp8 and per_block_cast_to_fp8 give FP8"
-        )
-    check_fp32_scales(op, f"the scales of {name}", scales)
-    if data.numel() and data.shape[-1] > 1 and data.stride(-1) != 1:
-        raise ValueError(
-            f"{op}: {name} must be K-major on Hopper, with K = {data.shape[-1]} innermost in "
-            f"memory, got strides {list(pair[0].stride())} for shape {list(pair[0].shape)}; copy "
-            f"it by {'.mT.contiguous().mT' if transposed else '.contiguous()'}"
-        )
-    return data, scales
-
-
-def _check_recipes(op: str, *recipes: Recipe | str | bool) -> None:
-    """Check recipe, recipe_a and recipe_b.
-
-    By position, calls of 2025 give `compiled_dims` and `disable_ue8m0_cast` for the latter two.
-    """
-    if isinstance(recipes[1], str):
-        recipes = (recipes[0], None, None)
-    given = tuple(tuple(x) if isinstance(x, Sequence) else x for x in recipes)
-    if given not in _RECIPES:
-        raise ValueError(
-            f"{op}: recipe must be (1, 128, 128), or recipe_a (1, 128) and recipe_b (128, 128), or "
-            "all None, for 1x128 scales of a and 128x128 scales of b; got recipe, recipe_a, "
-            f"recipe_b = {given}. (1, 1, 128) is for weight gradients, which come with training; "
-            "other blocks are for Blackwell"
-        )
 
 
 # ---- Dense ----
@@ -97,13 +57,12 @@ def _dense(form: str) -> Gemm:
         compiled_dims: str = "nk",
         disable_ue8m0_cast: bool = False,
     ) -> None:
-        _check_recipes(name, recipe, recipe_a, recipe_b)
-        operands = _operand(name, "a", a, transposed_a), _operand(name, "b", b, transposed_b)
-        if c is not None and (c.shape != d.shape or c.dtype != d.dtype):
-            raise ValueError(
-                f"{name}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "
-                f"{list(c.shape)} in {c.dtype}"
-            )
+        of_gradients = asks_for_gradients(name, recipe, recipe_a, recipe_b)
+        operands = k_major(name, "a", a, transposed_a), k_major(name, "b", b, transposed_b)
+        check_c(name, c, d)
+        if of_gradients:
+            dense_gradient(name, *operands, d, c)
+            return
         product = d if c is None else torch.empty_like(d)
         kernels.fp8_gemm_nt(*operands, product)
         if c is not None:
@@ -115,11 +74,13 @@ def _dense(form: str) -> Gemm:
 
     Args:
         a: (e4m3 {a}, fp32 scales of 1x128 blocks along K).
-        b: (e4m3 {b}, fp32 scales of 128x128 blocks).
-        d: bf16 [M, N], rows contiguous; overwritten.
-        c: bf16 [M, N], or d itself. The product is rounded to BF16 before c is added.
+        b: (e4m3 {b}, fp32 scales of 128x128 blocks, or as a with recipe (1, 1, 128)).
+        d: bf16 [M, N], rows contiguous; overwritten. With recipe (1, 1, 128) fp32, or bf16 if c is
+            None.
+        c: as d, or d itself. Where d is bf16, the product is rounded to BF16 before c is added.
         recipe: None or (1, 128, 128), the blocks of both scales; or recipe_a (1, 128) and recipe_b
-            (128, 128) instead.
+            (128, 128) instead. (1, 1, 128), or recipe_a and recipe_b (1, 128), is for weight
+            gradients: K are tokens, and both operands have scales for 128 of them.
         compiled_dims, disable_ue8m0_cast: without meaning here.
 
     Raises:
@@ -161,8 +122,8 @@ def _contiguous(form: str) -> Gemm:
         *,
         m_indices: torch.Tensor | None = None,
     ) -> None:
-        _check_recipes(name, recipe, recipe_a, recipe_b)
-        x, w = _operand(name, "a", a), _operand(name, "b", b, transposed_b)
+        check_recipes(name, recipe, recipe_a, recipe_b)
+        x, w = k_major(name, "a", a), k_major(name, "b", b, transposed_b)
         layout = m_indices if grouped_layout is None else grouped_layout
         if layout is None or (grouped_layout is not None and m_indices is not None):
             raise TypeError(f"{name}: give either grouped_layout or, its name of 2025, m_indices")
@@ -252,8 +213,8 @@ def m_grouped_fp8_gemm_nt_masked(
     as in `fp8_gemm_nt`.
     """
     op = "m_grouped_fp8_gemm_nt_masked"
-    _check_recipes(op, recipe, recipe_a, recipe_b)
-    operands = _operand(op, "a", a), _operand(op, "b", b)
+    check_recipes(op, recipe, recipe_a, recipe_b)
+    operands = k_major(op, "a", a), k_major(op, "b", b)
     kernels.m_grouped_fp8_gemm_nt_masked(*operands, d, masked_m, expected_m)
 
 
