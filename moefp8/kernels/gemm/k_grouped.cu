@@ -23,6 +23,7 @@ struct KGroupedConfig {
   int stages;
   int multicast;            // 2: the CTAs of a cluster have the same rows, and load half of them each, for both; else 1
   bool blocks_b;            // b has a scale for 128 features as well, not for each of them
+  bool stages_output;       // tiles leave through shared memory by TMA, which d must allow; else from registers
   Output output;
   int shared_bytes;         // as the host counts them
 
@@ -33,6 +34,10 @@ struct KGroupedConfig {
   int producer_registers = warpgroups == 2 ? 24 : 32;
   // Registers do not suffice to store a tile while products of the next one are under way.
   bool stores_first = !blocks_b;
+  int element_bytes = output == Output::kBFloat16 ? 2 : 4;
+  int box_n = 128 / element_bytes;  // columns of one TMA store: a span of the swizzle
+  int output_boxes = tile_n / box_n;
+  int output_buffers = stages_output ? (output == Output::kBFloat16 ? parts : 1) : 0;  // of each warpgroup
   int scales_b = blocks_b ? 4 : tile_n;  // in one box: TMA moves 16 bytes at least
 };
 
@@ -46,11 +51,19 @@ struct Arguments {
   int aligned;                // whether eight BF16 or two FP32 of a row of d can be written at once
 };
 
+template <KGroupedConfig C, bool kNeeded = C.stages_output>
+struct Staging {
+  alignas(1024) uint8_t boxes[C.warpgroups][C.output_buffers][C.output_boxes][64 * 128];
+};
+template <KGroupedConfig C>
+struct Staging<C, false> {};
+
 template <KGroupedConfig C>
 struct Shared {
   // 1024 B: required by the 128 B swizzle.
   alignas(1024) uint8_t rows[C.stages][C.tile_m * kBlock];
   alignas(1024) uint8_t cols[C.stages][C.tile_n * kBlock];
+  [[no_unique_address]] Staging<C> output;
   struct alignas(128) {  // 128 B: required by TMA
     float rows[C.tile_m];
     alignas(128) float cols[C.scales_b];
@@ -63,53 +76,60 @@ struct Shared {
 // over the CTAs has tiles of one or two experts, so nobody waits for others at the end.
 template <KGroupedConfig C>
 struct Schedule {
+  struct Tile {
+    int index, expert, row, col;
+    int begin, end;  // the expert's tokens
+  };
   const Arguments& args;
-  const int rank = C.multicast > 1 ? cluster_rank() : 0;
-  const int num_clusters = gridDim.x / C.multicast;
-  int tile = blockIdx.x / C.multicast;
-  int stage = 0;
-  uint32_t parity = 0;
+  Tile next;                    // found while the tile before is computed, since it takes as long as a block of tokens
   int expert, row, col;         // where the tile lies
   int first_block, num_blocks;  // of the expert's tokens
   int block;                    // the next one, counted from the expert's first. The last one comes first: of its tokens
   int first_steps;              // only some exist, which take so many WGMMAs
+  int stage = 0;
+  uint32_t parity = 0;
+  bool done;
 
-  __device__ Schedule(const Arguments& arguments) : args(arguments) { find(); }
-  __device__ bool done() const { return tile >= args.num_experts * args.num_row_tiles * args.num_col_tiles; }
+  __device__ Schedule(const Arguments& arguments) : args(arguments) {
+    find(blockIdx.x / C.multicast);
+    next_tile();
+  }
   __device__ void next_tile() {
-    tile += num_clusters;
-    find();
-  }
-  __device__ void next_stage() {
-    if (++stage == C.stages) stage = 0, parity ^= 1;
-    ++block;
-  }
-
- private:
-  __device__ void find() {
-    if (done()) return;
-    const uint32_t of_expert = args.num_row_tiles * args.num_col_tiles;
-    expert = uint32_t(tile) / of_expert;
-    const uint32_t i = tile - expert * of_expert, band = uint32_t(args.band), in_bands = band * args.num_col_tiles;
-    const uint32_t first = i / in_bands * band, in_band = i - first * args.num_col_tiles;
-    const uint32_t height = min(band, args.num_row_tiles - first);
-    row = (first + in_band % height) * C.tile_m;
-    col = (in_band / height * C.multicast + rank) * C.tile_n;
-    int begin = 0, end = args.num_tokens;
-    if (args.expert_offsets != nullptr) {  // whatever it holds, no other block is read
-      begin = min(max(args.expert_offsets[expert], 0), args.num_tokens);
-      end = min(args.expert_offsets[expert + 1], args.num_tokens);
-    }
+    done = next.index >= args.num_experts * args.num_row_tiles * args.num_col_tiles;
+    expert = next.expert, row = next.row, col = next.col;
+    // Whatever the offsets are, no other block is read.
+    const int begin = min(max(next.begin, 0), args.num_tokens), end = min(next.end, args.num_tokens);
     const int num_tokens = max(end - begin, 0);
     first_block = begin / kBlock + expert;
     num_blocks = ceil_div(num_tokens, kBlock);
     block = -1;
     first_steps = ceil_div(num_tokens - (num_blocks - 1) * kBlock, kStep);
+    find(next.index + gridDim.x / C.multicast);
+  }
+  __device__ void next_stage() {
+    if (++stage == C.stages) stage = 0, parity ^= 1;
+    ++block;
+  }
+  __device__ int stage_before() const { return stage == 0 ? C.stages - 1 : stage - 1; }
+
+ private:
+  __device__ void find(int index) {
+    const uint32_t of_expert = args.num_row_tiles * args.num_col_tiles, rank = C.multicast > 1 ? cluster_rank() : 0;
+    next.index = index;
+    next.expert = min(uint32_t(index) / of_expert, args.num_experts - 1);
+    const uint32_t i = index - next.expert * of_expert, band = args.band, of_band = band * args.num_col_tiles;
+    const uint32_t first = i / of_band * band, in_band = i - first * args.num_col_tiles;
+    const uint32_t height = max(min(int(band), args.num_row_tiles - int(first)), 1);
+    next.row = (first + in_band % height) * C.tile_m;
+    next.col = (in_band / height * C.multicast + rank) * C.tile_n;
+    next.begin = 0, next.end = args.num_tokens;
+    if (args.expert_offsets != nullptr)
+      next.begin = args.expert_offsets[next.expert], next.end = args.expert_offsets[next.expert + 1];
   }
 };
 
 struct Maps {
-  TensorMap a, b, a_scales, b_scales;
+  TensorMap a, b, a_scales, b_scales, d;
 };
 
 template <KGroupedConfig C>
@@ -118,7 +138,7 @@ __device__ void produce(Shared<C>& shared, const Maps& maps, const Arguments& ar
   const L2Policy policy = L2Policy::usual();
   Schedule<C> schedule(args);
 #pragma unroll 1
-  for (; !schedule.done(); schedule.next_tile()) {
+  for (; !schedule.done; schedule.next_tile()) {
 #pragma unroll 1
     for (; schedule.block < schedule.num_blocks - 1; schedule.next_stage()) {
       const int block = schedule.first_block + (schedule.block < 0 ? schedule.num_blocks - 1 : schedule.block);
@@ -128,7 +148,7 @@ __device__ void produce(Shared<C>& shared, const Maps& maps, const Arguments& ar
       full.arrive_and_expect(elected, C.stage_bytes);
       if constexpr (C.multicast > 1) {
         constexpr int kHalf = C.tile_m / 2;
-        const int first = schedule.rank * kHalf;
+        const int first = cluster_rank() * kHalf;
         tma_load_multicast(elected, shared.rows[stage] + first * kBlock, maps.a, full, {0, schedule.row + first, block},
                            3);
       } else {
@@ -308,6 +328,44 @@ __device__ void store_part(const float (&total)[C.tile_n / 2], const Arguments& 
   }
 }
 
+// Stores one part of a tile through shared memory. Rows of a box are 128 B long, and its units of 16 B are swizzled.
+template <KGroupedConfig C>
+__device__ void store_staged(const float (&total)[C.tile_n / 2], Shared<C>& shared, const Maps& maps, int expert, int row,
+                             int col, int part, const Thread<C>& thread) {
+  uint8_t(&boxes)[C.output_boxes][64 * 128] = shared.output.boxes[thread.group][part % C.output_buffers];
+  const bool is_first = threadIdx.x % kWarpgroup == 0;
+  if (is_first) tma_store_wait_read<C.output_buffers - 1>();
+  named_barrier<kWarpgroup>(1 + thread.group);
+  const int warp_row = threadIdx.x % kWarpgroup / kWarp * 16;
+  if constexpr (C.output == Output::kBFloat16) {
+    // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8 of matrix l / 8.
+#pragma unroll
+    for (int j = 0; j < C.tile_n / 8; j += 2) {
+      const int y = warp_row + thread.lane % 16, unit = (j + thread.lane / 16) % 8 ^ y % 8;
+      const auto packed = [&](int i) { return pack_bf16(total[4 * j + 2 * i], total[4 * j + 2 * i + 1]); };
+      store_matrices<false>(shared_address(boxes[j / 8]) + y * 128 + unit * 16, packed(0), packed(1), packed(2), packed(3));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < C.tile_n / 4; ++i) {  // two columns of row i % 2 * 8
+      const int y = warp_row + thread.lane / 4 + i % 2 * 8, x = i / 2 * 8 + thread.col, unit = x / 4 % 8 ^ y % 8;
+      *reinterpret_cast<float2*>(boxes[x / 32] + y * 128 + unit * 16 + x % 4 * 4) = {total[2 * i], total[2 * i + 1]};
+    }
+  }
+  fence_for_async();
+  named_barrier<kWarpgroup>(1 + thread.group);
+  if (is_first) {
+    const int first_row = row + (thread.group * C.parts + part) * 64;
+#pragma unroll
+    for (int i = 0; i < C.output_boxes; ++i) {
+      const Corner at{col + i * C.box_n, first_row, expert};
+      if constexpr (C.output == Output::kAccumulate) tma_add(maps.d, boxes[i], at);
+      else tma_store<3>(maps.d, boxes[i], at);
+    }
+    tma_store_commit();
+  }
+}
+
 // Writes zeros to the tile of an expert that has no tokens.
 template <KGroupedConfig C>
 __device__ void store_zeros(const Arguments& args, const Schedule<C>& schedule) {
@@ -328,7 +386,7 @@ __device__ void store_zeros(const Arguments& args, const Schedule<C>& schedule) 
 }
 
 template <KGroupedConfig C>
-__device__ void consume(Shared<C>& shared, const Arguments& args) {
+__device__ void consume(Shared<C>& shared, const Maps& maps, const Arguments& args) {
   const Thread<C> thread;
   Schedule<C> schedule(args);
   float total[C.parts][C.tile_n / 2];
@@ -337,7 +395,10 @@ __device__ void consume(Shared<C>& shared, const Arguments& args) {
   int expert = -1, row = 0, col = 0;  // where the tile in `total` lies; -1: there is none yet
 
   const auto store = [&](int part) __attribute__((always_inline)) {
-    if (expert >= 0) store_part<C>(total[part], args, expert, row + part * 64, col, thread);
+    if (expert >= 0) {
+      if constexpr (C.stages_output) store_staged<C>(total[part], shared, maps, expert, row, col, part, thread);
+      else store_part<C>(total[part], args, expert, row + part * 64, col, thread);
+    }
 #pragma unroll
     for (int i = 0; i < C.tile_n / 2; ++i) total[part][i] = 0.0f;
   };
@@ -348,7 +409,7 @@ __device__ void consume(Shared<C>& shared, const Arguments& args) {
   // The stage was waited for. What can be done while the tensor cores have products, is done then: scales are read, the
   // stage before is released, the next one is waited for.
   const auto compute_block = [&](bool is_first) __attribute__((always_inline)) {
-    const int stage_before = schedule.stage == 0 ? C.stages - 1 : schedule.stage - 1;
+    const int stage_before = schedule.stage_before();
 #pragma unroll
     for (int part = 0; part < C.parts; ++part) {
       if (is_first) buffer.template begin<false>(shared, schedule, part, thread);
@@ -368,7 +429,7 @@ __device__ void consume(Shared<C>& shared, const Arguments& args) {
   };
 
 #pragma unroll 1
-  for (; !schedule.done(); schedule.next_tile()) {
+  for (; !schedule.done; schedule.next_tile()) {
     if (schedule.num_blocks == 0) {
       if constexpr (C.output != Output::kAccumulate) store_zeros<C>(args, schedule);
       continue;
@@ -381,19 +442,20 @@ __device__ void consume(Shared<C>& shared, const Arguments& args) {
     compute_block(true);
 #pragma unroll 1
     while (schedule.block < schedule.num_blocks - 1) compute_block(false);
-    release(shared, schedule.stage == 0 ? C.stages - 1 : schedule.stage - 1);
+    release(shared, schedule.stage_before());
     expert = schedule.expert, row = schedule.row, col = schedule.col;
   }
   store_all();
+  if (C.stages_output && threadIdx.x % kWarpgroup == 0) tma_store_wait_read();
 }
 
 // Formula   d[e] (+)= sum over blocks of 128 tokens of e of (a_scale * b_scale) * (a b^T), each summed by WGMMA.
 // Grid      as many clusters as run at once, at most one for each tile; they walk over the tiles of all experts. A CTA
 //           has a tile of 64 rows for each math warpgroup and tile_n columns.
-// Shared    `stages` stages of both operands and their scales.
+// Shared    `stages` stages of both operands and their scales; tiles on their way out.
 // Barriers  full[stage]: one arrival of the producer's elected lane, and TMA's bytes;
 //           empty[stage]: each math thread, and with multicast each math warp of the other CTA.
-// Alignment a, b and scales: address and pitches multiples of 16 B (TMA); d: any.
+// Alignment a, b and scales: address and pitches multiples of 16 B (TMA); d too if it leaves through shared memory.
 template <KGroupedConfig C>
 __global__ void __launch_bounds__(C.threads, 1)
     k_grouped_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments args) {
@@ -419,6 +481,6 @@ __global__ void __launch_bounds__(C.threads, 1)
     if (warp_uniform(threadIdx.x % kWarpgroup / kWarp) == 0) produce<C>(shared, maps, args);
   } else {
     take_registers<C.math_registers>();
-    consume<C>(shared, args);
+    consume<C>(shared, maps, args);
   }
 }

@@ -26,6 +26,9 @@ class KGroupedConfig:
     stages: how many the pipeline has.
     multicast: 2: two CTAs of a cluster have the same rows, and load half of them each; else 1.
     blocks_b: b has a scale for 128 features as well, not for each of them.
+    stages_output: tiles leave through shared memory by TMA, which d must allow; else from
+        registers.
+    output: what becomes of a result.
     """
 
     warpgroups: int
@@ -34,6 +37,8 @@ class KGroupedConfig:
     stages: int = 0
     multicast: int = 1
     blocks_b: bool = False
+    stages_output: bool = True
+    output: Output = Output.BFLOAT16
 
     @property
     def tile_m(self) -> int:
@@ -53,11 +58,23 @@ class KGroupedConfig:
         """The size of `Shared<C>`; the kernel asserts that it suffices."""
         operands = self.stages * (self.tile_m + self.tile_n) * BLOCK
         scales = self.stages * 4 * (round_up(self.tile_m, 32) + round_up(self.scales_b, 32))
-        return round_up(operands, 1024) + scales + round_up(16 * self.stages, 1024)
+        output = self.warpgroups * self.output_buffers * 64 * self.tile_n * self.element_bytes
+        return round_up(operands + output + scales + 16 * self.stages, 1024)
 
-    def kernel_name(self, output: Output) -> str:
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.output == Output.BFLOAT16 else 4
+
+    @property
+    def output_buffers(self) -> int:
+        """How many parts of a tile a warpgroup may have on their way out."""
+        if not self.stages_output:
+            return 0
+        return self.parts if self.output == Output.BFLOAT16 else 1
+
+    def kernel_name(self) -> str:
         facts = {x.name: getattr(self, x.name) for x in fields(self)}
-        facts |= {"output": f"Output::{output.value}", "shared_bytes": self.shared_bytes}
+        facts |= {"output": f"Output::{self.output.value}", "shared_bytes": self.shared_bytes}
         listed = ", ".join(f".{name} = {str(x).lower() if isinstance(x, bool) else x}" for name, x in facts.items())
         return f"k_grouped_kernel<KGroupedConfig{{{listed}}}>"
 

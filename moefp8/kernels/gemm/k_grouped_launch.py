@@ -59,8 +59,8 @@ class Arguments(ctypes.Structure):
     )
 
 
-def kernel_of(config: KGroupedConfig, output: Output) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(output), "")
+def kernel_of(config: KGroupedConfig) -> Kernel:
+    return Kernel(SOURCE, config.kernel_name(), "")
 
 
 def prepare_k_grouped(
@@ -70,24 +70,21 @@ def prepare_k_grouped(
     sms: Sms,
     num_tokens: int,
     *,
-    accumulates: bool = False,
     band: int | None = None,
 ) -> Launch:
     """A launch for operands that lie as these do, wherever `sources` say.
 
-    operands: TMA can address all but d; layouts and the alignment of d count.
+    operands: TMA can address all but d, and d too if `config.stages_output`; layouts and the
+        alignment of d count.
     num_tokens: of the only expert; with offsets, no expert's rows end behind it.
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
     num_experts, m, n = d.shape
     driver, device_index = current_driver(), d.get_device()
-    output = Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
-    if accumulates:
-        output = Output.ACCUMULATE
     row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
     num_tiles = num_experts * row_tiles * col_tiles
     matrix_bytes, row_bytes, _ = (stride * d.element_size() for stride in d.stride())
-    unit = 16 if output == Output.BFLOAT16 else 8  # bytes that are written at once
+    unit = 16 if config.output == Output.BFLOAT16 else 8  # bytes that are written at once
     steps = d.data_ptr(), matrix_bytes, row_bytes, n * d.element_size()
     arguments = Arguments(
         d_matrix_bytes=matrix_bytes,
@@ -101,16 +98,17 @@ def prepare_k_grouped(
         band=min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
         aligned=not any(x % unit for x in steps),
     )
-    box_m = config.tile_m // config.multicast
+    box_m, some = config.tile_m // config.multicast, box_of(a, (BLOCK, 8), BLOCK)
     maps = (
         tensor_map(box_of(a, (BLOCK, box_m), 128)),
         tensor_map(box_of(b, (BLOCK, config.tile_n), 128)),
         tensor_map(box_of(a_scale_inv, (config.tile_m, 1), 0)),
         tensor_map(box_of(b_scale_inv, (config.scales_b, 1), 0)),
+        tensor_map(box_of(d, (BLOCK // config.element_bytes, 64), BLOCK) if config.stages_output else some),
     )
-    in_maps = (sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv)
+    in_maps = (sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv, sources.d)
     return Launch(
-        driver.load(kernel_of(config, output), device_index),
+        driver.load(kernel_of(config), device_index),
         min(num_tiles, max(1, sms.busy // config.multicast)) * config.multicast,
         config.threads,
         (join_maps(maps), arguments),
