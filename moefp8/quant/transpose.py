@@ -55,7 +55,11 @@ def _check(inputs: TransposeInputs) -> None:
 
 def _body(inputs: TransposeInputs) -> None:
     _check(inputs)
-    w, parts, out = inputs
+    copy_transposed(*inputs)
+
+
+def copy_transposed(w: torch.Tensor, parts: int, out: torch.Tensor) -> None:
+    """What `transpose_codes_into` does, by PyTorch's operations."""
     n, width = w.shape[-2] // parts, out.shape[-1] // parts
     # Bytes, since FP8 has few ops of its own.
     of_parts = w.view(torch.uint8).unflatten(-2, (parts, n))

@@ -142,6 +142,10 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
   return meet_warp(value)[lane < distance ? lane : lane - distance];
 }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  const uint32_t* values = meet_warp(value);
+  return *std::max_element(values, values + 32);
+}
 template <class T> T __shfl_xor_sync(uint32_t, T value, unsigned distance) {
   return std::bit_cast<T>(meet_warp(std::bit_cast<uint32_t>(value))[threadIdx.x % 32 ^ distance]);
 }
@@ -226,6 +230,12 @@ struct Eight {
     uint32_t codes[2] = {};
     for (int i = 0; i < 8; ++i) codes[i / 4] |= encode(scale.divide((*this)[i])) << i % 4 * 8;
     return {codes[0], codes[1]};
+  }
+  template <bool kVectorized>
+  static void store(uint8_t* row, uint32_t column, uint32_t width, uint2 codes) {
+    for (uint32_t i = 0; i < (kVectorized ? 8 : min(8, width - column)); ++i) {
+      row[column + i] = (i < 4 ? codes.x : codes.y) >> i % 4 * 8;
+    }
   }
 };
 """

@@ -18,7 +18,13 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import columns_launch, quantize_launch, transpose_launch
+from moefp8.quant import (
+    both_launch,
+    columns_launch,
+    numerics,
+    quantize_launch,
+    transpose_launch,
+)
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
@@ -35,6 +41,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "quantize": quantize_launch._Arguments,
     "transpose": transpose_launch._Arguments,
     "columns": columns_launch._Arguments,
+    "both": both_launch._Arguments,
     "swiglu": swiglu_launch._Arguments,
     "swiglu_backward": swiglu_backward_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
@@ -252,6 +259,7 @@ class Emulator(RoutingEmulator):
             "quantize": self.quantize,
             "transpose": self.transpose,
             "columns": columns,
+            "both": self.both,
             "swiglu": self.swiglu,
             "logits": self.logits,
             "softmax": self.top_k,
@@ -296,6 +304,39 @@ class Emulator(RoutingEmulator):
             assert (x.out | x.out_matrix_pitch | x.out_row_pitch) % 16 == 0
         out[..., x.num_rows :] = 0
         out[..., : x.num_rows] = source.permute(0, 3, 1, 2)
+
+    def both(self, made, parameters):
+        x, dtype = made.arguments, dtype_of(made.kernel)
+        n, k, parts = x.num_rows, x.k, x.num_parts.value
+        grid = [x.num_row_tiles.value, x.num_k_tiles.value]
+        assert grid == [kernels.num_blocks(n), kernels.num_blocks(k)]
+        num_matrices, rest = divmod(made.grid, parts * grid[0] * grid[1])
+        assert (rest, made.block, made.shared_bytes) == (0, 256, 128 * 128 + 32)
+        assert n <= x.width <= grid[0] * 128
+        pitches = [x.w_matrix_pitch, x.w_part_pitch, x.w_row_pitch]
+        strides = [pitch // dtype.itemsize for pitch in pitches]
+        source = memory(x.w, dtype, [num_matrices, parts, n, k], [*strides, 1])
+        data = memory(
+            x.data, torch.uint8, [num_matrices, parts, n, k], [parts * n * k, n * k, k, 1]
+        )
+        num_scales = grid[0] * grid[1]
+        strides = [parts * num_scales, num_scales, grid[1], 1]
+        scales = memory(x.scale_inv, torch.float32, [num_matrices, parts, *grid], strides)
+        pitches = [x.transposed_matrix_pitch, x.transposed_row_pitch]
+        out = memory(
+            x.transposed, torch.uint8, [num_matrices, k, parts, x.width], [*pitches, x.width, 1]
+        )
+        if made.kernel.name.endswith("true>"):
+            assert (x.w | x.w_matrix_pitch | x.w_row_pitch | x.width) % 16 == 0
+            assert (x.transposed | x.transposed_matrix_pitch | x.transposed_row_pitch) % 16 == 0
+            assert (x.data | k) % 8 == 0
+        for matrix in range(num_matrices):
+            for part in range(parts):
+                codes, found = numerics.quantize_128x128(source[matrix, part])
+                data[matrix, part] = codes.view(torch.uint8)
+                scales[matrix, part] = found
+                out[matrix, :, part, :n] = codes.view(torch.uint8).T
+                out[matrix, :, part, n:] = 0
 
     @staticmethod
     def swiglu(made, parameters):

@@ -17,6 +17,7 @@ from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import columns, quantize
+from moefp8.quant.both import quantize_128x128_both
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive
 from tests.functional.cases import ids_here
@@ -27,6 +28,7 @@ from tests.fuzz.judges import check, side
 from tests.gpu import on_cpu_and_gpu, places_of, poison, same_bits
 from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import nothing_around_is_written
+from tests.quant import both_cases
 from tests.quant.columns_cases import assert_right, assert_same
 
 pytestmark = pytest.mark.filterwarnings("error:.*portable PyTorch body")
@@ -77,6 +79,21 @@ def test_columns(device, case, ue8m0, shares):
     assert_same(found, expected, offsets, len(x))
     found = columns.quantize_128x1(on_device, there, None, ue8m0, 1e-4)
     assert_same(found, expected[2:], offsets, len(x))
+
+
+@on_cpu_and_gpu
+@given(case=fuzz.matrices(), halves=st.booleans())
+def test_quantize_both(device, case, halves):
+    def make(place: str) -> torch.Tensor:
+        w = case.make(place)
+        return w if w.stride(-1) == 1 or w.shape[-1] == 1 else w.contiguous()
+
+    w = make("cpu")
+    parts = 2 if halves and w.shape[-2] % 2 == 0 else 1
+    expected = both_cases.expected_of(w, parts)
+    for place in places_of(device):
+        poison(place, *(y.untyped_storage().nbytes() for y in expected))
+        both_cases.assert_same(quantize_128x128_both(make(place), parts), expected)
 
 
 # ---- GEMMs ----

@@ -21,6 +21,7 @@ from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.quant.both import quantize_128x128_both
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.quant.transpose import transpose_codes
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
@@ -116,6 +117,7 @@ def main() -> None:
         print(f"quantize and linear, {dtype}", flush=True)
         run_top_k(dtype)
     run_transpose()
+    run_both()
     run_route()
     for num_tokens, top_k, hidden_size, num_sms in (
         (3, 2, 200, 132), (200, 3, 1160, 5),
@@ -161,6 +163,21 @@ def run_transpose() -> None:
         is_row = torch.arange(parts * width) % width < rows
         expected = torch.where(is_row, 0x38, 0).expand(2, k, -1)
         tell(f"transpose, {n}x{k} in {parts}", int((found != expected).sum()))
+
+
+def run_both() -> None:
+    """All weights are 448, of which scales are 1 and codes 0x7e."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n, k, parts in ((100, 144, 2), (264, 72, 1), (6, 16, 2), (331, 400, 1), (10, 9, 2)):
+            w = torch.full((2, n, k), 448, dtype=dtype, device="cuda")
+            found = quantize_128x128_both(w, parts)
+            width, rows = found.transposed.shape[-1] // parts, n // parts
+            is_row = torch.arange(parts * width) % width < rows
+            expected = torch.where(is_row, 0x7E, 0).expand(2, k, -1)
+            wrong = int((found.transposed.view(torch.uint8).cpu() != expected).sum())
+            wrong += int((found.data.view(torch.uint8).cpu() != 0x7E).sum())
+            wrong += int((found.scale_inv.cpu() != 1).sum())
+            tell(f"both, {dtype}, {n}x{k} in {parts}", wrong)
 
 
 def run_route() -> None:

@@ -75,7 +75,9 @@ class KGroupedConfig:
     def kernel_name(self) -> str:
         facts = {x.name: getattr(self, x.name) for x in fields(self)}
         facts |= {"output": f"Output::{self.output.value}", "shared_bytes": self.shared_bytes}
-        listed = ", ".join(f".{name} = {str(x).lower() if isinstance(x, bool) else x}" for name, x in facts.items())
+        listed = ", ".join(
+            f".{name} = {str(x).lower() if isinstance(x, bool) else x}" for name, x in facts.items()
+        )
         return f"k_grouped_kernel<KGroupedConfig{{{listed}}}>"
 
 

@@ -104,7 +104,9 @@ def prepare_k_grouped(
         tensor_map(box_of(b, (BLOCK, config.tile_n), 128)),
         tensor_map(box_of(a_scale_inv, (config.tile_m, 1), 0)),
         tensor_map(box_of(b_scale_inv, (config.scales_b, 1), 0)),
-        tensor_map(box_of(d, (BLOCK // config.element_bytes, 64), BLOCK) if config.stages_output else some),
+        tensor_map(
+            box_of(d, (BLOCK // config.element_bytes, 64), BLOCK) if config.stages_output else some
+        ),
     )
     in_maps = (sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv, sources.d)
     return Launch(

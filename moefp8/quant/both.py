@@ -1,0 +1,176 @@
+"""Quantize weights to E4M3 and transpose the codes, at once: what a trained weight's GEMMs read.
+
+E matrices of N rows of K weights, in parts of n = N / parts rows: 2 for gate and up, whose blocks
+begin anew with up. Numerics are those of `numerics.py`, and W^T lies as `transpose.py` lays it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.common.blocks import BLOCK, E4M3, num_blocks, round_up, round_up_to_tma
+from ..kernels.common.checks import (
+    FLOATS,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.registry import Written, register_inputs
+from ..kernels.jit import Launch
+from . import numerics
+from .both_launch import alignments, prepare_both
+from .transpose import copy_transposed
+
+_OP = "quantize_128x128_both"
+
+
+class BothInputs(NamedTuple):
+    """What `quantize_128x128_both_into` takes: weights, and the memory that it fills.
+
+    w: [N, K] or [E, N, K] bf16, fp16 or fp32; columns contiguous, rows and matrices at any pitch.
+    parts: divides N.
+    data: e4m3 of the shape of w, contiguous.
+    scale_inv: fp32 [..., parts * ceil(n/128), ceil(K/128)], contiguous.
+    transposed: e4m3 [..., K, parts * width], columns contiguous, n <= width <= n rounded up to 128:
+        row i of part p becomes column p * width + i, and columns behind the n of a part zeros.
+    """
+
+    w: torch.Tensor
+    parts: int
+    data: Written
+    scale_inv: Written
+    transposed: Written
+
+
+class Both(NamedTuple):
+    """Block-scaled weights and their transpose, whose scales are `scale_inv.mT`.
+
+    data: e4m3 [..., N, K], contiguous.
+    scale_inv: fp32 [..., parts * ceil(n/128), ceil(K/128)], contiguous.
+    transposed: e4m3 [..., K, N'], as `transpose_codes(data, parts)` lays it out.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    transposed: torch.Tensor
+
+
+def _check_weights(w: torch.Tensor, parts: int) -> None:
+    check_tensor(_OP, "w", w, FLOATS)
+    if w.ndim not in (2, 3):
+        raise ValueError(f"{_OP}: w must be [N, K] or [E, N, K], got shape {list(w.shape)}")
+    check_rows_contiguous(_OP, "w", w)
+    if parts < 1 or w.shape[-2] % parts:
+        raise ValueError(
+            f"{_OP}: parts must be at least 1 and divide N = {w.shape[-2]}, got {parts}"
+        )
+
+
+def _scale_shape(w: torch.Tensor, parts: int) -> list[int]:
+    *batch, n, k = w.shape
+    return [*batch, parts * num_blocks(n // parts), num_blocks(k)]
+
+
+def _check(inputs: BothInputs) -> None:
+    w, parts, data, scale_inv, transposed = inputs
+    _check_weights(w, parts)
+    check_same_device(_OP, w=w, data=data, scale_inv=scale_inv, transposed=transposed)
+    check_tensor(_OP, "data", data, (E4M3,))
+    check_shape(_OP, "data", data, w.shape, "the shape of w")
+    check_tensor(_OP, "scale_inv", scale_inv, (torch.float32,))
+    rule = "[..., parts * ceil(N/parts/128), ceil(K/128)]"
+    check_shape(_OP, "scale_inv", scale_inv, _scale_shape(w, parts), rule)
+    for name, x in (("data", data), ("scale_inv", scale_inv)):
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{_OP}: {name} must be contiguous, got strides {list(x.stride())} for shape "
+                f"{list(x.shape)}"
+            )
+    check_tensor(_OP, "transposed", transposed, (E4M3,), w.ndim)
+    check_rows_contiguous(_OP, "transposed", transposed)
+    *batch, n, k = w.shape
+    *rows, columns = transposed.shape
+    most = parts * round_up(n // parts, BLOCK)
+    if rows != [*batch, k] or columns % parts or not n <= columns <= most:
+        raise ValueError(
+            f"{_OP}: transposed must be {[*batch, k, 'columns']}, with columns a multiple of "
+            f"parts = {parts} from N = {n} to {most}, got {list(transposed.shape)}"
+        )
+
+
+def _body(inputs: BothInputs) -> None:
+    _check(inputs)
+    w, parts, data, scale_inv, transposed = inputs
+    n = w.shape[-2] // parts
+    of_parts = (
+        x[(None,) * (3 - x.ndim)].unflatten(-2, (parts, size)).flatten(0, 1)
+        for x, size in ((w, n), (data, n), (scale_inv, num_blocks(n)))
+    )
+    # One part is quantized at a time, since FP32 copies of all experts would not fit.
+    for part, *outputs in zip(*of_parts, strict=True):
+        for output, found in zip(outputs, numerics.quantize_128x128(part), strict=True):
+            output.copy_(found)
+    copy_transposed(data, parts, transposed)
+
+
+def _launch(inputs: BothInputs) -> None:
+    """One kernel on the current stream, if `w` has elements."""
+    w, parts, data, scale_inv, transposed = inputs
+    if w.numel() == 0:
+        _check(inputs)
+        return
+    tensors = w, data, scale_inv, transposed
+    key = (_OP, parts, *map(layout_of, tensors), *alignments(w, data, transposed))
+
+    def prepare() -> Launch:
+        _check(inputs)
+        return prepare_both(w, parts, data, transposed)
+
+    prepared(key, prepare).on(w.get_device(), tuple([x.data_ptr() for x in tensors]))
+
+
+# Quantizes `w` into memory that exists: see `BothInputs`.
+quantize_128x128_both_into = register_inputs(
+    "quantize_128x128_both_into", BothInputs, "()", cpu=_body, fake=_check, hopper=_launch
+)
+
+
+def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> Both:
+    """The codes of weights and of their transpose, by one kernel that reads the weights once.
+
+    Args:
+        w: [N, K] or [E, N, K] bf16, fp16 or fp32; columns contiguous, rows and matrices at any
+            pitch.
+        parts: N is cut into as many equal parts, each with blocks of its own: what comes is that of
+            `quantize_128x128` for each part, and of `transpose_codes` for its codes.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and what came.
+    """
+    both = empty_both(w, parts)
+    quantize_128x128_both_into(w, parts, both.data, both.scale_inv, whole_rows(both, parts))
+    return both
+
+
+def empty_both(w: torch.Tensor, parts: int) -> Both:
+    """Uninitialised memory for what `quantize_128x128_both` gives. Raises as that does."""
+    _check_weights(w, parts)
+    *batch, n, k = w.shape
+    columns = n if parts == 1 else parts * round_up(n // parts, BLOCK)
+    rows = w.new_empty((*batch, k, round_up_to_tma(columns, E4M3.itemsize)), dtype=E4M3)
+    return Both(
+        data=w.new_empty(w.shape, dtype=E4M3),
+        scale_inv=w.new_empty(_scale_shape(w, parts), dtype=torch.float32),
+        transposed=rows[..., :columns],
+    )
+
+
+def whole_rows(both: Both, parts: int) -> torch.Tensor:
+    """`both.transposed` with the bytes between its rows, which become zeros with one part."""
+    transposed = both.transposed
+    if parts > 1 or transposed.numel() == 0:
+        return transposed
+    shape = (*transposed.shape[:-1], transposed.stride(-2))
+    return transposed.as_strided(shape, transposed.stride())
