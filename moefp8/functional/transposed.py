@@ -14,8 +14,8 @@ import torch
 from ..kernels.common.blocks import BLOCK, round_up
 from ..kernels.jit import current_driver
 from ..quant.transpose import empty_transposed, transpose_codes, transpose_codes_into
+from .kept import Made, belonging
 
-_MEMORY = "_moefp8_memory"
 _LEAST_FREE = 0.25  # of a GPU's memory, for all that is allocated after W^T
 
 
@@ -28,13 +28,12 @@ class _Memory:
 
 
 class _Kept(NamedTuple):
-    """W^T as it was made: of which memory and versions of its weights, and on which stream."""
+    """W^T as it was made: of which memory and versions of its weights, and when."""
 
     memories: tuple["weakref.ref[_Memory]", ...]
     versions: tuple[int, ...]
     codes: torch.Tensor
-    stream: int
-    is_made: torch.cuda.Event
+    made: Made
 
     @property
     def is_of_freed(self) -> bool:
@@ -81,18 +80,16 @@ def _kept_or_made(
     first = weights[0]
     if keeps is False or not first.is_cuda or any(x.is_inference() for x in weights):
         return make()
-    memories = tuple(map(_memory_of, weights))
+    memories = tuple([belonging(x, _Memory) for x in weights])
     kept = memories[0].kept
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
     versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
     found = kept.get((layouts, parts))
     if found is not None and tuple([memory() for memory in found.memories]) != memories:
         found = None  # another weight has this address now
-    current = torch.cuda.current_stream(first.device)
     if found is not None and found.versions == versions:
-        if found.stream != current.cuda_stream and not is_capturing:
-            current.wait_event(found.is_made)
-            found.codes.record_stream(current)
+        if not is_capturing:
+            found.made.wait([found.codes])
         return found.codes
     if is_capturing:
         return make()
@@ -101,34 +98,9 @@ def _kept_or_made(
     if found is None and not (keeps or _has_room(weights, memories[0])):
         return make()
     codes = make() if found is None else found.codes.copy_(make())
-    is_made = torch.cuda.Event()
-    is_made.record(current)
     of = tuple(map(weakref.ref, memories))
-    kept[layouts, parts] = _Kept(of, versions, codes, current.cuda_stream, is_made)
+    kept[layouts, parts] = _Kept(of, versions, codes, Made.now(first.device))
     return codes
-
-
-def _memory_of(weight: torch.Tensor) -> _Memory:
-    """That of its storage, whoever holds the weight.
-
-    FSDP frees gathered weights by resizing their storage, and writes others into it later, maybe at
-    the same address; no version counts that. So a storage that keeps something watches its size.
-    """
-    storage = weight.untyped_storage()
-    own = storage.__dict__
-    if _MEMORY not in own:
-        own["resize_"] = partial(_forget_and_resize, weakref.ref(storage))
-        own[_MEMORY] = _Memory()
-    memory: _Memory = own[_MEMORY]
-    return memory
-
-
-def _forget_and_resize(watched: "weakref.ref[torch.UntypedStorage]", num_bytes: int) -> Any:
-    storage = watched()
-    assert storage is not None
-    storage.__dict__.pop(_MEMORY, None)
-    storage.__dict__.pop("resize_", None)
-    return storage.resize_(num_bytes)
 
 
 def _has_room(weights: tuple[torch.Tensor, ...], memory: _Memory) -> bool:

@@ -44,8 +44,8 @@ class BothInputs(NamedTuple):
     transposed: Written
 
 
-class Both(NamedTuple):
-    """Block-scaled weights and their transpose, whose scales are `scale_inv.mT`.
+class WeightCodes(NamedTuple):
+    """E4M3 codes of weights and of their transpose, whose scales are `scale_inv.mT`.
 
     data: e4m3 [..., N, K], contiguous.
     scale_inv: fp32 [..., parts * ceil(n/128), ceil(K/128)], contiguous.
@@ -137,7 +137,7 @@ quantize_128x128_both_into = register_inputs(
 )
 
 
-def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> Both:
+def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> WeightCodes:
     """The codes of weights and of their transpose, by one kernel that reads the weights once.
 
     Args:
@@ -154,20 +154,20 @@ def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> Both:
     return both
 
 
-def empty_both(w: torch.Tensor, parts: int) -> Both:
+def empty_both(w: torch.Tensor, parts: int) -> WeightCodes:
     """Uninitialised memory for what `quantize_128x128_both` gives. Raises as that does."""
     _check_weights(w, parts)
     *batch, n, k = w.shape
     columns = n if parts == 1 else parts * round_up(n // parts, BLOCK)
     rows = w.new_empty((*batch, k, round_up_to_tma(columns, E4M3.itemsize)), dtype=E4M3)
-    return Both(
+    return WeightCodes(
         data=w.new_empty(w.shape, dtype=E4M3),
         scale_inv=w.new_empty(_scale_shape(w, parts), dtype=torch.float32),
         transposed=rows[..., :columns],
     )
 
 
-def whole_rows(both: Both, parts: int) -> torch.Tensor:
+def whole_rows(both: WeightCodes, parts: int) -> torch.Tensor:
     """`both.transposed` with the bytes between its rows, which become zeros with one part."""
     transposed = both.transposed
     if parts > 1 or transposed.numel() == 0:

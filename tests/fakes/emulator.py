@@ -57,6 +57,7 @@ class FakeDriver(jit.Driver):
     num_sms: how many SMs it has. max_prepared: as in `jit.Driver`.
     library: runs what is launched.
     launched: all launches so far, with what the kernel was given; `gemms` are those of GEMMs.
+    capture: the number of the capture that the stream is part of; None: it is part of none.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FakeDriver(jit.Driver):
     ) -> None:
         super().__init__(library or Emulator(), max_prepared)
         self.sms, self.stream = num_sms, 7
+        self.capture: int | None = None
         self.launched, self.kernels = self.library.launched, self.library.kernels
         self.maps = self.library.maps
         self.workspaces: list[torch.Tensor] = []
@@ -90,7 +92,10 @@ class FakeDriver(jit.Driver):
         return -1
 
     def is_capturing(self) -> bool:
-        return False
+        return self.capture is not None
+
+    def capture_id(self, device_index: int) -> int | None:
+        return self.capture
 
     def is_lost(self, function: jit.Function) -> bool:
         return False

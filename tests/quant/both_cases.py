@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from moefp8.quant.both import Both, empty_both, quantize_128x128_both_into
+from moefp8.quant.both import WeightCodes, empty_both, quantize_128x128_both_into
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.quant.transpose import transpose_codes
 from tests.gpu import same_bits
@@ -26,7 +26,7 @@ def weights(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu
     return w.to(dtype).to(device)
 
 
-def expected_of(w: torch.Tensor, parts: int) -> Both:
+def expected_of(w: torch.Tensor, parts: int) -> WeightCodes:
     """Part by part, by the ops that quantize and transpose."""
     n = w.shape[-2] // parts
     of_parts = [
@@ -34,10 +34,10 @@ def expected_of(w: torch.Tensor, parts: int) -> Both:
     ]
     codes, scales = zip(*of_parts, strict=True)
     data = torch.cat([x.view(torch.uint8) for x in codes], dim=-2).view(codes[0].dtype)
-    return Both(data, torch.cat(scales, dim=-2), transpose_codes(data, parts))
+    return WeightCodes(data, torch.cat(scales, dim=-2), transpose_codes(data, parts))
 
 
-def assert_same(found: Both, expected: Both) -> None:
+def assert_same(found: WeightCodes, expected: WeightCodes) -> None:
     """Bits and layout, and zeros between the rows of what is transposed."""
     for ours, theirs in zip(found, expected, strict=True):
         assert same_bits(ours, theirs)

@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from ctypes import c_int, c_void_p
+from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ _STATIC_SHARED_BYTES = 1
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _SHARED_BYTES_OPTIN = 97
 _COMPUTE_CAPABILITY = (75, 76)
+_IS_CAPTURING = 1  # CUstreamCaptureStatus
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,20 @@ class Driver(Libcuda):
     def is_capturing(self) -> bool:
         """Whether the current stream of the current GPU is being captured into a graph."""
         return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    def capture_id(self, device_index: int) -> int | None:
+        """Which capture that GPU's current stream is part of: no other one of this process has it.
+
+        None if the current GPU's stream is not being captured.
+        """
+        if not self.is_capturing():
+            return None
+        status, number = c_int(), c_uint64()
+        ask = self.library.cuStreamGetCaptureInfo_v2
+        stream = self.current_stream(device_index)
+        result = ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+        self.check(result, f"the capture of a stream of cuda:{device_index}")
+        return number.value if status.value == _IS_CAPTURING else None
 
     def on_device(self, device_index: int) -> AbstractContextManager[object]:
         return torch.cuda.device(device_index)

@@ -59,6 +59,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, _HANDLE),
+    # The stream, its status, the number of the capture; the graph, and what comes next depends on.
+    "cuStreamGetCaptureInfo_v2": (
+        *(c_void_p, POINTER(c_int), POINTER(c_uint64)),
+        *(c_void_p, c_void_p, c_void_p),
+    ),
     "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
     "cuGraphInstantiateWithFlags": (_HANDLE, c_void_p, c_uint64),

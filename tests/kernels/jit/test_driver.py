@@ -249,6 +249,24 @@ def test_what_was_prepared_from_is_copied(tmp_path, fake):
     assert [fake.address_in(at) for at in maps] == [1 << 20, 1 << 21, 1 << 20]
 
 
+@pytest.mark.parametrize(
+    ("captures", "status", "expected"),
+    [(True, 1, 12), (True, 0, None), (True, 2, None), (False, 1, None)],
+)
+def test_a_capture_has_a_number(fake, captures, status, expected):
+    class Capturing(HostDriver):
+        def is_capturing(self) -> bool:
+            return captures
+
+    def tell(stream, out, number, *nothing):
+        assert (stream, nothing) == (STREAM + 3, (None,) * 3)
+        out._obj.value, number._obj.value = status, 12
+        return 0
+
+    fake.cuStreamGetCaptureInfo_v2 = tell
+    assert Capturing(fake).capture_id(3) == expected
+
+
 @pytest.mark.parametrize("fake", [True], ids=["opaque maps"], indirect=True)
 def test_after_an_address_that_is_refused_the_one_before_is_written_again(tmp_path, fake):
     pointers = [*jit.pointers(Numbers, data=jit.Source(0)), jit.Pointer(1, 0, jit.Source(0))]
