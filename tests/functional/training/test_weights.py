@@ -240,10 +240,18 @@ def test_a_failed_launch_leaves_nothing_to_trust(gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(gpu.library, "launch", lambda *_: 1)
         patch.setattr(gpu, "check", raise_error)
-        for _ in range(2):
+        for trusts in (True, False):
             with pytest.raises(RuntimeError, match="no luck"):
-                codes_of(weight)
+                codes_of(weight, trusts=trusts)
     assert_right(weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.library, "launch", lambda *_: 1)
+        patch.setattr(gpu, "check", raise_error)
+        with pytest.raises(RuntimeError, match="no luck"):
+            codes_of(weight, trusts=False)  # no version says that these are old
+    num_before = num_made(gpu)
+    codes_of(weight)
+    assert num_made(gpu) == num_before + 1
 
 
 def raise_error(*_):
