@@ -273,11 +273,11 @@ class GemmConfig:
         facts |= {
             name: getattr(self, name) for name, x in vars(GemmConfig).items() if type(x) is told
         }
-        listed = (f".{name} = {_in_cpp(value)}" for name, value in facts.items())
+        listed = (f".{name} = {in_cpp(value)}" for name, value in facts.items())
         return f"gemm_kernel<GemmConfig{{{', '.join(listed)}}}>"
 
 
-def _in_cpp(value: bool | int | str) -> str:
+def in_cpp(value: bool | int | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

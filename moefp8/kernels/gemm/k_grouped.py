@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, E4M3, ceil_div, e4m3_to_float
+from ..common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
 from ..common.checks import check_same_device, check_shape, check_tensor
 from ..common.prepared import layout_of, prepared
 from ..common.registry import Written, register_inputs
 from ..common.tma_operands import fits, fitting
 from ..jit import Launch, Source
-from .k_grouped_config import choose_config
+from .k_grouped_config import Output, choose_config
 from .k_grouped_launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
 from .launch import Sms, busy_sms
 from .operands import check_sizes
@@ -27,7 +27,8 @@ class KGroupedInputs(NamedTuple):
 
     a: e4m3 [B, M, 128], b: e4m3 [B, N, 128]: codes of 128 tokens of a feature, which lie side by
         side; other strides may be any.
-    a_scale_inv: fp32 [B, M]. b_scale_inv: fp32 [B, N].
+    a_scale_inv: fp32 [B, M]. b_scale_inv: fp32 [B, N], or [B, ceil(N/128)]: one for each block of
+        128 tokens and 128 features.
     d: [E, M, N] bf16 or fp32, or [M, N] without expert_offsets; rows are contiguous.
     expert_offsets: int32 [E + 1]: expert e has the tokens from expert_offsets[e] to the next one,
         in blocks from expert_offsets[e] / 128 + e on. None: there is one, with num_tokens in all
@@ -46,6 +47,11 @@ class KGroupedInputs(NamedTuple):
     accumulates: bool = False
 
 
+def has_blocks_b(b: torch.Tensor, b_scale_inv: torch.Tensor) -> bool:
+    """Whether b has a scale for 128 features; of a single feature, that is the same."""
+    return b_scale_inv.shape[-1] == ceil_div(b.shape[1], BLOCK) != b.shape[1]
+
+
 def check_k_grouped(inputs: KGroupedInputs) -> None:
     """Check all but the values of expert_offsets. Also the fake body."""
     a, a_scale_inv, b, b_scale_inv, d, expert_offsets, num_tokens, accumulates = inputs
@@ -60,7 +66,8 @@ def check_k_grouped(inputs: KGroupedInputs) -> None:
             )
     (num_blocks, m, _), n = a.shape, b.shape[1]
     check_shape(_OP, "b", b, [num_blocks, n, BLOCK], "[B, N, 128] for a [B, M, 128]")
-    for name, x, size in (("a_scale_inv", a_scale_inv, m), ("b_scale_inv", b_scale_inv, n)):
+    of_b = ceil_div(n, BLOCK) if has_blocks_b(b, b_scale_inv) else n
+    for name, x, size in (("a_scale_inv", a_scale_inv, m), ("b_scale_inv", b_scale_inv, of_b)):
         check_tensor(_OP, name, x, (torch.float32,), 2)
         check_shape(_OP, name, x, [num_blocks, size], "[B, features]")
     check_tensor(_OP, "d", d, (torch.float32,) if accumulates else (torch.bfloat16, torch.float32))
@@ -82,6 +89,8 @@ def _body(inputs: KGroupedInputs) -> None:
     check_k_grouped(inputs)
     a, a_scale_inv, b, b_scale_inv, d, expert_offsets, num_tokens, accumulates = inputs
     offsets = [0, num_tokens] if expert_offsets is None else expert_offsets.tolist()
+    if has_blocks_b(b, b_scale_inv):
+        b_scale_inv = b_scale_inv.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
     for expert, of_expert in enumerate(d[None] if expert_offsets is None else d):
         begin, end = offsets[expert : expert + 2]
         first = begin // BLOCK + expert
@@ -122,7 +131,7 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
 
     def prepare() -> Launch | None:
         check_k_grouped(inputs)
-        check_sizes(_OP, *d.shape[-2:], BLOCK * len(inputs.a))
+        check_sizes(_OP, d.shape[-2], d.shape[-1], BLOCK * len(inputs.a))
         return _prepare(inputs, sms) if d.numel() and inputs.a.numel() else None
 
     launch = prepared(key, prepare)
@@ -136,13 +145,21 @@ def _prepare(inputs: KGroupedInputs, sms: Sms) -> Launch:
     a, d, is_grouped = inputs.a, inputs.d, inputs.expert_offsets is not None
     if not is_grouped:
         d = d[None]
+    output = Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
+    if inputs.accumulates:
+        output = Output.ACCUMULATE
+    config = choose_config(
+        *d.shape[1:],
+        output,
+        blocks_b=has_blocks_b(inputs.b, inputs.b_scale_inv),
+        d_fits=fits(d) and d.shape[2] * d.element_size() % TMA_BYTES == 0,
+    )
     return prepare_k_grouped(
-        choose_config(*d.shape[1:]),
+        config,
         KGroupedOperands(*inputs[:4], d),
         _SOURCES if is_grouped else _SOURCES._replace(expert_offsets=None),
         sms,
         BLOCK * len(a) if is_grouped else inputs.num_tokens,
-        accumulates=inputs.accumulates,
     )
 
 

@@ -5,7 +5,7 @@ from enum import Enum
 from functools import lru_cache
 
 from ..common.blocks import BLOCK, round_up
-from .config import MAX_SHARED_BYTES
+from .config import MAX_SHARED_BYTES, in_cpp
 
 
 class Output(str, Enum):
@@ -75,9 +75,7 @@ class KGroupedConfig:
     def kernel_name(self) -> str:
         facts = {x.name: getattr(self, x.name) for x in fields(self)}
         facts |= {"output": f"Output::{self.output.value}", "shared_bytes": self.shared_bytes}
-        listed = ", ".join(
-            f".{name} = {str(x).lower() if isinstance(x, bool) else x}" for name, x in facts.items()
-        )
+        listed = ", ".join(f".{name} = {in_cpp(value)}" for name, value in facts.items())
         return f"k_grouped_kernel<KGroupedConfig{{{listed}}}>"
 
 
@@ -88,6 +86,22 @@ def with_most_stages(config: KGroupedConfig) -> KGroupedConfig:
 
 
 @lru_cache(4096)
-def choose_config(m: int, n: int, blocks_b: bool = False) -> KGroupedConfig:
-    """The config for d [E, M, N]."""
-    return with_most_stages(KGroupedConfig(2, 2, 128, blocks_b=blocks_b))
+def choose_config(
+    m: int, n: int, output: Output, *, blocks_b: bool, d_fits: bool
+) -> KGroupedConfig:
+    """The config for d [E, M, N].
+
+    blocks_b: whether b has a scale for 128x128 blocks.
+    d_fits: whether TMA can address d, so that tiles leave through shared memory.
+    """
+    are_pairs = blocks_b and n > 128
+    config = KGroupedConfig(
+        warpgroups=2,
+        parts=2,
+        tile_n=128,
+        multicast=2 if are_pairs else 1,
+        blocks_b=blocks_b,
+        stages_output=d_fits,
+        output=output,
+    )
+    return with_most_stages(config)

@@ -98,24 +98,28 @@ def prepare_k_grouped(
         band=min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
         aligned=not any(x % unit for x in steps),
     )
-    box_m, some = config.tile_m // config.multicast, box_of(a, (BLOCK, 8), BLOCK)
+    box_m = config.tile_m // config.multicast
+    of_d, box_d = (
+        (d, (BLOCK // config.element_bytes, 64)) if config.stages_output else (a, (BLOCK, 8))
+    )
     maps = (
-        tensor_map(box_of(a, (BLOCK, box_m), 128)),
-        tensor_map(box_of(b, (BLOCK, config.tile_n), 128)),
+        tensor_map(box_of(a, (BLOCK, box_m), BLOCK)),
+        tensor_map(box_of(b, (BLOCK, config.tile_n), BLOCK)),
         tensor_map(box_of(a_scale_inv, (config.tile_m, 1), 0)),
         tensor_map(box_of(b_scale_inv, (config.scales_b, 1), 0)),
-        tensor_map(
-            box_of(d, (BLOCK // config.element_bytes, 64), BLOCK) if config.stages_output else some
-        ),
+        tensor_map(box_of(of_d, box_d, BLOCK)),  # where d does not leave by TMA, any map will do
     )
-    in_maps = (sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv, sources.d)
+    of_maps = (
+        *(sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv),
+        sources.d if config.stages_output else sources.a,
+    )
     return Launch(
         driver.load(kernel_of(config), device_index),
         min(num_tiles, max(1, sms.busy // config.multicast)) * config.multicast,
         config.threads,
         (join_maps(maps), arguments),
         [
-            *(Pointer(0, i * MAP_BYTES, x) for i, x in enumerate(in_maps)),
+            *(Pointer(0, i * MAP_BYTES, x) for i, x in enumerate(of_maps)),
             *pointers(Arguments, 1, expert_offsets=sources.expert_offsets, d=sources.d),
         ],
         shared_bytes=config.shared_bytes,
