@@ -7,6 +7,7 @@
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
+#include "swiglu_gradient.cuh"
 
 constexpr int kBlock = 128;
 constexpr int kColumns = 8;                // of a thread, side by side
@@ -36,13 +37,6 @@ struct Arguments {
   float limit;               // bounds gate from above and up on both sides; may be infinite
   float min_amax;
 };
-
-// The i-th of four E4M3 codes, the first in the lowest byte.
-__device__ inline float decode_e4m3(uint32_t codes, int i) {
-  uint32_t two;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"(static_cast<uint16_t>(i < 2 ? codes : codes >> 16)));
-  return half_to_float(i % 2 ? two >> 16 : two);
-}
 
 __device__ inline void zero_from(Eight<Input::kBFloat16>& x, uint32_t first) {
 #pragma unroll
@@ -109,24 +103,15 @@ struct Gradients {
   float of_weight = 0;  // the sum of grad times `a`
 };
 
-// With sigma the sigmoid, d silu / d gate = sigma (1 + gate (1 - sigma)). Where the limit holds, there is no gradient.
 template <bool kIsLimited, bool kIsFp8>
 __device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& part, float weight) {
-  constexpr float kLog2E = 1.4426950408889634f;
   Gradients result;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
-    const bool gate_is_held = kIsLimited && gate > args.limit, up_is_held = kIsLimited && fabsf(up) > args.limit;
-    const float g = gate_is_held ? args.limit : gate, u = up_is_held ? copysignf(args.limit, up) : up;
-    float exponential, sigmoid;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(g, -kLog2E)));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(exponential, 1)));
-    const float silu = __fmul_rn(g, sigmoid), slope = sigmoid * __fmaf_rn(g, 1 - sigmoid, 1);
-    const float weighted = weight * of_activated;
-    result.gate[i] = gate_is_held ? 0 : weighted * u * slope;
-    result.up[i] = up_is_held ? 0 : weighted * silu;
-    result.of_weight = __fmaf_rn(of_activated, silu * u, result.of_weight);
+    const SwigluGradient x = differentiate_swiglu<kIsLimited>(of_activated, weight, gate, up, args.limit);
+    result.gate[i] = x.of_gate, result.up[i] = x.of_up;
+    result.of_weight = __fmaf_rn(of_activated, x.activated, result.of_weight);
   }
   return result;
 }
