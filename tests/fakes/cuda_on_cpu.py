@@ -39,6 +39,7 @@ struct Index { unsigned x; };
 struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) static int memory[1 << 16];
 
@@ -244,6 +245,13 @@ PTX = {  # what is replaced, and by what
     r'asm\("cvt.f32.f16[^;]*;[^;]*;': "x = std::bit_cast<_Float16>(uint16_t(low_bits));",
     r'asm\("ex2.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = std::exp2(\2);",
     r'asm\("rcp.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = 1 / (\2);",
+    r'asm volatile\("cp.async.(commit|wait)[^;]*;[^;]*;': "",
+    r'asm volatile\(\s*"\{[^"]*"\s*"cp.async.c[ag][^,]*, \[%1\], (\d+)[^"]*"[^;]*;': (
+        r"if (exists) memcpy(target, source, \1); else memset(target, 0, \1);"
+    ),
+    r'asm\("max.NaN.f32[^:]*: "=f"\((\w+)\) : "f"\((\w+)\), "f"\((.*)\)\);': (
+        r"\1 = \2 >= \3 || std::isnan(\2) ? \2 : \3;"
+    ),
     r'asm\("max.NaN.xorsign.abs.(\w+) %0[^:]*: "=r"\((\w+)\) : "r"\((\w+)\), "r"\((\w+)\)\);': (
         r"\2 = larger_\1(\3, \4);"
     ),

@@ -13,6 +13,7 @@ import torch
 
 from moefp8 import kernels
 from moefp8.functional import swiglu_backward_launch, swiglu_launch
+from moefp8.functional.training import swiglu_columns_launch
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import segments, tile_counter
@@ -30,6 +31,7 @@ from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_routing import RoutingEmulator
 from tests.fakes.emulated_swiglu import swiglu_backward, swiglu_of_rows
+from tests.fakes.emulated_swiglu_columns import swiglu_columns
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
 
@@ -44,6 +46,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "both": both_launch._Arguments,
     "swiglu": swiglu_launch._Arguments,
     "swiglu_backward": swiglu_backward_launch._Arguments,
+    "swiglu_columns": swiglu_columns_launch._Arguments,
     "dispatch": dispatch_launch._Arguments,
     "combine": combine_launch._Arguments,
     "logits": logits_launch._Arguments,
@@ -347,6 +350,8 @@ class Emulator(RoutingEmulator):
     def swiglu(made, parameters):
         if made.kernel.source.stem == "swiglu":
             swiglu_of_rows(made)
+        elif made.kernel.source.stem == "swiglu_columns":
+            swiglu_columns(made)
         else:
             swiglu_backward(made, dtype_of(made.kernel))
 

@@ -1,0 +1,267 @@
+"""The gradient of SwiGLU between the GEMMs of trained experts: codes of rows, and of columns.
+
+T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes. With a_r =
+silu(gate_r) up_r, w_r the sum of the weights of the row's choices and dA_r the gradient of a_r
+times no weight, d[gate | up]_r = w_r dA_r da/d[gate | up]. The gradient of what came in sums it
+over features, so it wants codes of rows. That of the weight of gate and up sums it over tokens, and
+so does that of the weight of down with w_r a_r: both want codes of columns, which `quantize_128x1`
+tells of. All are codes of FP32 values, which nothing has rounded before.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ...kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    MIN_GRADIENT_AMAX,
+    empty_tma_aligned,
+    num_blocks,
+    round_up,
+    tma_aligned,
+)
+from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ...kernels.common.prepared import layout_of, prepared
+from ...kernels.common.registry import register_inputs
+from ...kernels.jit import Source
+from ...quant.block_scaled import BlockScaled, dequantize
+from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
+from ...quant.numerics import quantize_1x128
+from ..swiglu import as_saved, swiglu_grad
+from ..swiglu_rows import weights_of_rows
+from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
+
+_OP = "swiglu_columns_backward"
+_CODES = 8  # that the kernel loads at once
+
+
+class SwigluColumnsGradients(NamedTuple):
+    """What `swiglu_columns_backward` gives. What no expert has is not defined.
+
+    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], where what lies behind each
+        half is zeros, and its fp32 1x128 scales: those of `swiglu_rows_backward`, bit for bit.
+    gate_up_columns, gate_up_scale_inv: d[gate | up], gate's features first: column codes e4m3
+        [B, 2 I, 128] with fp32 scales [B, 2 I].
+    activated_columns, activated_scale_inv: w a, e4m3 [B, I, 128] with fp32 scales [B, I].
+    of_weights: fp32 [T, k], <dA, a> of the choice's row; 0 where there is no row.
+    is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    gate_up_columns: torch.Tensor
+    gate_up_scale_inv: torch.Tensor
+    activated_columns: torch.Tensor
+    activated_scale_inv: torch.Tensor
+    of_weights: torch.Tensor
+    is_first: torch.Tensor
+
+
+class SwigluColumnsInputs(NamedTuple):
+    """What `swiglu_columns_backward` takes.
+
+    grad: bf16 [R, I], that of what is activated, without the weight of a choice.
+    gate_up: bf16 [R, 2, I], best as `empty_gate_up` lies, or codes e4m3 [2 R, I].
+    gate_up_scale_inv: fp32 [2 R, ceil(I/128)], those of the codes; None for bf16.
+    expert_offsets: int32 [E + 1]; expert e has the rows from expert_offsets[e] to the next one.
+    token_to_row: int32 [T, k], as in `RoutingPlan`; anything but [0, R) is no row. A row of an
+        expert that no choice has counts as zeros.
+    top_k_weights: [T, k] bf16, fp16 or fp32.
+    limit: that of `swiglu`, or None.
+    """
+
+    grad: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_scale_inv: torch.Tensor | None
+    expert_offsets: torch.Tensor
+    token_to_row: torch.Tensor
+    top_k_weights: torch.Tensor
+    limit: float | None
+
+
+def _check(inputs: SwigluColumnsInputs) -> None:
+    grad, gate_up, scale_inv, expert_offsets, token_to_row, weights, _ = inputs
+    check_same_device(
+        _OP,
+        grad=grad,
+        gate_up=gate_up,
+        gate_up_scale_inv=scale_inv,
+        expert_offsets=expert_offsets,
+        token_to_row=token_to_row,
+        top_k_weights=weights,
+    )
+    check_tensor(_OP, "grad", grad, (torch.bfloat16,), 2)
+    num_rows, size = grad.shape
+    if scale_inv is None:
+        check_tensor(_OP, "gate_up", gate_up, (torch.bfloat16,), 3)
+        check_shape(_OP, "gate_up", gate_up, [num_rows, 2, size], "[R, 2, I] for grad [R, I]")
+    else:
+        check_tensor(_OP, "gate_up", gate_up, (E4M3,), 2)
+        check_shape(_OP, "gate_up", gate_up, [2 * num_rows, size], "[2 R, I] for grad [R, I]")
+        check_tensor(_OP, "gate_up_scale_inv", scale_inv, (torch.float32,), 2)
+        shape = [2 * num_rows, num_blocks(size)]
+        check_shape(_OP, "gate_up_scale_inv", scale_inv, shape, "[2 R, ceil(I/128)]")
+    check_tensor(_OP, "expert_offsets", expert_offsets, (torch.int32,), 1)
+    if len(expert_offsets) < 2:
+        came = list(expert_offsets.shape)
+        raise ValueError(f"{_OP}: expert_offsets must be [E + 1] for E >= 1 experts, got {came}")
+    check_tensor(_OP, "token_to_row", token_to_row, (torch.int32,), 2)
+    check_tensor(_OP, "top_k_weights", weights, FLOATS, 2)
+    check_shape(_OP, "top_k_weights", weights, token_to_row.shape, "[T, k] as token_to_row")
+
+
+def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+    """Check, then allocate the gradients; this is also the fake body."""
+    _check(inputs)
+    grad, weights, device = inputs.grad, inputs.top_k_weights, inputs.grad.device
+    num_rows, size = grad.shape
+    blocks = num_column_blocks(num_rows, len(inputs.expert_offsets) - 1)
+    padded = 2 * round_up(size, BLOCK)
+    of_choices = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
+    return SwigluColumnsGradients(
+        grad.new_empty((num_rows, padded), dtype=E4M3),
+        empty_tma_aligned((num_rows, padded // BLOCK), device),
+        *empty_columns(blocks, 2 * size, device),
+        *empty_columns(blocks, size, device),
+        *of_choices,
+    )
+
+
+def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+    found = _allocate(inputs)
+    grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit = inputs
+    num_rows, size = grad.shape
+    if grad.numel() == 0:
+        return _without_elements(found)
+    if scale_inv is not None:
+        gate_up = dequantize(BlockScaled(gate_up, scale_inv)).view(num_rows, 2, size)
+    has_row = (token_to_row >= 0) & (token_to_row < num_rows)
+    token_to_row = token_to_row.masked_fill(~has_row, -1)
+    has_choice = torch.zeros(num_rows + 1, dtype=torch.bool, device=grad.device)
+    has_choice[token_to_row.flatten().long()] = True  # the last one, if -1
+    has_choice = has_choice[:num_rows]
+    grad = grad.float().masked_fill(~has_choice[:, None], 0.0)
+    gate, up = gate_up.float().masked_fill(~has_choice[:, None, None], 0.0).unbind(1)
+    weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
+    *of_halves, activated = swiglu_grad(grad, gate, up, limit)
+    of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
+    padded = F.pad(of_gate_up, (0, -size % BLOCK)).flatten(1)
+    weighted = weight_of_row[:, None] * activated
+    of_rows = (grad * activated).sum(-1)
+    values = (
+        *quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX),
+        *_columns(of_gate_up.flatten(1), expert_offsets),
+        *_columns(weighted, expert_offsets),
+        of_rows[token_to_row.clamp(min=0)].masked_fill(~has_row, 0.0),
+        is_first,
+    )
+    for x, value in zip(found, values, strict=True):
+        x.copy_(value)
+    return found
+
+
+def _columns(x: torch.Tensor, expert_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale_inv = quantize_128x1(x, expert_offsets, None, False, MIN_GRADIENT_AMAX)
+    return data, scale_inv
+
+
+def _without_elements(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
+    found.of_weights.zero_()
+    found.is_first.zero_()
+    return found
+
+
+# The addresses of a call: the inputs but the limit, the gradients, memory of the kernels.
+_GRAD, _SAVED, _SAVED_SCALES, _OFFSETS, _TO_ROW, _WEIGHTS, *_OUTPUTS = map(Source, range(16))
+
+
+def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+    found = _allocate(inputs)
+    if inputs.grad.numel() == 0:
+        return _without_elements(found)
+    grad, gate_up, scales, expert_offsets, token_to_row, weights, limit = _as_kernels_read(inputs)
+    num_rows, size = grad.shape
+    memory = (
+        grad.new_zeros(num_rows, dtype=torch.float32),  # the weight of each row
+        grad.new_empty((num_blocks(size), num_rows), dtype=torch.float32),  # partial sums
+    )
+    launches = prepared(
+        (
+            _OP,
+            *map(layout_of, (grad, gate_up, weights)),
+            None if scales is None else layout_of(scales),
+            len(expert_offsets),
+            limit,
+        ),
+        lambda: prepare_swiglu_columns(
+            gate_up,
+            scales,
+            weights,
+            len(expert_offsets) - 1,
+            math.inf if limit is None else limit,
+            grad_row_pitch=grad.stride(0),
+            scale_pitch=found.scale_inv.stride(1),
+            sources=SwigluColumnsSources(
+                grad=_GRAD,
+                saved=_SAVED,
+                saved_scales=None if scales is None else _SAVED_SCALES,
+                expert_offsets=_OFFSETS,
+                token_to_row=_TO_ROW,
+                weights=_WEIGHTS,
+                rows=_OUTPUTS[0],
+                row_scales=_OUTPUTS[1],
+                gate_up_columns=_OUTPUTS[2],
+                gate_up_scales=_OUTPUTS[3],
+                activated_columns=_OUTPUTS[4],
+                activated_scales=_OUTPUTS[5],
+                of_weights=_OUTPUTS[6],
+                is_first=_OUTPUTS[7],
+                weight_of_row=_OUTPUTS[8],
+                partial_sums=_OUTPUTS[9],
+            ),
+        ),
+    )
+    tensors = grad, gate_up, scales, expert_offsets, token_to_row, weights, *found, *memory
+    addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
+    for launch in launches:
+        launch.on(grad.get_device(), addresses)
+    return found
+
+
+def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:
+    """The inputs themselves, or copies of those that lie otherwise."""
+    grad, gate_up, scales = inputs[:3]
+    num_rows, size = grad.shape
+    if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(0) < size or grad.stride(1) != 1:
+        pitch = round_up(size, _CODES)
+        grad = grad.new_empty((num_rows, pitch))[:, :size].copy_(grad)
+    if scales is None:
+        gate_up = as_saved(gate_up)
+    else:
+        if not gate_up.is_contiguous() or gate_up.data_ptr() % _CODES:
+            gate_up = gate_up.clone(memory_format=torch.contiguous_format)
+        scales = scales if scales.stride(0) == 1 else tma_aligned(scales)
+    return inputs._replace(
+        grad=grad,
+        gate_up=gate_up,
+        gate_up_scale_inv=scales,
+        expert_offsets=inputs.expert_offsets.contiguous(),
+        token_to_row=inputs.token_to_row.contiguous(),
+    )
+
+
+swiglu_columns_backward = register_inputs(
+    _OP,
+    SwigluColumnsInputs,
+    "(Tensor codes, Tensor scale_inv, Tensor gate_up_columns, Tensor gate_up_scale_inv, "
+    "Tensor activated_columns, Tensor activated_scale_inv, Tensor of_weights, Tensor is_first)",
+    cpu=_body,
+    fake=_allocate,
+    hopper=_launch,
+)
+"""The gradient of `swiglu_rows` times the weights of choices, and what the gradients of weights sum
+over tokens: `SwigluColumnsInputs` -> `SwigluColumnsGradients`. Rows behind an expert's last one
+are zeros in column codes up to the next multiple of 32. Raises TypeError, ValueError."""

@@ -1,0 +1,300 @@
+"""The gradient of SwiGLU in codes of rows and of columns: op, kernels' text, launch, and GPU."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from moefp8.functional import swiglu_backward_launch
+from moefp8.functional.swiglu_rows import SwigluGradients, swiglu_rows_backward
+from moefp8.functional.training import swiglu_columns_launch as room
+from moefp8.functional.training.swiglu_columns import (
+    SwigluColumnsGradients,
+    SwigluColumnsInputs,
+    swiglu_columns_backward,
+)
+from moefp8.kernels import jit
+from moefp8.kernels.common.blocks import E4M3
+from moefp8.kernels.jit import compile_kernels
+from tests.fakes import cuda_on_cpu
+from tests.fakes.emulator import FakeDriver, emulated
+from tests.functional.training.swiglu_columns_cases import (
+    CASES,
+    Case,
+    assert_same,
+    assert_untouched,
+    blocks_of,
+    check,
+    cpu,
+    make,
+    run,
+)
+from tests.gpu import assert_arguments_fit, on_cpu_and_gpu, on_gpu, poison
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+KERNELS = room.needed_kernels(DTYPES, (torch.bfloat16, E4M3))
+LIMITS = None, 0.5
+
+
+def op(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
+    return SwigluColumnsGradients(*swiglu_columns_backward(*made))
+
+
+# ---- The op ----
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_gradient_is_right(name, fp8, limit):
+    made = make(CASES[name], torch.bfloat16 if limit else torch.float32, fp8, limit)
+    check(made, op(made))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_op_without_columns(name):
+    made = make(CASES[name], torch.float32, False, 0.5)
+    grad, gate_up, _, _, token_to_row, weights, limit = made
+    token_to_row = token_to_row.masked_fill(token_to_row >= len(grad), -1).clamp(min=-1)
+    rows = SwigluGradients(
+        *swiglu_rows_backward(grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, limit)
+    )
+    found = op(made)
+    for block in blocks_of(made):
+        ours, theirs = (x.codes.view(torch.uint8)[block.rows] for x in (found, rows))
+        assert torch.equal(ours, theirs)
+        assert torch.equal(found.scale_inv[block.rows], rows.scale_inv[block.rows])
+    assert torch.equal(found.of_weights, rows.of_weights)
+    assert torch.equal(found.is_first, rows.is_first)
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize(("counts", "size"), [([0, 0], 40), ([3, 2], 0)])
+def test_nothing_gives_nothing(counts, size, device):
+    made = make(Case(counts, 2, 40), torch.float32, False, None, device)
+    found = op(made._replace(grad=made.grad[:, :size], gate_up=made.gate_up[..., :size]))
+    assert found.gate_up_columns.shape == (sum(counts) // 128 + 2, 2 * size, 128)
+    assert not found.of_weights.any()
+    assert not found.is_first.any()
+
+
+def test_the_op_keeps_the_rules_of_torch():
+    overload = torch.ops.moefp8.swiglu_columns_backward.default
+    checks = "test_autograd_registration", "test_faketensor"
+    for fp8 in (False, True):
+        made = make(Case([3, 70], 2, 40), torch.float32, fp8, 1.0)
+        torch.library.opcheck(overload, tuple(made), test_utils=checks)
+
+
+def test_bad_input_is_named():
+    made = make(Case([3, 70], 2, 40), torch.float32, True, 1.0)
+    for change, error, message in (
+        ({"grad": made.grad.float()}, TypeError, "grad must be bfloat16"),
+        ({"gate_up": made.gate_up[1:]}, ValueError, r"gate_up must be \[2 R, I\]"),
+        ({"gate_up_scale_inv": made.gate_up_scale_inv[1:]}, ValueError, "gate_up_scale_inv must"),
+        ({"gate_up_scale_inv": None}, TypeError, "gate_up must be bfloat16"),
+        ({"expert_offsets": made.expert_offsets[:1]}, ValueError, r"expert_offsets must be \[E"),
+        ({"expert_offsets": made.expert_offsets.long()}, TypeError, "expert_offsets must be int32"),
+        ({"token_to_row": made.token_to_row[0]}, ValueError, "token_to_row must have 2"),
+        ({"top_k_weights": made.top_k_weights[1:]}, ValueError, "top_k_weights must be"),
+    ):
+        with pytest.raises(error, match=f"swiglu_columns_backward: .*{message}"):
+            op(made._replace(**change))
+
+
+# ---- The kernels' text ----
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_every_variant_compiles_and_spills_nothing():
+    assert len(KERNELS) == 6
+    for cubin in compile_kernels(KERNELS):
+        assert cubin.problems() == []
+        registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
+        assert registers <= 128  # two CTAs of an SM
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_arguments_and_shared_memory_are_as_large_as_the_kernel_takes_them(tmp_path):
+    assert_arguments_fit(room._Arguments, KERNELS[-1], tmp_path)
+    source = KERNELS[-1].source
+    text = source.read_text()
+    for is_fp8 in (False, True):
+        size = room.shared_bytes_of(is_fp8=is_fp8)
+        text += f"\nstatic_assert(sizeof(Memory<{str(is_fp8).lower()}>) == {size});"
+    (tmp_path / "sizes.cu").write_text(text)
+    jit.compile_kernel(jit.Kernel(tmp_path / "sizes.cu", KERNELS[-1].name))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    if not cuda_on_cpu.is_possible():
+        pytest.skip("needs g++")
+    return cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("swiglu_columns"))
+
+
+@pytest.fixture
+def launched(on_cpu):
+    with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(on_cpu))) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_kernels_text_is_right(launched, name, fp8):
+    for limit, dtype in zip((*LIMITS, 2.0), DTYPES, strict=True):
+        made = make(CASES[name], dtype, fp8, limit)
+        found = run(made)
+        check(made, found)
+        assert_untouched(made, found)
+        if name == "blocks begin and end anywhere":
+            break
+
+
+@pytest.mark.parametrize("name", ["odd", "rows that choices share"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_op_launches_the_kernels(launched, name, fp8):
+    """What lies otherwise is copied before."""
+    made = make(CASES[name], torch.float32, fp8, 0.5)
+    expected = op(made)
+    names = [x.kernel.name.removeprefix("swiglu_columns_") for x in launched.launched]
+    assert [name.split("<")[0] for name in names] == ["weights_kernel", "kernel", "sums_kernel"]
+    check(made, expected)
+    other = made._replace(
+        grad=made.grad.T.contiguous().T,
+        gate_up=made.gate_up.flip(0).contiguous().flip(0),
+        token_to_row=made.token_to_row.T.contiguous().T,
+    )
+    assert_same(made, op(other), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_emulator_is_right(name, fp8):
+    made = make(CASES[name], torch.float16, fp8, 0.5)
+    with emulated():
+        found = run(made)
+    check(made, found)
+    assert_untouched(made, found)
+
+
+def test_the_kernels_rows_are_those_of_the_kernel_without_columns(launched, tmp_path):
+    made = make(CASES["rows that choices share"], torch.float32, False, 0.5)
+    found = run(made)
+    other = cuda_on_cpu.build(
+        [swiglu_backward_launch.kernel_of(torch.float32, is_fp8=False)], tmp_path
+    )
+    with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(other))):
+        assert_rows_are_those_without_columns(made, found)
+
+
+def assert_rows_are_those_without_columns(
+    made: SwigluColumnsInputs, found: SwigluColumnsGradients
+) -> None:
+    """Choices have no rows but those of experts, and each of these has one."""
+    grad, gate_up, _, _, token_to_row, weights, limit = made
+    rows = SwigluGradients(*swiglu_rows_backward(grad, gate_up, token_to_row, weights, limit))
+    has_choice = torch.isin(torch.arange(len(grad)), token_to_row.cpu())
+    ours, theirs = (x.codes.view(torch.uint8).cpu()[has_choice] for x in (found, rows))
+    assert torch.equal(ours, theirs)
+    ours, theirs = (x.scale_inv.cpu()[has_choice] for x in (found, rows))
+    assert torch.equal(ours, theirs)
+
+
+BAD_OFFSETS = [0, 2**31 - 1, 5], [7, 3, 200], [-(2**31), -1, 300], [130, 130, 0], [2**31 - 1] * 3
+
+
+@pytest.mark.parametrize("offsets", BAD_OFFSETS)
+def test_whatever_the_offsets_are_nothing_outside_is_written(launched, offsets):
+    made = make(Case([70, 80], 2, 40), torch.float32, False, None)
+    run(made._replace(expert_offsets=torch.tensor(offsets, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
+def test_the_kernels_text_keeps_bad_numbers_in_their_blocks(launched, bad, where):
+    assert_bad_numbers_stay(bad, where, "cpu", run)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
+def test_the_op_keeps_bad_numbers_in_their_blocks(bad, where):
+    assert_bad_numbers_stay(bad, where, "cpu", op)
+
+
+def assert_bad_numbers_stay(bad: float, where: str, device: str, gradients) -> None:
+    """A bad number of a row of the second expert's second block."""
+    made = make(Case([20, 140, 3], 2, 136), torch.float32, False, None, device)
+    clean, row, column = cpu(gradients(made)), 20 + 130, 129
+    if where == "weight":
+        made.top_k_weights[made.token_to_row == row] = bad
+    else:
+        place = made.grad[row] if where == "grad" else made.gate_up[row, int(where == "up")]
+        place[column] = bad
+    found = cpu(gradients(made))
+    others = torch.arange(len(made.grad)) != row
+    assert torch.equal(found.codes[others], clean.codes[others])
+    assert torch.equal(found.scale_inv[others], clean.scale_inv[others])
+    assert not found.scale_inv[row].isfinite().all()
+    has_bad = torch.zeros(len(found.gate_up_columns), dtype=torch.bool)
+    for block in blocks_of(made):
+        is_hit = block.rows.start <= row < block.rows.stop
+        has_bad[block.index] = is_hit
+        end = -(-block.count // 32) * 32
+        for i in (2, 4):
+            ours, theirs = (x[i][block.index, :, :end] for x in (found, clean))
+            scales, clean_scales = (x[i + 1][block.index] for x in (found, clean))
+            same = torch.ones(len(ours), dtype=torch.bool)
+            if is_hit:
+                same = torch.full_like(same, False) if where == "weight" else same
+                same[column::136] = False
+            assert torch.equal(ours[same], theirs[same])
+            assert torch.equal(scales[same], clean_scales[same])
+            assert not ours[:, block.count :].any()
+    assert has_bad.sum() == 1
+    assert not found.gate_up_scale_inv[has_bad].isfinite().all()
+    is_row = made.token_to_row.cpu() == row
+    assert torch.equal(found.of_weights[~is_row], clean.of_weights[~is_row])
+    assert where == "weight" or not found.of_weights[is_row].isfinite().any()
+
+
+# ---- On a GPU ----
+
+
+@on_gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_gpu_is_right(name, fp8, limit):
+    for dtype in DTYPES:
+        made = make(CASES[name], dtype, fp8, limit, "cuda")
+        found = run(made)
+        check(made, found)
+        assert_untouched(made, found)
+        sizes = [x.untyped_storage().nbytes() for x in op(made)]
+        poison("cuda", *sizes)
+        assert_same(made, op(made), found)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_gpu_rows_are_those_of_the_kernel_without_columns(kind, limit):
+    case = Case([300, 0, 1000, 77, 128], 6, 1032, kind)
+    made = make(case, torch.bfloat16, False, limit, "cuda")
+    token_to_row = made.token_to_row
+    made = made._replace(
+        token_to_row=token_to_row.masked_fill(token_to_row >= len(made.grad), -1).clamp(min=-1)
+    )
+    found = op(made)
+    assert_rows_are_those_without_columns(made, found)
+    check(made, found)
+    assert_same(made, op(made), found)
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
+def test_gpu_keeps_bad_numbers_in_their_blocks(bad, where):
+    assert_bad_numbers_stay(bad, where, "cuda", op)
