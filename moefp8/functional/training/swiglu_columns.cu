@@ -122,6 +122,10 @@ struct Rows {
   __device__ uint8_t* at(uint32_t row, uint32_t column) {
     return bytes + row / kUnitRows * kUnitBytes + row % kUnitRows * kRowBytes + column * kElementBytes;
   }
+  // Bytes to the same columns `step` steps of the first pass and i < kUnitRows rows of the same sixteen further on.
+  __device__ static constexpr uint32_t distance(uint32_t step, uint32_t i) {
+    return step * (kRowStep / kUnitRows) * kUnitBytes + i * kRowBytes;
+  }
 };
 
 // What a CTA keeps of its tile: 112 KB, or 81 KB if gate and up are E4M3.
@@ -171,19 +175,22 @@ __device__ void copy_tile(const Arguments& args, const Tile& tile, Memory<kIsFp8
   const uint32_t row = tile.rows.first_row + first_row();
   const uint8_t* grad = args.grad + row * args.grad_row_bytes + column * 2;
   const uint8_t* saved = args.saved + row * 2 * args.saved_row_bytes + column * memory.kSavedBytes;
+  uint8_t* grad_target = memory.grad.at(first_row(), in_tile);
+  uint8_t* saved_target = memory.saved[0].at(first_row(), in_tile);
   const uint32_t num_rows = column < args.size ? tile.rows.num_rows : 0;
   const bool is_bytewise = kIsFp8 && args.size % kColumns != 0;
 #pragma unroll
   for (uint32_t step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t in_block = first_row() + step * kRowStep + i;
-      const bool exists = in_block < num_rows;
-      copy_async<16>(memory.grad.at(in_block, in_tile), grad + (step * kRowStep + i) * args.grad_row_bytes, exists);
+      const bool exists = first_row() + step * kRowStep + i < num_rows;
+      copy_async<16>(grad_target + memory.grad.distance(step, i), grad, exists);
+      grad += (i == 0 ? 1 : kRowStep - 1) * args.grad_row_bytes;
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
-        const uint8_t* source = saved + ((step * kRowStep + i) * 2 + half) * args.saved_row_bytes;
-        uint8_t* target = memory.saved[half].at(in_block, in_tile);
+        const uint8_t* source = saved;
+        uint8_t* target = saved_target + memory.saved[0].distance(step, i) + half * sizeof(memory.saved[0]);
+        saved += (i == 0 || half == 0 ? 1 : 2 * kRowStep - 3) * args.saved_row_bytes;
         if constexpr (!kIsFp8) {
           copy_async<16>(target, source, exists);
         } else if (!is_bytewise) {
@@ -219,10 +226,12 @@ struct Part {
   static constexpr int kBytes = kCount * (kIsFp8 ? 1 : 2);
   uint32_t grad[kCount / 2], saved[2][kBytes >= 4 ? kBytes / 4 : 1];
 
-  __device__ void load(Memory<kIsFp8>& memory, uint32_t row, uint32_t column) {
-    load_words<kCount * 2>(grad, memory.grad.at(row, column));
+  // of_grad, of_gate: where they lie.
+  __device__ void load(const uint8_t* of_grad, const uint8_t* of_gate) {
+    load_words<kCount * 2>(grad, of_grad);
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) load_words<kBytes>(saved[half], memory.saved[half].at(row, column));
+    for (uint32_t half = 0; half < 2; ++half)
+      load_words<kBytes>(saved[half], of_gate + half * sizeof(Memory<kIsFp8>::saved[0]));
   }
 
   __device__ static float bf16(const uint32_t* words, int i) {
@@ -266,59 +275,68 @@ __device__ float keep_half(float first, float second, uint32_t distance, Combine
   return combine(kept, __shfl_xor_sync(0xffffffff, is_second ? first : second, distance));
 }
 
-// Quantizes two rows of gate's and of up's gradients. Sixteen lanes have a pair of rows: four of them make one of its
-// four scales, and tell all.
-template <bool kIsFp8>
-__device__ void store_rows(const Arguments& args, const Tile& tile, uint32_t first_row,
-                           const float (&values)[2][2][kColumns], const float (&amax)[2][2]) {
-  const auto larger = [](float x, float y) {
-    return __uint_as_float(max(__float_as_uint(x), __float_as_uint(y)));
-  };
-  const uint32_t lane = threadIdx.x % kWarp, kind = lane / 4 % 4;
-  float mine = keep_half(keep_half(amax[0][0], amax[1][0], 8, larger), keep_half(amax[0][1], amax[1][1], 8, larger), 4,
-                         larger);
-#pragma unroll
-  for (uint32_t distance = 2; distance > 0; distance /= 2)
-    mine = larger(mine, __shfl_xor_sync(0xffffffff, mine, distance));
-  const Scale scale(__float_as_uint(mine), false, args.min_amax);
-  const int64_t own_row = first_row + kind / 2;
-  if (lane % 4 == 0 && own_row < tile.rows.num_rows) {
-    const uint32_t of_half = kind % 2 * args.num_tiles.value + tile.index;
-    args.row_scales[of_half * args.scale_pitch + tile.rows.first_row + own_row] = scale.scale_inv;
+// Where a thread stores codes of rows, in each step of the first pass.
+struct RowTargets {
+  uint8_t* codes;  // of its first row's gate
+  float* scale;    // of the row and the half whose scale it makes
+  uint32_t num_rows;
+
+  __device__ RowTargets(const Arguments& args, const Tile& tile) : num_rows(tile.rows.num_rows) {
+    const int64_t row = tile.rows.first_row + first_row(), own_row = row + threadIdx.x / 8 % 2;
+    const uint32_t half = threadIdx.x / 4 % 2;
+    codes = args.rows + row * args.row_pitch + tile.first_column + threadIdx.x % kLanes * kColumns;
+    scale = args.row_scales + (half * args.num_tiles.value + tile.index) * args.scale_pitch + own_row;
   }
+
+  // Quantizes two rows of gate's and of up's gradients, and goes on to the next step's. Sixteen lanes have a pair of
+  // rows: four of them make one of its four scales, and tell all.
+  __device__ void store(const Arguments& args, uint32_t row, const float (&values)[2][2][kColumns],
+                        const float (&amax)[2][2]) {
+    const auto larger = [](float x, float y) {
+      return __uint_as_float(max(__float_as_uint(x), __float_as_uint(y)));
+    };
+    float mine = keep_half(keep_half(amax[0][0], amax[1][0], 8, larger), keep_half(amax[0][1], amax[1][1], 8, larger), 4,
+                           larger);
 #pragma unroll
-  for (uint32_t i = 0; i < 2; ++i) {
-    const bool exists = first_row + i < tile.rows.num_rows;
-    uint8_t* target = args.rows + static_cast<int64_t>(tile.rows.first_row + first_row + i) * args.row_pitch +
-                      tile.first_column + threadIdx.x % kLanes * kColumns;
+    for (uint32_t distance = 2; distance > 0; distance /= 2)
+      mine = larger(mine, __shfl_xor_sync(0xffffffff, mine, distance));
+    const Scale made(__float_as_uint(mine), false, args.min_amax);
+    if (threadIdx.x % 4 == 0 && row + threadIdx.x / 8 % 2 < num_rows) *scale = made.scale_inv;
+    scale += kRowStep;
+    uint8_t* target = codes;
+    codes += kRowStep * args.row_pitch;
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      const int source = (lane & kLanes) + i * 8 + half * 4;
-      const Divider divider = {__uint_as_float(__shfl_sync(0xffffffff, __float_as_uint(scale.divisor), source)),
-                               __uint_as_float(__shfl_sync(0xffffffff, __float_as_uint(scale.reciprocal), source))};
-      const float* x = values[i][half];
-      const auto four = [&](int j) {
-        return encode_e4m3(divider.divide(x[j]), divider.divide(x[j + 1]), divider.divide(x[j + 2]),
-                           divider.divide(x[j + 3]));
-      };
-      const uint2 codes = {four(0), four(4)};
-      if (exists) *reinterpret_cast<uint2*>(target + half * args.num_tiles.value * kTile) = codes;
+    for (uint32_t i = 0; i < 2; ++i) {
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const int source = (threadIdx.x & kLanes) + i * 8 + half * 4;
+        const Divider divider = {__uint_as_float(__shfl_sync(0xffffffff, __float_as_uint(made.divisor), source)),
+                                 __uint_as_float(__shfl_sync(0xffffffff, __float_as_uint(made.reciprocal), source))};
+        const float* x = values[i][half];
+        const auto four = [&](int j) {
+          return encode_e4m3(divider.divide(x[j]), divider.divide(x[j + 1]), divider.divide(x[j + 2]),
+                             divider.divide(x[j + 3]));
+        };
+        const uint2 both = {four(0), four(4)};
+        if (row + i < num_rows) *reinterpret_cast<uint2*>(target + half * args.num_tiles.value * kTile) = both;
+      }
+      target += args.row_pitch;
     }
   }
-}
+};
 
 // Makes zeros of what the thread has copied of a row from `count` columns on.
 template <bool kIsFp8>
-__device__ void clear(Memory<kIsFp8>& memory, uint32_t row, uint32_t column, uint32_t count) {
+__device__ void clear(uint8_t* grad, uint8_t* gate, uint32_t count) {
+#pragma unroll 1
   for (uint32_t i = count; i < kColumns; ++i) {
-    *reinterpret_cast<uint16_t*>(memory.grad.at(row, column + i)) = 0;
-#pragma unroll
+    reinterpret_cast<uint16_t*>(grad)[i] = 0;
     for (uint32_t half = 0; half < 2; ++half) {
-      uint8_t* target = memory.saved[half].at(row, column + i);
+      uint8_t* target = gate + half * sizeof(Memory<kIsFp8>::saved[0]);
       if constexpr (kIsFp8) {
-        *target = 0;
+        target[i] = 0;
       } else {
-        *reinterpret_cast<uint16_t*>(target) = 0;
+        reinterpret_cast<uint16_t*>(target)[i] = 0;
       }
     }
   }
@@ -330,21 +348,29 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
                            float (&of_columns)[kResults][kColumns]) {
   const uint32_t column = threadIdx.x % kLanes * kColumns, of_all = tile.first_column + column;
   const uint32_t width = args.size - min(args.size, of_all);
-#pragma unroll 1
-  for (uint32_t step = 0; step < kSteps && step * kRowStep < tile.rows.num_rows; ++step) {
+  uint8_t *of_grad = memory.grad.at(first_row(), column), *of_gate = memory.saved[0].at(first_row(), column);
+  RowTargets targets(args, tile);
+#pragma unroll 2
+  for (uint32_t row = first_row(); row / kRowStep * kRowStep < tile.rows.num_rows; row += kRowStep) {
     wait_for_copies<kSteps - 1>();
     float values[2][2][kColumns], amax[2][2];
+    const uint2 weights = *reinterpret_cast<const uint2*>(&memory.weights[row]);
+    // Whatever the memory of a row without a choice holds, or what lies behind the end of a row, it counts as zeros.
+    if (weights.x == 0 || weights.y == 0 || width < kColumns) {
+#pragma unroll 1
+      for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t count = (i == 0 ? weights.x : weights.y) == 0 ? 0 : width;
+        clear<kIsFp8>(of_grad + memory.grad.distance(0, i), of_gate + memory.saved[0].distance(0, i), count);
+      }
+    }
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t row = first_row() + step * kRowStep + i;
-      const float stored_weight = memory.weights[row], weight = __fadd_rn(stored_weight, 0);  // -0 becomes 0
-      // Whatever the memory of a row without a choice holds, or what lies behind the end of a row, it counts as zeros.
-      const uint32_t count = __float_as_uint(stored_weight) == 0 ? 0 : width;
-      if (count < kColumns) clear(memory, row, column, count);
+      const float weight = __fadd_rn(__uint_as_float(i == 0 ? weights.x : weights.y), 0);  // -0 becomes 0
+      const uint32_t in_grad = memory.grad.distance(0, i), in_gate = memory.saved[0].distance(0, i);
       float scales[2] = {1, 1};
-      if constexpr (kIsFp8) scales[0] = memory.scales[0][row], scales[1] = memory.scales[1][row];
+      if constexpr (kIsFp8) scales[0] = memory.scales[0][row + i], scales[1] = memory.scales[1][row + i];
       Part<kIsFp8, kColumns> part;
-      part.load(memory, row, column);
+      part.load(of_grad + in_grad, of_gate + in_gate);
       float product = 0;
       amax[i][0] = amax[i][1] = 0;
 #pragma unroll
@@ -359,9 +385,10 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
         of_columns[2][j] = larger_magnitude(of_columns[2][j], __fmul_rn(weight, x.activated));
         product = __fmaf_rn(grad, x.activated, product);
       }
-      memory.products[row][threadIdx.x % kLanes] = product;
+      memory.products[row + i][threadIdx.x % kLanes] = product;
     }
-    store_rows<kIsFp8>(args, tile, first_row() + step * kRowStep, values, amax);
+    targets.store(args, row, values, amax);
+    of_grad += memory.grad.distance(1, 0), of_gate += memory.saved[0].distance(1, 0);
     end_copy_group();  // an empty one, so that the next step waits for as many
   }
 }
@@ -379,6 +406,7 @@ __device__ void store_products(const Arguments& args, const Tile& tile, Memory<k
       sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(four.x, four.y), __fadd_rn(four.z, four.w)));
     }
     args.partial_sums[static_cast<int64_t>(tile.index) * args.num_rows + tile.rows.first_row + row] = sum;
+    memory.weights[row] = __fadd_rn(memory.weights[row], 0);  // -0 becomes 0, for the second pass
   }
   __syncthreads();
 }
@@ -420,17 +448,32 @@ __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsF
   __syncthreads();
 }
 
-// Ones in the bytes of a word of four rows, the first one `first`, that come before `end`.
-__device__ inline uint32_t rows_before(uint32_t end, uint32_t first) {
-  return end >= first + 4 ? 0xffffffff : end <= first ? 0 : (1u << (end - first) * 8) - 1;
+// Where a thread stores codes of columns: of the first of its columns, gate's and up's and `a`'s.
+struct ColumnTargets {
+  uint8_t* codes[kResults];
+  uint32_t column, first_row;  // in the tile
+
+  __device__ ColumnTargets(const Arguments& args, const Tile& tile)
+      : column(threadIdx.x / kWarp * kUnits * 8 + threadIdx.x % 4 * 2), first_row(threadIdx.x % kWarp / 4 * kUnitRows) {
+    const int64_t line = static_cast<int64_t>(tile.block) * args.size, of_all = tile.first_column + column;
+    codes[0] = args.gate_up_columns + (2 * line + of_all) * kTile + first_row;
+    codes[1] = codes[0] + static_cast<int64_t>(args.size) * kTile;
+    codes[2] = args.activated_columns + (line + of_all) * kTile + first_row;
+  }
+};
+
+// Makes zeros of the codes of rows that do not exist: zeros that NaN has divided are none.
+__device__ inline void clear_codes(uint8_t* codes, uint32_t num_rows) {
+#pragma unroll 1
+  for (uint32_t row = num_rows; row < kUnitRows; ++row) codes[row] = 0;
 }
 
 // Codes of two columns and sixteen rows, which lie side by side. The eight threads of a column store a line of 128 B.
 template <bool kIsLimited, bool kIsFp8>
-__device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory, uint32_t unit) {
-  const uint32_t lane = threadIdx.x % kWarp, first_row = lane / 4 * kUnitRows;
-  const uint32_t column = (threadIdx.x / kWarp * kUnits + unit) * 8 + lane % 4 * 2;
-  if (first_row >= (tile.rows.num_rows + 31) / 32 * 32) return;
+__device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
+                              const ColumnTargets& targets, uint32_t unit) {
+  const uint32_t first_row = targets.first_row, column = targets.column + unit * 8;
+  const uint8_t *of_grad = memory.grad.at(first_row, column), *of_gate = memory.saved[0].at(first_row, column);
   Divider dividers[kResults][2];
 #pragma unroll
   for (int i = 0; i < kResults; ++i) {
@@ -451,8 +494,8 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       Part<kIsFp8, 2> part;
-      part.load(memory, four + r, column);
-      const float weight = __fadd_rn(weights[r], 0);
+      part.load(of_grad + memory.grad.distance(0, 4 * q + r), of_gate + memory.saved[0].distance(0, 4 * q + r));
+      const float weight = weights[r];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const SwigluGradient x =
@@ -474,20 +517,13 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
   }
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const uint32_t of_all = tile.first_column + column + j;
-    if (of_all >= args.size) continue;
+    if (tile.first_column + column + j >= args.size) return;
 #pragma unroll
     for (int i = 0; i < kResults; ++i) {
-      uint4 four = {codes[i][j][0], codes[i][j][1], codes[i][j][2], codes[i][j][3]};
-      if (tile.rows.num_rows < kTile) {  // zeros divided by NaN are none
-        const uint32_t end = tile.rows.num_rows;
-        four.x &= rows_before(end, first_row), four.y &= rows_before(end, first_row + 4);
-        four.z &= rows_before(end, first_row + 8), four.w &= rows_before(end, first_row + 12);
-      }
-      const uint32_t num_features = i == 2 ? args.size : 2 * args.size, feature = i == 1 ? args.size + of_all : of_all;
-      const int64_t line = static_cast<int64_t>(tile.block) * num_features + feature;
-      uint8_t* columns = i == 2 ? args.activated_columns : args.gate_up_columns;
-      *reinterpret_cast<uint4*>(columns + line * kTile + first_row) = four;
+      uint8_t* target = targets.codes[i] + (unit * 8 + j) * kTile;
+      *reinterpret_cast<uint4*>(target) = {codes[i][j][0], codes[i][j][1], codes[i][j][2], codes[i][j][3]};
+      if (tile.rows.num_rows < first_row + kUnitRows)
+        clear_codes(target, max(tile.rows.num_rows, first_row) - first_row);
     }
   }
 }
@@ -498,8 +534,10 @@ __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsF
   first_pass<kIsLimited>(args, tile, memory, of_columns);
   store_products(args, tile, memory);
   find_scales(args, tile, memory, of_columns);
+  const ColumnTargets targets(args, tile);
+  if (targets.first_row >= (tile.rows.num_rows + 31) / 32 * 32) return;
 #pragma unroll 1
-  for (uint32_t unit = 0; unit < kUnits; ++unit) store_columns<kIsLimited>(args, tile, memory, unit);
+  for (uint32_t unit = 0; unit < kUnits; ++unit) store_columns<kIsLimited>(args, tile, memory, targets, unit);
 }
 
 // rows = quantize_1x128(d), columns = quantize_128x1(d) and quantize_128x1(w * a), where d = w * grad * d a / d [gate |
