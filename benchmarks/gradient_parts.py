@@ -17,11 +17,12 @@ from benchmarks.gradient_cases import (
 )
 from benchmarks.gradient_gemms import FORWARD, GEMMS, WEIGHTS, Codes, GemmPair
 from benchmarks.gradient_peers import COPY, DEQUANTIZING
+from benchmarks.gradient_swiglu import SWIGLU_CASES, SwigluOfExperts
 from benchmarks.peers import BF16, Peer
 
 UNITS = {"us": "us", "tflops": "TFLOP/s", "gbps": "GB/s"}
 LINEARS, EXPERTS, ADAPTED = "linears", "experts", "adapted"
-DGRAD, TRANSPOSE = "dgrad", "transpose"
+DGRAD, TRANSPOSE, SWIGLU_COLUMNS = "dgrad", "transpose", "swiglu_columns"
 OF_EXPERTS = EXPERTS, ADAPTED
 
 
@@ -87,6 +88,14 @@ PARTS = {
         {COPY: 0.80},
         Codes.random,
         WEIGHTS,
+    ),
+    SWIGLU_COLUMNS: Part(
+        "gradient of SwiGLU, codes of rows and of columns",
+        "gbps",
+        peers.SWIGLUS,
+        {COPY: 0.80},
+        SwigluOfExperts.random,
+        SWIGLU_CASES,
     ),
 }
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.gradient_cases import AdaptedStep, ExpertsStep, LinearStep, adapters_of
 from benchmarks.gradient_gemms import FORWARD, Codes, GemmPair
+from benchmarks.gradient_swiglu import SwigluOfExperts
 from benchmarks.moe_peers import Experts
 from benchmarks.peers import BF16, OURS, Call, Peer
 from moefp8 import FP8Linear, GroupedExperts
@@ -209,6 +210,14 @@ def _copy(codes: Codes) -> Call:
     return codes.copy
 
 
+def _swiglu(operands: SwigluOfExperts) -> Call:
+    return operands.differentiate
+
+
+def _copy_of_swiglu(operands: SwigluOfExperts) -> Call:
+    return operands.copy
+
+
 LINEARS = {
     OURS: Peer("moefp8", "block_scaled", _linear(keeps=True)),
     ANEW: Peer("moefp8, W^T made anew", "block_scaled", _linear(keeps=False)),
@@ -221,4 +230,8 @@ GEMMS = {
 TRANSPOSITIONS = {
     OURS: Peer("moefp8", "codes", _transpose),
     COPY: Peer("a copy", "codes", _copy),
+}
+SWIGLUS = {
+    OURS: Peer("moefp8", "codes", _swiglu),
+    COPY: Peer("a copy", "codes", _copy_of_swiglu),
 }

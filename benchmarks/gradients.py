@@ -1,8 +1,9 @@
 """Gradients through FP8 weights on one Hopper GPU: `python -m benchmarks.gradients`.
 
 Forward and backward of frozen linears and experts, and of experts with adapters, beside their
-peers, the GEMMs of dX beside those of the forward, and the transposition of weights beside a copy:
-see `benchmarks.gradient_cases` and `benchmarks.gradient_peers`. All of a case take turns in one
+peers, the GEMMs of dX beside those of the forward, and the transposition of weights and the
+gradient of SwiGLU for trained experts beside copies: see `benchmarks.gradient_cases` and
+`benchmarks.gradient_peers`. All of a case take turns in one
 process, with pauses and without rest as in `benchmarks.gemm`. Whose results are wrong is not timed.
 """
 

@@ -23,8 +23,17 @@ from benchmarks.gradient_cases import (
     error_of,
 )
 from benchmarks.gradient_gemms import FORWARD, Codes, GemmPair, Weight
-from benchmarks.gradient_parts import ADAPTED, DGRAD, EXPERTS, LINEARS, PARTS, TRANSPOSE
+from benchmarks.gradient_parts import (
+    ADAPTED,
+    DGRAD,
+    EXPERTS,
+    LINEARS,
+    PARTS,
+    SWIGLU_COLUMNS,
+    TRANSPOSE,
+)
 from benchmarks.gradient_peers import ANEW, COPY, DEQUANTIZING, FROZEN, LEAST, SAVED_FP8
+from benchmarks.gradient_swiglu import SwigluCase, SwigluOfExperts
 from benchmarks.grouped_cases import CONTIGUOUS, Setting
 from benchmarks.grouped_cases import Case as Grouped
 from benchmarks.moe_cases import Model
@@ -38,6 +47,9 @@ SMALL = Model("small", 5, 2, 256, 128)
 DENSE = peers.Case(16, 128, 256)
 GROUPED = Grouped(Setting(CONTIGUOUS, "3 x 3", [4, 0, 5], ((128, 256),), None), 128, 256)
 WEIGHT = Weight((3, 256, 48), 2)
+
+
+SWIGLU = SwigluCase(3, 128, 40)
 
 
 @pytest.fixture
@@ -145,6 +157,30 @@ def test_linears_gemms_and_transpositions_are_right_and_seen_to_be():
         if part == TRANSPOSE:
             wrong = {OURS: Results((results[OURS][0].mT.reshape(results[OURS][0].shape),))}
         assert operands.errors(wrong)[OURS]["error"] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_gradient_of_swiglu_is_right_and_seen_to_be(dtype):
+    torch.manual_seed(0)
+    operands = SwigluOfExperts.random(SWIGLU._replace(saved_dtype=dtype), "cpu")
+    results = results_of(SWIGLU_COLUMNS, operands)
+    errors = operands.errors(results)
+    assert 0.01 < errors[OURS]["error"] < 0.05
+    assert max(errors[OURS].values()) < 0.05
+    assert errors[OURS].keys() == {
+        "error",
+        "error_of_columns",
+        "error_of_activated",
+        "error_of_weights",
+    }
+    assert errors[COPY] == {"error": 0.0}
+    assert results[OURS].equals(operands.differentiate())
+    wrong = Results(map(torch.zeros_like, results[OURS]))
+    assert set(operands.errors({OURS: wrong})[OURS].values()) == {1.0}
+    assert operands.errors({COPY: Results((operands.bytes * 0,))})[COPY] == {"error": 1.0}
+    moved = 3 * 128 * (40 * 2 + (40 * 2 * 2 if dtype == torch.bfloat16 else 40 * 2 + 8))
+    moved += 3 * 128 * 2 * (128 + 4) + 3 * 3 * 40 * (128 + 4)
+    assert operands.num_bytes == moved
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from moefp8.routing.route import route
 from tests.functional import swiglu_cases
 from tests.functional.cases import EXPERTS_FAMILIES
+from tests.functional.training import swiglu_columns_cases
 from tests.kernels.gemm.cases import choosing, filled
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -104,6 +105,7 @@ def main() -> None:
     run_segments()
     run_experts_families()
     run_swiglu_backward()
+    run_swiglu_columns()
     run_swiglu()
     run_feed_forward()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -387,6 +389,14 @@ def run_swiglu_backward() -> None:
             made = swiglu_cases.make(name, torch.float32, fp8, math.inf, "cuda")
             swiglu_cases.check(made, swiglu_cases.run(made))
             print(f"gradient of SwiGLU, {name}{', FP8' if fp8 else ''}", flush=True)
+
+
+def run_swiglu_columns() -> None:
+    for name, case in swiglu_columns_cases.CASES.items():
+        for fp8 in (False, True):
+            made = swiglu_columns_cases.make(case, torch.float32, fp8, None, "cuda")
+            swiglu_columns_cases.check(made, swiglu_columns_cases.run(made))
+            print(f"gradient of SwiGLU in columns, {name}{', FP8' if fp8 else ''}", flush=True)
 
 
 SILU = 0.7310586  # of 1

@@ -6,9 +6,9 @@
 // 3. swiglu_columns_sums_kernel adds up the gradients of weights.
 //
 // A scale of rows is of 128 columns, and one of columns of 128 rows. So a CTA owns a tile of 128x128, and computes all
-// values twice: FP32 values of three results are 192 KB of a tile, and what they come from is 96 KB in BF16, of which two
-// CTAs of an SM keep theirs in shared memory. The first pass finds the largest magnitudes and stores codes of rows, the
-// second stores codes of columns.
+// values twice: FP32 values of three results are 192 KB of a tile, and what they come from is 96 KB in BF16, which two
+// CTAs of an SM keep in shared memory. The first pass finds the largest magnitudes and stores codes of rows, the second
+// stores codes of columns.
 #include "column_block.cuh"
 #include "copy_async.cuh"
 #include "divisor.cuh"
@@ -67,8 +67,8 @@ struct Choices {
   int64_t pitch;  // of weights, in bytes
   uint32_t count;
 
-  // The sum of the weights of all choices of `row` whose number is `lane` modulo kStride: as a warp adds them whose lanes
-  // have choices i, i + 32, ... each, and then meet lanes whose numbers differ in one bit, the highest bit first.
+  // The sum of the weights of all choices of `row` whose number is `lane` modulo kStride: as a warp adds them, of which
+  // lane i has choices i, i + 32, ..., and then lanes meet whose numbers differ in one bit, the highest bit first.
   template <uint32_t kStride = 1>
   __device__ float sum_of(int row, uint32_t lane = 0) const {
     float sum = 0;
@@ -211,7 +211,8 @@ __device__ void copy_factors(const Arguments& args, const Tile& tile, Memory<kIs
     const uint32_t row = threadIdx.x / 2, of_all = tile.rows.first_row + row;
     float scale = 0;
     if (row < tile.rows.num_rows && __float_as_uint(args.weight_of_row[of_all]) != 0) {
-      scale = args.saved_scales[tile.index * args.saved_scale_pitch + 2 * static_cast<int64_t>(of_all) + threadIdx.x % 2];
+      const int64_t of_saved = 2 * static_cast<int64_t>(of_all) + threadIdx.x % 2;
+      scale = args.saved_scales[tile.index * args.saved_scale_pitch + of_saved];
     }
     memory.scales[threadIdx.x % 2][row] = scale;
   }
@@ -295,8 +296,9 @@ struct RowTargets {
     const auto larger = [](float x, float y) {
       return __uint_as_float(max(__float_as_uint(x), __float_as_uint(y)));
     };
-    float mine = keep_half(keep_half(amax[0][0], amax[1][0], 8, larger), keep_half(amax[0][1], amax[1][1], 8, larger), 4,
-                           larger);
+    const float of_gate = keep_half(amax[0][0], amax[1][0], 8, larger);
+    const float of_up = keep_half(amax[0][1], amax[1][1], 8, larger);
+    float mine = keep_half(of_gate, of_up, 4, larger);
 #pragma unroll
     for (uint32_t distance = 2; distance > 0; distance /= 2)
       mine = larger(mine, __shfl_xor_sync(0xffffffff, mine, distance));
