@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..functional.autograd import first_order, no_gradients, records
+from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
 from ..functional.swiglu import empty_gate_up
 from ..functional.swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
@@ -16,7 +17,6 @@ from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128
 from ..routing import RoutingPlan, build_plan, combine
-from .grouped import add_low_rank, grouped_outer
 
 
 class LowRank(NamedTuple):

@@ -6,7 +6,7 @@ from torch import nn
 
 import moefp8
 from moefp8.adapters import LoRA, add_lora
-from moefp8.adapters.grouped import add_low_rank, grouped_outer
+from moefp8.functional.grouped_bf16 import add_low_rank, grouped_outer
 from tests.adapters.cases import E, H, I, K, Net, error, merged, tokens, trained
 from tests.gpu import on_cpu_and_gpu, poison
 

@@ -52,6 +52,7 @@ CASES = {
     "a single element": Case([1, 2], 1, 1),
     "rows that choices share": Case([40, 0, 65], 5, 136, "shared"),
     "more choices than lanes": Case([9, 4], 40, 24, "shared"),
+    "more experts than threads": Case([*[0] * 150, 3, *[1] * 20, *[0] * 100, 130], 2, 8),
     "no choice at all": Case([7], 2, 16, "none"),
     "no rows in experts": Case([0, 0], 2, 136, "own", 3),
 }

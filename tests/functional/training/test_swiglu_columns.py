@@ -83,7 +83,7 @@ def test_the_op_keeps_the_rules_of_torch():
     overload = torch.ops.moefp8.swiglu_columns_backward.default
     checks = "test_autograd_registration", "test_faketensor"
     for fp8 in (False, True):
-        made = make(Case([3, 70], 2, 40), torch.float32, fp8, 1.0)
+        made = make(Case([3], 2, 8), torch.float32, fp8, 1.0)
         torch.library.opcheck(overload, tuple(made), test_utils=checks)
 
 
@@ -131,7 +131,8 @@ def test_arguments_and_shared_memory_are_as_large_as_the_kernel_takes_them(tmp_p
 def on_cpu(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    return cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("swiglu_columns"))
+    folder = tmp_path_factory.mktemp("swiglu_columns")
+    return cuda_on_cpu.build(KERNELS, folder, with_numerics=True)
 
 
 @pytest.fixture
@@ -148,8 +149,8 @@ def test_the_kernels_text_is_right(launched, name, fp8):
         found = run(made)
         check(made, found)
         assert_untouched(made, found)
-        if name == "blocks begin and end anywhere":
-            break
+        if name in ("blocks begin and end anywhere", "more experts than threads"):
+            break  # these take long
 
 
 @pytest.mark.parametrize("name", ["odd", "rows that choices share"])
@@ -182,9 +183,8 @@ def test_the_emulator_is_right(name, fp8):
 def test_the_kernels_rows_are_those_of_the_kernel_without_columns(launched, tmp_path):
     made = make(CASES["rows that choices share"], torch.float32, False, 0.5)
     found = run(made)
-    other = cuda_on_cpu.build(
-        [swiglu_backward_launch.kernel_of(torch.float32, is_fp8=False)], tmp_path
-    )
+    kernel = swiglu_backward_launch.kernel_of(torch.float32, is_fp8=False)
+    other = cuda_on_cpu.build([kernel], tmp_path)
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(other))):
         assert_rows_are_those_without_columns(made, found)
 

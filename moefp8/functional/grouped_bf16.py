@@ -1,4 +1,4 @@
-"""Grouped products of BF16 rows, as adapters of experts take them. R rows, E experts, r rank.
+"""Grouped products of BF16 rows, by PyTorch. R rows, E experts, r rank.
 
 PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes.
 """

@@ -1,0 +1,310 @@
+"""Routed SwiGLU experts whose weights are trained: forward, and all gradients by FP8 GEMMs.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows. The forward is that of
+frozen experts with the codes of the master weights. It saves x and, of each row, gate and up before
+SwiGLU. With dO the gradient of the result, a backward takes these steps:
+
+1. dO is quantized once for each token, and copied to its rows.
+2. dA = dO W_down, rounded to BF16.
+3. `swiglu_columns_backward`: the weights of choices, d[gate | up] in codes of rows and of columns,
+   and w a in codes of columns.
+4. dX = d[gate | up] W_gate_up, summed over each token's rows in the order of its choices.
+5. dW_down = dO^T (w a) and dW_gate_up = d[gate | up]^T X: dO and X become codes of columns for it,
+   gathered from the tokens, and are gone afterwards.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, ceil_div, round_up
+from ...kernels.common.registry import register, register_inputs
+from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ...quant.block_scaled import BlockScaled, dequantize
+from ...quant.columns import quantize_128x1
+from ...quant.quantize import quantize_1x128
+from ...routing import RoutingPlan, build_plan, combine, dispatch
+from ..autograd import first_order, records
+from ..expert_configs import Sizes
+from ..experts import experts, experts_saving
+from ..experts_backward import check_saved_dtype
+from ..grouped_bf16 import grouped_outer
+from ..swiglu import empty_gate_up
+from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
+from ..workspace import num_parts_of
+from . import main_grad
+from .linear import Wgrad, weight_gradient
+from .rows import quantized_rows
+from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
+from .weights import codes_of
+
+_OP = "trained_experts"
+
+
+class TrainedExpertsInputs(NamedTuple):
+    """What `trained_experts` takes.
+
+    gate_up_proj: [E, 2I, H], gate first, and down_proj: [E, H, I], bf16, fp16 or fp32.
+    trusts: as in `codes_of`. saves: whether gate and up of each row are kept for a backward.
+    The others: as in `ExpertsInputs`.
+    """
+
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    swiglu_limit: float | None
+    masked: bool
+    expert_offset: int
+    num_global_experts: int | None
+    addend: torch.Tensor | None
+    trusts: bool
+    saves: bool
+
+
+def _allocate(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(
+        inputs.hidden_states, dtype=torch.bfloat16, memory_format=torch.contiguous_format
+    )
+    num_rows = inputs.top_k_index.numel() if inputs.saves else 0
+    return y, empty_gate_up(y, num_rows, inputs.down_proj.shape[2])
+
+
+def _forward(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    *tokens, gate_up_proj, down_proj = inputs[:5]
+    gate_up = codes_of(gate_up_proj, parts=2, trusts=inputs.trusts)
+    down = codes_of(down_proj, trusts=inputs.trusts)
+    given = (*tokens, *gate_up[:2], *down[:2], *inputs[5:10])
+    if inputs.saves:
+        y, saved = experts_saving(*given)
+        return y, saved
+    return experts(*given), _allocate(inputs)[1]
+
+
+trained_experts = register_inputs(
+    _OP,
+    TrainedExpertsInputs,
+    "(Tensor, Tensor)",
+    cpu=_forward,
+    fake=_allocate,
+    hopper=_forward,
+)
+"""`experts` with the codes of master weights -> (bf16 [T, H], gate and up of each row, bf16
+[R, 2, I], as `experts_saving` has them, or nothing of them)."""
+
+
+def _dgrad(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    parts: int,
+) -> torch.Tensor:
+    of_rows = _allocate_dgrad(data, scale_inv, weight)
+    codes = codes_of(weight, parts)
+    b = codes.transposed, codes.scale_inv.mT
+    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
+    return of_rows
+
+
+def _allocate_dgrad(
+    data: torch.Tensor, scale_inv: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    k = weight.shape[2]
+    return data.new_empty((len(data), round_up(k, 8)), dtype=torch.bfloat16)[:, :k]
+
+
+trained_dgrad = register(
+    "trained_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor expert_offsets, int parts)"
+    " -> Tensor",
+    cpu=_dgrad,
+    fake=_allocate_dgrad,
+    hopper=_dgrad,
+)
+"""bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as
+`grouped_dgrad`. Rows of no expert are not defined."""
+
+
+# ---- The gradients ----
+
+
+class _Saved(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_scale_inv: torch.Tensor | None
+
+
+class _Options(NamedTuple):
+    swiglu_limit: float | None
+    expert_offset: int
+    num_global_experts: int | None
+    wgrad: Wgrad
+
+
+_Gradients = dict[str, torch.Tensor | None]  # by the names of inputs
+
+
+def _backward(
+    grad: torch.Tensor, saved: _Saved, options: _Options, needs: dict[str, bool]
+) -> _Gradients:
+    x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
+    num_experts = len(down_proj)
+    rank = (options.expert_offset, options.num_global_experts)
+    plan = build_plan(ids, num_experts, expert_offset=rank[0], num_global_experts=rank[1])
+    offsets, to_token = plan.expert_offsets, plan.row_to_token
+    if options.wgrad == "bf16":
+        return _with_bf16_weights(grad, saved, options, needs, plan)
+    found: _Gradients = {}
+    num_rows, blocks = len(to_token), options.wgrad == "128x128"
+    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    of_swiglu = SwigluColumnsGradients(
+        *swiglu_columns_backward(
+            *(of_activated, gate_up, gate_up_scales, offsets, plan.token_to_row, weights),
+            options.swiglu_limit,
+        )
+    )
+    found["top_k_weights"] = of_swiglu.of_weights
+    if needs["down_proj"]:
+        of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX)
+        found["down_proj"] = weight_gradient(
+            down_proj, of_y, of_swiglu.activated, num_rows, offsets
+        )
+        del of_y
+    if needs["hidden_states"]:
+        of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
+        found["hidden_states"] = combine(of_rows, plan, of_swiglu.is_first)
+    if needs["gate_up_proj"]:
+        of_x = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
+        found["gate_up_proj"] = weight_gradient(
+            gate_up_proj,
+            (of_swiglu.gate_up_columns, of_swiglu.gate_up_scale_inv),
+            of_x,
+            num_rows,
+            offsets,
+        )
+    return found
+
+
+def _with_bf16_weights(
+    grad: torch.Tensor,
+    saved: _Saved,
+    options: _Options,
+    needs: dict[str, bool],
+    plan: RoutingPlan,
+) -> _Gradients:
+    """The same, with gradients in weights by BF16 products of rows that were not quantized."""
+    x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
+    found: _Gradients = {}
+    offsets, num_experts = plan.expert_offsets, len(down_proj)
+    if gate_up_scales is not None:
+        values = dequantize(BlockScaled(gate_up, gate_up_scales), torch.bfloat16)
+        gate_up = values.unflatten(0, (-1, 2))
+    rank = options.expert_offset, options.num_global_experts
+    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    through = SwigluGradients(
+        *swiglu_rows_backward(
+            of_activated, gate_up, plan.token_to_row, weights, options.swiglu_limit
+        )
+    )
+    found["top_k_weights"] = through.of_weights
+    if needs["down_proj"]:
+        activated = swiglu_rows(gate_up, options.swiglu_limit)
+        weighted = (through.weight_of_row[:, None] * activated).bfloat16()
+        of_y = dispatch(grad.bfloat16(), plan)
+        found["down_proj"] = _put(down_proj, grouped_outer(of_y, weighted, offsets))
+    if needs["hidden_states"]:
+        of_rows = trained_dgrad(*through[:2], gate_up_proj, offsets, 2)
+        found["hidden_states"] = combine(of_rows, plan, through.is_first)
+    if needs["gate_up_proj"]:
+        of_x = dispatch(x.bfloat16(), plan)
+        product = grouped_outer(through.of_gate_up.flatten(1), of_x, offsets)
+        found["gate_up_proj"] = _put(gate_up_proj, product)
+    return found
+
+
+def _put(weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor | None:
+    d, accumulates = main_grad.target(weight)
+    return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
+
+
+class _TrainedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, saved_dtype: torch.dtype, wgrad: Wgrad, trusts: bool, *inputs: Any
+    ) -> torch.Tensor:
+        x, ids, weights, gate_up_proj, down_proj, limit, _, *rank, _ = inputs
+        ctx.saves = any(ctx.needs_input_grad[3:-1])
+        y: torch.Tensor
+        y, gate_up = trained_experts(*inputs, trusts, ctx.saves)
+        if ctx.saves:
+            scale_inv = None
+            if saved_dtype == E4M3:
+                gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
+            ctx.save_for_backward(x, ids, weights, gate_up_proj, down_proj, gate_up, scale_inv)
+        ctx.options, ctx.dtypes = _Options(limit, *rank, wgrad), (x.dtype, weights.dtype)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        names = TrainedExpertsInputs._fields[:10]
+        needs = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
+        found: _Gradients = {}
+        if ctx.saves:
+            found = _backward(grad, _Saved(*ctx.saved_tensors), ctx.options, needs)
+            for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
+                if found.get(name) is not None:
+                    found[name] = found[name].to(dtype)
+        found["addend"] = grad
+        return None, None, None, *(found.get(x) if needs[x] else None for x in names)
+
+
+def routed_experts(
+    layer: str,
+    inputs: tuple[Any, ...],
+    saved_dtype: torch.dtype,
+    wgrad: Wgrad,
+    *,
+    trusts: bool,
+) -> torch.Tensor:
+    """`trained_experts` -> bf16 [T, H], with gradients in all that is given.
+
+    layer: who is named in errors.
+    inputs: the first ten of `TrainedExpertsInputs`. Very many tokens are computed in parts.
+    saved_dtype: as in `experts_backward.routed_experts`. wgrad: see `Wgrad`.
+    """
+    y: torch.Tensor
+    x, ids, scores, gate_up_proj, down_proj, *options, addend = inputs
+    if not records(layer, x, scores, gate_up_proj, down_proj, addend):
+        y, _ = trained_experts(*inputs, trusts, False)
+        return y
+    check_saved_dtype(layer, saved_dtype)
+    (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
+    num_parts = num_parts_of(Sizes(num_tokens, top_k, e, h, i, False), has_backward=True)
+    if num_parts <= 1:
+        y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, *inputs)
+        return y
+    size = ceil_div(num_tokens, num_parts)
+    addends = [None] * num_parts if addend is None else addend.split(size)
+    of_parts = zip(x.split(size), ids.split(size), scores.split(size), addends, strict=False)
+    return torch.cat(
+        [
+            routed_experts(
+                layer,
+                (*tokens, gate_up_proj, down_proj, *options, added),
+                saved_dtype,
+                wgrad,
+                trusts=trusts,
+            )
+            for *tokens, added in of_parts
+        ]
+    )
