@@ -9,6 +9,7 @@ from .experts import GroupedExperts
 from .linear import FP8Linear
 from .moe import MoE
 from .router import TopKRouter
+from .trainable import freeze, unfreeze
 
 __all__ = [
     "DEFAULT_SKIP",
@@ -20,5 +21,7 @@ __all__ = [
     "TopKRouter",
     "convert",
     "dequantize",
+    "freeze",
     "plan_conversion",
+    "unfreeze",
 ]

@@ -10,28 +10,26 @@ from torch import nn
 
 from ..functional.experts import ExpertsInputs
 from ..functional.experts_backward import check_saved_dtype, routed_experts
+from ..functional.training.experts import routed_experts as trained_experts
+from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
-from .module import (
-    FixedDtypeModule,
-    attributes_repr,
-    check_dtype,
-    draw_as_linear,
-    frozen_parameter,
-)
+from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
+from .trainable import TrainableModule, check_whole, master_parameter
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
 
-class GroupedExperts(FixedDtypeModule):
+class GroupedExperts(TrainableModule):
     """E SwiGLU experts with FP8 weights: `down(silu(gate(x)) * up(x))`, weighted and summed.
 
     A drop-in for the experts modules of transformers 5: same names, shapes and forward. Gradients
-    flow to hidden states, `top_k_weights` and `addend`; the weights have none.
+    flow to hidden states, `top_k_weights` and `addend`. Weights are frozen codes, or with
+    `trainable` master weights that have gradients, too, by FP8 GEMMs.
 
     Args:
         num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
@@ -43,11 +41,13 @@ class GroupedExperts(FixedDtypeModule):
         keep_transposed: as in `FP8Linear`.
         saved_dtype: in which gate and up of each choice are saved for a backward, before SwiGLU:
             bf16 takes 4 I bytes for each of a token's k choices, e4m3 (with 1x128 scales) 2 I.
+        trainable, wgrad: as in `FP8Linear`. dtype: of master weights: bf16, fp16 or fp32.
 
     Attributes:
         expert_offset, num_global_experts: the id of its first expert, and how many the whole model
             has, by which tiles are chosen on a GPU; 0 and None unless `shard` left a part.
-        gate_up_proj: e4m3 [E, 2I, H], gate rows first.
+        gate_up_proj: e4m3 [E, 2I, H], gate rows first; or the master weights, as down_proj, and
+            then there are no scales.
         gate_up_proj_scale_inv: fp32 [E, 2 * ceil(I/128), ceil(H/128)]; gate and up are cut into
             blocks separately, as checkpoints do.
         down_proj: e4m3 [E, H, I].
@@ -56,6 +56,7 @@ class GroupedExperts(FixedDtypeModule):
 
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+    master_names = ("gate_up_proj", "down_proj")
     runs_in_steps = False  # as those with adapters do: each step is an op of its own
     expert_offset = 0
     num_global_experts: int | None = None
@@ -73,6 +74,9 @@ class GroupedExperts(FixedDtypeModule):
         device: torch.device | str | None = None,
         keep_transposed: bool | None = None,
         saved_dtype: torch.dtype = torch.bfloat16,
+        trainable: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        wgrad: Wgrad = "128x1",
     ) -> None:
         super().__init__()
         check_saved_dtype("GroupedExperts", saved_dtype)
@@ -85,16 +89,27 @@ class GroupedExperts(FixedDtypeModule):
         self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit
         self.layout: ExpertLayout = layout
-        h_blocks, i_blocks = num_blocks(h), num_blocks(i)
-        self.gate_up_proj = frozen_parameter((e, 2 * i, h), device, E4M3)
-        self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
-        self.down_proj = frozen_parameter((e, h, i), device, E4M3)
-        self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
+        shapes = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
+        if trainable:
+            check_dtype("GroupedExperts", dtype)
+            weights = {x: master_parameter(y, device, dtype) for x, y in shapes.items()}
+            self._hold_master_weights(weights, wgrad)
+        else:
+            h_blocks, i_blocks = num_blocks(h), num_blocks(i)
+            self.gate_up_proj = frozen_parameter(shapes["gate_up_proj"], device, E4M3)
+            self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
+            self.down_proj = frozen_parameter(shapes["down_proj"], device, E4M3)
+            self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
+        if self.trainable:
+            if not self.down_proj.is_meta:
+                for weight in (self.gate_up_proj, self.down_proj):
+                    draw_as_linear(weight, weight.shape[2])
+            return
         for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
             gate_up, down = (
                 draw_as_linear(torch.empty_like(x[0], dtype=torch.float32), x.shape[2])
@@ -122,8 +137,12 @@ class GroupedExperts(FixedDtypeModule):
         *,
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
+        trainable: bool = False,
+        wgrad: Wgrad = "128x1",
     ) -> "GroupedExperts":
         """Quantize stacked weights: gate_up_proj [E, 2I, H], gate first, and down_proj [E, H, I].
+
+        trainable: they are the master weights themselves, and parameters stay what they are.
 
         Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit.
         """
@@ -134,6 +153,14 @@ class GroupedExperts(FixedDtypeModule):
         rule = "[E, 2I, H] for down_proj [E, H, I]"
         check_shape(op, "gate_up_proj", gate_up_proj, [e, 2 * i, h], rule)
         experts = cls(*down_proj.shape, swiglu_limit=swiglu_limit, layout=layout, device="meta")
+        if trainable:
+            given = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+            made = {
+                name: x if isinstance(x, nn.Parameter) else nn.Parameter(x)
+                for name, x in given.items()
+            }
+            experts._hold_master_weights(made, wgrad)
+            return experts
         experts.to_empty(device=gate_up_proj.device)
         for expert in range(0 if gate_up_proj.is_meta else e):
             experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
@@ -143,6 +170,9 @@ class GroupedExperts(FixedDtypeModule):
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (gate_up_proj [E, 2I, H], down_proj [E, H, I]), like `FP8Linear.dequantize`."""
         check_dtype("GroupedExperts.dequantize", dtype)
+        if self.trainable:
+            weights = self.gate_up_proj.detach(), self.down_proj.detach()
+            return weights[0].to(dtype, copy=True), weights[1].to(dtype, copy=True)
         gate_up, down = (
             torch.empty(x.shape, dtype=dtype, device=x.device)
             for x in (self.gate_up_proj, self.down_proj)
@@ -166,6 +196,30 @@ class GroupedExperts(FixedDtypeModule):
         experts.expert_offset = self.expert_offset
         experts.num_global_experts = self.num_global_experts
         return experts.train(self.training)
+
+    @torch.no_grad()
+    def freeze(self) -> "GroupedExperts":
+        """Quantize the master weights in place."""
+        if self.trainable:
+            weights = self.gate_up_proj.detach(), self.down_proj.detach()
+            frozen = GroupedExperts.from_weights(*weights)
+            self._hold_codes({name: frozen.get_parameter(name).data for name in WEIGHTS})
+        return self
+
+    @torch.no_grad()
+    def unfreeze(
+        self, dtype: torch.dtype = torch.bfloat16, *, wgrad: Wgrad | None = None
+    ) -> "GroupedExperts":
+        """Make master weights of the codes, in place, which ask for gradients."""
+        if not self.trainable:
+            check_whole("GroupedExperts.unfreeze", self)
+            weights = map(nn.Parameter, self.dequantize(dtype))
+            made = dict(zip(self.master_names, weights, strict=True))
+            self._hold_master_weights(made, wgrad or self.wgrad)
+        elif wgrad is not None:
+            check_wgrad("GroupedExperts.unfreeze", wgrad)
+            self.wgrad = wgrad
+        return self
 
     def forward(
         self,
@@ -192,7 +246,7 @@ class GroupedExperts(FixedDtypeModule):
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
         Raises TypeError or ValueError for other inputs; `backward()` raises NotImplementedError if
-        a weight asks for a gradient.
+        a frozen weight asks for a gradient.
         """
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -202,6 +256,13 @@ class GroupedExperts(FixedDtypeModule):
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.swiglu_limit, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
+        if self.trainable:
+            weights = map(self._look_up, self.master_names)
+            master: tuple[Any, ...] = (*tokens, *weights, *options, *rank, addend)
+            y = trained_experts(
+                "GroupedExperts", master, self.saved_dtype, self.wgrad, trusts=self.training
+            )
+            return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
         given: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
         inputs = ExpertsInputs(*given)
         y = routed_experts("GroupedExperts", inputs, self.saved_dtype, self.keep_transposed)
@@ -209,4 +270,5 @@ class GroupedExperts(FixedDtypeModule):
 
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"
-        return attributes_repr(self, *sizes, "swiglu_limit", "layout")
+        trained = ("trainable", "wgrad") if self.trainable else ()
+        return attributes_repr(self, *sizes, "swiglu_limit", "layout", *trained)

@@ -7,36 +7,41 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..functional.linear import linear
+from ..functional.training.linear import Wgrad, check_wgrad
+from ..functional.training.linear import linear as trained_linear
 from ..kernels import E4M3, num_blocks
+from ..kernels.common.checks import FLOATS, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
-from .module import (
-    FixedDtypeModule,
-    attributes_repr,
-    check_dtype,
-    draw_as_linear,
-    frozen_parameter,
-)
+from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
+from .trainable import TrainableModule, check_whole, master_parameter
 
 
-class FP8Linear(FixedDtypeModule):
+class FP8Linear(TrainableModule):
     """`y = x @ dequantize(weight).T + bias`, with FP8 operands and FP32 accumulation.
 
     Activations are quantized to 1x128 blocks on the way in; the result is rounded to BF16, then
     given in the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and
-    to the bias; the weight has none.
+    to the bias. The weight is frozen codes, or with `trainable` a master weight that has a
+    gradient, too, by an FP8 GEMM.
 
     Args:
         in_features, out_features: K and N, any sizes.
-        bias, dtype: whether there is a bias, and its dtype: bf16, fp16 or fp32.
+        bias, dtype: whether there is a bias, and its dtype: bf16, fp16 or fp32; the weight has it,
+            too, if it is trainable.
         device: as in `nn.Linear`; "meta" allocates nothing.
         keep_transposed: whether the transposed weight, which gradients are made with, is kept on a
             GPU once it was needed. True takes 1 more byte for each weight; with False every
             backward transposes anew; None keeps it if a quarter of the GPU's memory is free then.
+            Beside a master weight, codes of both are kept: 2 bytes for each weight.
+        trainable: whether the weight is a master weight, of which codes are made for each value
+            that it has; `freeze` and `unfreeze` change that.
+        wgrad: how its gradient is computed, see `TrainableModule`.
 
     Attributes:
-        weight: e4m3 [N, K].
-        weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize.
+        weight: e4m3 [N, K], or the master weight.
+        weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)], multiplies to dequantize; None beside a
+            master weight.
         bias: [N] or None.
         rows_before, columns_before: how many rows and columns of zeros `shard` put in front of
             weight (and bias), so that blocks begin where they did.
@@ -44,6 +49,7 @@ class FP8Linear(FixedDtypeModule):
 
     fp8_names = ("weight",)
     fp32_names = ("weight_scale_inv",)
+    master_names = ("weight",)
     rows_before = columns_before = 0
     keep_transposed: bool | None = None
 
@@ -56,23 +62,37 @@ class FP8Linear(FixedDtypeModule):
         dtype: torch.dtype = torch.bfloat16,
         *,
         keep_transposed: bool | None = None,
+        trainable: bool = False,
+        wgrad: Wgrad = "128x1",
     ) -> None:
         super().__init__()
         self.keep_transposed = keep_transposed
         self.in_features, self.out_features = in_features, out_features
-        self.weight = frozen_parameter((out_features, in_features), device, E4M3)
-        scale_shape = num_blocks(out_features), num_blocks(in_features)
-        self.weight_scale_inv = frozen_parameter(scale_shape, device)
         self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
+        if trainable:
+            weight = master_parameter((out_features, in_features), device, dtype)
+            self._train_master(weight, wgrad)
+        else:
+            self.weight = frozen_parameter((out_features, in_features), device, E4M3)
+            scale_shape = num_blocks(out_features), num_blocks(in_features)
+            self.weight_scale_inv = frozen_parameter(scale_shape, device)
         self.reset_parameters()
+
+    def _train_master(self, weight: nn.Parameter, wgrad: Wgrad) -> None:
+        self._hold_master_weights({"weight": weight}, wgrad)
+        if self.bias is not None:
+            self.bias.requires_grad_()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weight and bias as `nn.Linear` does, and quantize the weight."""
+        """Draw weight and bias as `nn.Linear` does, and quantize the weight if frozen."""
         if self.weight.is_meta:
             return
-        values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
-        self._assign(quantize_128x128(draw_as_linear(values, self.in_features)))
+        if self.trainable:
+            draw_as_linear(self.weight, self.in_features)
+        else:
+            values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+            self._assign(quantize_128x128(draw_as_linear(values, self.in_features)))
         if self.bias is not None:
             draw_as_linear(self.bias, self.in_features)
 
@@ -83,14 +103,26 @@ class FP8Linear(FixedDtypeModule):
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear) -> "FP8Linear":
+    def from_linear(
+        cls, linear: nn.Linear, *, trainable: bool = False, wgrad: Wgrad = "128x1"
+    ) -> "FP8Linear":
         """Quantize the weight of `linear`, which is not changed; the bias is shared with it.
+
+        trainable: the weight is shared, too, and stays the parameter that it is: an optimizer that
+            knows it need not be told.
 
         Raises TypeError unless it is an `nn.Linear` whose weight is bf16, fp16 or fp32.
         """
+        op = "FP8Linear.from_linear"
         if not isinstance(linear, nn.Linear):
-            raise TypeError(f"FP8Linear.from_linear: expected nn.Linear, got {type(linear)}")
-        return cls._from_weight(linear.weight, linear.bias).train(linear.training)
+            raise TypeError(f"{op}: expected nn.Linear, got {type(linear)}")
+        if not trainable:
+            return cls._from_weight(linear.weight, linear.bias).train(linear.training)
+        check_tensor(op, "weight", linear.weight, FLOATS, 2)
+        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        layer._hold_master_weights({"weight": linear.get_parameter("weight")}, wgrad)
+        layer.bias = linear.bias
+        return layer.train(linear.training)
 
     @classmethod
     @torch.no_grad()
@@ -110,6 +142,8 @@ class FP8Linear(FixedDtypeModule):
         fp16 or fp32.
         """
         check_dtype("FP8Linear.dequantize", dtype)
+        if self.weight_scale_inv is None:
+            return self.weight.detach().to(dtype, copy=True)
         q = BlockScaled(self.weight.detach(), self.weight_scale_inv.detach())
         return without_padding(self, "weight", dequantize(q, dtype))
 
@@ -127,11 +161,34 @@ class FP8Linear(FixedDtypeModule):
         note_parts(linear, parts_of_plain(self))
         return linear.train(self.training)
 
+    @torch.no_grad()
+    def freeze(self) -> "FP8Linear":
+        """Quantize a master weight in place; the bias asks for no gradient any more."""
+        if self.trainable:
+            q = quantize_128x128(self.weight.detach())
+            self._hold_codes({"weight": q.data, "weight_scale_inv": q.scale_inv})
+            if self.bias is not None:
+                self.bias.requires_grad_(False)
+        return self
+
+    @torch.no_grad()
+    def unfreeze(
+        self, dtype: torch.dtype = torch.bfloat16, *, wgrad: Wgrad | None = None
+    ) -> "FP8Linear":
+        """Make a master weight of the codes, in place; it and the bias ask for gradients."""
+        if not self.trainable:
+            check_whole("FP8Linear.unfreeze", self)
+            self._train_master(nn.Parameter(self.dequantize(dtype)), wgrad or self.wgrad)
+        elif wgrad is not None:
+            check_wgrad("FP8Linear.unfreeze", wgrad)
+            self.wgrad = wgrad
+        return self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] bf16, fp16 or fp32 -> [..., N] in the dtype of `x`.
 
-        Raises ValueError for another width; `backward()` raises NotImplementedError if the weight
-        asks for a gradient.
+        Raises ValueError for another width; `backward()` raises NotImplementedError if a frozen
+        weight asks for a gradient.
         """
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -143,7 +200,10 @@ class FP8Linear(FixedDtypeModule):
         if self.columns_before:
             rows = F.pad(rows, (self.columns_before, 0))
         weight, scale_inv, bias = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
-        y = linear("FP8Linear", rows, weight, scale_inv, bias, self.keep_transposed)
+        if scale_inv is None:
+            y = trained_linear("FP8Linear", rows, weight, bias, self.wgrad, trusts=self.training)
+        else:
+            y = linear("FP8Linear", rows, weight, scale_inv, bias, self.keep_transposed)
         if self.rows_before:
             y = y[:, self.rows_before :]
         if not is_matrix:
@@ -152,4 +212,5 @@ class FP8Linear(FixedDtypeModule):
 
     def extra_repr(self) -> str:
         has_bias = self.bias is not None
-        return f"{attributes_repr(self, 'in_features', 'out_features')}, bias={has_bias}"
+        told = f"{attributes_repr(self, 'in_features', 'out_features')}, bias={has_bias}"
+        return f"{told}, {attributes_repr(self, 'trainable', 'wgrad')}" if self.trainable else told

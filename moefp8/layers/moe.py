@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
 from ..functional.swiglu import swiglu
+from ..functional.training.linear import Wgrad
 from ..kernels.common.checks import FLOATS, check_tensor
 from .experts import ExpertLayout, GroupedExperts
 from .linear import FP8Linear
@@ -30,18 +31,20 @@ class SharedExperts(nn.Module):
         *,
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
+        **of_linears: Any,
     ) -> None:
         super().__init__()
         self.swiglu_limit = swiglu_limit
-        self.gate_proj = FP8Linear(hidden_size, intermediate_size, bias=False, device=device)
-        self.up_proj = FP8Linear(hidden_size, intermediate_size, bias=False, device=device)
-        self.down_proj = FP8Linear(intermediate_size, hidden_size, bias=False, device=device)
+        options: dict[str, Any] = {"bias": False, "device": device, **of_linears}
+        self.gate_proj = FP8Linear(hidden_size, intermediate_size, **options)
+        self.up_proj = FP8Linear(hidden_size, intermediate_size, **options)
+        self.down_proj = FP8Linear(intermediate_size, hidden_size, **options)
 
     @property
     def is_one_op(self) -> bool:
-        """Whether calling a projection multiplies by its weight, and does no more."""
+        """Whether calling a projection multiplies by its frozen weight, and does no more."""
         return all(
-            type(x) is FP8Linear and x.bias is None and not is_wrapped(x)
+            type(x) is FP8Linear and x.bias is None and not x.trainable and not is_wrapped(x)
             for x in (self.gate_proj, self.up_proj, self.down_proj)
         )
 
@@ -85,6 +88,7 @@ class MoE(nn.Module):
         shared_intermediate_size: I of all shared experts together (`n_shared_experts * I`), or 0.
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
         swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
+        trainable, wgrad, dtype: as in `GroupedExperts`, for all experts.
         router: further arguments of `TopKRouter`, such as scoring.
 
     Attributes:
@@ -105,6 +109,9 @@ class MoE(nn.Module):
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
         device: torch.device | str | None = None,
+        trainable: bool = False,
+        wgrad: Wgrad = "128x1",
+        dtype: torch.dtype = torch.bfloat16,
         **router: Any,
     ) -> None:
         super().__init__()
@@ -112,6 +119,7 @@ class MoE(nn.Module):
         if shared_expert_gate and not shared_intermediate_size:
             raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
         options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "device": device}
+        options |= {"trainable": trainable, "wgrad": wgrad, "dtype": dtype}
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
         sizes = num_experts, hidden_size, intermediate_size
         self.experts = GroupedExperts(*sizes, layout=layout, **options)

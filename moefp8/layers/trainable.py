@@ -1,4 +1,4 @@
-"""What modules share whose weights may be trained: master weights in place of FP8 codes, and back."""
+"""What modules share whose weights may be trained: master weights in place of FP8 codes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,6 +9,7 @@ from torch import nn
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels.common.checks import FLOATS
 from .module import FixedDtypeModule, check_dtype
+from .parts import parts_of
 
 
 class TrainableModule(FixedDtypeModule):
@@ -79,6 +80,15 @@ class TrainableModule(FixedDtypeModule):
         raise NotImplementedError
 
 
+def check_whole(op: str, module: nn.Module) -> None:
+    """Raise ValueError if a module is a part that `shard` left, whose codes have padding."""
+    if parts_of(module):
+        raise ValueError(
+            f"{op}: the module is one rank's part of a layer that shard has cut; unfreeze the "
+            "model first, and cut it by torch's own means, such as FSDP"
+        )
+
+
 def master_parameter(shape: Any, device: Any, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised master weight."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -115,5 +125,3 @@ def _each(model: nn.Module, change: Callable[[TrainableModule], object]) -> nn.M
         if isinstance(module, TrainableModule):
             change(module)
     return model
-
-

@@ -175,7 +175,11 @@ def _backward(
     if needs["down_proj"]:
         of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX)
         found["down_proj"] = weight_gradient(
-            down_proj, of_y, of_swiglu.activated, num_rows, offsets
+            down_proj,
+            of_y,
+            (of_swiglu.activated_columns, of_swiglu.activated_scale_inv),
+            num_rows,
+            offsets,
         )
         del of_y
     if needs["hidden_states"]:
@@ -241,7 +245,7 @@ class _TrainedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, saved_dtype: torch.dtype, wgrad: Wgrad, trusts: bool, *inputs: Any
     ) -> torch.Tensor:
-        x, ids, weights, gate_up_proj, down_proj, limit, _, *rank, _ = inputs
+        x, ids, weights, gate_up_proj, down_proj, limit, _, offset, num_global, _ = inputs
         ctx.saves = any(ctx.needs_input_grad[3:-1])
         y: torch.Tensor
         y, gate_up = trained_experts(*inputs, trusts, ctx.saves)
@@ -250,7 +254,10 @@ class _TrainedExperts(torch.autograd.Function):
             if saved_dtype == E4M3:
                 gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
             ctx.save_for_backward(x, ids, weights, gate_up_proj, down_proj, gate_up, scale_inv)
-        ctx.options, ctx.dtypes = _Options(limit, *rank, wgrad), (x.dtype, weights.dtype)
+        ctx.options, ctx.dtypes = (
+            _Options(limit, offset, num_global, wgrad),
+            (x.dtype, weights.dtype),
+        )
         return y
 
     @staticmethod
@@ -262,8 +269,8 @@ class _TrainedExperts(torch.autograd.Function):
         if ctx.saves:
             found = _backward(grad, _Saved(*ctx.saved_tensors), ctx.options, needs)
             for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
-                if found.get(name) is not None:
-                    found[name] = found[name].to(dtype)
+                if (of_input := found.get(name)) is not None:
+                    found[name] = of_input.to(dtype)
         found["addend"] = grad
         return None, None, None, *(found.get(x) if needs[x] else None for x in names)
 

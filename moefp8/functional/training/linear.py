@@ -78,7 +78,11 @@ def _nothing(x: torch.Tensor) -> Saved:
 def _allocate(inputs: TrainedLinearInputs) -> Trained:
     _check(inputs)
     x, saves = inputs.x, inputs.saves
-    columns = quantize_1x128_and_128x1(x, None, blocks=inputs.blocks)[2:] if saves else _nothing(x)
+    columns = (
+        quantize_1x128_and_128x1(x, None, False, MIN_AMAX, inputs.blocks)[2:]
+        if saves
+        else _nothing(x)
+    )
     return _empty(x, len(inputs.weight)), *columns
 
 
@@ -138,7 +142,11 @@ def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> Trained:
     grad, weight, wants_x, wants_columns = inputs
     check_same_device(_BACKWARD, grad=grad, weight=weight)
     check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
-    columns = quantize_1x128_and_128x1(grad, None)[2:] if wants_columns else _nothing(grad)
+    columns = (
+        quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)[2:]
+        if wants_columns
+        else _nothing(grad)
+    )
     return _empty(grad, weight.shape[1] if wants_x else 0), *columns
 
 

@@ -55,8 +55,9 @@ def _allocate(inputs: RowsInputs) -> Rows:
 def _body(inputs: RowsInputs) -> Rows:
     found = _allocate(inputs)
     x, ids, num_experts, expert_offset, num_global_experts, min_amax = inputs
-    rank = {"expert_offset": expert_offset, "num_global_experts": num_global_experts}
-    plan = build_plan(ids, num_experts, **rank)
+    plan = build_plan(
+        ids, num_experts, expert_offset=expert_offset, num_global_experts=num_global_experts
+    )
     for y, value in zip(found, quantize_1x128(x, False, min_amax), strict=True):
         rows = dispatch_rows(value, plan.row_to_token)
         if y.dtype == E4M3:
