@@ -1,5 +1,5 @@
-// Quantize to E4M3 with one FP32 scale for 128 tokens of a feature, on Hopper; if wanted also with one for 128 features
-// of a token, reading each element once.
+// Quantize to E4M3 with one FP32 scale for 128 tokens of a feature, or of 128 features, on Hopper; the codes of a
+// feature's tokens lie side by side. If wanted, also with one for 128 features of a token, reading each element once.
 //
 // A CTA owns a tile: 128 features of up to 128 tokens of one expert. It finds the expert on the device. A thread holds
 // eight rows of eight features, which wait in registers until their scales are known: 32 of them if x is BF16.
@@ -11,7 +11,7 @@ struct Arguments {
   const int* expert_offsets;  // [num_experts + 1]; null: all rows are of one
   const int* row_to_token;    // [num_rows]; null: row r is x[r]
   uint8_t* data;              // [blocks, k, 128]
-  float* scale_inv;           // [blocks, pitch]
+  float* scale_inv;           // [blocks, pitch]; of each row k are written, or k / 128 if kBlocks
   uint8_t* row_data;          // [num_rows, k]
   float* row_scale_inv;       // [k / 128, row_pitch], rows innermost
   int64_t pitch, row_pitch;
@@ -101,19 +101,22 @@ struct Part {
   }
 };
 
-// One block of 128 rows (tokens of an expert) and 128 features, with amax over either of these:
+// One block of 128 rows (tokens of an expert) and 128 features, with amax over either of these, or over both:
 //   scale_inv[b, f] = max(amax |x[rows of b, f]|, min_amax) / 448; data[b, f, :] = x[rows of b, f] / scale_inv in E4M3;
+//   kBlocks: instead scale_inv[b, j], of x[rows of b, 128 j + 0..127], for all features of j;
 //   kWithRows: row_scale_inv[r, j] and row_data[r, :] likewise, of x[r, 128 j + 0..127].
 // Grid: a CTA of 256 threads owns a block; neighbouring CTAs the next one along K. Blocks without rows end at once.
-// Shared memory: 4 KB (8 KB if x is FP32) for largest magnitudes of columns, 8 KB for those of rows, 2 KB for scales,
-//   16 KB for codes of columns.
-// Barriers: one for every 256 experts; then largest magnitudes -> scales -> codes.
+// Shared memory: 4 KB (8 KB if x is FP32) for largest magnitudes of columns, or 32 B for that of a block, 8 KB for
+//   those of rows, 1 KB for scales of columns and 1 KB for those of rows, 16 KB for codes of columns.
+// Barriers: one for every 256 experts; then largest magnitudes -> scales -> codes; kBlocks: largest magnitudes -> codes
+//   and scales of rows.
 // Alignment: vectorized if x and its rows are at multiples of 16 B and K of 8 elements; else any. `data` is at a
 //   multiple of 16 B.
-template <Input kInput, bool kWithRows, bool kVectorized>
+template <Input kInput, bool kBlocks, bool kWithRows, bool kVectorized>
 __global__ void __launch_bounds__(kTileThreads, kVectorized && kInput != Input::kFloat ? 4 : 2)
     columns_kernel(const __grid_constant__ Arguments args) {
   __shared__ ColumnAmax<kInput> column_amax;
+  __shared__ TileAmax<kInput> tile_amax;
   __shared__ RowAmax<kInput> row_amax;
   __shared__ TileDividers column_dividers, row_dividers;
   __shared__ TileCodes codes;
@@ -135,42 +138,61 @@ __global__ void __launch_bounds__(kTileThreads, kVectorized && kInput != Input::
     part.template load<kVectorized>(args, rows, source, first_row, column, width);
   }
 
-  uint32_t largest[Eight<kInput>::kWords];
+  if constexpr (!kBlocks) {
+    uint32_t of_columns[Eight<kInput>::kWords];
 #pragma unroll
-  for (int j = 0; j < Eight<kInput>::kWords; ++j) {
-    largest[j] = part.x[0].words[j];
+    for (int j = 0; j < Eight<kInput>::kWords; ++j) {
+      of_columns[j] = part.x[0].words[j];
 #pragma unroll
-    for (int i = 1; i < 8; ++i) largest[j] = Eight<kInput>::larger(largest[j], part.x[i].words[j]);
+      for (int i = 1; i < 8; ++i) of_columns[j] = Eight<kInput>::larger(of_columns[j], part.x[i].words[j]);
+    }
+    column_amax.tell(place, of_columns);
   }
-  column_amax.tell(place, largest);
-  if constexpr (kWithRows) {
+  if constexpr (kBlocks || kWithRows) {
     uint32_t of_rows[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) of_rows[i] = part.x[i].largest();
-    row_amax.tell(place, of_rows);
+    if constexpr (kBlocks) {
+      uint32_t of_all = of_rows[0];
+#pragma unroll
+      for (int i = 1; i < 8; ++i) of_all = Eight<kInput>::larger(of_all, of_rows[i]);
+      tile_amax.tell(of_all);
+    }
+    if constexpr (kWithRows) row_amax.tell(place, of_rows);
   }
   __syncthreads();
 
   // A thread for each column, and one for each row.
   const uint32_t index = threadIdx.x % kTileSize;
   if (threadIdx.x < kTileSize) {
-    const Scale scale(column_amax.of(index), args.ue8m0, args.min_amax);
-    column_dividers.tell(index, scale);
-    if (index < width) args.scale_inv[block * args.pitch + first_column + index] = scale.scale_inv;
+    if constexpr (!kBlocks) {
+      const Scale scale(column_amax.of(index), args.ue8m0, args.min_amax);
+      column_dividers.tell(index, scale);
+      if (index < width) args.scale_inv[block * args.pitch + first_column + index] = scale.scale_inv;
+    }
   } else if constexpr (kWithRows) {
     const Scale scale(row_amax.of(index), args.ue8m0, args.min_amax);
     row_dividers.tell(index, scale);
     if (index < rows.count) args.row_scale_inv[k_block * args.row_pitch + rows.first + index] = scale.scale_inv;
   }
-  __syncthreads();
 
-  if (has_rows) {
+  if constexpr (kBlocks) {
+    const Scale scale(tile_amax.of_tile(), args.ue8m0, args.min_amax);
+    if (threadIdx.x == 0) args.scale_inv[block * args.pitch + k_block] = scale.scale_inv;
+    if (has_rows) {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      Divider two[2];
-      column_dividers.two_of(place.column_group, i / 2, two[0], two[1]);
-      codes.tell(place, i, part.column_codes(i, two[0]));
-      codes.tell(place, i + 1, part.column_codes(i + 1, two[1]));
+      for (int i = 0; i < 8; ++i) codes.tell(place, i, part.column_codes(i, scale));
+    }
+  } else {
+    __syncthreads();
+    if (has_rows) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        Divider two[2];
+        column_dividers.two_of(place.column_group, i / 2, two[0], two[1]);
+        codes.tell(place, i, part.column_codes(i, two[0]));
+        codes.tell(place, i + 1, part.column_codes(i + 1, two[1]));
+      }
     }
   }
   __syncthreads();

@@ -1,9 +1,10 @@
-"""Column codes: E4M3 of 128 tokens of a feature at a time, one FP32 scale each. The ops.
+"""Column codes: E4M3 of 128 tokens of a feature at a time, which lie side by side. The ops.
 
 T tokens, R rows that are grouped by expert, K features, E experts, B blocks. A gradient in weights
 sums over tokens, and FP8 tensor cores want what they sum over innermost: so the codes of 128 rows
-of one feature lie side by side, data [B, K, 128] and scale_inv [B, K]. A block has rows of one
-expert only; where its blocks begin, `first_block` says.
+of one feature are neighbours, data [B, K, 128]. They have an FP32 scale of their own (128x1),
+scale_inv [B, K], or one for 128 features (128x128), scale_inv [B, ceil(K/128)], which makes the
+GEMM faster. A block has rows of one expert only; where its blocks begin, `first_block` says.
 """
 
 from itertools import pairwise
@@ -43,6 +44,7 @@ class ColumnsInputs(NamedTuple):
     row_to_token: int32 [R], which row of x is row r; None: x[r] is. Negative or too large: zeros.
     ue8m0: round each scale up to a power of two.
     min_amax: a block's largest magnitude counts as at least this.
+    blocks: 128 rows of 128 features share a scale; otherwise, 128 rows of one feature do.
     """
 
     x: torch.Tensor
@@ -50,6 +52,7 @@ class ColumnsInputs(NamedTuple):
     row_to_token: torch.Tensor | None
     ue8m0: bool = False
     min_amax: float = MIN_AMAX
+    blocks: bool = False
 
 
 class BothInputs(NamedTuple):
@@ -59,10 +62,12 @@ class BothInputs(NamedTuple):
     expert_offsets: torch.Tensor | None
     ue8m0: bool = False
     min_amax: float = MIN_AMAX
+    blocks: bool = False
 
     @property
     def columns(self) -> ColumnsInputs:
-        return ColumnsInputs(self.x, self.expert_offsets, None, self.ue8m0, self.min_amax)
+        x, expert_offsets, ue8m0, min_amax, blocks = self
+        return ColumnsInputs(x, expert_offsets, None, ue8m0, min_amax, blocks)
 
 
 def num_column_blocks(num_rows: int, num_experts: int | None) -> int:
@@ -83,13 +88,17 @@ def first_block(first_row: int, expert: int) -> int:
 
 
 def empty_columns(
-    num_blocks: int, num_features: int, device: torch.device
+    num_blocks: int, num_features: int, device: torch.device, *, blocks: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised data [B, K, 128] and scale_inv [B, K], whose rows are 16 bytes' multiples."""
+    """Uninitialised data [B, K, 128] and scale_inv, whose rows are 16 bytes' multiples.
+
+    blocks: scale_inv is [B, ceil(K/128)], not [B, K].
+    """
     data = torch.empty((num_blocks, num_features, BLOCK), dtype=E4M3, device=device)
-    pitch = round_up_to_tma(num_features, torch.float32.itemsize)
+    num_scales = ceil_div(num_features, BLOCK) if blocks else num_features
+    pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
     scale_inv = torch.empty((num_blocks, pitch), dtype=torch.float32, device=device)
-    return data, scale_inv[:, :num_features]
+    return data, scale_inv[:, :num_scales]
 
 
 def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
@@ -106,7 +115,8 @@ def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
                 f"{op}: expert_offsets must be [E + 1] for E >= 1 experts, got "
                 f"{list(expert_offsets.shape)}"
             )
-    return empty_columns(num_column_blocks(*_sizes(inputs)), x.shape[1], x.device)
+    num_blocks = num_column_blocks(*_sizes(inputs))
+    return empty_columns(num_blocks, x.shape[1], x.device, blocks=inputs.blocks)
 
 
 def _sizes(inputs: ColumnsInputs) -> tuple[int, int | None]:
@@ -123,8 +133,9 @@ def _allocate_both(inputs: BothInputs) -> QuantizedBothWays:
 
 
 def _body(inputs: ColumnsInputs) -> Quantized:
-    x, expert_offsets, row_to_token, ue8m0, min_amax = inputs
+    x, expert_offsets, row_to_token, ue8m0, min_amax, blocks = inputs
     data, scale_inv = _allocate(inputs)
+    quantize = numerics.quantize_128x128 if blocks else numerics.quantize_1x128
     rows = x.float()
     if row_to_token is not None:
         exists = (row_to_token >= 0) & (row_to_token < len(x))
@@ -135,8 +146,7 @@ def _body(inputs: ColumnsInputs) -> Quantized:
         begin, end = max(begin, 0), min(end, len(rows))
         if begin >= end:
             continue
-        columns = rows[begin:end].T
-        codes, scales = numerics.quantize_1x128(columns, ue8m0, min_amax)
+        codes, scales = quantize(rows[begin:end].T, ue8m0, min_amax)
         first, count = first_block(begin, expert), scales.shape[1]
         whole = F.pad(codes.view(torch.uint8), (0, count * BLOCK - codes.shape[1])).view(E4M3)
         data[first : first + count] = whole.unflatten(1, (count, BLOCK)).transpose(0, 1)
@@ -171,7 +181,7 @@ def _launch(
     scale_inv: torch.Tensor,
     rows: Quantized | None = None,
 ) -> None:
-    x, expert_offsets, row_to_token, ue8m0, min_amax = inputs
+    x, expert_offsets, row_to_token, ue8m0, min_amax, blocks = inputs
     num_rows, num_experts = _sizes(inputs)
     if num_rows == 0 or data.numel() == 0:
         return
@@ -185,13 +195,14 @@ def _launch(
         given["row_data"], given["row_scale_inv"] = rows
     sizes = num_rows, num_experts, len(data), scale_inv.stride(0), ue8m0, min_amax
     alignment = x.data_ptr() % _VECTOR_BYTES
-    key = (_OP, layout_of(x), alignment, row_to_token is None, rows is None, *sizes)
+    key = (_OP, layout_of(x), alignment, row_to_token is None, rows is None, blocks, *sizes)
     launch = prepared(
         key,
         lambda: prepare_columns(
             x,
             *sizes,
             ColumnsSources(**{name: Source(i) for i, name in enumerate(given)}),
+            blocks=blocks,
             row_pitch=0 if rows is None else rows[1].stride(1),
         ),
     )
@@ -206,7 +217,8 @@ quantize_128x1 = register_inputs(
     fake=_allocate,
     hopper=launch_quantize_128x1,
 )
-"""`ColumnsInputs` -> (e4m3 [B, K, 128], fp32 [B, K]), with B = `num_column_blocks`.
+"""`ColumnsInputs` -> (e4m3 [B, K, 128], fp32 [B, K]), with B = `num_column_blocks`; with `blocks`,
+the scales are fp32 [B, ceil(K/128)]. Their rows are multiples of 16 bytes apart.
 
 Rows behind an expert's last one are zeros up to the next multiple of 32; behind that, and in blocks
 that no expert has, nothing is defined. Raises TypeError, ValueError."""
@@ -220,6 +232,7 @@ quantize_1x128_and_128x1 = register_inputs(
     hopper=launch_quantize_1x128_and_128x1,
 )
 """`BothInputs` -> (e4m3 [T, K], fp32 [T, ceil(K/128)], e4m3 [B, K, 128], fp32 [B, K]): what
-`quantize_1x128` gives of x, then what `quantize_128x1` gives, bit for bit. x is read once.
+`quantize_1x128` gives of x, then what `quantize_128x1` gives, bit for bit, with `blocks` as well.
+x is read once.
 
 Rows that no expert has may have any codes and scales. Raises TypeError, ValueError."""

@@ -1,4 +1,4 @@
-"""Launch `columns.cu`, which quantizes 128 tokens of a feature at a time, on a Hopper GPU.
+"""Launch `columns.cu`, whose codes of 128 tokens of a feature lie side by side, on a Hopper GPU.
 
 T tokens, R rows that are grouped by expert, K features, E experts, B blocks.
 """
@@ -51,17 +51,21 @@ class ColumnsSources(NamedTuple):
     row_scale_inv: Source | None = None
 
 
-def kernel_of(dtype: torch.dtype, *, with_rows: bool, vectorized: bool) -> Kernel:
-    """with_rows: codes along features are written, too. vectorized: eight elements are loaded at
-    once."""
-    flags = ", ".join(str(flag).lower() for flag in (with_rows, vectorized))
+def kernel_of(
+    dtype: torch.dtype, *, blocks: bool = False, with_rows: bool, vectorized: bool
+) -> Kernel:
+    """blocks: 128 features share a scale. with_rows: codes along features are written, too.
+    vectorized: eight elements are loaded at once."""
+    flags = ", ".join(str(flag).lower() for flag in (blocks, with_rows, vectorized))
     return Kernel(_SOURCE, f"columns_kernel<{INPUTS[dtype]}, {flags}>")
 
 
-def needed_kernels(dtype: torch.dtype, k: int, *, with_rows: bool) -> list[Kernel]:
+def needed_kernels(
+    dtype: torch.dtype, k: int, *, blocks: bool = False, with_rows: bool
+) -> list[Kernel]:
     """The kernels for rows of K features, which may lie anywhere."""
     flags = (True, False) if k % 8 == 0 else (False,)
-    return [kernel_of(dtype, with_rows=with_rows, vectorized=flag) for flag in flags]
+    return [kernel_of(dtype, blocks=blocks, with_rows=with_rows, vectorized=flag) for flag in flags]
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +89,7 @@ def prepare_columns(
     min_amax: float,
     sources: ColumnsSources,
     *,
+    blocks: bool = False,
     row_pitch: int = 0,
     programmatic: bool = False,
 ) -> Launch:
@@ -100,6 +105,7 @@ def prepare_columns(
         num_rows: R, at least 1.
         num_experts: E; None without expert_offsets.
         num_column_blocks: B.
+        blocks: a row of scale_inv has one scale for 128 features, not one for each.
         programmatic: it may be launched before the stream's previous kernel ends, and waits for it.
 
     The next kernel may start before this one ends, as with `transpose_launch.prepare_transpose`.
@@ -128,7 +134,8 @@ def prepare_columns(
         min_amax=min_amax,
     )
     vectorized = not any(step % _VECTOR_BYTES for step in steps)
-    kernel = kernel_of(x.dtype, with_rows=sources.row_data is not None, vectorized=vectorized)
+    with_rows = sources.row_data is not None
+    kernel = kernel_of(x.dtype, blocks=blocks, with_rows=with_rows, vectorized=vectorized)
     return Launch(
         driver.load(kernel, device_index),
         num_tiles,

@@ -39,11 +39,14 @@ def quantize_1x128(
     return data.copy_(_to_e4m3(blocks / scale_inv[..., None]).flatten(-2)[..., :k]), scale_inv
 
 
-def quantize_128x128(w: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_128x128(
+    w: torch.Tensor, ue8m0: bool = False, min_amax: float = MIN_AMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
     """w [N, K] -> e4m3 [N, K], and fp32 [ceil(N/128), ceil(K/128)]."""
     n, k = w.shape
     blocks = blocks_128x128(w.float())
-    scale_inv = _scale_from_amax(reduce(blocks.abs(), "nb r kb c -> nb kb", "max"), ue8m0)
+    amax = reduce(blocks.abs(), "nb r kb c -> nb kb", "max")
+    scale_inv = _scale_from_amax(amax, ue8m0, min_amax)
     quantized = _to_e4m3(blocks / scale_inv[:, None, :, None])
     return rearrange(quantized, "nb r kb c -> (nb r) (kb c)")[:n, :k], scale_inv
 

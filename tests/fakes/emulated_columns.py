@@ -12,7 +12,7 @@ from tests.fakes.emulated_gemm import dtype_of, memory
 
 def columns(made, parameters) -> None:
     x, dtype = made.arguments, dtype_of(made.kernel)
-    with_rows, vectorized = (
+    has_blocks, with_rows, vectorized = (
         flag == "true" for flag in made.kernel.name.rstrip(">").split(", ")[1:]
     )
     num_experts = None if x.expert_offsets is None else x.num_experts
@@ -30,7 +30,7 @@ def columns(made, parameters) -> None:
         expert_offsets = memory(x.expert_offsets, torch.int32, [x.num_experts + 1], [1])
     if x.row_to_token is not None:
         row_to_token = memory(x.row_to_token, torch.int32, [x.num_rows], [1])
-    options = bool(x.ue8m0), x.min_amax
+    options = bool(x.ue8m0), x.min_amax, has_blocks
     if with_rows:
         assert row_to_token is None
         *rows, data, scales = torch.ops.moefp8.quantize_1x128_and_128x1(
@@ -46,4 +46,5 @@ def columns(made, parameters) -> None:
             source, expert_offsets, row_to_token, *options
         )
     memory(x.data, torch.uint8, [*data.shape], [*data.stride()]).copy_(data.view(torch.uint8))
-    memory(x.scale_inv, torch.float32, [blocks, x.k], [x.pitch, 1]).copy_(scales)
+    assert x.pitch >= scales.shape[1] == (num_blocks(x.k) if has_blocks else x.k)
+    memory(x.scale_inv, torch.float32, [*scales.shape], [x.pitch, 1]).copy_(scales)

@@ -60,24 +60,30 @@ def test_quantize(device, blocks, case, ue8m0):
 
 
 @on_cpu_and_gpu
-@given(case=fuzz.matrices(), ue8m0=st.booleans(), shares=st.lists(st.integers(0, 9), max_size=5))
-def test_columns(device, case, ue8m0, shares):
+@given(
+    case=fuzz.matrices(),
+    ue8m0=st.booleans(),
+    blocks=st.booleans(),
+    shares=st.lists(st.integers(0, 9), max_size=5),
+)
+def test_columns(device, case, ue8m0, blocks, shares):
     x = case.make("cpu")
     x = x.flatten(0, 1) if x.ndim == 3 else x
     offsets = None
     if shares:
         ends = [sum(shares[:i]) * len(x) // max(sum(shares), 1) for i in range(len(shares) + 1)]
         offsets = torch.tensor(ends, dtype=torch.int32)
-    expected = columns.quantize_1x128_and_128x1(x, offsets, ue8m0, 1e-4)
+    options = ue8m0, 1e-4, blocks
+    expected = columns.quantize_1x128_and_128x1(x, offsets, *options)
     if device == "cpu":
-        assert_right(expected[2:], x, offsets, ue8m0)
+        assert_right(expected[2:], x, offsets, *options)
         return
     poison(device, *(y.untyped_storage().nbytes() for y in expected))
     on_device, there = case.make(device), None if offsets is None else offsets.to(device)
     on_device = on_device.flatten(0, 1) if on_device.ndim == 3 else on_device
-    found = columns.quantize_1x128_and_128x1(on_device, there, ue8m0, 1e-4)
+    found = columns.quantize_1x128_and_128x1(on_device, there, *options)
     assert_same(found, expected, offsets, len(x))
-    found = columns.quantize_128x1(on_device, there, None, ue8m0, 1e-4)
+    found = columns.quantize_128x1(on_device, there, None, *options)
     assert_same(found, expected[2:], offsets, len(x))
 
 

@@ -42,12 +42,13 @@ def blocks_of(offsets: torch.Tensor | None, num_rows: int) -> Iterator[Block]:
             yield Block(begin // 128 + expert + i, first, min(end - first, 128))
 
 
-def awkward(num_rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of many sizes, of which some are no numbers, zeros or infinite."""
+def awkward(num_rows: int, k: int, dtype: torch.dtype, finite: bool = False) -> torch.Tensor:
+    """Numbers of many sizes; some are zeros and, unless `finite`, no numbers or infinite."""
     x = torch.randn(num_rows, k) * torch.exp2(torch.randint(-12, 9, (num_rows, 1)))
     x = (x * torch.exp2(torch.randint(-4, 4, (k,)))).to(dtype)
     if x.numel():
-        values = [torch.nan, -torch.nan, torch.inf, -torch.inf, -0.0, torch.finfo(dtype).tiny]
+        values = [] if finite else [torch.nan, -torch.nan, torch.inf, -torch.inf]
+        values += [-0.0, torch.finfo(dtype).tiny]
         for i, value in enumerate(values):
             x[97 * i % num_rows, 5 * i % k] = value
         x[:, -1] = 0.0
@@ -68,16 +69,19 @@ def assert_right(
     offsets: torch.Tensor | None,
     ue8m0: bool = False,
     min_amax: float = 1e-4,
+    blocks: bool = False,
 ) -> None:
     """Codes and scales of the rows x against the slow reference."""
     data, scale_inv = (y.cpu() for y in found)
     num_experts = None if offsets is None else len(offsets) - 1
     expected_blocks = -(-len(x) // 128) if num_experts is None else len(x) // 128 + num_experts
     assert data.shape == (expected_blocks, x.shape[1], 128)
-    assert scale_inv.shape == data.shape[:2]
+    num_scales = -(-x.shape[1] // 128) if blocks else x.shape[1]
+    assert scale_inv.shape == (expected_blocks, num_scales)
+    assert scale_inv.numel() == 0 or scale_inv.stride(0) == -(-num_scales // 4) * 4
     for index, first, count in blocks_of(offsets, len(x)):
         columns = x[first : first + count].T.contiguous()
-        codes, scales = naive.quantize(columns, 1, ue8m0, min_amax)
+        codes, scales = naive.quantize(columns, 128 if blocks else 1, ue8m0, min_amax)
         whole = torch.zeros(x.shape[1], -(-count // 32) * 32, dtype=torch.uint8)
         whole[:, :count] = codes
         assert torch.equal(data[index].view(torch.uint8)[:, : whole.shape[1]], whole)
@@ -109,17 +113,27 @@ def poison_like(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_both_ops(
-    name: str, k: int, dtype: torch.dtype, device: str, ue8m0: bool = False, shift: int = 0
+    name: str,
+    k: int,
+    dtype: torch.dtype,
+    device: str,
+    ue8m0: bool = False,
+    shift: int = 0,
+    *,
+    blocks: bool = False,
+    finite: bool = False,
 ) -> None:
     """A case of `COUNTS` on a device and with PyTorch on the CPU.
 
     shift: rows before the first expert and behind the last one, and by how many elements rows are
         longer and begin later.
+    finite: no element is NaN or infinite: with `blocks`, these spoil most of the blocks.
     """
     counts = COUNTS[name]
     num_rows = (NUM_ROWS_OF_ONE if counts is None else sum(counts)) + 2 * shift
     offsets = None if counts is None else offsets_of(counts, shift)
-    x = awkward(num_rows, k + shift, dtype)[:, shift:]
+    x = awkward(num_rows, k + shift, dtype, finite)[:, shift:]
+    options = ue8m0, 1e-4, blocks
     order = torch.randint(-2, num_rows + 2, (num_rows + 3,), dtype=torch.int32)
     on_device = x.to(device)
     if shift and device != "cpu":
@@ -128,13 +142,13 @@ def check_both_ops(
     there, tokens = (None if y is None else y.to(device) for y in (offsets, order))
     for row_to_token, given in ((None, None), (order, tokens)):
         rows = num_rows if row_to_token is None else len(row_to_token)
-        expected = quantize_128x1.overload(x, offsets, row_to_token, ue8m0, 1e-4)
+        expected = quantize_128x1.overload(x, offsets, row_to_token, *options)
         if device != "cpu":
             poison_like(expected)
-        found = quantize_128x1(on_device, there, given, ue8m0, 1e-4)
+        found = quantize_128x1(on_device, there, given, *options)
         assert_same(found, expected, offsets, rows)
-    expected = quantize_1x128_and_128x1.overload(x, offsets, ue8m0, 1e-4)
+    expected = quantize_1x128_and_128x1.overload(x, offsets, *options)
     if device != "cpu":
         poison_like(expected)
-    found = quantize_1x128_and_128x1(on_device, there, ue8m0, 1e-4)
+    found = quantize_1x128_and_128x1(on_device, there, *options)
     assert_same(found, expected, offsets, num_rows)

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from moefp8.kernels import jit
+from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.quant.columns import (
     first_block,
     num_column_blocks,
@@ -28,11 +29,15 @@ from tests.quant.columns_cases import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error:.*portable PyTorch body")
+of_blocks = pytest.mark.parametrize("blocks", [False, True], ids=["128x1", "128x128"])
 
 
-def made(name: str, k: int = 9) -> tuple[torch.Tensor, torch.Tensor | None]:
+def made(
+    name: str, k: int = 9, *, finite: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     counts = COUNTS[name]
-    x = awkward(NUM_ROWS_OF_ONE if counts is None else sum(counts), k, torch.bfloat16)
+    num_rows = NUM_ROWS_OF_ONE if counts is None else sum(counts)
+    x = awkward(num_rows, k, torch.bfloat16, finite)
     return x, None if counts is None else offsets_of(counts)
 
 
@@ -47,14 +52,31 @@ def test_codes_equal_the_reference_bit_for_bit(name, ue8m0):
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_both_ways_are_those_of_one_way(name):
+@pytest.mark.parametrize("finite", [False, True])
+def test_codes_of_blocks_equal_the_reference_bit_for_bit(name, finite):
+    """Infinite numbers spoil whole blocks of 128x128, so there are cases without them."""
+    for k, ue8m0, min_amax in ((140, False, 2.0**-60), (9, True, 64.0)):
+        x, offsets = made(name, k, finite=finite)
+        options = ue8m0, min_amax, True
+        found = quantize_128x1(x, offsets, None, *options)
+        assert_right(found, x, offsets, *options)
+        row_to_token = torch.randint(-2, len(x) + 2, (len(x) + 5,), dtype=torch.int32)
+        found = quantize_128x1(x, offsets, row_to_token, *options)
+        assert_right(found, gathered(x, row_to_token), offsets, *options)
+
+
+@of_blocks
+@pytest.mark.parametrize("name", COUNTS)
+def test_both_ways_are_those_of_one_way(name, blocks):
     x, offsets = made(name, 140)
-    row_data, row_scale_inv, *columns = quantize_1x128_and_128x1(x, offsets, False, 2.0**-60)
+    row_data, row_scale_inv, *columns = quantize_1x128_and_128x1(
+        x, offsets, False, 2.0**-60, blocks
+    )
     expected = quantize_1x128(x, False, 2.0**-60)
     assert same_bits(row_data, expected[0])
     assert same_bits(row_scale_inv, expected[1])
     assert row_scale_inv.stride() == expected[1].stride()
-    theirs = quantize_128x1(x, offsets, None, False, 2.0**-60)
+    theirs = quantize_128x1(x, offsets, None, False, 2.0**-60, blocks)
     assert_same(columns, theirs, offsets, len(x))
 
 
@@ -73,6 +95,43 @@ def test_a_bad_number_spoils_its_own_block_only():
     assert torch.equal(scale_inv[used][good], clean[1][used][good])
     codes, before = (y.view(torch.uint8)[used] for y in (data, clean[0]))
     assert torch.equal(codes[good][:, :32], before[good][:, :32])
+
+
+def test_a_bad_number_spoils_its_own_block_of_128x128_only():
+    """Also where the block has few tokens, which the next expert's follow, or few features."""
+    x, offsets = torch.randn(300, 260).bfloat16(), offsets_of([130, 170])
+    clean = quantize_128x1(x, offsets, None, False, 1e-4, True)
+    places = {(5, 3): (0, 0), (129, 255): (1, 1), (130, 256): (2, 2), (299, 0): (3, 0)}
+    for value in (math.nan, math.inf):
+        for place, block in places.items():
+            dirty = x.clone()
+            dirty[place] = value
+            data, scale_inv = quantize_128x1(dirty, offsets, None, False, 1e-4, True)
+            good = torch.ones(4, 3, dtype=torch.bool)
+            good[block] = False
+            assert torch.equal(scale_inv[:4].isfinite(), good)
+            assert torch.equal(scale_inv[:4][good], clean[1][:4][good])
+            for i, features in enumerate((slice(0, 128), slice(128, 256), slice(256, 260))):
+                for j, count in enumerate((128, 2, 128, 42)):
+                    if good[j, i]:
+                        codes, before = (y.view(torch.uint8)[j, features] for y in (data, clean[0]))
+                        assert torch.equal(codes[:, :count], before[:, :count])
+
+
+def test_the_gemm_of_gradients_takes_both_forms():
+    counts = [130, 0, 17]
+    offsets, num_rows = offsets_of(counts), sum(counts)
+    x, dy = torch.randn(num_rows, 140), torch.randn(num_rows, 24)
+    a = quantize_128x1(dy, offsets, None, False, 1e-4)
+    for blocks in (False, True):
+        b = quantize_128x1(x, offsets, None, False, 1e-4, blocks)
+        d = torch.empty(3, 24, 140)
+        k_grouped_gemm(*a, *b, d, offsets, num_rows)
+        for expert, (begin, count) in enumerate(zip(offsets.tolist(), counts, strict=False)):
+            rows = slice(begin, begin + count)
+            expected = dy[rows].T @ x[rows]
+            error = (d[expert] - expected).norm()
+            assert error <= 0.05 * expected.norm()
 
 
 def test_blocks_of_experts_do_not_meet():
@@ -94,6 +153,8 @@ def test_a_trace_sees_the_same_layout(with_offsets):
     for op, arguments in (
         (quantize_128x1, (x, offsets, row_to_token, False, 1e-4)),
         (quantize_1x128_and_128x1, (x, offsets, False, 1e-4)),
+        (quantize_128x1, (x, offsets, row_to_token, False, 1e-4, True)),
+        (quantize_1x128_and_128x1, (x, offsets, False, 1e-4, True)),
     ):
         expected = op(*arguments)
         with FakeTensorMode() as mode:
@@ -106,10 +167,12 @@ def test_a_trace_sees_the_same_layout(with_offsets):
 def test_the_ops_keep_the_rules_of_torch():
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     x = torch.randn(128, 8)  # without offsets and of whole blocks, all that is given is defined
-    torch.library.opcheck(quantize_128x1.overload, (x, None, None, False, 1e-4), test_utils=checks)
-    torch.library.opcheck(
-        quantize_1x128_and_128x1.overload, (x, None, False, 1e-4), test_utils=checks
-    )
+    for blocks in (False, True):
+        for op, arguments in (
+            (quantize_128x1, (x, None, None, False, 1e-4, blocks)),
+            (quantize_1x128_and_128x1, (x, None, False, 1e-4, blocks)),
+        ):
+            torch.library.opcheck(op.overload, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -146,6 +209,9 @@ def test_gpu_equals_the_cpu(name, dtype):
     for k, ue8m0 in ((256, False), (136, True), (8, False), (1, False), (131, True), (520, False)):
         check_both_ops(name, k, dtype, "cuda", ue8m0)
         check_both_ops(name, k, dtype, "cuda", ue8m0, shift=3)
+        check_both_ops(name, k, dtype, "cuda", ue8m0, blocks=True)
+        check_both_ops(name, k, dtype, "cuda", ue8m0, blocks=True, finite=True)
+        check_both_ops(name, k, dtype, "cuda", ue8m0, shift=3, blocks=True, finite=True)
 
 
 @on_gpu
@@ -166,15 +232,17 @@ def test_gpu_reads_rows_as_they_lie():
 
 
 @on_gpu
-def test_gpu_waits_for_nothing():
+@of_blocks
+def test_gpu_waits_for_nothing(blocks):
     counts = [300, 0, 17, 2000, 128]
     x, offsets = awkward(sum(counts), 768, torch.bfloat16), offsets_of(counts)
     arguments = x.cuda(), offsets.cuda()
     with jit.using(jit.Driver()) as driver, no_synchronisation():
-        found = quantize_1x128_and_128x1(*arguments, True, 1e-4)
-        columns = quantize_128x1(*arguments, None, True, 1e-4)
+        found = quantize_1x128_and_128x1(*arguments, True, 1e-4, blocks)
+        columns = quantize_128x1(*arguments, None, True, 1e-4, blocks)
         assert len(driver.prepared()) == 2
-    assert_same(found, quantize_1x128_and_128x1(x, offsets, True, 1e-4), offsets, len(x))
+    expected = quantize_1x128_and_128x1(x, offsets, True, 1e-4, blocks)
+    assert_same(found, expected, offsets, len(x))
     assert_same(columns, found[2:], offsets, len(x))
 
 
@@ -186,22 +254,24 @@ def test_gpu_survives_any_offsets():
         offsets = torch.randint(-(2**31), 2**31, (9,), dtype=torch.int64).int()
         offsets[torch.rand(9) < 0.6] = int(torch.randint(-300, 900, ()))
         row_to_token = torch.randint(-(2**31), 2**31, (700,), dtype=torch.int64).int().cuda()
-        quantize_1x128_and_128x1(x, offsets.cuda(), False, 1e-4)
-        quantize_128x1(x, offsets.cuda(), row_to_token, False, 1e-4)
+        for blocks in (False, True):
+            quantize_1x128_and_128x1(x, offsets.cuda(), False, 1e-4, blocks)
+            quantize_128x1(x, offsets.cuda(), row_to_token, False, 1e-4, blocks)
     torch.cuda.synchronize()
 
 
 @on_gpu
-def test_gpu_takes_more_than_2_to_31_elements():
+@of_blocks
+def test_gpu_takes_more_than_2_to_31_elements(blocks):
     repeats, rows, k = 300, 1024, 7168
     assert repeats * rows * k > 2**31
     x = torch.randn(rows, k).bfloat16()
-    expected = [y.cuda() for y in quantize_1x128_and_128x1(x, None, False, 1e-4)]
+    expected = [y.cuda() for y in quantize_1x128_and_128x1(x, None, False, 1e-4, blocks)]
     row_data, row_scale_inv, data, scale_inv = quantize_1x128_and_128x1(
-        x.cuda().repeat(repeats, 1), None, False, 1e-4
+        x.cuda().repeat(repeats, 1), None, False, 1e-4, blocks
     )
     bytes_of = [y.view(torch.uint8) for y in (row_data, expected[0], data, expected[2])]
     assert bool((bytes_of[0].view(repeats, rows, k) == bytes_of[1]).all())
     assert bool((bytes_of[2].view(repeats, rows // 128, k, 128) == bytes_of[3]).all())
     assert bool((row_scale_inv.T.view(-1, repeats, rows) == expected[1].T[:, None]).all())
-    assert bool((scale_inv.view(repeats, rows // 128, k) == expected[3]).all())
+    assert bool((scale_inv.view(repeats, rows // 128, -1) == expected[3]).all())

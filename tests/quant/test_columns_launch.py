@@ -13,6 +13,7 @@ from moefp8.quant.columns import quantize_1x128_and_128x1, quantize_128x1
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.gpu import assert_arguments_fit
+from tests.kernels import nvdisasm
 from tests.quant.columns_cases import (
     COUNTS,
     DTYPES,
@@ -25,23 +26,35 @@ from tests.quant.columns_cases import (
 KERNELS = [
     kernel
     for dtype in DTYPES
+    for blocks in (False, True)
     for with_rows in (True, False)
-    for kernel in room.needed_kernels(dtype, 8, with_rows=with_rows)
+    for kernel in room.needed_kernels(dtype, 8, blocks=blocks, with_rows=with_rows)
 ]
+of_blocks = pytest.mark.parametrize("blocks", [False, True], ids=["128x1", "128x128"])
 
 # ---- The kernel's text ----
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_every_variant_compiles_and_spills_nothing():
-    assert len(KERNELS) == len(set(KERNELS)) == 12
+def test_every_variant_compiles_and_spills_nothing(tmp_path):
+    assert len(KERNELS) == len(set(KERNELS)) == 24
     assert room.needed_kernels(DTYPES[0], 12, with_rows=True) == KERNELS[1:2]
-    for kernel, cubin in zip(KERNELS, compile_kernels(KERNELS), strict=True):
+    assert room.needed_kernels(DTYPES[0], 12, blocks=True, with_rows=True) == KERNELS[5:6]
+    cubins = compile_kernels(KERNELS)
+    for kernel, cubin in zip(KERNELS, cubins, strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         is_usual = "kFloat" not in kernel.name and kernel.name.endswith("true>")
         # Four CTAs of an SM keep their 32 KB in flight, or two their 64 KB.
         assert registers <= (64 if is_usual else 128)
+    if nvdisasm.is_installed():
+        # To find one scale for 128 features takes less than to find 128 scales.
+        usual = [cubin.image for cubin in cubins[:8:2]]
+        both, columns, both_blocks, column_blocks = map(
+            len, nvdisasm.instructions_of(usual, tmp_path)
+        )
+        assert both_blocks < both
+        assert column_blocks < columns
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -68,8 +81,25 @@ def test_the_kernels_text_gives_every_code(functions, name, dtype):
     assert names <= {kernel.name for kernel in KERNELS}
 
 
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_text_gives_every_code_of_blocks(functions, name, dtype):
+    with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(functions))) as driver:
+        cases = (
+            (264, False, 0, True),
+            (131, True, 0, False),
+            (136, True, 3, True),
+            (1, False, 2, True),
+        )
+        for k, ue8m0, shift, finite in cases[3:] if name == "more than threads" else cases:
+            check_both_ops(name, k, dtype, "cpu", ue8m0, shift, blocks=True, finite=finite)
+    names = {launch.kernel.name for launch in driver.launched}
+    assert names <= {kernel.name for kernel in KERNELS if kernel.name.split(", ")[1] == "true"}
+
+
+@of_blocks
 @pytest.mark.parametrize("seed", range(4))
-def test_the_kernels_text_survives_any_offsets(functions, seed):
+def test_the_kernels_text_survives_any_offsets(functions, seed, blocks):
     """It reads nothing but x, and writes nothing around what is to be written."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,7 +110,7 @@ def test_the_kernels_text_survives_any_offsets(functions, seed):
     num_rows, k, num_experts, guard = 300, 136, 7, 64
     around = torch.full((num_rows + 2 * guard, k), torch.nan, dtype=torch.bfloat16)
     x = around[guard:-guard].fill_(1.0)
-    blocks, size = num_rows // 128 + num_experts, num_rows * k
+    num_blocks, num_scales = num_rows // 128 + num_experts, 2 if blocks else k
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(functions))):
         for with_rows in (True, False):
             offsets = torch.where(
@@ -88,9 +118,9 @@ def test_the_kernels_text_survives_any_offsets(functions, seed):
                 random(num_experts + 1),
                 random(num_experts + 1, low=-200, high=600),
             )
-            shapes = {"data": blocks * k * 128, "scale_inv": 4 * blocks * k}
+            shapes = {"data": num_blocks * k * 128, "scale_inv": 4 * num_blocks * num_scales}
             if with_rows:
-                shapes |= {"row_data": size, "row_scale_inv": 4 * 2 * num_rows}
+                shapes |= {"row_data": num_rows * k, "row_scale_inv": 4 * 2 * num_rows}
             memory = {
                 name: torch.full((n + 2 * guard,), 0xFF, dtype=torch.uint8)
                 for name, n in shapes.items()
@@ -105,11 +135,12 @@ def test_the_kernels_text_survives_any_offsets(functions, seed):
                 x,
                 num_rows,
                 num_experts,
-                blocks,
-                k,
+                num_blocks,
+                num_scales,
                 False,
                 1e-4,
                 room.ColumnsSources(**sources),
+                blocks=blocks,
                 row_pitch=num_rows,
             )
             # Where the allocator begins decides how x is read, and so do the codes.
@@ -130,7 +161,7 @@ def test_launch_says_where_everything_lies(gpu):
     row_data, row_scale_inv, data, scale_inv = quantize_1x128_and_128x1(x, offsets, True, 0.5)
     (launch,) = gpu.launched
     given = launch.arguments
-    assert launch.kernel.name == "columns_kernel<Input::kBFloat16, true, true>"
+    assert launch.kernel.name == "columns_kernel<Input::kBFloat16, false, true, true>"
     assert (launch.grid, launch.block, launch.shared_bytes) == (3 * 3, 256, 0)
     assert (launch.stream, launch.programmatic) == (7, False)
     assert (given.x, given.expert_offsets) == (x.data_ptr(), offsets.data_ptr())
@@ -144,12 +175,28 @@ def test_launch_says_where_everything_lies(gpu):
     assert data.dtype == row_data.dtype == E4M3
 
 
+def test_launch_for_blocks_says_where_their_scales_lie(gpu):
+    x, offsets = awkward(200, 264, torch.float16), offsets_of([140, 60])
+    *_, scale_inv = quantize_1x128_and_128x1(x, offsets, True, 0.5, True)
+    columns = quantize_128x1(x, offsets, None, True, 0.5, True)
+    assert [launch.kernel.name for launch in gpu.launched] == [
+        "columns_kernel<Input::kHalf, true, true, true>",
+        "columns_kernel<Input::kHalf, true, false, true>",
+    ]
+    for launch, scales in zip(gpu.launched, (scale_inv, columns[1]), strict=True):
+        assert (launch.grid, launch.block, launch.shared_bytes) == (3 * 3, 256, 0)
+        assert (launch.arguments.scale_inv, launch.arguments.pitch) == (scales.data_ptr(), 4)
+        assert (scales.shape, scales.stride()) == ((3, 3), (4, 1))
+        assert (launch.arguments.ue8m0, launch.arguments.min_amax) == (1, 0.5)
+    assert_same(columns, quantize_128x1.overload(x, offsets, None, True, 0.5, True), offsets, 200)
+
+
 def test_gathered_rows_are_as_many_as_the_map(gpu):
     x, offsets = awkward(50, 264, torch.float32), offsets_of([100, 200])
     row_to_token = torch.randint(0, 50, (300,), dtype=torch.int32)
     found = quantize_128x1(x, offsets, row_to_token, False, 1e-4)
     (launch,) = gpu.launched
-    assert launch.kernel.name == "columns_kernel<Input::kFloat, false, true>"
+    assert launch.kernel.name == "columns_kernel<Input::kFloat, false, false, true>"
     assert launch.grid == (300 // 128 + 2) * 3
     assert (launch.arguments.num_tokens, launch.arguments.num_rows) == (50, 300)
     assert launch.arguments.row_to_token == row_to_token.data_ptr()
@@ -206,6 +253,7 @@ def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
         (x, offsets_of([60, 4]), order[:62].clamp(max=3), False, 1e-4),
         (x, offsets_of([60, 4]), None, True, 1e-4),
         (x, offsets_of([60, 4]), None, False, 1e-3),
+        (x, offsets_of([60, 4]), None, False, 1e-4, True),
         (x.half(), offsets_of([60, 4]), None, False, 1e-4),
         (x[:, :255], offsets_of([60, 4]), None, False, 1e-4),
     ]

@@ -1,9 +1,10 @@
 // Codes of 128 rows of a feature at a time: what the threads of a CTA share of a tile of 128 rows and 128 columns, to
-// find the largest magnitudes of its rows and columns, and to store its codes with the rows innermost.
+// find the largest magnitudes of its rows, of its columns or of all, and to store its codes with the rows innermost.
 //
 // A thread has eight neighbouring rows and eight neighbouring columns. It tells its largest magnitudes; behind a
 // barrier one thread for each row and each column makes a scale of them, and stores it; behind a second barrier all
-// divide. `TilePlace` gives 256 threads their places such that no bank of shared memory is met twice.
+// divide. Where a tile has one scale, each thread makes it behind the first barrier, and divides at once. `TilePlace`
+// gives 256 threads their places such that no bank of shared memory is met twice.
 #pragma once
 #include "fp8.cuh"
 
@@ -72,6 +73,22 @@ struct RowAmax {
 #pragma unroll
     for (int i = 1; i < kTileGroups; ++i) word = Eight<kInput>::larger(word, words[i * kPitch * 4]);
     return Eight<kInput>::amax(word);
+  }
+};
+
+// The largest magnitude of a tile. Shared memory: 32 B, a word for each warp.
+template <Input kInput>
+struct TileAmax {
+  uint32_t memory[kTileThreads / kWarp];
+
+  // word: what `Eight::larger` has found of all that the thread has. All kTileThreads threads call it.
+  __device__ void tell(uint32_t word) {
+    memory[threadIdx.x / kWarp] = __reduce_max_sync(0xffffffff, Eight<kInput>::amax(word));
+  }
+
+  // The FP32 bits of the largest magnitude, behind a barrier. All threads of a warp call it.
+  __device__ uint32_t of_tile() const {
+    return __reduce_max_sync(0xffffffff, memory[threadIdx.x % (kTileThreads / kWarp)]);
   }
 };
 
