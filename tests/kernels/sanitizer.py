@@ -4,6 +4,7 @@ It uses no pytest, and no torch operation that it can do without: under the sani
 seconds.
 """
 
+import itertools
 import math
 from functools import partial
 from unittest import mock
@@ -22,6 +23,7 @@ from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.both import quantize_128x128_both
+from moefp8.quant.columns import first_block, quantize_1x128_and_128x1, quantize_128x1
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.quant.transpose import transpose_codes
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
@@ -120,6 +122,7 @@ def main() -> None:
         run_top_k(dtype)
     run_transpose()
     run_both()
+    run_columns()
     run_route()
     for num_tokens, top_k, hidden_size, num_sms in (
         (3, 2, 200, 132), (200, 3, 1160, 5),
@@ -180,6 +183,28 @@ def run_both() -> None:
             wrong += int((found.data.view(torch.uint8).cpu() != 0x7E).sum())
             wrong += int((found.scale_inv.cpu() != 1).sum())
             tell(f"both, {dtype}, {n}x{k} in {parts}", wrong)
+
+
+def run_columns() -> None:
+    """All numbers are 448, of which scales are 1 and codes 0x7e; experts have 0, 131 and 9 rows."""
+    edges = [0, 0, 131, 140]
+    offsets = torch.tensor(edges, dtype=torch.int32, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for k, blocks in itertools.product((136, 9), (False, True)):
+            x = torch.full((140, k), 448, dtype=dtype, device="cuda")
+            tokens = torch.arange(139, -1, -1, dtype=torch.int32, device="cuda")
+            row_data, row_scales, *found = quantize_1x128_and_128x1(x, offsets, False, 1e-4, blocks)
+            wrong = int((row_data.view(torch.uint8).cpu() != 0x7E).sum())
+            wrong += int((row_scales.cpu() != 1).sum())
+            for data, scales in (found, quantize_128x1(x, offsets, tokens, False, 1e-4, blocks)):
+                codes, scale_inv = data.view(torch.uint8).cpu(), scales.cpu()
+                first = first_block(0, 1)
+                counts = {first: 128, first + 1: 3, first_block(131, 2): 9}
+                for block, count in counts.items():
+                    whole = torch.where(torch.arange(-(-count // 32) * 32) < count, 0x7E, 0)
+                    wrong += int((codes[block, :, : len(whole)] != whole).sum())
+                    wrong += int((scale_inv[block] != 1).sum())
+            tell(f"columns, {dtype}, {k}, blocks {blocks}", wrong)
 
 
 def run_route() -> None:
