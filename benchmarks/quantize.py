@@ -2,10 +2,10 @@
 
 BF16 becomes E4M3; device time counts, with L2 flushed before every call. GB/s are of all bytes that
 must move (elements read, codes and scales written), and their share is of what a plain copy moves.
-Column codes (128x1, and both ways of one read) are of tokens of experts in random shares; a copy of
-as many bytes takes turns with them. `--blocks 128x1 both` times these alone, and writes results
-only where `--out` says. `--sweep` times every way to cut the 1x128 kernel, to choose
-`quantize_launch.cut_1x128` by.
+Column codes (128x1, and both ways of one read; then the same with scales of 128x128) are of tokens
+of experts in random shares; a copy of as many bytes takes turns with them. `--blocks 128x1 both`
+times these alone, and writes results only where `--out` says. `--sweep` times every way to cut the
+1x128 kernel, to choose `quantize_launch.cut_1x128` by.
 """
 
 import argparse
@@ -29,6 +29,8 @@ K = 7168
 ROWS = 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 WEIGHTS = (4096, K), (24576, K), (K, 16384), (32, 4096, K)
 COLUMNS, BOTH = "128x1", "both"
+COLUMNS_OF_BLOCKS, BOTH_OF_BLOCKS = "columns-128x128", "both-128x128"
+OF_COLUMNS = COLUMNS, BOTH, COLUMNS_OF_BLOCKS, BOTH_OF_BLOCKS
 # Rows, features, experts: DeepSeek-V3's and Qwen3-30B's layers, hidden and intermediate.
 OF_EXPERTS = (
     (4096, K, 1), (32768, K, 32), (32768, 2048, 32), (32768, K, 256), (65536, 2048, 128),
@@ -57,11 +59,11 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         experts = f" in {self.num_experts}" if self.num_experts else ""
-        return f"{self.block:>7}  {' x '.join(map(str, self.shape)) + experts:>20}"
+        return f"{self.block:>15}  {' x '.join(map(str, self.shape)) + experts:>20}"
 
 
 CASES = [Case("1x128", (m, K)) for m in ROWS] + [Case("128x128", shape) for shape in WEIGHTS]
-CASES += [Case(block, (m, k), e) for block in (COLUMNS, BOTH) for m, k, e in OF_EXPERTS]
+CASES += [Case(block, (m, k), e) for block in OF_COLUMNS for m, k, e in OF_EXPERTS]
 
 
 def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -95,10 +97,14 @@ def measure_columns(case: Case) -> Row:
     offsets = [0, *edges, num_rows]
     counts = [end - begin for begin, end in pairwise(offsets)]
     on_device = torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    moved = num_bytes(x) + sum(round_up(n, 32) + 4 * ceil_div(n, BLOCK) for n in counts) * k
-    call = partial(quantize_128x1, x, on_device, None, False, MIN_AMAX)
-    if case.block == BOTH:
-        call = partial(quantize_1x128_and_128x1, x, on_device, False, MIN_AMAX)
+    blocks = case.block in (COLUMNS_OF_BLOCKS, BOTH_OF_BLOCKS)
+    num_scales = num_blocks(k) if blocks else k
+    moved = num_bytes(x) + sum(
+        round_up(n, 32) * k + 4 * ceil_div(n, BLOCK) * num_scales for n in counts
+    )
+    call = partial(quantize_128x1, x, on_device, None, False, MIN_AMAX, blocks)
+    if case.block in (BOTH, BOTH_OF_BLOCKS):
+        call = partial(quantize_1x128_and_128x1, x, on_device, False, MIN_AMAX, blocks)
         moved += num_rows * (k + 4 * num_blocks(k))
     source = torch.ones(moved // 2, dtype=torch.uint8, device="cuda")
     times = device_us_many({"ours": call, "copy": source.clone})
@@ -116,7 +122,7 @@ def measure_columns(case: Case) -> Row:
 
 
 def lines_of_goals(rows: list[Row]) -> Iterator[str]:
-    goals = dict.fromkeys(OPS, GOAL_SHARE) | dict.fromkeys((COLUMNS, BOTH), GOAL_SHARE_OF_COLUMNS)
+    goals = dict.fromkeys(OPS, GOAL_SHARE) | dict.fromkeys(OF_COLUMNS, GOAL_SHARE_OF_COLUMNS)
     for block, goal in goals.items():
         large = [r for r in rows if r["block"] == block and r["input_bytes"] >= GOAL_BYTES]
         if large:
@@ -147,7 +153,7 @@ def sweep() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="time every cut of the 1x128 kernel")
-    parser.add_argument("--blocks", nargs="+", choices=(*OPS, COLUMNS, BOTH), help="only these")
+    parser.add_argument("--blocks", nargs="+", choices=(*OPS, *OF_COLUMNS), help="only these")
     parser.add_argument("--out", type=Path, help="for the results, in JSON")
     options = parser.parse_args()
     require_gpu("benchmarks.quantize")
