@@ -70,7 +70,7 @@ def _empty(x: torch.Tensor, columns: int) -> torch.Tensor:
     return x.new_empty((len(x), columns), dtype=torch.bfloat16)
 
 
-def _nothing(x: torch.Tensor) -> Saved:
+def nothing_of(x: torch.Tensor) -> Saved:
     """In the place of column codes that nobody needs."""
     return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
 
@@ -81,7 +81,7 @@ def _allocate(inputs: TrainedLinearInputs) -> Trained:
     columns = (
         quantize_1x128_and_128x1(x, None, False, MIN_AMAX, inputs.blocks)[2:]
         if saves
-        else _nothing(x)
+        else nothing_of(x)
     )
     return _empty(x, len(inputs.weight)), *columns
 
@@ -105,7 +105,7 @@ def _forward(inputs: TrainedLinearInputs) -> Trained:
     x, weight, bias, trusts, saves, blocks = inputs
     codes = codes_of(weight, trusts=trusts)
     if not saves:
-        return fp8_linear(x, codes.data, codes.scale_inv, bias), *_nothing(x)
+        return fp8_linear(x, codes.data, codes.scale_inv, bias), *nothing_of(x)
     *rows, columns, scale_inv = quantize_1x128_and_128x1(x, None, False, MIN_AMAX, blocks)
     y = _multiply((rows[0], rows[1]), (codes.data, codes.scale_inv), _empty(x, len(weight)), bias)
     return y, columns, scale_inv
@@ -145,7 +145,7 @@ def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> Trained:
     columns = (
         quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)[2:]
         if wants_columns
-        else _nothing(grad)
+        else nothing_of(grad)
     )
     return _empty(grad, weight.shape[1] if wants_x else 0), *columns
 
@@ -159,7 +159,7 @@ def _backward(inputs: TrainedLinearBackwardInputs) -> Trained:
         if of_w:
             rows = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
             _multiply((rows[0], rows[1]), of_w, dx)
-        return dx, *_nothing(grad)
+        return dx, *nothing_of(grad)
     found = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
     if of_w:
         _multiply((found[0], found[1]), of_w, dx)
