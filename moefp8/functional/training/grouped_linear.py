@@ -76,17 +76,17 @@ def _body(inputs: TrainedGroupedInputs) -> Trained:
     x, weight, expert_offsets, is_backward, multiplies, saves, _ = inputs
     y = _empty(inputs)
     codes = codes_of(weight) if multiplies else None
+    found: tuple[torch.Tensor, ...] = ()
     if saves:
-        *rows, data, scale_inv = _quantize_both(inputs)
-    else:
-        min_amax = MIN_GRADIENT_AMAX if is_backward else MIN_AMAX
-        rows = quantize_1x128(x, False, min_amax) if multiplies else ()
-        data, scale_inv = nothing_of(x)
+        found = _quantize_both(inputs)
+    elif multiplies:
+        found = quantize_1x128(x, False, MIN_GRADIENT_AMAX if is_backward else MIN_AMAX)
+    data, scale_inv = (found[2], found[3]) if saves else nothing_of(x)
     if codes:
         b = codes.data, codes.scale_inv
         if is_backward:
             b = codes.transposed, codes.scale_inv.mT
-        a = rows[0], rows[1]
+        a = found[0], found[1]
         m_grouped_fp8_gemm_nt_contiguous(a, b, y, expert_offsets=expert_offsets)
     return y, data, scale_inv
 

@@ -3,23 +3,30 @@
 The weight is the master weight; `weights.codes_of` keeps its codes. In a forward one kernel makes
 both codes of x: those of rows for the GEMM, and those of columns (128 rows of a feature), which are
 what is saved. A backward does the same to dY: its rows are multiplied by W for dX = dY W, and its
-columns by those of x for dW = dY^T X.
+columns by those of x for dW = dY^T X. All kernels of either are one prepared launch.
 """
 
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX
-from ...kernels.common.checks import FLOATS, check_bias, check_same_device, check_tensor
-from ...kernels.common.registry import register_inputs
+from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
+from ...kernels.common.checks import (
+    FLOATS,
+    check_bias,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from ...kernels.common.registry import Written, register_inputs
 from ...kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...quant.columns import quantize_1x128_and_128x1
+from ...quant.columns import empty_columns, quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
 from ..linear import fp8_linear
 from . import main_grad
+from .linear_launch import Codes, launch_backward, launch_forward
 from .weights import codes_of
 
 _OP, _BACKWARD = "trained_linear", "trained_linear_backward"
@@ -101,23 +108,43 @@ def _multiply(
 
 
 def _forward(inputs: TrainedLinearInputs) -> Trained:
-    _check(inputs)
     x, weight, bias, trusts, saves, blocks = inputs
     codes = codes_of(weight, trusts=trusts)
     if not saves:
         return fp8_linear(x, codes.data, codes.scale_inv, bias), *nothing_of(x)
-    *rows, columns, scale_inv = quantize_1x128_and_128x1(x, None, False, MIN_AMAX, blocks)
+    *rows, data, scale_inv = quantize_1x128_and_128x1(x, None, False, MIN_AMAX, blocks)
     y = _multiply((rows[0], rows[1]), (codes.data, codes.scale_inv), _empty(x, len(weight)), bias)
-    return y, columns, scale_inv
+    return y, data, scale_inv
+
+
+def _body(inputs: TrainedLinearInputs) -> Trained:
+    _check(inputs)
+    return _forward(inputs)
+
+
+def _launch(inputs: TrainedLinearInputs) -> Trained:
+    """On a Hopper GPU: two kernels on the current stream; nothing waits for them."""
+    x, weight, bias, trusts, saves, blocks = inputs
+    if not saves or x.ndim != 2 or x.dtype not in FLOATS or x.shape[1:] != weight.shape[1:]:
+        return _body(inputs)
+    codes = codes_of(weight, trusts=trusts)
+    y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
+    if launch_forward(x, Codes(codes.data, codes.scale_inv), bias, y, columns, blocks):
+        return y, *columns
+    return _body(inputs)
+
+
+def _blocks_of(x: torch.Tensor) -> tuple[int, int]:
+    return num_blocks(x.shape[0]), x.shape[1]
 
 
 trained_linear = register_inputs(
     _OP,
     TrainedLinearInputs,
     "(Tensor, Tensor, Tensor)",
-    cpu=_forward,
+    cpu=_body,
     fake=_allocate,
-    hopper=_forward,
+    hopper=_launch,
 )
 """`TrainedLinearInputs` -> (bf16 [M, N], column codes of x and their scales, or empty ones)."""
 
@@ -129,52 +156,66 @@ class TrainedLinearBackwardInputs(NamedTuple):
     """What `trained_linear_backward` takes.
 
     grad: [M, N] bf16, fp16 or fp32. weight: as in the forward.
-    wants_x, wants_columns: what of the results is needed; the others are empty.
+    of_x, of_x_scale_inv: column codes of x, as the forward gave them.
+    d: bf16 or fp32 [N, K], where the gradient of the weight goes; None: it is not wanted.
+    accumulates: whether it is added to what is there, in fp32.
+    wants_x: whether dX is wanted, which else is empty.
     """
 
     grad: torch.Tensor
     weight: torch.Tensor
+    of_x: torch.Tensor
+    of_x_scale_inv: torch.Tensor
+    d: Written | None
+    accumulates: bool
     wants_x: bool
-    wants_columns: bool
 
 
-def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> Trained:
-    grad, weight, wants_x, wants_columns = inputs
-    check_same_device(_BACKWARD, grad=grad, weight=weight)
+def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
+    """Check, then allocate dX; this is also the fake body."""
+    grad, weight = inputs.grad, inputs.weight
+    check_same_device(_BACKWARD, grad=grad, weight=weight, of_x=inputs.of_x, d=inputs.d)
     check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
-    columns = (
-        quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)[2:]
-        if wants_columns
-        else nothing_of(grad)
-    )
-    return _empty(grad, weight.shape[1] if wants_x else 0), *columns
+    check_shape(_BACKWARD, "grad", grad, [len(grad), len(weight)], "[M, N] for weight [N, K]")
+    return _empty(grad, weight.shape[1] if inputs.wants_x else 0)
 
 
-def _backward(inputs: TrainedLinearBackwardInputs) -> Trained:
-    grad, weight, wants_x, wants_columns = inputs
+def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
+    dx = _allocate_backward(inputs)
+    grad, weight, *of_x, d, accumulates, wants_x = inputs
     codes = codes_of(weight) if wants_x else None
-    of_w = (codes.transposed, codes.scale_inv.mT) if codes else None
-    dx = _empty(grad, weight.shape[1] if wants_x else 0)
-    if not wants_columns:
-        if of_w:
-            rows = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
-            _multiply((rows[0], rows[1]), of_w, dx)
-        return dx, *nothing_of(grad)
-    found = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
-    if of_w:
-        _multiply((found[0], found[1]), of_w, dx)
-    return dx, found[2], found[3]
+    found: tuple[torch.Tensor, ...] = ()
+    if d is not None:
+        found = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
+    elif wants_x:
+        found = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
+    if codes:
+        _multiply((found[0], found[1]), (codes.transposed, codes.scale_inv.mT), dx)
+    if d is not None:
+        k_grouped_gemm(*found[2:], *of_x, d, None, len(grad), accumulates)
+    return dx
+
+
+def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
+    grad, weight, of_x, scale_inv, d, accumulates, wants_x = inputs
+    if d is None or not wants_x:
+        return _backward(inputs)
+    codes = codes_of(weight)
+    dx, of_w = _empty(grad, weight.shape[1]), Codes(codes.transposed, codes.scale_inv.mT)
+    if launch_backward(grad, of_w, (of_x, scale_inv), dx, d, accumulates):
+        return dx
+    return _backward(inputs)
 
 
 trained_linear_backward = register_inputs(
     _BACKWARD,
     TrainedLinearBackwardInputs,
-    "(Tensor, Tensor, Tensor)",
+    "Tensor",
     cpu=_backward,
     fake=_allocate_backward,
-    hopper=_backward,
+    hopper=_launch_backward,
 )
-"""`TrainedLinearBackwardInputs` -> (bf16 dX [M, K], column codes of dY and their scales)."""
+"""`TrainedLinearBackwardInputs` -> bf16 dX [M, K]; dW = dY^T X goes to d."""
 
 
 def weight_gradient(
@@ -190,7 +231,7 @@ def weight_gradient(
     of_y, of_x: column codes of dY and of X.
     """
     d, accumulates = main_grad.target(weight)
-    written = d if d.dtype != torch.float16 else torch.empty_like(d, dtype=torch.float32)
+    written = as_written(d)
     k_grouped_gemm(*of_y, *of_x, written, expert_offsets, num_tokens, accumulates)
     return main_grad.result(weight, d if written is d else d.copy_(written))
 
@@ -220,16 +261,31 @@ class _TrainedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *of_x = ctx.saved_tensors
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        wants_columns = needs_weight and ctx.wgrad != "bf16"
-        dx, *of_y = trained_linear_backward(grad, weight, needs_x, wants_columns)
-        of_weight = of_bias = None
-        if wants_columns:
-            of_weight = weight_gradient(weight, tuple(of_y), tuple(of_x), ctx.num_tokens)
-        elif needs_weight:
-            of_weight = _bf16_gradient(weight, grad, of_x[0])
+        of_weight = of_bias = dx = None
+        if needs_weight and ctx.wgrad != "bf16":
+            d, accumulates = main_grad.target(weight)
+            written = as_written(d)
+            dx = trained_linear_backward(grad, weight, *of_x, written, accumulates, needs_x)
+            of_weight = main_grad.result(weight, d if written is d else d.copy_(written))
+        else:
+            if needs_x:
+                dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, False, True)
+            if needs_weight:
+                of_weight = _bf16_gradient(weight, grad, of_x[0])
         if needs_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return None, None, dx.to(ctx.dtype) if needs_x else None, of_weight, of_bias
+        return (
+            None,
+            None,
+            dx.to(ctx.dtype) if dx is not None and needs_x else None,
+            of_weight,
+            of_bias,
+        )
+
+
+def as_written(d: torch.Tensor) -> torch.Tensor:
+    """d itself, or FP32 in its place where it has a dtype that the GEMM does not write."""
+    return torch.empty_like(d, dtype=torch.float32) if d.dtype == torch.float16 else d
 
 
 def _bf16_gradient(

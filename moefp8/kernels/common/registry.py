@@ -117,6 +117,7 @@ _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     Written: "Tensor(a!)",
+    Written | None: "Tensor(a!)?",
     int: "SymInt",
     int | None: "SymInt?",
     float: "float",

@@ -141,16 +141,20 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
         d.zero_()
 
 
+def output_of(d: torch.Tensor, accumulates: bool) -> Output:
+    """What becomes of a result that goes to d."""
+    if accumulates:
+        return Output.ACCUMULATE
+    return Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
+
+
 def _prepare(inputs: KGroupedInputs, sms: Sms) -> Launch:
     a, d, is_grouped = inputs.a, inputs.d, inputs.expert_offsets is not None
     if not is_grouped:
         d = d[None]
-    output = Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
-    if inputs.accumulates:
-        output = Output.ACCUMULATE
     config = choose_config(
         *d.shape[1:],
-        output,
+        output_of(d, inputs.accumulates),
         blocks_b=has_blocks_b(inputs.b, inputs.b_scale_inv),
         d_fits=fits(d) and d.shape[2] * d.element_size() % TMA_BYTES == 0,
     )
