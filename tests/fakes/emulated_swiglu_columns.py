@@ -30,7 +30,8 @@ def swiglu_columns(made) -> None:
     elif name.startswith("sums"):
         sums(made)
     else:
-        tiles(made, name.endswith("true>"))
+        flags = name.removeprefix("kernel<").rstrip(">").split(", ")
+        tiles(made, *(flag == "true" for flag in flags))
 
 
 def choices_of(made) -> torch.Tensor:
@@ -62,7 +63,7 @@ def sums(made) -> None:
     memory(x.of_weights, torch.float32, [x.num_choices], [1]).copy_(found.flatten())
 
 
-def tiles(made, is_fp8: bool) -> None:
+def tiles(made, is_fp8: bool, has_blocks: bool) -> None:
     x, num_rows, size = made.arguments, made.arguments.num_rows, made.arguments.size
     blocks, tiles_of_row = num_column_blocks(num_rows, x.num_experts), num_blocks(size)
     assert x.num_tiles.value == tiles_of_row
@@ -75,6 +76,9 @@ def tiles(made, is_fp8: bool) -> None:
     assert (x.rows | x.row_pitch) % 8 == 0
     assert x.row_pitch >= 2 * tiles_of_row * 128
     assert (x.gate_up_columns | x.activated_columns) % 16 == 0
+    assert x.gate_up_scale_pitch >= 2 * size
+    assert x.activated_scale_pitch >= (tiles_of_row if has_blocks else size)
+    assert (x.gate_up_scale_pitch | x.activated_scale_pitch) % 4 == 0
     assert (x.saved_scales is not None) == is_fp8
     grad = memory(x.grad, torch.bfloat16, [num_rows, size], [x.grad_row_bytes // 2, 1])
     gate_up, scales = saved_of(x, is_fp8)
@@ -84,7 +88,8 @@ def tiles(made, is_fp8: bool) -> None:
     rows = torch.arange(num_rows, dtype=torch.int32).masked_fill(~has_choice, -1)
     found = SwigluColumnsGradients(
         *swiglu_columns_backward.overload(
-            grad, gate_up, scales, offsets, rows[:, None], weight_of_row[:, None] + 0.0, x.limit
+            *(grad, gate_up, scales, offsets, rows[:, None], weight_of_row[:, None] + 0.0),
+            *(x.limit, has_blocks),
         )
     )
     values = gate_up.float()
@@ -130,8 +135,7 @@ def write_columns(x, found: SwigluColumnsGradients, block: int, end: int) -> Non
         (x.gate_up_columns, x.gate_up_scales, *found[2:4], x.gate_up_scale_pitch),
         (x.activated_columns, x.activated_scales, *found[4:6], x.activated_scale_pitch),
     ):
-        num_blocks, features = scale_inv.shape
-        shape, strides = [num_blocks, features, 128], [features * 128, 128, 1]
-        target = memory(data, torch.uint8, shape, strides)
+        strides = [codes.shape[1] * 128, 128, 1]
+        target = memory(data, torch.uint8, [*codes.shape], strides)
         target[block, :, :end] = codes.view(torch.uint8)[block, :, :end]
-        memory(scales, torch.float32, [num_blocks, features], [pitch, 1])[block] = scale_inv[block]
+        memory(scales, torch.float32, [*scale_inv.shape], [pitch, 1])[block] = scale_inv[block]

@@ -13,7 +13,7 @@ from moefp8.kernels import BLOCK, empty_tma_aligned, num_blocks, round_up
 from moefp8.kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX
 from moefp8.kernels.jit import Source
 from moefp8.quant import BlockScaled, dequantize
-from moefp8.quant.numerics import quantize_1x128
+from moefp8.quant.numerics import quantize_1x128, quantize_128x128
 from tests import naive
 from tests.routing.cases import POISON, ids_of, plan_of, poisoned
 
@@ -177,17 +177,25 @@ def check_choices(found: Found, token_to_row, grad, activated) -> None:
 
 
 def check_quantized(
-    codes: torch.Tensor, scales: torch.Tensor, right: torch.Tensor, sizes: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    right: torch.Tensor,
+    sizes: torch.Tensor,
+    block_rows: int = 1,
 ) -> None:
     """One code in a hundred may be the next one: formulas are approximate.
 
     sizes: what the terms of each element, whose sum may be near zero, are in absolute value.
+    block_rows: how many rows share a scale, 1 or 128.
     """
-    expected, expected_scales = quantize_1x128(right.float(), min_amax=MIN_GRADIENT_AMAX)
-    inexact = 1e-5 * quantize_1x128(sizes.float(), min_amax=MIN_GRADIENT_AMAX)[1]
+    quantize = quantize_1x128 if block_rows == 1 else quantize_128x128
+    expected, expected_scales = quantize(right.float(), min_amax=MIN_GRADIENT_AMAX)
+    inexact = 1e-5 * quantize(sizes.float(), min_amax=MIN_GRADIENT_AMAX)[1]
+    assert scales.shape == expected_scales.shape
     assert ((scales - expected_scales).abs() <= inexact).all()
-    values = naive.values(codes.view(E4M3), scales, 1)
-    of_elements = scales.double().repeat_interleave(BLOCK, 1)[:, : right.shape[1]]
+    values = naive.values(codes.view(E4M3), scales, block_rows)
+    of_rows = scales.double().repeat_interleave(block_rows, 0)[: len(right)]
+    of_elements = of_rows.repeat_interleave(BLOCK, 1)[:, : right.shape[1]]
     error = ((values - right).abs() - 1e-5 * sizes) / of_elements
     half_a_step = (values / of_elements).abs() * 2.0**-4
     assert bool((error <= half_a_step * 1.01 + 2.0**-10).all())

@@ -5,10 +5,10 @@
 // 2. swiglu_columns_kernel reads the gradient of `a` = silu(gate) * up, and gate and up as the forward has saved them.
 // 3. swiglu_columns_sums_kernel adds up the gradients of weights.
 //
-// A scale of rows is of 128 columns, and one of columns of 128 rows. So a CTA owns a tile of 128x128, and computes all
-// values twice: FP32 values of three results are 192 KB of a tile, and what they come from is 96 KB in BF16, which two
-// CTAs of an SM keep in shared memory. The first pass finds the largest magnitudes and stores codes of rows, the second
-// stores codes of columns.
+// A scale of rows is of 128 columns, and one of columns of 128 rows; codes of columns of weighted `a` may share one for
+// 128 columns, too (kBlocks). So a CTA owns a tile of 128x128, and computes all values twice: FP32 values of three
+// results are 192 KB of a tile, and what they come from is 96 KB in BF16, which two CTAs of an SM keep in shared
+// memory. The first pass finds the largest magnitudes and stores codes of rows, the second stores codes of columns.
 #include "column_block.cuh"
 #include "copy_async.cuh"
 #include "divisor.cuh"
@@ -25,6 +25,8 @@ constexpr int kSteps = kTile / kRowStep;
 constexpr int kUnitRows = 16;               // of a thread in the second pass, with two columns
 constexpr int kUnits = kTile / kUnitRows * kTile / 2 / kThreads;
 constexpr int kResults = 3;                 // gradients of gate and of up, and weighted `a`
+template <bool kBlocks>
+constexpr int kOfColumns = kBlocks ? 2 : kResults;  // results that have a scale for each column
 
 struct Arguments {
   const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, times no weight
@@ -45,7 +47,7 @@ struct Arguments {
   float* gate_up_scales;     // [B, pitch]
   int64_t gate_up_scale_pitch;
   uint8_t* activated_columns;  // E4M3 [B, I, 128]
-  float* activated_scales;     // [B, pitch]
+  float* activated_scales;     // [B, pitch]; of each row I are written, or I / 128 if kBlocks
   int64_t activated_scale_pitch;
   float* weight_of_row;      // [R]; zeros at first. Behind the first kernel 0 means no choice, and -0 a weight of 0
   float* partial_sums;       // [I/128, R]: <grad, a> of 128 columns
@@ -344,8 +346,9 @@ __device__ void clear(uint8_t* grad, uint8_t* gate, uint32_t count) {
   }
 }
 
-// Codes of rows, the largest magnitudes of columns as a thread finds them, and the sums of grad times `a`.
-template <bool kIsLimited, bool kIsFp8>
+// Codes of rows, the largest magnitudes of columns as a thread finds them, and the sums of grad times `a`. If kBlocks,
+// of_columns[2][0] is that of all columns of weighted `a`.
+template <bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                            float (&of_columns)[kResults][kColumns]) {
   const uint32_t column = threadIdx.x % kLanes * kColumns, of_all = tile.first_column + column;
@@ -384,7 +387,8 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
         amax[i][0] = larger_magnitude(amax[i][0], x.of_gate), amax[i][1] = larger_magnitude(amax[i][1], x.of_up);
         of_columns[0][j] = larger_magnitude(of_columns[0][j], x.of_gate);
         of_columns[1][j] = larger_magnitude(of_columns[1][j], x.of_up);
-        of_columns[2][j] = larger_magnitude(of_columns[2][j], __fmul_rn(weight, x.activated));
+        float& of_activated = of_columns[2][kBlocks ? 0 : j];
+        of_activated = larger_magnitude(of_activated, __fmul_rn(weight, x.activated));
         product = __fmaf_rn(grad, x.activated, product);
       }
       memory.products[row + i][threadIdx.x % kLanes] = product;
@@ -413,13 +417,14 @@ __device__ void store_products(const Arguments& args, const Tile& tile, Memory<k
   __syncthreads();
 }
 
-// Makes the scales of columns of what all threads have found.
-template <bool kIsFp8>
+// Makes the scales of columns of what all threads have found. If kBlocks, weighted `a` has a single one, whose divider
+// is in the place of the first column's.
+template <bool kIsFp8, bool kBlocks>
 __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                             float (&of_columns)[kResults][kColumns]) {
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
-  for (int i = 0; i < kResults; ++i) {
+  for (int i = 0; i < kOfColumns<kBlocks>; ++i) {
     float* target = memory.amax[warp][i] + lane % kLanes * kColumns;
     uint32_t words[kColumns];
 #pragma unroll
@@ -432,8 +437,12 @@ __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsF
       reinterpret_cast<uint4*>(target)[1] = {words[4], words[5], words[6], words[7]};
     }
   }
+  if constexpr (kBlocks) {
+    const uint32_t word = __reduce_max_sync(0xffffffff, __float_as_uint(of_columns[2][0]));
+    if (lane == 0) memory.amax[warp][2][0] = __uint_as_float(word);
+  }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < kResults * kTile; i += kThreads) {
+  for (uint32_t i = threadIdx.x; i < kOfColumns<kBlocks> * kTile + (kBlocks ? 1 : 0); i += kThreads) {
     const uint32_t result = i / kTile, in_tile = i % kTile, column = tile.first_column + in_tile;
     uint32_t amax = 0;
 #pragma unroll
@@ -442,7 +451,8 @@ __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsF
     memory.dividers[result][in_tile] = scale;
     if (column >= args.size) continue;
     if (result == 2) {
-      args.activated_scales[tile.block * args.activated_scale_pitch + column] = scale.scale_inv;
+      const uint32_t place = kBlocks ? tile.index : column;
+      args.activated_scales[tile.block * args.activated_scale_pitch + place] = scale.scale_inv;
     } else {
       args.gate_up_scales[tile.block * args.gate_up_scale_pitch + result * args.size + column] = scale.scale_inv;
     }
@@ -471,17 +481,18 @@ __device__ inline void clear_codes(uint8_t* codes, uint32_t num_rows) {
 }
 
 // Codes of two columns and sixteen rows, which lie side by side. The eight threads of a column store a line of 128 B.
-template <bool kIsLimited, bool kIsFp8>
+template <bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                               const ColumnTargets& targets, uint32_t unit) {
   const uint32_t first_row = targets.first_row, column = targets.column + unit * 8;
   const uint8_t *of_grad = memory.grad.at(first_row, column), *of_gate = memory.saved[0].at(first_row, column);
   Divider dividers[kResults][2];
 #pragma unroll
-  for (int i = 0; i < kResults; ++i) {
+  for (int i = 0; i < kOfColumns<kBlocks>; ++i) {
     const float4 both = *reinterpret_cast<const float4*>(&memory.dividers[i][column]);
     dividers[i][0] = {both.x, both.y}, dividers[i][1] = {both.z, both.w};
   }
+  if constexpr (kBlocks) dividers[2][0] = dividers[2][1] = memory.dividers[2][0];
   uint32_t codes[kResults][2][kUnitRows / 4];
 #pragma unroll
   for (int q = 0; q < kUnitRows / 4; ++q) {
@@ -530,27 +541,29 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
   }
 }
 
-template <bool kIsLimited, bool kIsFp8>
+template <bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory) {
   float of_columns[kResults][kColumns] = {};
-  first_pass<kIsLimited>(args, tile, memory, of_columns);
+  first_pass<kIsLimited, kIsFp8, kBlocks>(args, tile, memory, of_columns);
   store_products(args, tile, memory);
-  find_scales(args, tile, memory, of_columns);
+  find_scales<kIsFp8, kBlocks>(args, tile, memory, of_columns);
   const ColumnTargets targets(args, tile);
   if (targets.first_row >= (tile.rows.num_rows + 31) / 32 * 32) return;
 #pragma unroll 1
-  for (uint32_t unit = 0; unit < kUnits; ++unit) store_columns<kIsLimited>(args, tile, memory, targets, unit);
+  for (uint32_t unit = 0; unit < kUnits; ++unit)
+    store_columns<kIsLimited, kIsFp8, kBlocks>(args, tile, memory, targets, unit);
 }
 
 // rows = quantize_1x128(d), columns = quantize_128x1(d) and quantize_128x1(w * a), where d = w * grad * d a / d [gate |
 // up]. partial_sums = <grad, a> of the tile's columns.
+// kBlocks: activated_scales[b, j] is that of 128 columns, j's, and of all rows of b, for all codes of w * a there.
 // Grid: a CTA of 256 threads owns 128 rows of one expert and 128 columns of I; neighbouring CTAs the next columns.
 // Shared memory: `Memory`.
 // Barriers: one behind the weights of rows, two around sums and two around scales of columns; sixteen lanes meet in
 // shuffles. In the first pass each thread reads what it has copied itself, so it waits for no others.
 // Alignment: rows of grad and of what is BF16 are at multiples of 16 B, those of `rows` of 8 B, column codes of 16 B;
 // codes of gate and up at 8 B, or anywhere if 8 does not divide I. All may end anywhere.
-template <bool kIsFp8>
+template <bool kIsFp8, bool kBlocks>
 __global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(16) int memory[];
   Memory<kIsFp8>& shared = *reinterpret_cast<Memory<kIsFp8>*>(memory);
@@ -562,9 +575,9 @@ __global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __gri
   copy_factors(args, tile, shared);
   __syncthreads();
   if (args.limit < __uint_as_float(kInfinity)) {
-    both_passes<true>(args, tile, shared);
+    both_passes<true, kIsFp8, kBlocks>(args, tile, shared);
   } else {
-    both_passes<false>(args, tile, shared);
+    both_passes<false, kIsFp8, kBlocks>(args, tile, shared);
   }
 }
 

@@ -5,7 +5,8 @@ silu(gate_r) up_r, w_r the sum of the weights of the row's choices and dA_r the 
 times no weight, d[gate | up]_r = w_r dA_r da/d[gate | up]. The gradient of what came in sums it
 over features, so it wants codes of rows. That of the weight of gate and up sums it over tokens, and
 so does that of the weight of down with w_r a_r: both want codes of columns, which `quantize_128x1`
-tells of. All are codes of FP32 values, which nothing has rounded before.
+tells of. Those of w_r a_r may share a scale for 128 features, those of a gradient never do. All are
+codes of FP32 values, which nothing has rounded before.
 """
 
 import math
@@ -45,7 +46,8 @@ class SwigluColumnsGradients(NamedTuple):
         half is zeros, and its fp32 1x128 scales: those of `swiglu_rows_backward`, bit for bit.
     gate_up_columns, gate_up_scale_inv: d[gate | up], gate's features first: column codes e4m3
         [B, 2 I, 128] with fp32 scales [B, 2 I].
-    activated_columns, activated_scale_inv: w a, e4m3 [B, I, 128] with fp32 scales [B, I].
+    activated_columns, activated_scale_inv: w a, e4m3 [B, I, 128] with fp32 scales [B, I], or
+        [B, ceil(I/128)] with `blocks`, in rows that are multiples of 16 bytes apart.
     of_weights: fp32 [T, k], <dA, a> of the choice's row; 0 where there is no row.
     is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
     """
@@ -71,6 +73,8 @@ class SwigluColumnsInputs(NamedTuple):
         expert that no choice has counts as zeros.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     limit: that of `swiglu`, or None.
+    blocks: 128 tokens of 128 features of w a share a scale of its column codes; otherwise, 128
+        tokens of one feature do. All else is the same bit for bit.
     """
 
     grad: torch.Tensor
@@ -80,10 +84,11 @@ class SwigluColumnsInputs(NamedTuple):
     token_to_row: torch.Tensor
     top_k_weights: torch.Tensor
     limit: float | None
+    blocks: bool = False
 
 
 def _check(inputs: SwigluColumnsInputs) -> None:
-    grad, gate_up, scale_inv, expert_offsets, token_to_row, weights, _ = inputs
+    grad, gate_up, scale_inv, expert_offsets, token_to_row, weights, *_ = inputs
     check_same_device(
         _OP,
         grad=grad,
@@ -118,21 +123,21 @@ def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     _check(inputs)
     grad, weights, device = inputs.grad, inputs.top_k_weights, inputs.grad.device
     num_rows, size = grad.shape
-    blocks = num_column_blocks(num_rows, len(inputs.expert_offsets) - 1)
+    num_columns = num_column_blocks(num_rows, len(inputs.expert_offsets) - 1)
     padded = 2 * round_up(size, BLOCK)
     of_choices = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
     return SwigluColumnsGradients(
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
-        *empty_columns(blocks, 2 * size, device),
-        *empty_columns(blocks, size, device),
+        *empty_columns(num_columns, 2 * size, device),
+        *empty_columns(num_columns, size, device, blocks=inputs.blocks),
         *of_choices,
     )
 
 
 def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     found = _allocate(inputs)
-    grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit = inputs
+    grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit, blocks = inputs
     num_rows, size = grad.shape
     if grad.numel() == 0:
         return _without_elements(found)
@@ -154,7 +159,7 @@ def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     values = (
         *quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX),
         *_columns(of_gate_up.flatten(1), expert_offsets),
-        *_columns(weighted, expert_offsets),
+        *_columns(weighted, expert_offsets, blocks),
         of_rows[token_to_row.clamp(min=0)].masked_fill(~has_row, 0.0),
         is_first,
     )
@@ -163,8 +168,10 @@ def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     return found
 
 
-def _columns(x: torch.Tensor, expert_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scale_inv = quantize_128x1(x, expert_offsets, None, False, MIN_GRADIENT_AMAX)
+def _columns(
+    x: torch.Tensor, expert_offsets: torch.Tensor, blocks: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale_inv = quantize_128x1(x, expert_offsets, None, False, MIN_GRADIENT_AMAX, blocks)
     return data, scale_inv
 
 
@@ -174,7 +181,7 @@ def _without_elements(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
     return found
 
 
-# The addresses of a call: the inputs but the limit, the gradients, memory of the kernels.
+# The addresses of a call: the inputs that are tensors, the gradients, memory of the kernels.
 _GRAD, _SAVED, _SAVED_SCALES, _OFFSETS, _TO_ROW, _WEIGHTS, *_OUTPUTS = map(Source, range(16))
 
 
@@ -182,7 +189,8 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     found = _allocate(inputs)
     if inputs.grad.numel() == 0:
         return _without_elements(found)
-    grad, gate_up, scales, expert_offsets, token_to_row, weights, limit = _as_kernels_read(inputs)
+    inputs = _as_kernels_read(inputs)
+    grad, gate_up, scales, expert_offsets, token_to_row, weights, limit, blocks = inputs
     num_rows, size = grad.shape
     memory = (
         grad.new_zeros(num_rows, dtype=torch.float32),  # the weight of each row
@@ -195,6 +203,7 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
             None if scales is None else layout_of(scales),
             len(expert_offsets),
             limit,
+            blocks,
         ),
         lambda: prepare_swiglu_columns(
             gate_up,
@@ -204,6 +213,7 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
             math.inf if limit is None else limit,
             grad_row_pitch=grad.stride(0),
             scale_pitch=found.scale_inv.stride(1),
+            blocks=blocks,
             sources=SwigluColumnsSources(
                 grad=_GRAD,
                 saved=_SAVED,

@@ -89,8 +89,9 @@ def weights_kernel_of(weights_dtype: torch.dtype) -> Kernel:
     return _kernel(f"weights_kernel<{INPUTS[weights_dtype]}>")
 
 
-def kernel_of(*, is_fp8: bool) -> Kernel:
-    return _kernel(f"kernel<{str(is_fp8).lower()}>")
+def kernel_of(*, is_fp8: bool, blocks: bool = False) -> Kernel:
+    """blocks: 128 features of what is activated share a scale of columns."""
+    return _kernel(f"kernel<{str(is_fp8).lower()}, {str(blocks).lower()}>")
 
 
 def sums_kernel_of() -> Kernel:
@@ -98,12 +99,18 @@ def sums_kernel_of() -> Kernel:
 
 
 def needed_kernels(
-    weights_dtypes: Iterable[torch.dtype], saved_dtypes: Iterable[torch.dtype]
+    weights_dtypes: Iterable[torch.dtype],
+    saved_dtypes: Iterable[torch.dtype],
+    *,
+    blocks: bool = False,
 ) -> list[Kernel]:
-    """The kernels for choices' weights, and for gate and up, of these dtypes."""
+    """The kernels for choices' weights, and for gate and up, of these dtypes.
+
+    blocks: as in `kernel_of`.
+    """
     return [
         *map(weights_kernel_of, weights_dtypes),
-        *(kernel_of(is_fp8=dtype == E4M3) for dtype in saved_dtypes),
+        *(kernel_of(is_fp8=dtype == E4M3, blocks=blocks) for dtype in saved_dtypes),
         sums_kernel_of(),
     ]
 
@@ -126,6 +133,7 @@ def prepare_swiglu_columns(
     grad_row_pitch: int,
     scale_pitch: int,
     sources: SwigluColumnsSources,
+    blocks: bool = False,
 ) -> list[Launch]:
     """The launches, in their order.
 
@@ -136,7 +144,8 @@ def prepare_swiglu_columns(
         rows: e4m3 [R, 2, I rounded up to 128]; what lies behind I becomes zeros.
         row_scales: fp32 [2 ceil(I/128), scale_pitch], with R columns.
         gate_up_columns, activated_columns: e4m3 [B, 2 I, 128] and [B, I, 128].
-        gate_up_scales, activated_scales: fp32 [B, 2 I] and [B, I], in rows as `empty_columns` says.
+        gate_up_scales, activated_scales: fp32 [B, 2 I] and [B, I], or [B, ceil(I/128)] with
+            `blocks`, in rows as `empty_columns` says.
         of_weights, is_first: fp32 [T, k].
         weight_of_row: fp32 [R], zeros. partial_sums: fp32 [ceil(I/128), R]. Both are memory for
             what the kernels tell each other.
@@ -147,6 +156,7 @@ def prepare_swiglu_columns(
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         weights: [T, k].
         limit: that of `swiglu`; infinite if there is none.
+        blocks: a row of activated_scales has one scale for 128 features, not one for each.
 
     They may be launched before the stream's previous kernel ends, and wait for it. Raises
     ValueError for more tiles than a grid takes.
@@ -172,7 +182,9 @@ def prepare_swiglu_columns(
         row_pitch=2 * tiles_of_row * BLOCK,
         scale_pitch=scale_pitch,
         gate_up_scale_pitch=round_up_to_tma(2 * size, torch.float32.itemsize),
-        activated_scale_pitch=round_up_to_tma(size, torch.float32.itemsize),
+        activated_scale_pitch=round_up_to_tma(
+            tiles_of_row if blocks else size, torch.float32.itemsize
+        ),
         num_choices=num_choices,
         num_rows=num_rows,
         num_experts=num_experts,
@@ -194,7 +206,8 @@ def prepare_swiglu_columns(
             programmatic=True,
         )
 
-    tiles = launch(kernel_of(is_fp8=is_fp8), num_tiles, shared_bytes_of(is_fp8=is_fp8))
+    kernel = kernel_of(is_fp8=is_fp8, blocks=blocks)
+    tiles = launch(kernel, num_tiles, shared_bytes_of(is_fp8=is_fp8))
     if num_choices == 0:
         return [tiles]
     of_choices = ceil_div(num_choices, _THREADS)

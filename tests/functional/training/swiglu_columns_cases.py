@@ -58,7 +58,15 @@ CASES = {
 }
 
 
-def make(case: Case, weights_dtype: torch.dtype, fp8: bool, limit: float | None, device="cpu"):
+def make(
+    case: Case,
+    weights_dtype: torch.dtype,
+    fp8: bool,
+    limit: float | None,
+    device: str = "cpu",
+    *,
+    blocks: bool = False,
+) -> SwigluColumnsInputs:
     """SwigluColumnsInputs; rows without a choice, and what lies behind rows, are NaN."""
     num_rows = sum(case.counts) + 2 * case.beside
     offsets = list(accumulate(case.counts, initial=case.beside))
@@ -93,6 +101,7 @@ def make(case: Case, weights_dtype: torch.dtype, fp8: bool, limit: float | None,
         token_to_row.to(device),
         weights.to(device, weights_dtype)[:, ::2],
         limit,
+        blocks,
     )
 
 
@@ -119,9 +128,10 @@ def choices_of(case: Case) -> torch.Tensor:
 
 def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
     """Launch the kernels into poisoned memory; they write nothing behind it."""
-    grad, saved, scales, offsets, token_to_row, weights, limit = made
+    grad, saved, scales, offsets, token_to_row, weights, limit, has_blocks = made
     (num_rows, size), device = grad.shape, grad.device
     blocks, padded = num_column_blocks(num_rows, len(offsets) - 1), round_up(size, BLOCK)
+    num_scales = num_blocks(size) if has_blocks else size
     pitch, num_choices = round_up(num_rows, 4) + 4, token_to_row.numel()
     sizes = (
         (num_rows * 2 * padded, torch.uint8),
@@ -129,7 +139,7 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
         (blocks * 2 * size * BLOCK, torch.uint8),
         (blocks * round_up(2 * size, 4), torch.float32),
         (blocks * size * BLOCK, torch.uint8),
-        (blocks * round_up(size, 4), torch.float32),
+        (blocks * round_up(num_scales, 4), torch.float32),
         (num_choices, torch.float32),
         (num_choices, torch.float32),
     )
@@ -148,6 +158,7 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
         sources=SwigluColumnsSources(
             *sources[:2], None if scales is None else sources[2], *sources[3:]
         ),
+        blocks=has_blocks,
     )
     weight_of_row = torch.zeros(num_rows, device=device)
     memory = (*buffers, weight_of_row, partial_sums)
@@ -167,7 +178,7 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
         columns[0].view(blocks, 2 * size, BLOCK),
         columns[1].view(blocks, -1)[:, : 2 * size],
         columns[2].view(blocks, size, BLOCK),
-        columns[3].view(blocks, -1)[:, :size],
+        columns[3].view(blocks, -1)[:, :num_scales],
         of_weights.view(token_to_row.shape),
         is_first.view(token_to_row.shape),
     )
@@ -184,6 +195,20 @@ def blocks_of(made: SwigluColumnsInputs) -> Iterator[Block]:
         for i, first in enumerate(range(begin, end, BLOCK)):
             count = min(end - first, BLOCK)
             yield Block(begin // BLOCK + expert + i, slice(first, first + count), count)
+
+
+def assert_blocks_change_activated_alone(
+    made: SwigluColumnsInputs, found: SwigluColumnsGradients, without: SwigluColumnsGradients
+) -> None:
+    """The scale of 128 features is the largest of theirs, and all but w a has the same bits."""
+    for block in blocks_of(made):
+        of_blocks, of_features = (
+            x.activated_scale_inv[block.index].cpu() for x in (found, without)
+        )
+        largest = torch.stack([x.amax() for x in of_features.split(BLOCK)])
+        assert torch.equal(of_blocks, largest)
+    of_activated = {name: getattr(without, name) for name in found._fields if "activated" in name}
+    assert_same(made, found._replace(**of_activated), without)
 
 
 def cpu(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
@@ -231,15 +256,15 @@ def check(made: SwigluColumnsInputs, found: SwigluColumnsGradients) -> None:
         scales = found.scale_inv[block.rows].unflatten(1, (2, -1)).flatten(0, 1)
         right, sizes = (x[block.rows].flatten(0, 1) for x in (exact.of_gate_up, exact.sizes))
         check_quantized(codes[..., :size].flatten(0, 1), scales, right, sizes)
-        for columns, scales, x, sizes in (
-            (*found[2:4], exact.of_gate_up.flatten(1), exact.sizes.flatten(1)),
-            (*found[4:6], exact.weighted, exact.weighted.abs()),
+        for columns, scales, x, sizes, block_columns in (
+            (*found[2:4], exact.of_gate_up.flatten(1), exact.sizes.flatten(1), 1),
+            (*found[4:6], exact.weighted, exact.weighted.abs(), BLOCK if made.blocks else 1),
         ):
             end = round_up(block.count, 32)
             assert not columns[block.index, :, block.count : end].any()
             codes = columns[block.index, :, : block.count]
-            rows = block.rows
-            check_quantized(codes, scales[block.index][:, None], x[rows].T, sizes[rows].T)
+            of_block = x[block.rows].T, sizes[block.rows].T
+            check_quantized(codes, scales[block.index][:, None], *of_block, block_columns)
     check_choices(made, found, exact.products)
 
 

@@ -22,6 +22,7 @@ from tests.fakes.emulator import FakeDriver, emulated
 from tests.functional.training.swiglu_columns_cases import (
     CASES,
     Case,
+    assert_blocks_change_activated_alone,
     assert_same,
     assert_untouched,
     blocks_of,
@@ -33,7 +34,14 @@ from tests.functional.training.swiglu_columns_cases import (
 from tests.gpu import assert_arguments_fit, on_cpu_and_gpu, on_gpu, poison
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-KERNELS = room.needed_kernels(DTYPES, (torch.bfloat16, E4M3))
+SAVED_DTYPES = torch.bfloat16, E4M3
+KERNELS = list(
+    dict.fromkeys(
+        kernel
+        for blocks in (False, True)
+        for kernel in room.needed_kernels(DTYPES, SAVED_DTYPES, blocks=blocks)
+    )
+)
 LIMITS = None, 0.5
 
 
@@ -53,9 +61,24 @@ def test_the_gradient_is_right(name, fp8, limit):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_blocks_are_right(name, fp8):
+    made = make(CASES[name], torch.float32, fp8, 0.5, blocks=True)
+    found = op(made)
+    check(made, found)
+    assert_blocks_change_activated_alone(made, found, op(made._replace(blocks=False)))
+
+
+def test_rows_of_scales_are_multiples_of_16_bytes_apart():
+    for size, expected in ((1, 4), (512, 4), (513, 8)):
+        made = make(Case([130], 2, size), torch.float32, False, None, blocks=True)
+        assert op(made).activated_scale_inv.stride() == (expected, 1)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_the_op_without_columns(name):
     made = make(CASES[name], torch.float32, False, 0.5)
-    grad, gate_up, _, _, token_to_row, weights, limit = made
+    grad, gate_up, _, _, token_to_row, weights, limit, _ = made
     token_to_row = token_to_row.masked_fill(token_to_row >= len(grad), -1).clamp(min=-1)
     rows = SwigluGradients(
         *swiglu_rows_backward(grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, limit)
@@ -73,17 +96,21 @@ def test_rows_are_those_of_the_op_without_columns(name):
 @pytest.mark.parametrize(("counts", "size"), [([0, 0], 40), ([3, 2], 0)])
 def test_nothing_gives_nothing(counts, size, device):
     made = make(Case(counts, 2, 40), torch.float32, False, None, device)
-    found = op(made._replace(grad=made.grad[:, :size], gate_up=made.gate_up[..., :size]))
-    assert found.gate_up_columns.shape == (sum(counts) // 128 + 2, 2 * size, 128)
-    assert not found.of_weights.any()
-    assert not found.is_first.any()
+    made = made._replace(grad=made.grad[:, :size], gate_up=made.gate_up[..., :size])
+    for blocks, num_scales in ((False, size), (True, -(-size // 128))):
+        found = op(made._replace(blocks=blocks))
+        num_columns = sum(counts) // 128 + 2
+        assert found.gate_up_columns.shape == (num_columns, 2 * size, 128)
+        assert found.activated_scale_inv.shape == (num_columns, num_scales)
+        assert not found.of_weights.any()
+        assert not found.is_first.any()
 
 
 def test_the_op_keeps_the_rules_of_torch():
     overload = torch.ops.moefp8.swiglu_columns_backward.default
     checks = "test_autograd_registration", "test_faketensor"
-    for fp8 in (False, True):
-        made = make(Case([3], 2, 8), torch.float32, fp8, 1.0)
+    for fp8, blocks in ((False, False), (True, True)):
+        made = make(Case([3], 2, 8), torch.float32, fp8, 1.0, blocks=blocks)
         torch.library.opcheck(overload, tuple(made), test_utils=checks)
 
 
@@ -108,7 +135,7 @@ def test_bad_input_is_named():
 
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
-    assert len(KERNELS) == 6
+    assert len(KERNELS) == 8
     for cubin in compile_kernels(KERNELS):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
@@ -117,14 +144,14 @@ def test_every_variant_compiles_and_spills_nothing():
 
 @pytest.mark.usefixtures("own_cache")
 def test_arguments_and_shared_memory_are_as_large_as_the_kernel_takes_them(tmp_path):
-    assert_arguments_fit(room._Arguments, KERNELS[-1], tmp_path)
-    source = KERNELS[-1].source
-    text = source.read_text()
+    kernel = room.sums_kernel_of()
+    assert_arguments_fit(room._Arguments, kernel, tmp_path)
+    text = kernel.source.read_text()
     for is_fp8 in (False, True):
         size = room.shared_bytes_of(is_fp8=is_fp8)
         text += f"\nstatic_assert(sizeof(Memory<{str(is_fp8).lower()}>) == {size});"
     (tmp_path / "sizes.cu").write_text(text)
-    jit.compile_kernel(jit.Kernel(tmp_path / "sizes.cu", KERNELS[-1].name))
+    jit.compile_kernel(jit.Kernel(tmp_path / "sizes.cu", kernel.name))
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +180,16 @@ def test_the_kernels_text_is_right(launched, name, fp8):
             break  # these take long
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_kernels_text_is_right_with_blocks(launched, name, fp8):
+    made = make(CASES[name], torch.float32, fp8, 0.5 if fp8 else None, blocks=True)
+    found = run(made)
+    check(made, found)
+    assert_untouched(made, found)
+    assert_blocks_change_activated_alone(made, found, run(made._replace(blocks=False)))
+
+
 @pytest.mark.parametrize("name", ["odd", "rows that choices share"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_op_launches_the_kernels(launched, name, fp8):
@@ -168,12 +205,18 @@ def test_the_op_launches_the_kernels(launched, name, fp8):
         token_to_row=made.token_to_row.T.contiguous().T,
     )
     assert_same(made, op(other), expected)
+    made = made._replace(blocks=True)
+    found = op(made)
+    assert launched.launched[-2].kernel == room.kernel_of(is_fp8=fp8, blocks=True)
+    check(made, found)
+    assert_blocks_change_activated_alone(made, found, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_emulator_is_right(name, fp8):
-    made = make(CASES[name], torch.float16, fp8, 0.5)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_emulator_is_right(name, fp8, blocks):
+    made = make(CASES[name], torch.float16, fp8, 0.5, blocks=blocks)
     with emulated():
         found = run(made)
     check(made, found)
@@ -193,7 +236,7 @@ def assert_rows_are_those_without_columns(
     made: SwigluColumnsInputs, found: SwigluColumnsGradients
 ) -> None:
     """Choices have no rows but those of experts, and each of these has one."""
-    grad, gate_up, _, _, token_to_row, weights, limit = made
+    grad, gate_up, _, _, token_to_row, weights, limit, _ = made
     rows = SwigluGradients(*swiglu_rows_backward(grad, gate_up, token_to_row, weights, limit))
     has_choice = torch.isin(torch.arange(len(grad)), token_to_row.cpu())
     ours, theirs = (x.codes.view(torch.uint8).cpu()[has_choice] for x in (found, rows))
@@ -213,19 +256,24 @@ def test_whatever_the_offsets_are_nothing_outside_is_written(launched, offsets):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
-def test_the_kernels_text_keeps_bad_numbers_in_their_blocks(launched, bad, where):
-    assert_bad_numbers_stay(bad, where, "cpu", run)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_kernels_text_keeps_bad_numbers_in_their_blocks(launched, bad, where, blocks):
+    assert_bad_numbers_stay(bad, where, blocks, "cpu", run)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
-def test_the_op_keeps_bad_numbers_in_their_blocks(bad, where):
-    assert_bad_numbers_stay(bad, where, "cpu", op)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_op_keeps_bad_numbers_in_their_blocks(bad, where, blocks):
+    assert_bad_numbers_stay(bad, where, blocks, "cpu", op)
 
 
-def assert_bad_numbers_stay(bad: float, where: str, device: str, gradients) -> None:
+def assert_bad_numbers_stay(
+    bad: float, where: str, has_blocks: bool, device: str, gradients
+) -> None:
     """A bad number of a row of the second expert's second block."""
-    made = make(Case([20, 140, 3], 2, 136), torch.float32, False, None, device)
+    case = Case([20, 140, 3], 2, 136)
+    made = make(case, torch.float32, False, None, device, blocks=has_blocks)
     clean, row, column = cpu(gradients(made)), 20 + 130, 129
     if where == "weight":
         made.top_k_weights[made.token_to_row == row] = bad
@@ -249,8 +297,13 @@ def assert_bad_numbers_stay(bad: float, where: str, device: str, gradients) -> N
             if is_hit:
                 same = torch.full_like(same, False) if where == "weight" else same
                 same[column::136] = False
+            same_scales = same
+            if i == 4 and has_blocks:
+                same[128:] = bool(same[column])
+                same_scales = same[::128]
             assert torch.equal(ours[same], theirs[same])
-            assert torch.equal(scales[same], clean_scales[same])
+            assert torch.equal(scales[same_scales], clean_scales[same_scales])
+            assert i == 2 or where == "grad" or not scales[~same_scales].isfinite().any()
             assert not ours[:, block.count :].any()
     assert has_bad.sum() == 1
     assert not found.gate_up_scale_inv[has_bad].isfinite().all()
@@ -266,12 +319,16 @@ def assert_bad_numbers_stay(bad: float, where: str, device: str, gradients) -> N
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_gpu_is_right(name, fp8, limit):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gpu_is_right(name, fp8, limit, blocks):
     for dtype in DTYPES:
-        made = make(CASES[name], dtype, fp8, limit, "cuda")
+        made = make(CASES[name], dtype, fp8, limit, "cuda", blocks=blocks)
         found = run(made)
         check(made, found)
         assert_untouched(made, found)
+        if blocks:
+            without = run(made._replace(blocks=False))
+            assert_blocks_change_activated_alone(made, found, without)
         sizes = [x.untyped_storage().nbytes() for x in op(made)]
         poison("cuda", *sizes)
         assert_same(made, op(made), found)
@@ -296,5 +353,6 @@ def test_gpu_rows_are_those_of_the_kernel_without_columns(kind, limit):
 @on_gpu
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["grad", "gate", "up", "weight"])
-def test_gpu_keeps_bad_numbers_in_their_blocks(bad, where):
-    assert_bad_numbers_stay(bad, where, "cuda", op)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gpu_keeps_bad_numbers_in_their_blocks(bad, where, blocks):
+    assert_bad_numbers_stay(bad, where, blocks, "cuda", op)
