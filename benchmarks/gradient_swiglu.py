@@ -21,23 +21,29 @@ from moefp8.quant import BlockScaled, dequantize, quantize_1x128
 
 
 class SwigluCase(NamedTuple):
-    """Tokens of each of some experts, a multiple of 128, and I. saved_dtype: of gate and up."""
+    """Tokens of each of some experts, a multiple of 128, and I.
+
+    saved_dtype: of gate and up. blocks: as in `SwigluColumnsInputs`.
+    """
 
     num_experts: int
     tokens: int
     size: int
     saved_dtype: torch.dtype = torch.bfloat16
+    blocks: bool = False
 
     def __str__(self) -> str:
         saved = "E4M3" if self.saved_dtype == E4M3 else "BF16"
-        return f"{self.num_experts} x {self.tokens} tokens of {self.size}, saved in {saved}"
+        blocks = ", blocks of w a" if self.blocks else ""
+        return f"{self.num_experts} x {self.tokens} tokens of {self.size}, saved in {saved}{blocks}"
 
 
 # DeepSeek-V3 (32 local experts), Qwen3-30B-A3B, Mixtral 8x7B.
 SWIGLU_CASES = tuple(
-    SwigluCase(*sizes, dtype)
+    SwigluCase(*sizes, dtype, blocks)
     for sizes in ((32, 1024, 2048), (128, 512, 768), (8, 4096, 14336))
     for dtype in (torch.bfloat16, E4M3)
+    for blocks in (False, True)
 )
 
 
@@ -61,7 +67,9 @@ class SwigluOfExperts:
         offsets = torch.arange(case.num_experts + 1, device=device) * case.tokens
         rows = torch.randperm(num_rows, device=device).view(-1, 8).int()
         weights = torch.rand(rows.shape, device=device)
-        inputs = SwigluColumnsInputs(grad, gate_up, scales, offsets.int(), rows, weights, None)
+        inputs = SwigluColumnsInputs(
+            grad, gate_up, scales, offsets.int(), rows, weights, None, case.blocks
+        )
         moved = _bytes_moved(inputs)
         return cls(case, inputs, torch.ones(moved // 2, dtype=torch.uint8, device=device))
 
@@ -121,13 +129,20 @@ def _bytes_moved(inputs: SwigluColumnsInputs) -> int:
     tensors = inputs.grad, inputs.gate_up, inputs.gate_up_scale_inv
     read = sum(x.numel() * x.element_size() for x in tensors if x is not None)
     num_rows, size = inputs.grad.shape
-    num_features = 2 * round_up(size, 128) + 3 * size
-    return read + num_rows * num_features + 4 * num_blocks(num_rows * num_features)
+    padded = 2 * round_up(size, 128)
+    codes = num_rows * (padded + 3 * size)
+    column_scales = num_blocks(num_rows) * (
+        2 * size + (num_blocks(size) if inputs.blocks else size)
+    )
+    return read + codes + 4 * (num_blocks(num_rows * padded) + column_scales)
 
 
 def _columns(columns: tuple[torch.Tensor, ...], num_rows: int) -> torch.Tensor:
     """fp32 [rows, features] of the first expert."""
     data, scale_inv = (x[0] for x in columns)
+    features = data.shape[1]
+    if scale_inv.shape[1] != features:  # one for 128 of them
+        scale_inv = scale_inv.repeat_interleave(128, 1)[:, :features]
     values = data.float() * scale_inv[..., None]
     return values.transpose(1, 2).flatten(0, 1)[:num_rows]
 

@@ -160,9 +160,11 @@ def test_linears_gemms_and_transpositions_are_right_and_seen_to_be():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_the_gradient_of_swiglu_is_right_and_seen_to_be(dtype):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_gradient_of_swiglu_is_right_and_seen_to_be(dtype, blocks):
     torch.manual_seed(0)
-    operands = SwigluOfExperts.random(SWIGLU._replace(saved_dtype=dtype), "cpu")
+    case = SWIGLU._replace(saved_dtype=dtype, blocks=blocks)
+    operands = SwigluOfExperts.random(case, "cpu")
     results = results_of(SWIGLU_COLUMNS, operands)
     errors = operands.errors(results)
     assert 0.01 < errors[OURS]["error"] < 0.05
@@ -179,7 +181,7 @@ def test_the_gradient_of_swiglu_is_right_and_seen_to_be(dtype):
     assert set(operands.errors({OURS: wrong})[OURS].values()) == {1.0}
     assert operands.errors({COPY: Results((operands.bytes * 0,))})[COPY] == {"error": 1.0}
     moved = 3 * 128 * (40 * 2 + (40 * 2 * 2 if dtype == torch.bfloat16 else 40 * 2 + 8))
-    moved += 3 * 128 * 2 * (128 + 4) + 3 * 3 * 40 * (128 + 4)
+    moved += 3 * 128 * 2 * (128 + 4) + 3 * 3 * 40 * 128 + 4 * 3 * (80 + (1 if blocks else 40))
     assert operands.num_bytes == moved
 
 

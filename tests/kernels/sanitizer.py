@@ -7,6 +7,7 @@ seconds.
 import itertools
 import math
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import torch
@@ -418,10 +419,11 @@ def run_swiglu_backward() -> None:
 
 def run_swiglu_columns() -> None:
     for name, case in swiglu_columns_cases.CASES.items():
-        for fp8 in (False, True):
-            made = swiglu_columns_cases.make(case, torch.float32, fp8, None, "cuda")
+        for fp8, blocks in product((False, True), repeat=2):
+            made = swiglu_columns_cases.make(case, torch.float32, fp8, None, "cuda", blocks=blocks)
             swiglu_columns_cases.check(made, swiglu_columns_cases.run(made))
-            print(f"gradient of SwiGLU in columns, {name}{', FP8' if fp8 else ''}", flush=True)
+            told = f"{', FP8' if fp8 else ''}{', blocks' if blocks else ''}"
+            print(f"gradient of SwiGLU in columns, {name}{told}", flush=True)
 
 
 SILU = 0.7310586  # of 1
