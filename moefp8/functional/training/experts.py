@@ -13,13 +13,16 @@ SwiGLU. With dO the gradient of the result, a backward takes these steps:
    gathered from the tokens, and are gone afterwards.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, ceil_div, round_up
-from ...kernels.common.registry import register, register_inputs
+from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ...kernels.common.registry import Written, register, register_inputs
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ...kernels.gemm.k_grouped import k_grouped_gemm
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import quantize_128x1
 from ...quant.quantize import quantize_1x128
@@ -33,12 +36,13 @@ from ..swiglu import empty_gate_up
 from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
 from ..workspace import num_parts_of
 from . import main_grad
-from .linear import Wgrad, weight_gradient
+from .experts_launch import Options, Tensors, launch_backward
+from .linear import Wgrad, as_written
 from .rows import quantized_rows
 from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
 from .weights import codes_of
 
-_OP = "trained_experts"
+_OP, _BACKWARD = "trained_experts", "trained_experts_backward"
 
 
 class TrainedExpertsInputs(NamedTuple):
@@ -129,6 +133,128 @@ trained_dgrad = register(
 # ---- The gradients ----
 
 
+class TrainedExpertsBackwardInputs(NamedTuple):
+    """What `trained_experts_backward` takes.
+
+    grad: [T, H] bf16, fp16 or fp32, that of the result.
+    gate_up: what the forward gave, bf16 [R, 2, I], or its codes e4m3 [2 R, I] with fp32 scales
+        [2 R, ceil(I/128)].
+    of_gate_up_proj, of_down_proj: bf16 or fp32 in the shapes of the weights, where their gradients
+        go; None: it is not wanted.
+    adds_to_gate_up_proj, adds_to_down_proj: whether they are added to what is there, in fp32.
+    blocks: whether the inputs of these gradients have one scale for 128x128.
+    The others: as in the forward.
+    """
+
+    grad: torch.Tensor
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_scale_inv: torch.Tensor | None
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    of_gate_up_proj: Written | None
+    of_down_proj: Written | None
+    adds_to_gate_up_proj: bool
+    adds_to_down_proj: bool
+    swiglu_limit: float | None
+    expert_offset: int
+    num_global_experts: int | None
+    blocks: bool
+
+
+def _empty_gradients(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    grad, weights = inputs.grad, inputs.top_k_weights
+    dx = torch.empty_like(grad, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    return dx, weights.new_empty(weights.shape, dtype=torch.float32)
+
+
+def _check_backward(inputs: TrainedExpertsBackwardInputs) -> None:
+    grad, ids, down = inputs.grad, inputs.top_k_index, inputs.down_proj
+    check_same_device(_BACKWARD, grad=grad, top_k_index=ids, gate_up=inputs.gate_up, down_proj=down)
+    check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
+    check_shape(_BACKWARD, "grad", grad, [len(ids), down.shape[1]], "[T, H]")
+    x = inputs.hidden_states
+    check_shape(_BACKWARD, "hidden_states", x, grad.shape, "[T, H] as grad")
+    shape = ids.shape
+    check_shape(_BACKWARD, "top_k_weights", inputs.top_k_weights, shape, "[T, k] as top_k_index")
+
+
+def _allocate_backward(
+    inputs: TrainedExpertsBackwardInputs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_backward(inputs)
+    return _empty_gradients(inputs)
+
+
+def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step by step, as the head of this file says."""
+    _check_backward(inputs)
+    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, of_gate_up, of_down = inputs[:10]
+    limit, expert_offset, num_global_experts, blocks = inputs[12:]
+    num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
+    plan = build_plan(ids, num_experts, expert_offset=rank[0], num_global_experts=rank[1])
+    offsets, to_token = plan.expert_offsets, plan.row_to_token
+    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    of_swiglu = SwigluColumnsGradients(
+        *swiglu_columns_backward(
+            of_activated, *gate_up, offsets, plan.token_to_row, weights, limit, blocks
+        )
+    )
+    of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
+    dx = combine(of_rows, plan, of_swiglu.is_first)
+    if of_down is not None:
+        of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
+        activated = of_swiglu.activated_columns, of_swiglu.activated_scale_inv
+        k_grouped_gemm(*of_y, *activated, of_down, offsets, 0, inputs.adds_to_down_proj)
+    if of_gate_up is not None:
+        of_x = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
+        columns = of_swiglu.gate_up_columns, of_swiglu.gate_up_scale_inv
+        k_grouped_gemm(*columns, *of_x, of_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
+    return dx, of_swiglu.of_weights
+
+
+def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        return _backward(inputs)
+    dx, of_weights = _empty_gradients(inputs)
+    down, gate_up_proj = codes_of(inputs.down_proj), codes_of(inputs.gate_up_proj, parts=2)
+    tensors = Tensors(
+        grad=inputs.grad,
+        hidden_states=inputs.hidden_states,
+        ids=inputs.top_k_index,
+        weights=inputs.top_k_weights,
+        gate_up=inputs.gate_up,
+        gate_up_scale_inv=inputs.gate_up_scale_inv,
+        down=down.transposed,
+        down_scale_inv=down.scale_inv.mT,
+        gate_up_proj=gate_up_proj.transposed,
+        gate_up_proj_scale_inv=gate_up_proj.scale_inv.mT,
+        of_down=inputs.of_down_proj,
+        of_gate_up=inputs.of_gate_up_proj,
+        dx=dx,
+        of_weights=of_weights,
+    )
+    accumulate = inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj
+    options = Options(*inputs[12:], accumulate)
+    launch_backward(partial(_check_backward, inputs), tensors, len(inputs.down_proj), options)
+    return dx, of_weights
+
+
+trained_experts_backward = register_inputs(
+    _BACKWARD,
+    TrainedExpertsBackwardInputs,
+    "(Tensor, Tensor)",
+    cpu=_backward,
+    fake=_allocate_backward,
+    hopper=_launch_backward,
+)
+"""`TrainedExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 [T, k], the gradient of the weights of
+choices; those of the weights go where they are told to."""
+
+
 class _Saved(NamedTuple):
     """What a forward leaves for its backward."""
 
@@ -151,49 +277,33 @@ class _Options(NamedTuple):
 _Gradients = dict[str, torch.Tensor | None]  # by the names of inputs
 
 
-def _backward(
+def _gradients(
     grad: torch.Tensor, saved: _Saved, options: _Options, needs: dict[str, bool]
 ) -> _Gradients:
-    x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
-    num_experts = len(down_proj)
-    rank = (options.expert_offset, options.num_global_experts)
-    plan = build_plan(ids, num_experts, expert_offset=rank[0], num_global_experts=rank[1])
-    offsets, to_token = plan.expert_offsets, plan.row_to_token
-    if options.wgrad == "bf16":
+    x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
+    *others, wgrad = options
+    if wgrad == "bf16":
+        plan = build_plan(
+            ids,
+            len(down_proj),
+            expert_offset=options.expert_offset,
+            num_global_experts=options.num_global_experts,
+        )
         return _with_bf16_weights(grad, saved, options, needs, plan)
-    found: _Gradients = {}
-    num_rows, blocks = len(to_token), options.wgrad == "128x128"
-    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
-    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
-    of_swiglu = SwigluColumnsGradients(
-        *swiglu_columns_backward(
-            *(of_activated, gate_up, gate_up_scales, offsets, plan.token_to_row, weights),
-            options.swiglu_limit,
-        )
+    masters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    targets = {name: main_grad.target(x) for name, x in masters.items() if needs[name]}
+    written = {name: as_written(d) for name, (d, _) in targets.items()}
+    dx, of_weights = trained_experts_backward(
+        *(grad, x, ids, weights, *gate_up, gate_up_proj, down_proj),
+        *(written.get(name) for name in masters),
+        *(name in targets and targets[name][1] for name in masters),
+        *(*others, wgrad == "128x128"),
     )
-    found["top_k_weights"] = of_swiglu.of_weights
-    if needs["down_proj"]:
-        of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX)
-        found["down_proj"] = weight_gradient(
-            down_proj,
-            of_y,
-            (of_swiglu.activated_columns, of_swiglu.activated_scale_inv),
-            num_rows,
-            offsets,
-        )
-        del of_y
-    if needs["hidden_states"]:
-        of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
-        found["hidden_states"] = combine(of_rows, plan, of_swiglu.is_first)
-    if needs["gate_up_proj"]:
-        of_x = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
-        found["gate_up_proj"] = weight_gradient(
-            gate_up_proj,
-            (of_swiglu.gate_up_columns, of_swiglu.gate_up_scale_inv),
-            of_x,
-            num_rows,
-            offsets,
-        )
+    found: _Gradients = {"hidden_states": dx, "top_k_weights": of_weights}
+    for name, (d, _) in targets.items():
+        if written[name] is not d:
+            d.copy_(written[name])
+        found[name] = main_grad.result(masters[name], d)
     return found
 
 
@@ -267,7 +377,7 @@ class _TrainedExperts(torch.autograd.Function):
         needs = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
         found: _Gradients = {}
         if ctx.saves:
-            found = _backward(grad, _Saved(*ctx.saved_tensors), ctx.options, needs)
+            found = _gradients(grad, _Saved(*ctx.saved_tensors), ctx.options, needs)
             for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
                 if (of_input := found.get(name)) is not None:
                     found[name] = of_input.to(dtype)

@@ -33,7 +33,7 @@ _OP = "trained_linear"
 _ALIGNMENT = 256
 
 
-class _Memory:
+class Memory:
     """Places in a workspace, one behind the other."""
 
     def __init__(self, source: Source) -> None:
@@ -61,7 +61,7 @@ def _is_simple(x: torch.Tensor, codes: Codes) -> bool:
 def _prepare_product(
     x: torch.Tensor,
     codes: Codes,
-    memory: _Memory,
+    memory: Memory,
     columns: tuple[torch.Tensor, tuple[Source, Source]] | None,
     sources: tuple[Source, Source, Source, Source],
     *,
@@ -142,7 +142,7 @@ def launch_forward(
     def prepare() -> Launches:
         if not _is_simple(x, codes) or (bias is not None and not bias.is_contiguous()):
             return Launches((), 0)
-        memory = _Memory(_MEMORY)
+        memory = Memory(_MEMORY)
         launches = _prepare_product(
             x,
             codes,
@@ -184,7 +184,7 @@ def launch_backward(
         d_fits = fits(d) and d.shape[1] * d.element_size() % TMA_BYTES == 0
         if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
             return Launches((), 0)
-        memory, (m, n), device = _Memory(_MEMORY), grad.shape, torch.device("meta")
+        memory, (m, n), device = Memory(_MEMORY), grad.shape, torch.device("meta")
         data, scale_inv = empty_columns(num_blocks(m), n, device)
         places = memory.take(data.nbytes), memory.take(len(data) * scale_inv.stride(0) * 4)
         of_rows = _prepare_product(

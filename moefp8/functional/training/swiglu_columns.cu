@@ -50,6 +50,7 @@ struct Arguments {
   float* activated_scales;     // [B, pitch]; of each row I are written, or I / 128 if kBlocks
   int64_t activated_scale_pitch;
   float* weight_of_row;      // [R]; zeros at first. Behind the first kernel 0 means no choice, and -0 a weight of 0
+  int* row_to_token;         // [R], for who gathers tokens behind the first kernel; null: nobody does
   float* partial_sums;       // [I/128, R]: <grad, a> of 128 columns
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
@@ -93,7 +94,8 @@ struct Choices {
   }
 };
 
-// weight_of_row[r] = the sum of the weights of all choices of r, in the order in which swiglu_backward.cu adds them.
+// weight_of_row[r] = the sum of the weights of all choices of r, in the order in which swiglu_backward.cu adds them;
+// row_to_token[r] = the token that has them.
 // Grid: a thread owns a choice. No shared memory, no barriers, no alignment.
 template <Input kWeights>
 __global__ void __launch_bounds__(kThreads) swiglu_columns_weights_kernel(const __grid_constant__ Arguments args) {
@@ -110,6 +112,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_columns_weights_kernel(const 
   if (!is_first) return;
   const float sum = choices.sum_of(row);
   args.weight_of_row[row] = sum == 0 ? -0.f : sum;
+  if (args.row_to_token != nullptr) args.row_to_token[row] = token;
 }
 
 // ---- Gradients ----

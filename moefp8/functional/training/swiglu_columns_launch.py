@@ -50,7 +50,7 @@ class _Arguments(ctypes.Structure):
         (c_int64, "gate_up_scale_pitch"),
         (c_void_p, "activated_columns activated_scales"),
         (c_int64, "activated_scale_pitch"),
-        (c_void_p, "weight_of_row partial_sums of_weights is_first"),
+        (c_void_p, "weight_of_row row_to_token partial_sums of_weights is_first"),
         (c_uint32, "num_choices num_rows num_experts size"),
         (Divisor, "top_k num_tiles"),
         (c_float, "limit min_amax"),
@@ -60,7 +60,8 @@ class _Arguments(ctypes.Structure):
 class SwigluColumnsSources(NamedTuple):
     """Which addresses of a launch are those of `prepare_swiglu_columns`.
 
-    saved_scales: only if `saved` is FP8.
+    saved_scales: only if `saved` is FP8. row_to_token: int32 [R], which the first kernel writes for
+        rows that a choice has; None: it does not.
     """
 
     grad: Source
@@ -79,6 +80,7 @@ class SwigluColumnsSources(NamedTuple):
     is_first: Source
     weight_of_row: Source
     partial_sums: Source
+    row_to_token: Source | None = None
 
 
 def _kernel(name: str) -> Kernel:
