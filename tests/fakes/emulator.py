@@ -15,8 +15,8 @@ from moefp8 import kernels
 from moefp8.functional import swiglu_backward_launch, swiglu_launch
 from moefp8.functional.training import swiglu_columns_launch
 from moefp8.kernels import jit
+from moefp8.kernels.gemm import k_grouped_launch, segments, tile_counter
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import (
@@ -29,6 +29,7 @@ from moefp8.quant import (
 from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
+from tests.fakes.emulated_k_grouped import Maps, k_grouped
 from tests.fakes.emulated_routing import RoutingEmulator
 from tests.fakes.emulated_swiglu import swiglu_backward, swiglu_of_rows
 from tests.fakes.emulated_swiglu_columns import swiglu_columns
@@ -38,6 +39,7 @@ from tests.kernels.gemm.cases import choosing
 _GUARD = 1 << 12
 ARGUMENTS = {  # source of a kernel -> its last argument
     "gemm": gemm_launch.Arguments,
+    "k_grouped": k_grouped_launch.Arguments,
     "segments": segments.Arguments,
     "tile_counter": tile_counter.Arguments,
     "quantize": quantize_launch._Arguments,
@@ -262,6 +264,7 @@ class Emulator(RoutingEmulator):
         given = structure.from_address(parameters[-1])
         made.arguments = structure.from_buffer_copy(given)
         bodies = {
+            "k": self.k_grouped,
             "segments": self.find_segments,
             "tile": self.zero_tile_counter,
             "quantize": self.quantize,
@@ -277,6 +280,9 @@ class Emulator(RoutingEmulator):
             "combine": self.combine,
         }
         bodies.get(made.kernel.name.split("_")[0], self.gemm)(made, parameters)
+
+    def k_grouped(self, made, parameters):
+        k_grouped(made, self.maps_at(parameters[0], len(Maps._fields)))
 
     def quantize(self, made, parameters):
         x, dtype = made.arguments, dtype_of(made.kernel)

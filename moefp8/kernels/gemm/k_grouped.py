@@ -4,6 +4,7 @@ M and N features, R tokens in groups (experts) E, B blocks of 128 tokens. Both o
 for 128 tokens of a feature ("1D1D"; `quant.columns` says how they lie).
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ class KGroupedInputs(NamedTuple):
     d: [E, M, N] bf16 or fp32, or [M, N] without expert_offsets; rows are contiguous.
     expert_offsets: int32 [E + 1]: expert e has the tokens from expert_offsets[e] to the next one,
         in blocks from expert_offsets[e] / 128 + e on. None: there is one, with num_tokens in all
-        blocks.
-    num_tokens: at most 128 B, without expert_offsets.
+        blocks. Values are checked on the CPU only: on a GPU that would cost a synchronisation.
+    num_tokens: at most 128 B; with expert_offsets it means nothing.
     accumulates: whether the product is added to what d holds, which is fp32 then.
     """
 
@@ -73,6 +74,8 @@ def check_k_grouped(inputs: KGroupedInputs) -> None:
     check_tensor(_OP, "d", d, (torch.float32,) if accumulates else (torch.bfloat16, torch.float32))
     if expert_offsets is None:
         check_shape(_OP, "d", d, [m, n], "[M, N]")
+        if num_tokens < 0:
+            raise ValueError(f"{_OP}: num_tokens must be at least 0, got {num_tokens}")
         if num_blocks != ceil_div(num_tokens, BLOCK):
             raise ValueError(
                 f"{_OP}: a must have ceil(num_tokens / 128) blocks for num_tokens = {num_tokens}, "
@@ -85,17 +88,33 @@ def check_k_grouped(inputs: KGroupedInputs) -> None:
         raise ValueError(f"{_OP}: rows of d must be contiguous, got strides {list(d.stride())}")
 
 
+def _check_offsets(offsets: list[int], num_blocks: int) -> None:
+    ends = [
+        begin // BLOCK + expert + ceil_div(end - begin, BLOCK)
+        for expert, (begin, end) in enumerate(pairwise(offsets))
+        if end > begin
+    ]
+    if offsets != sorted(offsets) or offsets[0] < 0 or max(ends, default=0) > num_blocks:
+        raise ValueError(
+            f"{_OP}: expert_offsets must rise from 0 or more, and lead to tokens in the "
+            f"{num_blocks} blocks of a, got {offsets}"
+        )
+
+
 def _body(inputs: KGroupedInputs) -> None:
     check_k_grouped(inputs)
     a, a_scale_inv, b, b_scale_inv, d, expert_offsets, num_tokens, accumulates = inputs
-    offsets = [0, num_tokens] if expert_offsets is None else expert_offsets.tolist()
+    offsets = [0, num_tokens]
+    if expert_offsets is not None:
+        offsets = expert_offsets.tolist()
+        _check_offsets(offsets, len(a))
     if has_blocks_b(b, b_scale_inv):
         b_scale_inv = b_scale_inv.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
     for expert, of_expert in enumerate(d[None] if expert_offsets is None else d):
         begin, end = offsets[expert : expert + 2]
         first = begin // BLOCK + expert
         result = torch.zeros(of_expert.shape, dtype=torch.float32, device=d.device)
-        for i in range(ceil_div(max(end - begin, 0), BLOCK)):
+        for i in range(ceil_div(end - begin, BLOCK)):
             block, count = first + i, min(end - begin - i * BLOCK, BLOCK)
             products = e4m3_to_float(a[block, :, :count].contiguous()) @ (
                 e4m3_to_float(b[block, :, :count].contiguous()).T
@@ -112,22 +131,18 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
 
     Operands that TMA cannot address are copied first.
     """
-    operands, d, (num_tokens, accumulates) = inputs[:4], inputs.d, inputs[6:]
-    if not all(map(fits, operands)):
+    operands, d = inputs[:4], inputs.d
+    if not all(x.ndim > 1 and fits(x) for x in operands):
         check_k_grouped(inputs)
         a, a_scale_inv, b, b_scale_inv = map(fitting, operands)
         inputs = KGroupedInputs(a, a_scale_inv, b, b_scale_inv, *inputs[4:])
-    tensors = [x for x in inputs[:6] if x is not None]
-    sms = busy_sms(d.get_device())
-    key = (
-        _OP,
-        *map(layout_of, tensors),
-        *(x.data_ptr() % 16 for x in tensors),
-        len(tensors),
-        num_tokens,
-        accumulates,
-        sms,
-    )
+    tensors, num_tokens = [*inputs[:5]], inputs.num_tokens
+    if inputs.expert_offsets is not None:
+        tensors.append(inputs.expert_offsets.contiguous())
+        num_tokens = 0
+    accumulates, sms = inputs.accumulates, busy_sms(d.get_device())
+    alignment = d.data_ptr() % TMA_BYTES  # that of all others counts not, or is known
+    key = (_OP, *map(layout_of, tensors), num_tokens, accumulates, alignment, sms)
 
     def prepare() -> Launch | None:
         check_k_grouped(inputs)
@@ -143,9 +158,7 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
 
 def output_of(d: torch.Tensor, accumulates: bool) -> Output:
     """What becomes of a result that goes to d."""
-    if accumulates:
-        return Output.ACCUMULATE
-    return Output.BFLOAT16 if d.dtype == torch.bfloat16 else Output.FLOAT
+    return Output.of(d.dtype, accumulates)
 
 
 def _prepare(inputs: KGroupedInputs, sms: Sms) -> Launch:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
 
+import torch
+
 from ..common.blocks import BLOCK, round_up
 from .config import MAX_SHARED_BYTES, in_cpp
 
@@ -14,6 +16,13 @@ class Output(str, Enum):
     BFLOAT16 = "kBFloat16"
     FLOAT = "kFloat"
     ACCUMULATE = "kAccumulate"
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, accumulates: bool) -> "Output":
+        """For a d of that dtype, bf16 or fp32."""
+        if accumulates:
+            return cls.ACCUMULATE
+        return cls.BFLOAT16 if dtype == torch.bfloat16 else cls.FLOAT
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, ceil_div
+from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
 from ..common.tma_operands import box_of
 from ..jit import (
     MAP_BYTES,
@@ -21,7 +21,7 @@ from ..jit import (
     pointers,
     tensor_map,
 )
-from .k_grouped_config import KGroupedConfig, Output
+from .k_grouped_config import KGroupedConfig, Output, choose_config
 from .launch import Sms
 
 SOURCE = Path(__file__).with_name("k_grouped.cu")
@@ -63,6 +63,22 @@ def kernel_of(config: KGroupedConfig) -> Kernel:
     return Kernel(SOURCE, config.kernel_name(), "")
 
 
+def needed_kernels(
+    m: int, n: int, dtype: torch.dtype, *, accumulates: bool = False, blocks_b: bool = False
+) -> list[Kernel]:
+    """The kernels for d [E, M, N], which may lie anywhere: the gradient of weights [M, N].
+
+    They depend on no number of tokens, experts or SMs.
+    """
+    output = Output.of(dtype, accumulates)
+    ends_even = n * dtype.itemsize % TMA_BYTES == 0  # else TMA cannot address d
+    configs = (
+        choose_config(m, n, output, blocks_b=blocks_b, d_fits=d_fits)
+        for d_fits in ((True, False) if ends_even else (False,))
+    )
+    return [kernel_of(config) for config in configs] if m and n else []
+
+
 def prepare_k_grouped(
     config: KGroupedConfig,
     operands: KGroupedOperands,
@@ -83,7 +99,11 @@ def prepare_k_grouped(
     driver, device_index = current_driver(), d.get_device()
     row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
     num_tiles = num_experts * row_tiles * col_tiles
-    matrix_bytes, row_bytes, _ = (stride * d.element_size() for stride in d.stride())
+    # The stride of a single matrix, or row, says nothing.
+    matrix_bytes, row_bytes = (
+        stride * d.element_size() if count > 1 else 0
+        for stride, count in zip(d.stride()[:2], d.shape[:2], strict=True)
+    )
     unit = 16 if config.output == Output.BFLOAT16 else 8  # bytes that are written at once
     steps = d.data_ptr(), matrix_bytes, row_bytes, n * d.element_size()
     arguments = Arguments(
