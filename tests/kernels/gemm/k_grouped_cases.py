@@ -6,6 +6,7 @@ but for the zeros behind an expert's last token up to the next multiple of 32, w
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from moefp8.kernels import E4M3
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.testing import assert_matches_reference
 from tests import naive
+from tests.kernels.gemm.cases import GROUPED_PLACES, Place, stacked, within
 from tests.quant.columns_cases import Block, blocks_of, offsets_of
 
 NAN, BLOCK = float("nan"), 128
@@ -32,6 +34,12 @@ OUTPUTS = {  # dtype of d, accumulates
     "fp32": (torch.float32, False),
     "fp32 +=": (torch.float32, True),
 }
+SCALE_PLACES = {  # of [B, features]
+    "wider": Place(partial(stacked, within(4, 4)), True),
+    "odd": Place(partial(stacked, within(3, 1)), False),
+    "features apart": Place(lambda x: x.T.contiguous().T, False),
+    "steps of 2": Place(lambda x: x.repeat_interleave(2, 1)[:, ::2], False),
+}
 
 
 class Content(NamedTuple):
@@ -41,25 +49,26 @@ class Content(NamedTuple):
     scales: torch.Tensor
 
 
-def content(num_tokens: int, features: int, scale_rows: int, *, exact: bool) -> Content:
+def content(num_tokens: int, features: int, scale_rows: int, exact: bool, device: str) -> Content:
     """exact: small whole numbers with powers of two as scales, whose sums are exact in FP32."""
     shape, of_scales = (features, num_tokens), (scale_rows, -(-num_tokens // BLOCK))
     if exact:
-        codes = torch.randint(-3, 4, shape).float()
-        return Content(codes.to(E4M3), torch.randint(-2, 3, of_scales).float().exp2())
-    return Content((100 * torch.randn(shape)).clamp(-448, 448).to(E4M3), torch.rand(of_scales))
+        codes = torch.randint(-3, 4, shape, device=device).float()
+        return Content(codes.to(E4M3), torch.randint(-2, 3, of_scales, device=device).exp2())
+    codes = (100 * torch.randn(shape, device=device)).clamp(-448, 448).to(E4M3)
+    return Content(codes, torch.rand(of_scales, device=device))
 
 
 def laid_out(contents: Sequence[Content], blocks: Sequence[Block], num_blocks: int) -> Content:
     """data [B, features, 128] and scale_inv [B, rows of scales]."""
-    features, scale_rows = len(contents[0].codes), len(contents[0].scales)
-    data = torch.full((num_blocks, features, BLOCK), 0x7F, dtype=torch.uint8)
-    scale_inv = torch.full((num_blocks, scale_rows), NAN)
+    (features, _), (scale_rows, _) = contents[0].codes.shape, contents[0].scales.shape
+    device = contents[0].codes.device
+    data = torch.full((num_blocks, features, BLOCK), 0x7F, dtype=torch.uint8, device=device)
+    scale_inv = torch.full((num_blocks, scale_rows), NAN, device=device)
     in_turn = ((x, i) for x in contents for i in range(x.scales.shape[1]))
     for (x, i), (index, _, count) in zip(in_turn, blocks, strict=True):
         data[index, :, : -(-count // 32) * 32] = 0
-        codes = x.codes.view(torch.uint8)[:, i * BLOCK : i * BLOCK + count]
-        data[index, :, :count] = codes
+        data[index, :, :count] = x.codes.view(torch.uint8)[:, i * BLOCK : i * BLOCK + count]
         scale_inv[index] = x.scales[:, i]
     return Content(data.view(E4M3), scale_inv)
 
@@ -76,40 +85,35 @@ class Sides(NamedTuple):
 
 
 def sides(
-    counts: Sequence[int], m: int, n: int, *, blocks_b: bool = False, exact: bool = True
+    counts: Sequence[int],
+    m: int,
+    n: int,
+    device: str = "cpu",
+    *,
+    blocks_b: bool = False,
+    exact: bool = True,
 ) -> Sides:
     scales_b = -(-n // BLOCK) if blocks_b else n
     return Sides(
-        [content(count, m, m, exact=exact) for count in counts],
-        [content(count, n, scales_b, exact=exact) for count in counts],
+        [content(count, m, m, exact, device) for count in counts],
+        [content(count, n, scales_b, exact, device) for count in counts],
     )
 
 
-def inputs_of(
-    made: Sides, output: str, device: str = "cpu", *, offsets: bool = True, before: int = 0
-) -> KGroupedInputs:
+def inputs_of(made: Sides, output: str, *, offsets: bool = True, before: int = 0) -> KGroupedInputs:
     """before: tokens ahead of those of the first expert; as many lie behind those of the last."""
     counts, (dtype, accumulates) = made.counts, OUTPUTS[output]
-    num_rows = sum(counts) + 2 * before
+    num_rows, device = sum(counts) + 2 * before, made.a[0].codes.device
     expert_offsets = offsets_of(counts, before) if offsets else None
     blocks = list(blocks_of(expert_offsets, num_rows))
     num_blocks = num_rows // BLOCK + len(counts) if offsets else -(-num_rows // BLOCK)
     a, b = (laid_out(x, blocks, num_blocks) for x in made)
     shape = [len(made.a[0].codes), len(made.b[0].codes)]
-    shape = [len(counts), *shape] if offsets else shape
-    d = (
-        torch.randint(-99, 100, shape).to(dtype)
-        if accumulates
-        else torch.full(shape, NAN).to(dtype)
-    )
-    found = KGroupedInputs(*a, *b, d, expert_offsets, num_rows, accumulates)
-    return on_device(found, device)
-
-
-def on_device(inputs: KGroupedInputs, device: str) -> KGroupedInputs:
-    if device == "cpu":
-        return inputs
-    return KGroupedInputs(*(x.to(device) if torch.is_tensor(x) else x for x in inputs))
+    d = torch.full([len(counts), *shape] if offsets else shape, NAN, dtype=dtype, device=device)
+    if accumulates:
+        d.random_(-99, 100)
+    there = None if expert_offsets is None else expert_offsets.to(device)
+    return KGroupedInputs(*a, *b, d, there, num_rows, accumulates)
 
 
 def inputs(
@@ -126,8 +130,21 @@ def inputs(
     """A case of `COUNTS`."""
     counts = COUNTS[name]
     offsets = not isinstance(counts, int)
-    made = sides(counts if offsets else [counts], m, n, blocks_b=blocks_b, exact=exact)
-    return inputs_of(made, output, device, offsets=offsets, before=before if offsets else 0)
+    every = counts if offsets else [counts]
+    made = sides(every, m, n, device, blocks_b=blocks_b, exact=exact)
+    return inputs_of(made, output, offsets=offsets, before=before if offsets else 0)
+
+
+def placed(made: KGroupedInputs, *, d: str = "", **places: str) -> KGroupedInputs:
+    """Operands elsewhere in memory, by names in `GROUPED_PLACES` and `SCALE_PLACES`."""
+    moved = {}
+    for name, place in places.items():
+        of_scales = name.endswith("scale_inv")
+        make = SCALE_PLACES[place].make if of_scales else GROUPED_PLACES[place].make
+        moved[name] = make(getattr(made, name))
+    if d:
+        moved["d"] = stacked(GROUPED_PLACES[d].make, made.d)
+    return made._replace(**moved)
 
 
 def expected_of(inputs: KGroupedInputs) -> torch.Tensor:

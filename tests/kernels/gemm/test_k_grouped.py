@@ -21,7 +21,6 @@ from tests.kernels.gemm.k_grouped_cases import (
     expected_of,
     inputs,
     inputs_of,
-    on_device,
     run_and_compare,
     sides,
 )
@@ -60,7 +59,7 @@ def test_it_multiplies_what_tokens_are_quantized_to(device, output):
     offsets = offsets_of([100, 0, 130, 20]).to(device)
     x, y = torch.randn(250, 72, device=device), torch.randn(250, 136, device=device)
     a, b = (quantize_128x1(z, offsets, None, False, 2.0**-60) for z in (x, y))
-    made = inputs_of(sides([100, 0, 130, 20], 72, 136), output, device)
+    made = inputs_of(sides([100, 0, 130, 20], 72, 136, device), output)
     made = KGroupedInputs(*a, *b, *made[4:])
     start = made.d.double() if made.accumulates else 0.0
     expected = expected_of(made)
@@ -76,18 +75,18 @@ def test_it_multiplies_what_tokens_are_quantized_to(device, output):
 def test_an_expert_has_the_bits_of_its_own(device, output):
     """Whatever others have, and wherever its tokens begin."""
     counts, m, n = [200, 0, 77, 128, 33], 66, 136
-    made = sides(counts, m, n, exact=False)
-    together = inputs_of(made, output, device)
+    made = sides(counts, m, n, device, exact=False)
+    together = inputs_of(made, output)
     before = together.d.clone()
     k_grouped_gemm(*together)
-    others = sides([1, 300, 0, 129, 40], m, n, exact=False)
+    others = sides([1, 300, 0, 129, 40], m, n, device, exact=False)
     for expert in range(len(counts)):
         mixed = [
             [mine[expert] if e == expert else x for e, x in enumerate(theirs)]
             for mine, theirs in zip(made, others, strict=True)
         ]
         for its, offsets in ((Sides(*mixed), True), (alone(made, expert), False)):
-            found = inputs_of(its, output, device, offsets=offsets)
+            found = inputs_of(its, output, offsets=offsets)
             d = found.d[expert] if offsets else found.d
             d.copy_(before[expert])
             k_grouped_gemm(*found)
@@ -110,16 +109,15 @@ def test_what_is_added_twice_is_twice_there(device):
 
 @on_cpu_and_gpu
 def test_a_bad_number_reaches_its_feature_of_its_expert_alone(device):
-    made = inputs("around a step and a block", 20, 24, "fp32")
+    made = inputs("around a step and a block", 20, 24, "fp32", device)
     expert = block = 4  # its 33 tokens begin at the 64th
     assert int(made.expert_offsets[expert]) == 64
     made.a.view(torch.uint8)[block, 7, 32] = 0x7F
     made.b_scale_inv[block, 11] = torch.inf
-    found = on_device(made, device)
-    k_grouped_gemm(*found)
-    is_bad = torch.zeros(found.d.shape, dtype=torch.bool)
+    k_grouped_gemm(*made)
+    is_bad = torch.zeros(made.d.shape, dtype=torch.bool)
     is_bad[expert, 7] = is_bad[expert, :, 11] = True
-    assert torch.equal(~found.d.isfinite().cpu(), is_bad)
+    assert torch.equal(~made.d.isfinite().cpu(), is_bad)
 
 
 def test_the_cpu_sees_nothing_behind_the_last_token():
@@ -138,11 +136,12 @@ def test_the_cpu_sees_nothing_behind_the_last_token():
 def test_of_nothing_comes_nothing(device, output, num_experts, m, n):
     """Without blocks, without features, without experts."""
     dtype, accumulates = OUTPUTS[output]
-    codes, scales = torch.empty(0, max(m, n), 128).to(E4M3), torch.empty(0, max(m, n))
-    d = torch.full((num_experts, m, n), 7.0, dtype=dtype)
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    codes = torch.empty(0, max(m, n), 128, device=device).to(E4M3)
+    scales = torch.empty(0, max(m, n), device=device)
+    d = torch.full((num_experts, m, n), 7.0, dtype=dtype, device=device)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     operands = codes[:, :m], scales[:, :m], codes[:, :n], scales[:, :n]
-    made = on_device(KGroupedInputs(*operands, d, offsets, 0, accumulates), device)
+    made = KGroupedInputs(*operands, d, offsets, 0, accumulates)
     k_grouped_gemm(*made)
     assert bool((made.d == (7.0 if accumulates else 0.0)).all())
     if num_experts:

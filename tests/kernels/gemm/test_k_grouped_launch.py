@@ -1,7 +1,5 @@
 """The GEMM that sums over tokens as it is launched, without a GPU: see `tests/fakes`."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,37 +10,20 @@ from moefp8.kernels import jit
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
-from tests.kernels.gemm.cases import GROUPED_PLACES, stacked, within
+from tests.kernels.gemm.cases import GROUPED_PLACES
 from tests.kernels.gemm.k_grouped_cases import (
     COUNTS,
     OUTPUTS,
+    SCALE_PLACES,
     expected_of,
     inputs,
     inputs_of,
+    placed,
     run_and_compare,
     sides,
 )
 
-SCALE_PLACES = {
-    "contiguous": (lambda x: x.clone(memory_format=torch.contiguous_format), None),
-    "wider": (partial(stacked, within(4, 4)), True),
-    "odd": (partial(stacked, within(3, 1)), False),
-    "features apart": (lambda x: x.T.contiguous().T, False),
-    "steps of 2": (lambda x: x.repeat_interleave(2, 1)[:, ::2], False),
-}
 OPERANDS = KGroupedInputs._fields[:4]
-
-
-def placed(made: KGroupedInputs, *, d: str = "", **places: str) -> KGroupedInputs:
-    """Operands elsewhere in memory, by names in `GROUPED_PLACES` and `SCALE_PLACES`."""
-    moved = {}
-    for name, place in places.items():
-        of_scales = name.endswith("scale_inv")
-        make = SCALE_PLACES[place][0] if of_scales else GROUPED_PLACES[place].make
-        moved[name] = make(getattr(made, name))
-    if d:
-        moved["d"] = stacked(GROUPED_PLACES[d].make, made.d)
-    return made._replace(**moved)
 
 
 # ---- Where operands lie ----
@@ -94,17 +75,25 @@ def test_what_tma_cannot_address_is_copied_and_nothing_else(gpu, name, where):
 
 @pytest.mark.parametrize("name", ["a_scale_inv", "b_scale_inv"])
 @pytest.mark.parametrize("where", SCALE_PLACES)
-@pytest.mark.parametrize("features", [48, 50])
-def test_scales_are_copied_only_if_they_must(gpu, name, where, features):
-    made = inputs("one has all", features, features, "bf16")
+def test_scales_are_copied_only_if_they_must(gpu, name, where):
+    made = inputs("one has all", 50, 50, "bf16")
     made = placed(made, a_scale_inv="wider", b_scale_inv="wider")
     made = placed(made, **{name: where})
     run_and_compare(made)
     (launched,) = gpu.launched
-    fits = SCALE_PLACES[where][1]
-    fits = features % 4 == 0 if fits is None else fits
     its_map = getattr(launched.maps, name.replace("_inv", "s"))
-    assert (its_map.address == getattr(made, name).data_ptr()) == fits
+    is_read_in_place = its_map.address == getattr(made, name).data_ptr()
+    assert is_read_in_place == SCALE_PLACES[where].fits
+
+
+@pytest.mark.parametrize("features", [48, 50])
+def test_contiguous_scales_are_read_in_place_where_rows_are_multiples_of_16_bytes(gpu, features):
+    made = inputs("one has all", features, features, "bf16")
+    run_and_compare(made)
+    (launched,) = gpu.launched
+    addresses = launched.maps.a_scales.address, launched.maps.b_scales.address
+    is_read_in_place = addresses == (made.a_scale_inv.data_ptr(), made.b_scale_inv.data_ptr())
+    assert is_read_in_place == (features % 4 == 0)
 
 
 def test_views_of_row_major_codes_are_read_in_place(gpu):
