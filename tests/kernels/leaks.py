@@ -23,6 +23,7 @@ from moefp8.kernels import (
     num_blocks,
     round_up,
 )
+from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 
@@ -51,6 +52,7 @@ class Mix:
             *[self.quantize, self.gemm] * 4,
             *[self.linear, self.top_k] * 3,
             *[self.contiguous, self.masked, self.feed_forward, self.experts, self.plan] * 2,
+            self.weight_gradient,
         ]
 
     def call(self) -> None:
@@ -120,6 +122,15 @@ class Mix:
         a = self.view(E4M3, _NUM_EXPERTS, m, k), self.scales(_NUM_EXPERTS, m, num_blocks(k))
         b, d = self.weight(_NUM_EXPERTS, n, k), self.view(torch.bfloat16, _NUM_EXPERTS, m, n)
         m_grouped_fp8_gemm_nt_masked(a, b, d, self.bounds[1:], 4)
+
+    def weight_gradient(self) -> None:
+        num_blocks, sides = self.number(_NUM_EXPERTS, 9), []
+        m, n = self.random.choice(_SIZES)
+        for features in (m, n):
+            sides.append(self.view(E4M3, num_blocks, features, 128))
+            sides.append(self.view(torch.float32, num_blocks, features))
+        d = self.view(torch.float32, _NUM_EXPERTS, m, n)
+        k_grouped_gemm(*sides, d, self.bounds, 0, self.random.random() < 0.5)
 
     def linear(self) -> torch.Tensor:
         n, k = self.random.choice(_SIZES)

@@ -6,6 +6,7 @@ seconds.
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -22,6 +23,7 @@ from moefp8.functional.swiglu_rows import swiglu_rows, swiglu_rows_backward
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
+from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant.both import quantize_128x128_both
 from moefp8.quant.columns import first_block, quantize_1x128_and_128x1, quantize_128x1
@@ -41,6 +43,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     taking_tiles,
 )
+from tests.quant.columns_cases import blocks_of, offsets_of
 from tests.routing.cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
 
 FAMILIES = {
@@ -106,6 +109,7 @@ def main() -> None:
     torch.manual_seed(0)
     run_families()
     run_segments()
+    run_weight_gradients()
     run_experts_families()
     run_swiglu_backward()
     run_swiglu_columns()
@@ -278,6 +282,60 @@ def run_segments() -> None:
     expected = torch.zeros_like(found, device="cpu")
     expected[0, 0], expected[1:1051] = 1050, of_each
     tell("segments", int((found.cpu() != expected).sum()))
+
+
+def run_weight_gradients() -> None:
+    """Tiles leave through shared memory and from registers; offsets may be anything."""
+    for dtype, accumulates in (
+        (torch.bfloat16, False),
+        (torch.float32, False),
+        (torch.float32, True),
+    ):
+        for blocks_b in (False, True):
+            for n, limit in ((264, None), (264, 1), (331, None), (130, 1)):
+                set_num_sms(limit)
+                for counts in COUNTS:
+                    run_weight_gradient(counts, 300, n, dtype, accumulates, blocks_b)
+                set_num_sms(None)
+            run_weight_gradient((600,) * 3, 600, 520, dtype, accumulates, blocks_b, broken=True)
+
+
+def run_weight_gradient(
+    counts: Sequence[int],
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    accumulates: bool,
+    blocks_b: bool,
+    broken: bool = False,
+) -> None:
+    """All codes of tokens are 1, and products of scales, too. What no token has is NaN.
+
+    It begins where an expert's zeros end, at a multiple of 32.
+    """
+    expert_offsets, num_experts = offsets_of(counts), len(counts)
+    num_of_blocks = sum(counts) // 128 + num_experts
+    a = torch.full((num_of_blocks, 1, 128), 0x7F, dtype=torch.uint8)
+    a_scale_inv = torch.full((num_of_blocks, 1), math.nan)
+    for index, _, count in blocks_of(expert_offsets, sum(counts)):
+        a[index, :, : -(-count // 32) * 32] = 0
+        a[index, :, :count], a_scale_inv[index] = 0x38, 0.5
+    codes = a.cuda().view(torch.float8_e4m3fn)
+    sides = codes.expand(-1, m, -1).contiguous(), codes.expand(-1, n, -1).contiguous()
+    a_scale_inv = a_scale_inv.expand(-1, m).contiguous().cuda()
+    b_scale_inv = torch.full((num_of_blocks, num_blocks(n) if blocks_b else n), 2.0, device="cuda")
+    d = torch.full((num_experts, m, n), UNTOUCHED, dtype=dtype, device="cuda")
+    if broken:
+        expert_offsets[1], expert_offsets[2] = 2**31 - 1, -(2**31)
+    given = expert_offsets.cuda()
+    k_grouped_gemm(sides[0], a_scale_inv, sides[1], b_scale_inv, d, given, 0, accumulates)
+    told = f"weight gradients of {num_experts}, {m}x{n}, {dtype}{', added' * accumulates}"
+    told += ", blocks" * blocks_b
+    if broken:
+        print(f"{told}, broken offsets", flush=True)
+        return
+    expected = torch.tensor(counts)[:, None, None] + (UNTOUCHED if accumulates else 0.0)
+    tell(told, int((d.cpu() != expected.to(dtype)).sum()))
 
 
 def run_gemm(name: str, routing: Routing, n: int, k: int, limit: int | None = None) -> None:
