@@ -9,7 +9,16 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.adapters` trains 
 from . import adapters, checkpoint, deep_gemm, kernels, quant, routing, testing
 from .checkpoint import load_checkpoint, save_checkpoint
 from .distributed import frozen_parameters, prepare_ddp, shard
-from .layers import FP8Linear, GroupedExperts, MoE, TopKRouter, convert, dequantize
+from .layers import (
+    FP8Linear,
+    GroupedExperts,
+    MoE,
+    TopKRouter,
+    convert,
+    dequantize,
+    freeze,
+    unfreeze,
+)
 from .precompile import precompile
 
 __version__ = "0.1.0"
@@ -24,6 +33,7 @@ __all__ = [
     "convert",
     "deep_gemm",
     "dequantize",
+    "freeze",
     "frozen_parameters",
     "kernels",
     "load_checkpoint",
@@ -34,4 +44,5 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "testing",
+    "unfreeze",
 ]

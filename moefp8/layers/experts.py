@@ -13,7 +13,7 @@ from ..functional.experts_backward import check_saved_dtype, routed_experts
 from ..functional.training.experts import routed_experts as trained_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
-from ..kernels.common.checks import FLOATS, check_shape, check_tensor
+from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_shape, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
@@ -80,7 +80,9 @@ class GroupedExperts(TrainableModule):
     ) -> None:
         super().__init__()
         check_saved_dtype("GroupedExperts", saved_dtype)
+        check_wgrad("GroupedExperts", wgrad)
         self.keep_transposed, self.saved_dtype = keep_transposed, saved_dtype
+        self.wgrad = wgrad
         if layout not in ("auto", "contiguous", "masked"):
             raise ValueError(
                 f"GroupedExperts: layout must be 'auto', 'contiguous' or 'masked', got {layout!r}"
@@ -144,7 +146,8 @@ class GroupedExperts(TrainableModule):
 
         trainable: they are the master weights themselves, and parameters stay what they are.
 
-        Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit.
+        Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit, or
+        columns of master weights do not lie one after the other.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
@@ -152,9 +155,12 @@ class GroupedExperts(TrainableModule):
         e, h, i = down_proj.shape
         rule = "[E, 2I, H] for down_proj [E, H, I]"
         check_shape(op, "gate_up_proj", gate_up_proj, [e, 2 * i, h], rule)
-        experts = cls(*down_proj.shape, swiglu_limit=swiglu_limit, layout=layout, device="meta")
+        options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "layout": layout, "wgrad": wgrad}
+        experts = cls(*down_proj.shape, device="meta", **options)
         if trainable:
             given = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+            for name, x in given.items():
+                check_rows_contiguous(op, name, x)
             made = {
                 name: x if isinstance(x, nn.Parameter) else nn.Parameter(x)
                 for name, x in given.items()

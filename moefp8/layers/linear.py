@@ -10,7 +10,7 @@ from ..functional.linear import linear
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..functional.training.linear import linear as trained_linear
 from ..kernels import E4M3, num_blocks
-from ..kernels.common.checks import FLOATS, check_tensor
+from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
@@ -36,7 +36,7 @@ class FP8Linear(TrainableModule):
             Beside a master weight, codes of both are kept: 2 bytes for each weight.
         trainable: whether the weight is a master weight, of which codes are made for each value
             that it has; `freeze` and `unfreeze` change that.
-        wgrad: how its gradient is computed, see `TrainableModule`.
+        wgrad: how its gradient is computed, at once or after `unfreeze`, see `TrainableModule`.
 
     Attributes:
         weight: e4m3 [N, K], or the master weight.
@@ -66,7 +66,8 @@ class FP8Linear(TrainableModule):
         wgrad: Wgrad = "128x1",
     ) -> None:
         super().__init__()
-        self.keep_transposed = keep_transposed
+        check_wgrad("FP8Linear", wgrad)
+        self.keep_transposed, self.wgrad = keep_transposed, wgrad
         self.in_features, self.out_features = in_features, out_features
         self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
         if trainable:
@@ -111,7 +112,8 @@ class FP8Linear(TrainableModule):
         trainable: the weight is shared, too, and stays the parameter that it is: an optimizer that
             knows it need not be told.
 
-        Raises TypeError unless it is an `nn.Linear` whose weight is bf16, fp16 or fp32.
+        Raises TypeError unless it is an `nn.Linear` whose weight is bf16, fp16 or fp32, ValueError
+        if columns of a master weight do not lie one after the other.
         """
         op = "FP8Linear.from_linear"
         if not isinstance(linear, nn.Linear):
@@ -119,7 +121,8 @@ class FP8Linear(TrainableModule):
         if not trainable:
             return cls._from_weight(linear.weight, linear.bias).train(linear.training)
         check_tensor(op, "weight", linear.weight, FLOATS, 2)
-        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        check_rows_contiguous(op, "weight", linear.weight)
+        layer = cls(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
         layer._hold_master_weights({"weight": linear.get_parameter("weight")}, wgrad)
         layer.bias = linear.bias
         return layer.train(linear.training)

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...functional.training.linear import Wgrad, check_wgrad
 from ...kernels.common.checks import FLOATS, check_tensor
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import is_wrapped
 from ..parts import parts_of
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
+from .masters import master_problem
 from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
 from .stacks import form_problem, stacks_of
@@ -20,7 +22,7 @@ Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
 Overrides = Mapping[str, bool | Mapping[str, Any]]
 
-_SETTINGS = {"layout", "swiglu_limit"}
+_OF_EXPERTS, _OF_BOTH = {"layout", "swiglu_limit"}, {"trainable", "wgrad"}
 _WRAPPED = (
     "must have no hooks and no forward of its own (as patches are, and accelerate's where a "
     "device_map names several devices: pass quantization_config=FP8Config() to from_pretrained "
@@ -33,15 +35,17 @@ OFFLOADED = (
 
 
 class Chosen(NamedTuple):
-    """The modules to swap, and the settings of those that are experts.
+    """The modules to swap, and their settings.
 
     nothing_left: whether there is nothing to swap since all is FP8 already.
+    other_form: how many of these modules have another form than was asked for.
     """
 
     modules: dict[str, nn.Module]
     settings: dict[str, dict[str, Any]]
     conversion: Conversion
     nothing_left: bool
+    other_form: int
 
 
 def choose(
@@ -50,6 +54,8 @@ def choose(
     only: Patterns | None,
     filter_fn: FilterFn | None,
     overrides: Overrides | None,
+    trainable: bool = False,
+    wgrad: Wgrad = "128x1",
 ) -> Chosen:
     """Arguments and errors are those of `convert`; `model` is not changed."""
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
@@ -57,6 +63,7 @@ def choose(
             f"convert: model must be an nn.Module that is not scripted, got {type(model).__name__}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
+    _check_form(trainable, wgrad)
     skipped = patterns_of("convert", "skip", skip)
     wanted = None if only is None else patterns_of("convert", "only", only)
     overridden = dict(overrides or {})
@@ -84,11 +91,14 @@ def choose(
     told = {name: why for name, why in kept.items() if name not in candidates}
     told |= {name: why for name, m in candidates.items() if (why := why_kept(name, m))}
     chosen = {name: module for name, module in candidates.items() if name not in told}
-    settings = _checked(chosen, overridden)
+    settings = _checked(chosen, overridden, {"trainable": trainable, "wgrad": wgrad})
     kinds = {name: kind_of(module) for name, module in chosen.items()}
-    _check_settings(overridden, [name for name, kind in kinds.items() if kind == "experts"])
+    _check_settings(overridden, kinds)
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
-    return Chosen(chosen, settings, Conversion(kinds, told, experts), bool(fp8) and not chosen)
+    masters = frozenset(name for name, given in settings.items() if given["trainable"])
+    conversion = Conversion(kinds, told, experts, masters)
+    other_form = [name for name in fp8 if modules[name].trainable != trainable]
+    return Chosen(chosen, settings, conversion, bool(fp8) and not chosen, len(other_form))
 
 
 def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
@@ -111,17 +121,33 @@ def _check_overrides(overrides: Mapping[Any, Any]) -> None:
             )
         if isinstance(setting, bool):
             continue
-        if unknown := setting.keys() - _SETTINGS:
+        if unknown := setting.keys() - (_OF_EXPERTS | _OF_BOTH):
             raise ValueError(
-                f"convert: overrides of {part!r} must be of {sorted(_SETTINGS)}, got "
+                f"convert: overrides of {part!r} must be of {sorted(_OF_EXPERTS | _OF_BOTH)}, got "
                 f"{sorted(unknown)}"
             )
+        _check_form(setting.get("trainable", False), setting.get("wgrad", "128x1"))
         GroupedExperts(1, 1, 1, device="meta", **setting)  # it refuses wrong values
 
 
-def _check_settings(overrides: Overrides, experts: Collection[str]) -> None:
+def _check_form(trainable: Any, wgrad: Any) -> None:
+    if not isinstance(trainable, bool):
+        raise TypeError(f"convert: trainable must be True or False, got {trainable!r}")
+    check_wgrad("convert", wgrad)
+
+
+def _check_settings(overrides: Overrides, kinds: Mapping[str, str]) -> None:
+    experts = [name for name, kind in kinds.items() if kind == "experts"]
     for part, setting in overrides.items():
-        if isinstance(setting, Mapping) and not _names_one_of(part, experts):
+        if not isinstance(setting, Mapping):
+            continue
+        if setting.keys() <= _OF_BOTH:
+            if not _names_one_of(part, kinds):
+                raise ValueError(
+                    f"convert: overrides of {part!r} are settings, but no module of that name "
+                    "becomes FP8"
+                )
+        elif not _names_one_of(part, experts):
             raise ValueError(
                 f"convert: overrides of {part!r} are settings of experts, but no experts of that "
                 "name become FP8"
@@ -160,10 +186,12 @@ def kind_of(module: nn.Module) -> str:
     return "linear" if isinstance(module, nn.Linear) else "experts"
 
 
-def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str, dict[str, Any]]:
-    """The settings of all experts; raises an error that lists everything that cannot be swapped."""
+def _checked(
+    chosen: Mapping[str, nn.Module], overrides: Overrides, form: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The settings of all modules; raises an error that lists everything that cannot be swapped."""
     settings: dict[str, dict[str, Any]] = {}
-    refused: dict[tuple[str, str], list[tuple[str, nn.Module]]] = {}
+    refused: dict[tuple[str, str, bool], list[tuple[str, nn.Module]]] = {}
     probed: dict[Any, Probed] = {}
     for name, module in chosen.items():
         for parameter_name, parameter in module.named_parameters():
@@ -174,10 +202,14 @@ def _checked(chosen: Mapping[str, nn.Module], overrides: Overrides) -> dict[str,
                 raise TypeError(f"{error}; {way_out}") from None
         found, problem = _check(module, probed)
         given = _override(name, overrides)
+        made = {**form, **found, **(given if isinstance(given, Mapping) else {})}
+        may_freeze = problem is None and made["trainable"]
+        if may_freeze:
+            problem = master_problem(module)
         if problem is None:
-            settings[name] = {**found, **(given if isinstance(given, Mapping) else {})}
+            settings[name] = made
         else:
-            key = pattern_of(name), f"({type(module).__name__}) {problem}"
+            key = pattern_of(name), f"({type(module).__name__}) {problem}", may_freeze
             refused.setdefault(key, []).append((name, module))
     if refused:
         raise ValueError("\n".join(_refusal(*key, group) for key, group in refused.items()))
@@ -201,12 +233,14 @@ def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any]
     return {"swiglu_limit": limit}, problem
 
 
-def _refusal(pattern: str, what: str, group: list[tuple[str, nn.Module]]) -> str:
+def _refusal(pattern: str, what: str, may_freeze: bool, group: list[tuple[str, nn.Module]]) -> str:
     """One sentence about the same module of all layers, with the ways out."""
     name, module = group[0]
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     ways = [f"pass skip={pattern!r} to leave it as it is"]
-    if not is_linear(module):
+    if may_freeze:
+        ways.append(f"overrides={{{pattern!r}: {{'trainable': False}}}} to freeze it")
+    elif not is_linear(module):
         ways.append(
             "if GroupedExperts computes the same of other weights, put "
             "GroupedExperts.from_weights(gate_up_proj, down_proj) in its place"

@@ -17,12 +17,14 @@ class Conversion:
     """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
 
     Names are those of the model before `convert`. kept holds all its other linears and experts that
-    are not FP8 already; experts tells which names in kept are experts.
+    are not FP8 already; experts tells which names in kept are experts, and trainable which names in
+    swapped keep their weights as master weights.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     experts: Collection[str] = ()
+    trainable: Collection[str] = ()
 
     def warning(self) -> str | None:
         """What a user may not expect: nothing became FP8, or experts did not."""
@@ -34,9 +36,15 @@ class Conversion:
         return f"experts stay in 16 bits: {'; '.join(_counted(unasked))}" if unasked else None
 
     def __str__(self) -> str:
-        kinds = Counter(self.swapped.values())
-        swapped = ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items()) or "none"
-        return "\n".join([f"FP8: {swapped}", *(f"stays: {x}" for x in _counted(self.kept))])
+        kinds = [Counter[str](), Counter[str]()]
+        for name, kind in self.swapped.items():
+            kinds[name in self.trainable][kind] += 1
+        told = [
+            f"{form}: {', '.join(f'{n} {_plural(kind, n)}' for kind, n in of_form.items())}"
+            for form, of_form in zip(("FP8", "FP8 of master weights"), kinds, strict=True)
+            if of_form
+        ]
+        return "\n".join([*(told or ["FP8: none"]), *(f"stays: {x}" for x in _counted(self.kept))])
 
 
 def _plural(kind: str, count: int) -> str:

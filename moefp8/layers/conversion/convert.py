@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...functional.training.linear import Wgrad
 from ...system.progress import Progress
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
@@ -28,6 +29,8 @@ def convert(
     *,
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
+    trainable: bool = False,
+    wgrad: Wgrad = "128x1",
     return_conversion: bool = False,
     progress: bool | None = None,
 ) -> Any:
@@ -52,7 +55,12 @@ def convert(
         filter_fn: `filter_fn(module, name)` decides about each linear and experts module in place
             of the defaults, as in torchao.
         overrides: pattern -> False (stays), True (becomes FP8, whatever the defaults say), or
-            settings of the `GroupedExperts`, such as {"layout": "masked"}; the first match counts.
+            settings: trainable and wgrad of all modules, layout and swiglu_limit of the
+            `GroupedExperts`, such as {"layout": "masked"}; the first match counts.
+        trainable: weights stay the very parameters that they are, as master weights, tied ones
+            tied: an optimizer made before goes on, and what asked for a gradient still does. Codes
+            are made of them for each value that they have. `freeze` makes codes alone of them.
+        wgrad: how gradients in master weights are computed, see `FP8Linear`.
         return_conversion: also give the `Conversion`; `plan_conversion` gives it beforehand.
         progress: show a bar on stderr; None shows it on a terminal.
 
@@ -63,12 +71,13 @@ def convert(
     Raises:
         TypeError: a weight that is not bf16, fp16 or fp32; arguments of another kind.
         ValueError: an experts module of another make, a part that `shard` left, hooks and patches
-            that would be lost, a pattern that matches nothing. The model is unchanged.
+            that would be lost, a pattern that matches nothing; with trainable, weights that would
+            need a copy: those of Conv1D and of DBRX's experts. The model is unchanged.
     """
-    chosen = choose(model, skip, only, filter_fn, overrides)
+    chosen = choose(model, skip, only, filter_fn, overrides, trainable, wgrad)
     conversion = chosen.conversion
     _LOGGER.info("convert: %s", conversion)
-    if (warning := conversion.warning()) and not chosen.nothing_left:
+    if (warning := _warning(chosen, trainable)) is not None:
         warnings.warn(f"convert: {warning}", stacklevel=3)
     converted = _apply(model, chosen, progress)
     adopt(converted, conversion)
@@ -82,9 +91,23 @@ def plan_conversion(
     *,
     filter_fn: FilterFn | None = None,
     overrides: Overrides | None = None,
+    trainable: bool = False,
+    wgrad: Wgrad = "128x1",
 ) -> Conversion:
     """What `convert` would do with these arguments; `model` is not changed."""
-    return choose(model, skip, only, filter_fn, overrides).conversion
+    return choose(model, skip, only, filter_fn, overrides, trainable, wgrad).conversion
+
+
+def _warning(chosen: Chosen, trainable: bool) -> str | None:
+    if not chosen.nothing_left:
+        return chosen.conversion.warning()
+    if not chosen.other_form:
+        return None
+    stay, function = ("frozen", "unfreeze") if trainable else ("trainable", "freeze")
+    return (
+        f"{chosen.other_form} modules are FP8 already and stay {stay}; moefp8.{function}(model) "
+        "changes them"
+    )
 
 
 def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module:
@@ -92,14 +115,19 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
     swapped: dict[int, FixedDtypeModule] = {}
     twins: dict[tuple[Any, ...], FixedDtypeModule] = {}
     not_finite: list[str] = []
-    total = sum(map(_num_bytes, {id(m): m for m in chosen.modules.values()}.values()))
+    quantized = {
+        id(module): module
+        for name, module in chosen.modules.items()
+        if not chosen.settings[name]["trainable"]
+    }
+    total = sum(map(_num_bytes, quantized.values()))
     with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
         for name, module in chosen.modules.items():
             if id(module) not in swapped:
                 made = _swap(module, chosen.settings[name], twins)
                 swapped[id(module)] = made
                 not_finite += [] if _is_finite(made) else [name]
-                bar.advance(_num_bytes(module))
+                bar.advance(_num_bytes(module) if id(module) in quantized else 0)
             if name:
                 model.set_submodule(name, swapped[id(module)])
             else:
@@ -129,16 +157,20 @@ def _swap(
     module: nn.Module, settings: dict[str, Any], twins: dict[tuple[Any, ...], FixedDtypeModule]
 ) -> FixedDtypeModule:
     """The FP8 module for `module`. twins: (kind, weights) -> what was made of them first."""
-    stacks = stacks_of(module)
+    stacks, trainable = stacks_of(module), settings["trainable"]
     made: FixedDtypeModule
     if stacks is not None:
         made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
+    elif isinstance(module, nn.Linear) and trainable:
+        wgrad = settings["wgrad"]
+        made, names = FP8Linear.from_linear(module, trainable=True, wgrad=wgrad), ("weight",)
     else:
         weight, names = module.get_parameter("weight"), ("weight",)
         rows = weight.t().contiguous() if is_conv1d(module) else weight
         made = FP8Linear._from_weight(rows, module._parameters.get("bias"))
+        made.wgrad = settings["wgrad"]
     weights = (id(module.get_parameter(name)) for name in names)
-    first = twins.setdefault((kind_of(module), *weights), made)
+    first = twins.setdefault((kind_of(module), trainable, *weights), made)
     for name in (*made.fp8_names, *made.fp32_names):
         made._parameters[name] = first._parameters[name]
     made.is_converted = True
