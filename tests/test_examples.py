@@ -11,9 +11,12 @@ from pathlib import Path
 import generate
 import pytest
 import torch
+import train
 from small_checkpoint import write_small_checkpoint
 
 from benchmarks import report
+from moefp8 import convert, load_checkpoint
+from tests.test_train import needs_training
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -87,6 +90,26 @@ def test_finetune_trains_saves_and_loads(run, tmp_path):
     assert "loaded them; ..." in output
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=needs_training)])
+def test_train_saves_both_forms(run, tmp_path, dtype):
+    options = "--steps", "4", "--accumulate", "2", "--sample", "4", "--out", str(tmp_path)
+    output = run("train.py", "--dtype", dtype, *options)
+    losses = [float(x) for x in re.findall(r"step +\d+   loss (\S+)", output)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.5
+    master, fp8 = (float(x) for x in re.findall(r"saved \w+: (\S+) MiB", output))
+    assert 3 < master / fp8 < 4
+    assert "\ndef __init__(self" in output
+    size = train.SIZES["small"]
+    model = train.LanguageModel(size)
+    load_checkpoint(model, tmp_path / "master")
+    loaded = convert(train.LanguageModel(size), skip="lm_head")
+    load_checkpoint(loaded, tmp_path / "fp8")
+    converted = convert(model, skip="lm_head").state_dict()
+    for name, x in loaded.state_dict().items():
+        assert torch.equal(x.view(torch.uint8), converted[name].view(torch.uint8)), name
 
 
 def test_swap_linears(run):
