@@ -1,7 +1,7 @@
-"""Write the tables of three pages, draw the plots: `python -m benchmarks.report`.
+"""Write the tables of all pages, draw the plots: `python -m benchmarks.report`.
 
-The pages are README.md, benchmarks/README.md and docs/families.md; the tables are made of the JSON
-files in `benchmarks/results`.
+The pages are README.md, benchmarks/README.md, docs/families.md and docs/training.md; the tables are
+made of the JSON files in `benchmarks/results`.
 """
 
 import json
@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks import floors, gradient_tables, headlines, roofline, speedups
+from benchmarks.convergence import plot as convergence_plot
+from benchmarks.convergence import table as convergence_table
 from benchmarks.families import table as families
 from benchmarks.figures import Row, geomean
 from benchmarks.gemm_tables import gemm_tables, large_tables, power_table, sweep_table
@@ -24,7 +26,8 @@ from benchmarks.pages import Results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", "docs/families.md"))
+_DOCS = "docs/families.md", "docs/training.md"
+PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", *_DOCS))
 
 
 def accuracy_table(results: Results) -> str:
@@ -151,6 +154,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "gradients": gradient_tables.gradients_tables,
     "model": model_table.tables,
     "families": families.table,
+    "convergence": convergence_table.tables,
 }
 SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
 MORE_SOURCES = {"headlines": headlines.MORE_SOURCES}  # which need not be there
@@ -159,6 +163,7 @@ PLOTS = {
     "grouped": speedups.draw,
     "moe": floors.draw,
     "model": model_plot.draw,
+    "convergence": convergence_plot.draw,
 }
 
 

@@ -1,0 +1,146 @@
+"""The section's tables, made of `benchmarks/results/convergence.json`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
+from benchmarks.convergence.figures import (
+    Results,
+    Run,
+    Spread,
+    by_kind,
+    curve,
+    meets_goal,
+    runs_of,
+    smoothed,
+    spread,
+    variants_of,
+)
+from benchmarks.markdown import table
+
+
+def tables(results: Results) -> str:
+    """Curves beside BF16, the plot, gradients and underflow folded away."""
+    between = spread(results)
+    settings, any_run = results["settings"], results["runs"][0]
+    size = settings["size"]
+    where = any_run.get("gpu", any_run["cpu"])
+    tokens = settings["steps"] * size["rows"] * size["length"]
+    parts = [
+        table(_HEAD, _rows(results, between)),
+        f"{any_run['parameters'] / 1e6:,.1f} M parameters ({size['layers']} layers of "
+        f"{size['experts']} experts, {size['top_k']} chosen, H = {size['hidden']}, I = "
+        f"{size['intermediate']}, and a shared expert), {settings['steps']} steps of {size['rows']}"
+        f" x {size['length']} bytes, {tokens / 1e6:,.1f} M in all. Losses are in nats a byte, "
+        f"smoothed over {EVERY * SMOOTH} steps; *largest* is behind the first tenth of the run. "
+        f"{_verdict(results, between)}",
+        f"![Losses, and their difference to BF16, on one {where}]"
+        "(../benchmarks/results/convergence.png)",
+        *_folded(results),
+        f"{where}, torch {any_run['torch']}; {_dates(results)}.",
+    ]
+    return "\n\n".join(parts)
+
+
+_HEAD = (
+    "seed",
+    "linears and experts",
+    "loss at the end",
+    "beside BF16",
+    "largest",
+    "held-out loss",
+    "beside BF16",
+    "tokens/s",
+)
+
+
+def _rows(results: Results, between: Spread | None) -> Iterator[list[str]]:
+    of_bf16 = runs_of(results, BF16)
+    for run in of_bf16.values():
+        yield [*_of_run(run, ""), f"{run['tokens_per_s']:,}"]
+    if between:
+        apart = f"{between.end:.3f} % apart", "", "", f"{between.held_out:.3f} % apart", "", ""
+        yield ["all", BF16, *apart]
+    for variant in variants_of(results):
+        for seed, run in runs_of(results, variant).items():
+            if seed in of_bf16:
+                found = curve(run, of_bf16[seed])
+                cells = _of_run(run, f"{found.held_out:+.3f} %")
+                cells[3:5] = f"{found.end:+.3f} %", f"{found.largest:+.3f} %"
+            else:
+                cells = _of_run(run, "-")
+            yield [*cells, f"{run['tokens_per_s']:,}"]
+
+
+def _of_run(run: Run, beside: str) -> list[str]:
+    loss, held_out = smoothed(run["loss"])[-1], run["held_out"][-1][1]
+    names = str(run["seed"]), run["variant"]
+    return [*names, f"{loss:.4f}", beside, beside, f"{held_out:.4f}", beside]
+
+
+def _verdict(results: Results, between: Spread | None) -> str:
+    """Which runs are as near as they are to be."""
+    of_bf16 = runs_of(results, BF16)
+    pairs = {
+        f"{variant}, seed {seed}": curve(run, of_bf16[seed])
+        for variant in variants_of(results)
+        for seed, run in runs_of(results, variant).items()
+        if seed in of_bf16
+    }
+    goal = f"less than {GOAL_PERCENT} % from BF16 at the end"
+    if between:
+        goal += f", and no farther than BF16 runs are from each other ({between.end:.3f} %)"
+    missed = [name for name, found in pairs.items() if not meets_goal(found, between)]
+    told = f"{len(pairs) - len(missed)} of {len(pairs)} runs are" if pairs else "no run is yet"
+    why = f"; not: {'; '.join(missed)}" if missed else ""
+    return f"Goal: {goal}; {told}{why}."
+
+
+def _folded(results: Results) -> Iterator[str]:
+    """Gradients and underflow at the last probe of each variant's first seed."""
+    for variant in variants_of(results):
+        runs = [run for run in runs_of(results, variant).values() if run["probes"]]
+        if not runs:
+            continue
+        first, last = runs[0]["probes"][0], runs[0]["probes"][-1]
+        yield f"<details><summary>Gradients and underflow: {variant}</summary>"
+        yield (
+            "Cosine of the FP8 gradient with that of BF16, at the weights of the FP8 run of seed "
+            f"{runs[0]['seed']} and on the same batch, the lowest of all layers, before step "
+            f"{first['step'] + 1} and before step {last['step'] + 1}; and before the latter, the "
+            "codes that are 0 though their value is not, in percent, the most of all layers. x and "
+            "dY are in blocks of 1x128 / of 128 tokens of one feature."
+        )
+        yield table(_PROBE_HEAD, _probe_rows(first, last))
+        yield "</details>"
+
+
+_PROBE_HEAD = "parameter", "cosine, first", "cosine, last", "x", "dY", "W"
+
+
+def _probe_rows(first: dict[str, Any], last: dict[str, Any]) -> Iterator[list[str]]:
+    cosines = by_kind(first["cosine"]), by_kind(last["cosine"])
+    shares = by_kind(last["underflow"])
+    for kind in cosines[0]:
+        cells = [f"{min(found[kind]):.4f}" for found in cosines]
+        worst = {
+            name: 100 * max(each[name] for each in shares[kind])
+            for name in ("x", "x columns", "dy", "dy columns", "w")
+            if kind in shares
+        }
+        of_codes = ["-"] * 3
+        if worst:
+            of_codes = [
+                f"{worst['x']:.3f} / {worst['x columns']:.3f}",
+                f"{worst['dy']:.3f} / {worst['dy columns']:.3f}",
+                f"{worst['w']:.3f}",
+            ]
+        yield [f"`{kind}`", *cells, *of_codes]
+
+
+def _dates(results: Results) -> str:
+    """From when and of which commits the runs are."""
+    dates = sorted({run["date"][:10] for run in results["runs"]})
+    commits = dict.fromkeys(run["commit"] for run in results["runs"])
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{when}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
