@@ -51,6 +51,13 @@ def assert_memory_is_right(weight: torch.Tensor, codes: tuple[torch.Tensor, ...]
         assert same_bits(ours, theirs)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cublas_is_ready():
+    """PyTorch's products make a handle for each thread, which no capture allows."""
+    weight = make_weight(torch.float32)
+    Product.apply(torch.randn(40, 144, device="cuda", requires_grad=True), weight).sum().backward()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_they_are_kept_without_a_wait(dtype, parts):
