@@ -13,8 +13,9 @@ import torch
 from hypothesis import strategies as st
 
 from moefp8.kernels import E4M3, num_blocks
+from moefp8.kernels.gemm.k_grouped import KGroupedInputs
 from moefp8.kernels.gemm.operands import Operands
-from tests.kernels.gemm import grouped_cases
+from tests.kernels.gemm import grouped_cases, k_grouped_cases
 from tests.kernels.gemm.cases import BIASES, GROUPED_PLACES, GROUPED_SCALE_PLACES, NAN, stacked
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -224,6 +225,55 @@ def gemms(draw: st.DrawFn) -> tuple[int, Gemm]:
 def grouped_gemms(draw: st.DrawFn) -> tuple[grouped_cases.Routing, Gemm]:
     n, k = draw(size(140, 600, 1)), draw(size(260, 800, 1))
     return draw(grouped_cases.routings()), Gemm(draw(SEEDS), n, k, draw(numbers()), draw(places()))
+
+
+class WeightGradient(NamedTuple):
+    """counts: tokens of each expert."""
+
+    seed: int
+    counts: list[int]
+    m: int
+    n: int
+    numbers: Numbers
+    places: Places
+    output: str
+    blocks_b: bool
+
+    def make(self, device: str) -> KGroupedInputs:
+        torch.manual_seed(self.seed)
+        kinds, rows_b = self.numbers, num_blocks(self.n) if self.blocks_b else self.n
+        contents = (
+            [
+                k_grouped_cases.Content(
+                    codes(kind, features, count), scales(of_scales, rows, num_blocks(count))
+                )
+                for count in self.counts
+            ]
+            for features, rows, kind, of_scales in (
+                (self.m, self.m, kinds.a, kinds.a_scale_inv),
+                (self.n, rows_b, kinds.b, kinds.b_scale_inv),
+            )
+        )
+        made = k_grouped_cases.inputs_of(k_grouped_cases.Sides(*contents), self.output)
+        moved = (x.to(device) if torch.is_tensor(x) else x for x in made)
+        return k_grouped_cases.placed(KGroupedInputs(*moved), **self.places._asdict())
+
+
+@st.composite
+def weight_gradients(draw: st.DrawFn) -> WeightGradient:
+    count = st.sampled_from((0, 1, 31, 32, 33, 127, 128, 129, 300))
+    known = GROUPED_PLACES, k_grouped_cases.SCALE_PLACES
+    place, of_scales = (st.sampled_from(sorted(x)) for x in known)
+    return WeightGradient(
+        draw(SEEDS),
+        draw(st.lists(count, min_size=1, max_size=4)),
+        draw(size(70, 600, 1)),
+        draw(size(140, 600, 1)),
+        draw(numbers()),
+        Places(draw(place), draw(of_scales), draw(place), draw(of_scales), draw(place)),
+        draw(st.sampled_from(sorted(k_grouped_cases.OUTPUTS))),
+        draw(st.booleans()),
+    )
 
 
 def size_of_k() -> st.SearchStrategy[int]:

@@ -3,6 +3,8 @@
 On the CPU they are compared with slow references, and on a GPU with these and with the CPU.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import columns, quantize
 from moefp8.quant.both import quantize_128x128_both
@@ -26,7 +29,7 @@ from tests.fuzz import judges
 from tests.fuzz import layers as fuzz_layers
 from tests.fuzz.judges import check, side
 from tests.gpu import on_cpu_and_gpu, places_of, poison, same_bits
-from tests.kernels.gemm import grouped_cases
+from tests.kernels.gemm import grouped_cases, k_grouped_cases
 from tests.kernels.gemm.cases import nothing_around_is_written
 from tests.quant import both_cases
 from tests.quant.columns_cases import assert_right, assert_same
@@ -156,6 +159,41 @@ def test_grouped_gemm(device, case, expected_m):
             grouped_cases.run_op(drawn, operands, bounds, expected_m)
             for segment, of_segment in zip(drawn.segments, expected, strict=True):
                 check_rows(made, rows_of(operands.d, segment), of_segment)
+
+
+@on_cpu_and_gpu
+@given(case=fuzz.weight_gradients())
+def test_weight_gradient(device, case):
+    """The bound of the grouped GEMMs, whose K are the tokens of an expert."""
+    made = case.make(device)
+    expected = judged_by_expert(made)
+    for place in places_of(device):
+        found = case.make(place)
+        with k_grouped_cases.only_d_is_written(found.d):
+            k_grouped_gemm(*found)
+        for d, of_expert in zip(found.d.to(device), expected, strict=True):
+            check(d, of_expert)
+
+
+def judged_by_expert(made: KGroupedInputs) -> list[judges.Judged]:
+    """What is right for each expert: its blocks, side by side, are the K of a GEMM."""
+    found, of_b = [], made.b_scale_inv
+    if of_b.shape[1] != made.b.shape[1]:
+        of_b = k_grouped_cases.by_features(of_b, made.b)
+    for expert, (begin, end) in enumerate(pairwise(made.expert_offsets.tolist())):
+        first, count = begin // 128 + expert, end - begin
+        blocks = slice(first, first + kernels.ceil_div(count, 128))
+        of_expert = judges.products(
+            *(
+                side(x[blocks].transpose(0, 1).flatten(1)[:, :count], scale_inv[blocks].T, 1)
+                for x, scale_inv in ((made.a, made.a_scale_inv), (made.b, of_b))
+            )
+        )
+        if made.accumulates:
+            of_expert = judges.plus_bias(of_expert, made.d[expert])
+        is_bf16 = made.d.dtype == torch.bfloat16
+        found.append(judges.rounded(of_expert) if is_bf16 else of_expert)
+    return found
 
 
 # ---- Layers ----
