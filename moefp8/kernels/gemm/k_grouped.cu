@@ -3,8 +3,9 @@
 //
 // a is [B, M, 128] and b [B, N, 128] in E4M3: blocks of 128 tokens, which lie side by side. Only the device knows which
 // tokens are of which expert. The kernel is persistent and warp-specialised, as gemm.cu is: one warp loads stages, the
-// math warpgroups multiply and promote. A finished tile stays in registers until the first products of the next one
-// are under way, and leaves from there.
+// math warpgroups multiply and promote. A finished tile leaves through shared memory, or from registers where TMA
+// cannot address d; where registers suffice, while the first products of the next one are under way.
+// docs/design/wgrad.md says why it is so.
 #include "mbarrier.cuh"
 #include "matrix.cuh"
 #include "tma.cuh"
@@ -451,7 +452,7 @@ __device__ void consume(Shared<C>& shared, const Maps& maps, const Arguments& ar
 
 // Formula   d[e] (+)= sum over blocks of 128 tokens of e of (a_scale * b_scale) * (a b^T), each summed by WGMMA.
 // Grid      as many clusters as run at once, at most one for each tile; they walk over the tiles of all experts. A CTA
-//           has a tile of 64 rows for each math warpgroup and tile_n columns.
+//           has a tile of `parts` times 64 rows for each math warpgroup and tile_n columns.
 // Shared    `stages` stages of both operands and their scales; tiles on their way out.
 // Barriers  full[stage]: one arrival of the producer's elected lane, and TMA's bytes;
 //           empty[stage]: each math thread, and with multicast each math warp of the other CTA.
@@ -461,6 +462,7 @@ __global__ void __launch_bounds__(C.threads, 1)
     k_grouped_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments args) {
   static_assert(sizeof(Shared<C>) <= C.shared_bytes, "the host counts as the compiler does");
   static_assert(C.tile_n % 32 == 0, "store_part");
+  static_assert(!C.blocks_b || kBlock % C.tile_n == 0, "all columns of a tile have one scale");
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
 
