@@ -31,6 +31,8 @@ def save_checkpoint(
     Experts are written one by one under DeepSeek's names, other tensors under the model's; a
     model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
     model holds, are not written, and config.json then says so. A tied tensor is written once.
+    Master weights are written as plain weights in their dtype, and config.json says nothing of FP8
+    if nothing else is; `freeze` the model first to write FP8.
     A model of more than max_shard_bytes is split into shards with an index. Adapters, of which a
     warning tells, have files of their own: `moefp8.adapters.save_lora`.
 
@@ -129,6 +131,8 @@ def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str,
         config = own.to_dict()
         config.pop("quantization_config", None)  # it is a plug-in's; what is written is plain fp8
     has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
+    if not has_fp8:  # what was loaded in FP8 may be master weights now
+        config.pop("quantization_config", None)
     if has_fp8 and not config.get("quantization_config"):
         config["quantization_config"] = FP8_QUANTIZATION
     return config

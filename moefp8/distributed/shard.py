@@ -70,6 +70,9 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
     Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
     the same modules along another axis. Hooks and modules stay. Returns `model`.
 
+    Master weights become new parameters, which an optimizer has to be made of. Blocks of their
+    codes begin anew with the part.
+
     Args:
         plan: pattern (fnmatch) of dotted names -> kind. Every module that matches must have the
             axis, and every pattern must match.
@@ -123,7 +126,8 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
             f"shard: rank {rank} of {num_ranks} would hold nothing of {name}, whose {kind} are "
             f"{total}; use at most {total} ranks"
         )
-    is_block_scaled = isinstance(module, FP8Linear | GroupedExperts) and kind != "experts"
+    is_fp8 = isinstance(module, FP8Linear | GroupedExperts) and not module.trainable
+    is_block_scaled = is_fp8 and kind != "experts"
     part = Part(begin, end, total, begin % BLOCK if is_block_scaled else 0)
     held = {leaf: axis for leaf, axis in axes.items() if module._parameters.get(leaf) is not None}
     parts = {leaf: {axis: _part_of(leaf, kind, part)} for leaf, axis in held.items()}

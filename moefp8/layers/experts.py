@@ -57,6 +57,7 @@ class GroupedExperts(TrainableModule):
     fp8_names = ("gate_up_proj", "down_proj")
     fp32_names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
     master_names = ("gate_up_proj", "down_proj")
+    halved_names = ("gate_up_proj",)
     runs_in_steps = False  # as those with adapters do: each step is an op of its own
     expert_offset = 0
     num_global_experts: int | None = None
@@ -207,6 +208,7 @@ class GroupedExperts(TrainableModule):
     def freeze(self) -> "GroupedExperts":
         """Quantize the master weights in place."""
         if self.trainable:
+            check_whole("GroupedExperts.freeze", self)
             weights = self.gate_up_proj.detach(), self.down_proj.detach()
             frozen = GroupedExperts.from_weights(*weights)
             self._hold_codes({name: frozen.get_parameter(name).data for name in WEIGHTS})

@@ -168,6 +168,7 @@ class FP8Linear(TrainableModule):
     def freeze(self) -> "FP8Linear":
         """Quantize a master weight in place; the bias asks for no gradient any more."""
         if self.trainable:
+            check_whole("FP8Linear.freeze", self)
             q = quantize_128x128(self.weight.detach())
             self._hold_codes({"weight": q.data, "weight_scale_inv": q.scale_inv})
             if self.bias is not None:

@@ -12,6 +12,8 @@ from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS, check_shape, check_tensor
 from .saving import check_saver
 
+_WAY_OUT = "quantize with moefp8.convert, or unfreeze() the module first, which takes it as it is"
+
 
 class FixedDtypeModule(nn.Module):
     """A module whose `fp8_names` (E4M3 codes) and `fp32_names` keep their dtype in casts."""
@@ -76,7 +78,7 @@ class FixedDtypeModule(nn.Module):
                 check_tensor(layer, prefix + name, tensor, allowed)
                 check_shape(layer, prefix + name, tensor, shape, "the model's")
             except (TypeError, ValueError) as error:
-                way_out = "; quantize with moefp8.convert" if tensor.dtype in FLOATS else ""
+                way_out = f"; {_WAY_OUT}" if tensor.dtype in FLOATS else ""
                 problems.append(f"{error}{way_out if name in self.fp8_names else ''}")
         missing = [prefix + name for name in names if name not in came]
         if came and missing and self.fp8_names:

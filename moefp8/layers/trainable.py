@@ -1,6 +1,8 @@
 """What modules share whose weights may be trained: master weights in place of FP8 codes."""
 
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -8,8 +10,11 @@ from torch import nn
 
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels.common.checks import FLOATS
+from .adapter import check_no_adapters
+from .conversion.conversion import Conversion
 from .module import FixedDtypeModule, check_dtype
 from .parts import parts_of
+from .saving import adopt, release
 
 
 class TrainableModule(FixedDtypeModule):
@@ -25,6 +30,7 @@ class TrainableModule(FixedDtypeModule):
     """
 
     master_names: ClassVar[tuple[str, ...]] = ()  # weights, in either form
+    halved_names: ClassVar[tuple[str, ...]] = ()  # those of two halves, each in blocks of its own
     wgrad: Wgrad = "128x1"
 
     @property
@@ -64,7 +70,7 @@ class TrainableModule(FixedDtypeModule):
     def freeze(self) -> Any:
         """Quantize the master weights in place: from then on they are frozen codes. Returns self.
 
-        A frozen module stays as it is.
+        A frozen module stays as it is. Raises ValueError for a part that `shard` left.
         """
         raise NotImplementedError
 
@@ -80,13 +86,22 @@ class TrainableModule(FixedDtypeModule):
         raise NotImplementedError
 
 
-def check_whole(op: str, module: nn.Module) -> None:
-    """Raise ValueError if a module is a part that `shard` left, whose codes have padding."""
+def check_whole(op: str, module: nn.Module, name: str = "the module") -> None:
+    """Raise ValueError if a module is a part that `shard` left.
+
+    Codes of a part may have padding, so that blocks begin where they did; master weights have none.
+    """
     if parts_of(module):
         raise ValueError(
-            f"{op}: the module is one rank's part of a layer that shard has cut; unfreeze the "
-            "model first, and cut it by torch's own means, such as FSDP"
+            f"{op}: {name} is one rank's part of a layer that shard has cut; {op} the whole model "
+            "first, then shard it"
         )
+
+
+def has_finite_scales(module: FixedDtypeModule) -> bool:
+    """Whether a module's scales, and so the weights that were quantized, are finite."""
+    scales = (module.get_parameter(name) for name in module.fp32_names)
+    return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
 
 
 def master_parameter(shape: Any, device: Any, dtype: torch.dtype) -> nn.Parameter:
@@ -98,9 +113,25 @@ def freeze(model: nn.Module) -> nn.Module:
     """Quantize all trained weights of a model, in place, for inference. Returns `model`.
 
     Each `FP8Linear` and `GroupedExperts` that is trainable becomes frozen: codes and scales in
-    place of master weights, biases that ask for no gradient.
+    place of master weights, biases that ask for no gradient. What was tied stays tied. A warning
+    tells of weights that are NaN or infinite. A model of transformers is then saved in FP8, as
+    after `convert`.
+
+    Raises ValueError for parts that `shard` left, before anything is changed.
     """
-    return _each(model, lambda module: module.freeze())
+    changed = {name: x for name, x in _trainable_modules(model).items() if x.trainable}
+    for name, module in changed.items():
+        check_whole("freeze", module, name or "the model")
+    _change(changed.values(), lambda module: module.freeze())
+    if broken := [name or "the model" for name, x in changed.items() if not has_finite_scales(x)]:
+        more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+        warnings.warn(
+            f"freeze: weights of {', '.join(broken[:5])}{more} hold NaN or Inf, so whole blocks of "
+            "128x128 became NaN",
+            stacklevel=2,
+        )
+    adopt(model, Conversion(dict.fromkeys(changed, "")))
+    return model
 
 
 def unfreeze(
@@ -108,20 +139,55 @@ def unfreeze(
 ) -> nn.Module:
     """Make master weights of all FP8 weights of a model, in place, to be trained. Returns `model`.
 
+    What was tied stays tied.
+
     Args:
         dtype: of the master weights: bf16, fp16 or fp32.
         wgrad: as in `FP8Linear`; None leaves what each module has.
 
-    Raises TypeError, ValueError as `FP8Linear.unfreeze` does, before anything is changed.
+    Raises TypeError, ValueError as `FP8Linear.unfreeze` does, and ValueError for adapters of
+    `moefp8.adapters`, before anything is changed.
     """
     check_dtype("unfreeze", dtype)
     if wgrad is not None:
         check_wgrad("unfreeze", wgrad)
-    return _each(model, lambda module: module.unfreeze(dtype, wgrad=wgrad))
-
-
-def _each(model: nn.Module, change: Callable[[TrainableModule], object]) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, TrainableModule):
-            change(module)
+    check_no_adapters("unfreeze", model, "which train beside frozen weights")
+    modules = _trainable_modules(model)
+    for name, module in modules.items():
+        if not module.trainable:
+            check_whole("unfreeze", module, name or "the model")
+    _change(modules.values(), lambda module: module.unfreeze(dtype, wgrad=wgrad))
+    for each in model.modules():
+        release(each)
     return model
+
+
+def _trainable_modules(model: nn.Module) -> dict[str, TrainableModule]:
+    return {name: x for name, x in model.named_modules() if isinstance(x, TrainableModule)}
+
+
+Held = tuple[nn.Parameter | None, nn.Parameter | None]  # a weight and its scales
+
+
+def _held(module: nn.Module, name: str) -> Held:
+    return module._parameters.get(name), module._parameters.get(f"{name}_scale_inv")
+
+
+def _change(
+    modules: Collection[TrainableModule], change: Callable[[TrainableModule], object]
+) -> None:
+    """Change the form of each; what several share becomes something that they share."""
+    weights = [_held(module, name)[0] for module in modules for name in module.master_names]
+    num_homes = Counter(map(id, weights))
+    tied = {id(x): x for x in weights if num_homes[id(x)] > 1}  # held, so that ids stay theirs
+    del weights
+    made: dict[int, Held] = {}
+    for module in modules:
+        before = {name: id(_held(module, name)[0]) for name in module.master_names}
+        is_trainable = module.trainable
+        change(module)
+        for name, weight in before.items():
+            if weight in tied and module.trainable != is_trainable:
+                pair = made.setdefault(weight, _held(module, name))
+                for leaf, x in zip((name, f"{name}_scale_inv"), pair, strict=True):
+                    module._parameters[leaf] = x

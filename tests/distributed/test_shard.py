@@ -19,7 +19,7 @@ from moefp8.layers.moe import SharedExperts
 from moefp8.layers.parts import Part, boxes, local_shape, overlaps, parts_of
 from moefp8.precompile import layers as ahead
 from moefp8.quant import BlockScaled, dequantize
-from moefp8.testing import reference_model, row_errors
+from moefp8.testing import reference_model, relative_error, row_errors
 from tests.functional.cases import tokens_of
 from tests.gpu import NUM_SMS
 from tests.layers.cases import assert_matches_up_to_codes
@@ -405,3 +405,55 @@ def test_overlaps_are_those_of_the_whole(total, cut, data):
         found[there] = here[place]
     wanted = torch.where(torch.isin(whole[index], here), whole[index], -1)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "experts", "intermediate"])
+@pytest.mark.parametrize(("size", "num_ranks"), [(320, 2), (576, 3)])
+def test_master_weights_are_cut_and_train(kind, size, num_ranks):
+    """Nothing is in front of a part, and the parts have the gradients of the whole."""
+    torch.manual_seed(0)
+    is_linear = kind in ("rows", "columns")
+    whole: nn.Module
+    if is_linear:
+        whole = FP8Linear(size, size, bias=False, trainable=True)
+        x, of_tokens = torch.randn(64, size, dtype=BF16), ()
+    else:
+        whole = GroupedExperts(E, H, size, trainable=True)
+        x, of_tokens = torch.randn(64, H, dtype=BF16), choices(64)
+    ranks = parts(whole, kind, num_ranks)
+    y = whole(x, *of_tokens)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    cuts = [rank * size // num_ranks for rank in range(1, num_ranks)]
+    outputs = []
+    for rank, part in enumerate(ranks):
+        own = x.tensor_split(cuts, -1)[rank] if kind == "columns" else x
+        outputs.append(part(own, *of_tokens))
+        outputs[-1].backward(grad.tensor_split(cuts, -1)[rank] if kind == "rows" else grad)
+    if kind == "rows":
+        assert relative_error(torch.cat(outputs, -1), y) < 0.05
+    else:
+        assert_sums_up([x.detach() for x in outputs], y.detach(), 6e-2)
+    for rank, part in enumerate(ranks):
+        wanted = moefp8.shard(with_gradient(whole), {"": kind}, rank, num_ranks)
+        for name, x in part.named_parameters():
+            assert x.grad.shape == wanted.get_parameter(name).shape
+            assert relative_error(x.grad, wanted.get_parameter(name)) < 0.06, name
+
+
+def with_gradient(module: nn.Module) -> nn.Module:
+    """A copy that holds gradients in the place of its weights."""
+    twin = copy.deepcopy(module)
+    for name, x in module.named_parameters():
+        twin.get_parameter(name).data = x.grad
+    return twin
+
+
+def test_parts_of_master_weights_stay_what_they_are():
+    part = parts(FP8Linear(320, 320, trainable=True), "rows", 2)[1]
+    assert (part.rows_before, part.weight.shape[0]) == (0, 160)
+    with pytest.raises(ValueError, match=r"freeze: .* one rank's part .* freeze the whole model"):
+        moefp8.freeze(part)
+    with pytest.raises(ValueError, match=r"FP8Linear.freeze: the module is one rank's part"):
+        part.freeze()
+    moefp8.unfreeze(part)  # it is trainable already

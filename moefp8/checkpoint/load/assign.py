@@ -90,7 +90,7 @@ class _Matcher:
 
     def _place(self, entry: Entry, name: str) -> None:
         slot = self.inventory.find(name)
-        if slot is not None and slot.role in self.roles:
+        if slot is not None and slot.role in self.roles and not self._is_left_out(slot):
             self._fill(entry, slot)
         elif self.only_fp8:
             if slot is not None and entry.dtype == FP8:
@@ -102,8 +102,18 @@ class _Matcher:
         elif not self._told_at_weight(name):
             self.problems.append(self._extra(entry, name))
 
+    def _is_left_out(self, slot: Slot) -> bool:
+        """Whether it is the scale of a master weight, and FP8 modules alone are looked at."""
+        return self.only_fp8 and not slot.owner.places
+
     def _check_missing(self) -> None:
         unscaled: dict[Entry, str] = {}
+        for part in self.inventory.scale_parts:
+            of_weight, scale = self.taken.get(part.removesuffix(SCALE_SUFFIX)), self.taken.get(part)
+            if of_weight is not None and of_weight.dtype == FP8 and scale is None:
+                unscaled.setdefault(of_weight, part)
+            elif of_weight is not None and of_weight.dtype != FP8 and scale is not None:
+                self.problems.append(f"{scale}: extra, the scale of {of_weight}, which is not FP8")
         for part, slot in self.inventory.parts.items():
             if part in self.taken or slot.role not in self.roles:
                 continue
@@ -194,6 +204,9 @@ def _dtype_problem(entry: Entry, slot: Slot) -> str | None:
     if slot.role is Role.SCALE and entry.dtype not in SCALE_DTYPES:
         return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
     are_floats = entry.dtype in _FLOATS and wanted in _FLOATS
+    if slot.role is Role.MASTER:
+        is_float = entry.dtype in _FLOATS or entry.dtype == FP8
+        return None if is_float else f"dtype must be {wanted} or {FP8}, got {entry.dtype}"
     if slot.role is not Role.PLAIN or entry.dtype == wanted or are_floats:
         return None
     if entry.dtype == FP8:

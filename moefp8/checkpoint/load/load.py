@@ -54,10 +54,11 @@ def load_checkpoint(
     bytes: all must be finite. 4. Materialise what is on meta. 5. Read, each byte once.
 
     A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
-    exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32.
+    exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32. FP8 weights are
+    dequantized into master weights: `data * scale_inv` in FP32, rounded to their dtype.
 
     Args:
-        model: experts stacked or not, in FP8 where the checkpoint is.
+        model: experts stacked or not; in FP8 where the checkpoint is, or with master weights.
         path: a directory with model.safetensors or its index, or a .safetensors file.
         ignore: patterns (fnmatch) of checkpoint keys to leave out.
         rename: checkpoint key -> model key, where a model has names of its own.
@@ -126,6 +127,8 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
             continue
         dtype = torch.float32 if is_widened else old.dtype
         place = device if old.is_meta else old.device
+        if not owner.places:  # scales of a master weight, with which the CPU dequantizes
+            place = torch.device("cpu")
         with failing_as(owner.names[0], f"no memory on {place}", _UNCHANGED):
             made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
     for owner, data in made.items():
@@ -135,12 +138,14 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
 def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
     """Fill every slot; return how many bytes. Raises CheckpointError naming key and file."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
-    tasks = [task for copy in copies for task in tasks_of(copy)]
-    total = sum(task.num_bytes for task in tasks)
+    scales = [task for copy in copies if not copy.slot.owner.places for task in tasks_of(copy)]
+    others = [task for copy in copies if copy.slot.owner.places for task in tasks_of(copy)]
+    total = sum(task.num_bytes for task in (*scales, *others))
     _prepare(copies)
     try:
         with Progress("loading", total, "GiB", 2**30, progress) as bar:
-            run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
+            for tasks in filter(None, (scales, others)):  # the scales that others are read with
+                run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
     finally:
         _tell_autograd(copies)
     return total

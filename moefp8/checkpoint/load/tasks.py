@@ -5,18 +5,18 @@ with gaps, which are read too where they are small (docs/design/checkpoint.md ha
 
 Bytes reach a GPU by copies on a stream of the thread's own, from two pinned buffers in turns: the
 next is read while the last is copied. What has gaps or another dtype is read into plain memory
-first, and packed or cast by the CPU.
+first, and packed, cast or dequantized by the CPU.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from ..files.header import TORCH_DTYPES, Entry
+from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.reading import read_into
 from ..model.memory import num_spanned_bytes
 from .assign import Copy
@@ -32,11 +32,15 @@ class Task:
     """Fill `target` with values of an entry.
 
     source: a meta tensor, part of one like the whole entry, that tells where the values lie.
+    scales: what FP8 values are multiplied with; scale_at: for each axis of scales, a tensor like
+    target that tells where they lie.
     """
 
     entry: Entry
     source: torch.Tensor
     target: torch.Tensor
+    scales: torch.Tensor | None = None
+    scale_at: tuple[torch.Tensor, ...] = ()
 
     @property
     def begin(self) -> int:
@@ -53,15 +57,41 @@ class Task:
         are_contiguous = self.source.is_contiguous() and self.target.is_contiguous()
         return are_contiguous and self.source.dtype == self.target.dtype
 
+    def values_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """What the target takes of what was read: FP8 codes in FP32 times their scales."""
+        if self.scales is None:
+            return stored
+        *of_rows, in_columns = self.scale_at
+        rows = self.scales[tuple(x.select(-1, 0) for x in of_rows)]
+        columns = in_columns[(0,) * (in_columns.ndim - 1)]
+        return stored.float().mul_(rows.index_select(-1, columns))
+
+    def split(self, step: int, axis: int) -> "Iterator[Task]":
+        """Cut it along an axis."""
+        cut = [x.split(step, axis) for x in (self.source, self.target, *self.scale_at)]
+        for source, target, *scale_at in zip(*cut, strict=True):
+            yield replace(self, source=source, target=target, scale_at=tuple(scale_at))
+
 
 def tasks_of(copy: Copy) -> Iterator[Task]:
     """Yield all that is to be read for a copy; no two tasks fill the same bytes."""
-    entry, tensor = copy.entry, copy.slot.owner.tensor.detach()
+    entry, owner = copy.entry, copy.slot.owner
+    tensor = owner.tensor.detach()
     stored = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+    is_scaled = owner.scale is not None and entry.dtype == FP8
+    scales = owner.scale.tensor if owner.scale is not None and is_scaled else None
+    whole = [x[copy.slot.index] for x in _along_axes(owner.scale_indices)] if is_scaled else []
     for there, here in copy.slot.pieces:
-        task = Task(entry, stored[there], tensor[here])
+        places = tuple(x[there] for x in whole)
+        task = Task(entry, stored[there], tensor[here], scales, places)
         if task.target.numel():
             yield from _split(task, DIRECT_BYTES if task.is_plain else STAGED_BYTES)
+
+
+def _along_axes(indices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each index, one for each entry of its axis, in the shape of all; no memory is taken."""
+    shape, last = [len(x) for x in indices], len(indices) - 1
+    return [x.view(-1, *[1] * (last - axis)).expand(shape) for axis, x in enumerate(indices)]
 
 
 def _split(task: Task, limit: int) -> Iterator[Task]:
@@ -77,8 +107,8 @@ def _split(task: Task, limit: int) -> Iterator[Task]:
     if step >= source.shape[axis]:  # gaps along the axes behind are smaller
         yield task
         return
-    for pair in zip(source.split(step, axis), task.target.split(step, axis), strict=True):
-        yield from _split(Task(task.entry, *pair), limit)
+    for part in task.split(step, axis):
+        yield from _split(part, limit)
 
 
 class CudaQueue:
@@ -135,7 +165,7 @@ class Staging(ExitStack):
         elif task.is_plain and device.type == "cpu":
             read_into(file, task.begin, task.target)
         else:
-            task.target.copy_(self._read(task, file))
+            task.target.copy_(task.values_of(self._read(task, file)))
 
     def _read(self, task: Task, file: int) -> torch.Tensor:
         """Return the values of a task, in plain memory that the next one takes over."""
@@ -156,5 +186,5 @@ class Staging(ExitStack):
         if task.is_plain:
             read_into(file, task.begin, values)
         else:
-            values.copy_(self._read(task, file))
+            values.copy_(task.values_of(self._read(task, file)))
         self._lent.append((buffer, queue.copy(task.target, values)))

@@ -2,6 +2,8 @@
 
 A ModelTensor is one tensor, under all its names. A slot is a tensor, or the rows of one expert
 in a stacked [E, rows, columns] one. Parts are the smallest slots: all of them must be filled.
+A master weight also has slots for scales, which the model does not hold: they are filled if the
+checkpoint has the weight in FP8, which is dequantized with them.
 Slots are those of the whole model; of a sharded one, each knows which pieces of it are here.
 """
 
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...kernels import BLOCK, E4M3, num_blocks
 from ...layers.adapter import Adapter
 from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
+from ...layers.trainable import TrainableModule
 from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
 from .memory import memory_problems
 
@@ -24,17 +27,24 @@ from .memory import memory_problems
 class Role(Enum):
     WEIGHT = "FP8 weight that has a scale"
     SCALE = "scale of an FP8 weight"
+    MASTER = "master weight, which may be stored in FP8"
     PLAIN = "anything else"
 
 
 @dataclass(eq=False)
 class ModelTensor:
-    """A parameter or persistent buffer, in several places if it is tied. shard: its part here."""
+    """A parameter or persistent buffer, in several places if it is tied. shard: its part here.
+
+    scale: of a master weight, what its scales are read into; that one has no places. halves: 2 if
+    gate and up lie one behind the other.
+    """
 
     tensor: torch.Tensor
     shard: Parts = field(default_factory=dict)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    scale: "ModelTensor | None" = None
+    halves: int = 1
 
     def replace(self, data: torch.Tensor) -> None:
         """Put data in every place of the tensor, as a parameter or buffer like it."""
@@ -45,6 +55,16 @@ class ModelTensor:
         for module, name in self.places:
             setattr(module, name, new)
         self.tensor = new
+
+    @cached_property
+    def scale_indices(self) -> list[torch.Tensor]:
+        """For each axis of a whole master weight, and each entry along it, where its scale lies."""
+        *batch, rows, columns = whole_shape(self.tensor.shape, self.shard)
+        half = torch.arange(rows // self.halves, device="cpu") // BLOCK
+        num_rows = num_blocks(rows // self.halves)
+        in_rows = torch.cat([half + i * num_rows for i in range(self.halves)])
+        in_columns = torch.arange(columns, device="cpu") // BLOCK
+        return [*(torch.arange(n, device="cpu") for n in batch), in_rows, in_columns]
 
     def clear_padding(self) -> None:
         """Write zeros where entries of other ranks would be."""
@@ -88,14 +108,17 @@ class Slot:
 class Inventory:
     """All slots of a model, but for its adapters, which have files of their own.
 
-    slots: all by name, fused and per-expert; parts: those to fill; experts: canonical name of a
-    module -> E; foreign: canonical names of what other ranks hold; problems: what prevents filling.
+    slots: all by name, fused and per-expert; parts: those to fill; scales: slots for scales of
+    master weights, and scale_parts the parts of them; experts: canonical name of a module -> E;
+    foreign: canonical names of what other ranks hold; problems: what prevents filling.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[int, ModelTensor] = {}
         self.slots: dict[str, Slot] = {}
         self.parts: dict[str, Slot] = {}
+        self.scales: dict[str, Slot] = {}
+        self.scale_parts: dict[str, Slot] = {}
         self.experts: dict[str, int] = {}
         self.foreign: set[str] = set()
         self.problems: list[str] = []
@@ -105,19 +128,23 @@ class Inventory:
             self._collect(prefix, module)
         for prefix, module in modules:
             for name, tensor in _persistent(module).items():
-                self._add_slots(prefix, module, name, self.tensors[id(tensor)])
+                owner = self.tensors[id(tensor)]
+                self._add_slots(prefix, module, name, owner)
+                if owner.scale is not None:
+                    self._add_slots(prefix, module, scale_of_weight(name), owner.scale)
         self.problems += memory_problems((x.names[0], x.tensor) for x in self.tensors.values())
 
     def find(self, name: str) -> Slot | None:
         """Return the slot of this name, or the only one of the same canonical name."""
-        return self.slots.get(name) or self._aliases.get(canonical(name))
+        exact = self.slots.get(name) or self.scales.get(name)
+        return exact or self._aliases.get(canonical(name))
 
     def is_ambiguous(self, slot: Slot) -> bool:
         """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] do not tell how it is cut.
 
         Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
         """
-        is_fp8 = slot.role is not Role.PLAIN and slot.is_fused
+        is_fp8 = slot.role in (Role.WEIGHT, Role.SCALE) and slot.is_fused
         if not (is_fp8 and slot.weight_name.endswith("gate_up_proj")):
             return False
         rows = self.slots[slot.weight_name].shape[1]
@@ -126,7 +153,7 @@ class Inventory:
     @cached_property
     def _aliases(self) -> dict[str, Slot | None]:
         aliases: dict[str, Slot | None] = {}
-        for name, slot in self.slots.items():
+        for name, slot in (*self.slots.items(), *self.scales.items()):
             key = canonical(name)
             aliases[key] = None if key in aliases else slot
         return aliases
@@ -139,6 +166,8 @@ class Inventory:
             known = self.tensors.setdefault(id(tensor), new)
             known.places.append((module, name))
             known.names.append(join(prefix, name))
+            if _role(module, name) is Role.MASTER:
+                _add_scale(known, module, name, join(prefix, scale_of_weight(name)))
             if is_traceable_wrapper_subclass(tensor):
                 self.problems.append(
                     f"{join(prefix, name)}: a {type(tensor).__name__} cannot be filled; load "
@@ -159,15 +188,17 @@ class Inventory:
         pieces = list(_expert_pieces(name, shape)) if is_stacked(module) else []
         home = owner.names[0].removesuffix(name).removesuffix(".")
         parts = tuple(join(home, piece) for piece, _, _ in pieces) or (owner.names[0],)
-        self.slots[whole] = slot = Slot(whole, prefix, owner, parts, role, shape)
+        is_held = bool(owner.places)
+        slots, to_fill = (self.slots, self.parts) if is_held else (self.scales, self.scale_parts)
+        slots[whole] = slot = Slot(whole, prefix, owner, parts, role, shape)
         if not pieces:
-            self.parts.setdefault(parts[0], slot)
+            to_fill.setdefault(parts[0], slot)
             return
         self.experts[canonical(f"{prefix}.").removesuffix(".")] = shape[0]
         for part, (piece, index, piece_shape) in zip(parts, pieces, strict=True):
             slot = Slot(join(prefix, piece), prefix, owner, (part,), role, piece_shape, index)
-            self.slots[slot.name] = slot
-            self.parts.setdefault(part, slot)
+            slots[slot.name] = slot
+            to_fill.setdefault(part, slot)
 
 
 def not_dense(tensor: torch.Tensor) -> str:
@@ -181,8 +212,24 @@ def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x for name, x in own.items() if x is not None and name not in skipped}
 
 
+def _add_scale(owner: ModelTensor, module: nn.Module, name: str, scale_name: str) -> None:
+    """Give a master weight a tensor for scales, on the meta device until they are read.
+
+    It is that of the whole weight, also for one rank's part.
+    """
+    if owner.scale is None and isinstance(module, TrainableModule):
+        owner.halves = halves = 2 if name in module.halved_names else 1
+        *batch, rows, columns = whole_shape(owner.tensor.shape, owner.shard)
+        shape = [*batch, halves * num_blocks(rows // halves), num_blocks(columns)]
+        owner.scale = ModelTensor(torch.empty(shape, dtype=torch.float32, device="meta"))
+    if owner.scale is not None:
+        owner.scale.names.append(scale_name)
+
+
 def _role(module: nn.Module, name: str) -> Role:
     weight = name.removesuffix(SCALE_SUFFIX)
+    if isinstance(module, TrainableModule) and module.trainable and weight in module.master_names:
+        return Role.MASTER if name == weight else Role.SCALE
     data, scale = (module._parameters.get(x) for x in (weight, scale_of_weight(weight)))
     if data is None or scale is None or data.dtype != E4M3:
         return Role.PLAIN

@@ -13,6 +13,7 @@ from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import FixedDtypeModule
 from ..saving import adopt
+from ..trainable import has_finite_scales
 from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
 from .conversion import Conversion
 from .selection import is_conv1d
@@ -126,7 +127,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
             if id(module) not in swapped:
                 made = _swap(module, chosen.settings[name], twins)
                 swapped[id(module)] = made
-                not_finite += [] if _is_finite(made) else [name]
+                not_finite += [] if has_finite_scales(made) else [name]
                 bar.advance(_num_bytes(module) if id(module) in quantized else 0)
             if name:
                 model.set_submodule(name, swapped[id(module)])
@@ -140,12 +141,6 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module
             stacklevel=4,
         )
     return model
-
-
-def _is_finite(module: FixedDtypeModule) -> bool:
-    """Whether a module's scales, and so its weights, are finite."""
-    scales = (module.get_parameter(name) for name in module.fp32_names)
-    return all(x.is_meta or bool(x.isfinite().all()) for x in scales)
 
 
 def _num_bytes(module: nn.Module) -> int:
