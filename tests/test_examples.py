@@ -16,7 +16,6 @@ from small_checkpoint import write_small_checkpoint
 
 from benchmarks import report
 from moefp8 import convert, load_checkpoint
-from tests.test_train import needs_training
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -92,7 +91,7 @@ def test_finetune_trains_saves_and_loads(run, tmp_path):
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=needs_training)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_train_saves_both_forms(run, tmp_path, dtype):
     options = "--steps", "4", "--accumulate", "2", "--sample", "4", "--out", str(tmp_path)
     output = run("train.py", "--dtype", dtype, *options)

@@ -13,10 +13,6 @@ from tests.gpu import on_gpu
 
 CPU = torch.device("cpu")
 TINY = replace(train.SIZES["small"], layers=1, experts=4, rows=2, length=64)
-HAS_TRAINING = "trainable" in inspect.signature(moefp8.convert).parameters
-needs_training = pytest.mark.skipif(
-    not HAS_TRAINING, reason="moefp8.convert has no argument trainable yet"
-)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +103,7 @@ def test_experts_on_a_gpu_are_those_of_the_cpu():
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=needs_training)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_training_on_a_gpu_is_that_on_the_cpu(text, dtype):
     found, expected = ([*trained(dtype, text[0], 8, device)] for device in ("cuda", "cpu"))
     assert found == pytest.approx(expected, rel=0.02)
@@ -176,7 +172,6 @@ def test_learning_rates_rise_and_fall_to_a_tenth():
     assert rates[5:] == sorted(rates[5:], reverse=True)
 
 
-@needs_training
 def test_fp8_learns_as_bf16_does(text):
-    bf16, fp8 = (sum(trained(dtype, text[0], 40)[-20:]) for dtype in ("bf16", "fp8"))
+    bf16, fp8 = (sum(trained(dtype, text[0], 24)[-12:]) for dtype in ("bf16", "fp8"))
     assert fp8 == pytest.approx(bf16, rel=0.02)  # of 128 bytes a step: seeds differ by as much

@@ -9,9 +9,19 @@ curves say), `table`, `plot`.
 """
 
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "convergence.json"
 BF16, FP8 = "bf16", "fp8"
+# Options of `convert`, by variant; None: BF16. BF16 again tells how far runs with the same weights
+# drift apart as a GPU adds in another order.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    BF16: None,
+    "bf16-again": None,
+    FP8: {},
+    "fp8-128x128": {"wgrad": "128x128"},
+    "fp8-bf16-wgrad": {"wgrad": "bf16"},
+}
 EVERY = 10  # steps of which the mean loss is kept
 SMOOTH = 10  # so many of these means are averaged: 100 steps
 GOAL_PERCENT = 0.25  # of the difference to BF16; DeepSeek-V3 (arXiv 2412.19437, section 3.3)

@@ -7,8 +7,8 @@ With `--minutes`, no step begins after so long: the run that is not done is kept
 the same call goes on from there, to the same bits. Runs that `--out` has are not made again.
 `--report` puts files together that runs were kept in, and prints their table.
 
-`--variant 'bf16 wgrad={...}'` names options of `moefp8.convert` as JSON; with null it is BF16
-again, which tells how far runs with the same weights drift apart as a GPU adds in another order.
+Variants are `benchmarks.convergence.VARIANTS`; `--variant 'mine={"wgrad": "bf16"}'` adds one, by
+options of `moefp8.convert` as JSON.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence import BF16, FP8, RESULTS
+from benchmarks.convergence import BF16, FP8, RESULTS, VARIANTS
 from benchmarks.convergence.example import train
 from benchmarks.convergence.runs import Plan, Run, Text
 from benchmarks.convergence.table import tables
@@ -50,7 +50,7 @@ def a_variant(text: str) -> tuple[str, dict[str, Any] | None]:
         found = json.loads(options)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text}: must be NAME={{...}}, {error}") from None
-    if not name or name in (BF16, FP8) or type(found) not in (dict, type(None)):
+    if not name or name in VARIANTS or type(found) not in (dict, type(None)):
         raise argparse.ArgumentTypeError(f"{text}: must be a new NAME={{...}}, a JSON object")
     return name, found
 
@@ -82,7 +82,7 @@ def train_all(options: argparse.Namespace) -> bool:
     text = Text.read(size, torch.device(options.device))
     plan = Plan(size, options.steps or size.steps, options.lr or size.lr, options.probes)
     settings = plan.settings(text)
-    variants: dict[str, Any] = {BF16: None, FP8: {}, **dict(options.variant)}
+    variants = {**VARIANTS, **dict(options.variant)}
     for variant, seed in options.run:
         results = read(options.out)
         if any((x["variant"], x["seed"]) == (variant, seed) for x in results.get("runs", ())):
@@ -136,7 +136,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.run is None:
         options.run = [(variant, seed) for seed in SEEDS for variant in (BF16, FP8)]
-    known = {BF16, FP8, *dict(options.variant)}
+    known = {*VARIANTS, *dict(options.variant)}
     if unknown := {variant for variant, _ in options.run} - known:
         parser.error(f"--run names {sorted(unknown)}, which no --variant explains")
     if options.minutes < float("inf") and options.state is None:

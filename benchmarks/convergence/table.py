@@ -85,7 +85,7 @@ def _verdict(results: Results, between: Spread | None) -> str:
         f"{variant}, seed {seed}": curve(run, of_bf16[seed])
         for variant in variants_of(results)
         for seed, run in runs_of(results, variant).items()
-        if seed in of_bf16
+        if seed in of_bf16 and run["options"] is not None  # else it is BF16 again
     }
     goal = f"less than {GOAL_PERCENT} % from BF16 at the end"
     if between:

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from benchmarks import report
+from benchmarks.convergence import VARIANTS, figures, table
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import figures, table
 from benchmarks.convergence.example import train
 from benchmarks.convergence.probes import cosines, gradients, probe, underflow
 from benchmarks.convergence.runs import Plan, Run, Text
 from moefp8.quant import quantize_1x128
 from tests.benchmarks.cases import run_main
-from tests.test_train import needs_training
 
 TINY = replace(train.SIZES["small"], layers=1, experts=4, rows=2, length=16)
 PLAN = Plan(TINY, steps=25, lr=1e-3, num_probes=2, held_out_batches=3)
@@ -257,6 +256,10 @@ def test_the_table_tells_of_all_runs():
 def test_the_table_of_few_runs_says_no_more_than_they_do():
     only = results()
     assert "no run is yet." in table.tables(only)
+    only["runs"].append(made_up("bf16-again", 0, 1.002, options=None))
+    assert "no run is yet." in table.tables(only)
+    (row,) = (x for x in table.tables(only).splitlines() if x.startswith("| 0 | bf16-again"))
+    assert " | +0.200 % | +0.200 % | " in row
     only["runs"] = [made_up("fp8", 7, 1.0)]
     page = table.tables(only)
     assert "apart" not in page
@@ -334,9 +337,9 @@ def test_variants_are_options_of_convert():
     assert usual == [(variant, seed) for seed in (0, 1, 2) for variant in ("bf16", "fp8")]
 
 
-@needs_training
-def test_a_run_in_fp8_is_probed(text):
-    run = Run(PLAN, text, "fp8", 0, {})
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("fp8")])
+def test_a_run_in_fp8_is_probed(text, variant):
+    run = Run(PLAN, text, variant, 0, VARIANTS[variant])
     assert run.go_on(told=str)
     found = run.result()
     assert [each["step"] for each in found["probes"]] == [0, 24]
@@ -348,7 +351,6 @@ def test_a_run_in_fp8_is_probed(text):
     assert found["loss"][-1] == pytest.approx(beside.record["loss"][-1], rel=0.03)
 
 
-@needs_training
 def test_probes_change_nothing(text):
     plans = PLAN, PLAN._replace(num_probes=0)
     probed, other = (Run(plan, text, "fp8", 0, {}) for plan in plans)
