@@ -54,8 +54,8 @@ def add_lora(
     Raises:
         TypeError: arguments of another kind.
         ValueError: a target matches nothing or another kind of module, or a module that is on the
-            meta device, wrapped, or cut by `shard` but for experts; the model has adapters. The
-            model is unchanged.
+            meta device, wrapped, trainable, or cut by `shard` but for experts; the model has
+            adapters. The model is unchanged.
     """
     _check(model, rank, alpha, dtype)
     found = find_targets("add_lora", model, targets)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import Adapter
 from ..layers.parts import parts_of
+from ..layers.trainable import TrainableModule
 from .modules import LoRAFP8Linear, LoRAGroupedExperts, LoRALinear
 
 KINDS: dict[type, type] = {
@@ -148,6 +149,11 @@ def _check(op: str, target: Target, parent: nn.Module | None) -> None:
         raise ValueError(
             f"{where} must be of the very class FP8Linear, nn.Linear or GroupedExperts; add "
             "adapters before fully_shard, parametrizations and others that change the class"
+        )
+    if isinstance(module, TrainableModule) and module.trainable:
+        raise ValueError(
+            f"{where} must be frozen, but trains its own weights, which an adapter beside them "
+            "would replace; call moefp8.freeze(model) first, or train without adapters"
         )
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise ValueError(

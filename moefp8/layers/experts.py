@@ -195,10 +195,15 @@ class GroupedExperts(TrainableModule):
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
         """`PlainExperts` with the dequantized weights, otherwise as `FP8Linear.to_linear`."""
-        gate_up_proj, down_proj = self.dequantize(dtype)
+        return self._plain_of(*map(nn.Parameter, self.dequantize(dtype)))
+
+    def sharing_plain(self) -> PlainExperts:
+        """`PlainExperts` that hold these master weights themselves."""
+        return self._plain_of(self.gate_up_proj, self.down_proj)
+
+    def _plain_of(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> PlainExperts:
         experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
-        experts.gate_up_proj = nn.Parameter(gate_up_proj)
-        experts.down_proj = nn.Parameter(down_proj)
+        experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
         note_parts(experts, parts_of_plain(self))
         experts.expert_offset = self.expert_offset
         experts.num_global_experts = self.num_global_experts

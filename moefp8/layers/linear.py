@@ -156,11 +156,23 @@ class FP8Linear(TrainableModule):
 
         Weight and bias have dtype and ask for gradients. One rank's part stays one rank's part.
         """
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.dequantize(dtype))
+        bias = None
         if self.bias is not None:
-            bias = without_padding(self, "bias", self.bias.detach())
-            linear.bias = nn.Parameter(bias.to(dtype, copy=True))
+            own = without_padding(self, "bias", self.bias.detach())
+            bias = nn.Parameter(own.to(dtype, copy=True))
+        return self._linear_of(nn.Parameter(self.dequantize(dtype)), bias)
+
+    def sharing_plain(self) -> nn.Linear:
+        """An `nn.Linear` that holds this master weight itself, and the bias, if of its dtype."""
+        bias, dtype = self.bias, self.weight.dtype
+        if bias is not None and bias.dtype != dtype:
+            bias = nn.Parameter(bias.detach().to(dtype), bias.requires_grad)
+        return self._linear_of(self.weight, bias)
+
+    def _linear_of(self, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = weight
+        linear.register_parameter("bias", bias)
         note_parts(linear, parts_of_plain(self))
         return linear.train(self.training)
 
@@ -179,9 +191,15 @@ class FP8Linear(TrainableModule):
     def unfreeze(
         self, dtype: torch.dtype = torch.bfloat16, *, wgrad: Wgrad | None = None
     ) -> "FP8Linear":
-        """Make a master weight of the codes, in place; it and the bias ask for gradients."""
+        """Make a master weight of the codes, in place; it and the bias ask for gradients.
+
+        A bias of another dtype becomes a new parameter of this one.
+        """
         if not self.trainable:
             check_whole("FP8Linear.unfreeze", self)
+            check_dtype("FP8Linear.unfreeze", dtype)
+            if self.bias is not None and self.bias.dtype != dtype:
+                self.bias = nn.Parameter(self.bias.detach().to(dtype))
             self._train_master(nn.Parameter(self.dequantize(dtype)), wgrad or self.wgrad)
         elif wgrad is not None:
             check_wgrad("FP8Linear.unfreeze", wgrad)

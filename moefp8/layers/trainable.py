@@ -67,6 +67,10 @@ class TrainableModule(FixedDtypeModule):
             if x is not None and x.dtype not in FLOATS
         ]
 
+    def sharing_plain(self) -> nn.Module:
+        """A trainable module's twin in plain PyTorch, which holds the same parameters."""
+        raise NotImplementedError
+
     def freeze(self) -> Any:
         """Quantize the master weights in place: from then on they are frozen codes. Returns self.
 
@@ -142,7 +146,7 @@ def unfreeze(
     What was tied stays tied.
 
     Args:
-        dtype: of the master weights: bf16, fp16 or fp32.
+        dtype: of the master weights, and of biases: bf16, fp16 or fp32.
         wgrad: as in `FP8Linear`; None leaves what each module has.
 
     Raises TypeError, ValueError as `FP8Linear.unfreeze` does, and ValueError for adapters of

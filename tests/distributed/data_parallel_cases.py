@@ -67,9 +67,15 @@ def train(model: nn.Module, ranks: Iterable[int]) -> list[torch.Tensor]:
     return first
 
 
-def alone() -> dict[str, Any]:
+def whole(seed: int = 0) -> nn.Module:
+    """The same with master weights, which have codes already."""
+    model = moefp8.unfreeze(Tuned(seed), torch.float32)
+    model(batch(0))
+    return model
+
+
+def alone(model: nn.Module) -> dict[str, Any]:
     """What both ranks must come to: one process trains on all batches."""
-    model = Tuned()
     before = adapter_of(model), sum_of_codes(model)
     outputs = train(model, range(RANKS))
     results = {"outputs": outputs, "trained": adapter_of(model)}
@@ -82,7 +88,7 @@ def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
             x.full_tensor() if isinstance(x, DTensor) else x.clone()
         ).detach()
         for name, x in model.named_parameters()
-        if "adapter" in name
+        if "adapter" in name or (x.requires_grad and ("_proj" in name or "linear" in name))
     }
 
 
@@ -97,9 +103,13 @@ def sum_of_codes(model: nn.Module) -> int:
 
 
 def wrapped(
-    rank: int, wrap: Callable[[nn.Module], nn.Module], seed: int = 0, checkpoints: bool = False
+    rank: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    seed: int = 0,
+    checkpoints: bool = False,
+    make: Callable[[int], nn.Module] = Tuned,
 ) -> dict[str, Any]:
-    model = Tuned(seed)
+    model: Any = make(seed)
     model.checkpoints = checkpoints
     runs = wrap(model)
     (output,) = train(runs, [rank])
@@ -166,6 +176,13 @@ CASES: dict[str, Callable[[int], Any]] = {
     "fsdp2, bf16, ignored": lambda rank: wrapped(rank, partial(fsdp2_ignoring, **BF16)),
     "fsdp2, bf16, each": lambda rank: wrapped(rank, partial(fsdp2_each, **BF16)),
     "fsdp2, bf16": lambda rank: wrapped(rank, partial(fsdp2, **BF16)),
+    "ddp, whole": lambda rank: wrapped(rank, ddp, make=whole),
+    "ddp, whole, other seeds": lambda rank: wrapped(rank, ddp, seed=rank, make=whole),
+    "fsdp1, whole": lambda rank: wrapped(rank, fsdp1, make=whole),
+    "fsdp2, whole": lambda rank: wrapped(rank, fsdp2, make=whole),
+    "fsdp2, whole, checkpointed": lambda rank: wrapped(
+        rank, fsdp2_parts, checkpoints=True, make=whole
+    ),
     "other experts": lambda rank: moefp8.prepare_ddp(Tuned(num_experts=2 + rank)),
     "sharded": sharded,
     "meta": lambda rank: moefp8.prepare_ddp(Tuned().to("meta")),
@@ -177,7 +194,7 @@ def run_cases(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store, timeout = f"file://{folder}/store", timedelta(minutes=1)
     dist.init_process_group("gloo", store, timeout, world_size=RANKS, rank=rank)
-    results: dict[str, Any] = {"alone": alone()}
+    results: dict[str, Any] = {"alone": alone(Tuned()), "whole, alone": alone(whole())}
     for name, case in CASES.items():
         try:
             results[name] = case(rank)

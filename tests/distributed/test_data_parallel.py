@@ -50,6 +50,27 @@ def test_two_ranks_train_as_one_process(results, case, rank):
     torch.testing.assert_close(came["trained"], alone["trained"], rtol=0, atol=of_trained)
 
 
+WHOLE = (
+    "ddp, whole",
+    "ddp, whole, other seeds",
+    "fsdp1, whole",
+    "fsdp2, whole",
+    "fsdp2, whole, checkpointed",
+)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", WHOLE)
+def test_two_ranks_train_master_weights_as_one_process(results, case, rank):
+    """Gradients are summed in FP32, and codes are those of each step's weights."""
+    came, alone = results[rank][case], results[rank]["whole, alone"]
+    torch.testing.assert_close(came["output"], alone["outputs"][rank], rtol=0, atol=0)
+    assert {"moe.experts.down_proj", "linear.weight", "linear.bias"} <= alone["trained"].keys()
+    torch.testing.assert_close(came["trained"], alone["trained"], rtol=0, atol=0)
+    moved = {name: (x - alone["before"][name]).abs().max() for name, x in came["trained"].items()}
+    assert min(moved.values()) > 1e-6
+
+
 @pytest.mark.parametrize("case", EXACT)
 def test_training_leaves_codes_as_they_are(results, case):
     sums = [results[rank][case]["sum_of_codes"] for rank in range(RANKS)]

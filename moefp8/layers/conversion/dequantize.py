@@ -18,6 +18,9 @@ from ..saving import release
 def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Swap every `FP8Linear` for an `nn.Linear`, and `GroupedExperts` for `PlainExperts`.
 
+    Master weights that have this dtype stay the very parameters that they are, so that an optimizer
+    goes on: that is the way back from `convert` with trainable=True. All else is made anew.
+
     Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and the biases, which are cast,
     ask for gradients. Modules are swapped one at a time and their FP8 weights freed, so the
     peak is the larger model and one module. What was tied stays tied, what `shard` cut stays one
@@ -96,6 +99,8 @@ def _ties(model: nn.Module, names: list[list[str]]) -> dict[Tie, nn.Parameter | 
 
 
 def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None]) -> nn.Module:
+    if module.trainable and all(getattr(module, x).dtype == dtype for x in module.master_names):
+        return module.sharing_plain()
     twin = module.to_linear(dtype) if isinstance(module, FP8Linear) else module.to_plain(dtype)
     for name, made in list(twin.named_parameters(recurse=False)):
         tie = _tie(module, name)
