@@ -70,6 +70,9 @@ def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     It may be in a wrapper that has its `weight`, as PEFT's.
     """
+    if isinstance(linear, FP8Linear):  # a master weight of any dtype takes any
+        y: torch.Tensor = linear(x)
+        return y
     dtype = getattr(getattr(linear, "weight", None), "dtype", None)
     return linear(x.to(dtype) if dtype in FLOATS else x)
 

@@ -15,8 +15,20 @@ from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
 from ..layers.router import TOP_K_NAMES
+from ..layers.trainable import TrainableModule
 from ..system.progress import Progress
-from .variants import Demand, Experts, ExpertsInSteps, FeedForward, Layer, Linear, Router
+from .variants import (
+    Demand,
+    Experts,
+    ExpertsInSteps,
+    FeedForward,
+    Layer,
+    Linear,
+    Master,
+    Router,
+    TrainedExperts,
+    TrainedLinear,
+)
 
 DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -53,7 +65,8 @@ def precompile(
             compiles what it lacks.
         dtype: of activations; None: those of the model's other parameters, or bf16 without any.
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
-        backward: whether also for gradients through the layers.
+        backward: whether also for gradients through the layers, and in master weights that ask
+            for them now; in FP32 where they have `main_grad` now.
         num_sms: of the GPU to compile for; None: of every Hopper GPU here, or 132 (H100 SXM, H200)
             without one. What was tuned on a GPU here is compiled, too.
         num_threads: how many compile; None: as many as there are processors.
@@ -107,6 +120,7 @@ def _check_numbers(**numbers: int | None) -> None:
 def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
     modules = dict(model.named_modules())
     parts: set[nn.Module] = set()  # linears of shared experts that are one op
+    in_fp32: set[nn.Module] = set()  # those that take what is activated
     for name, module in modules.items():
         if module in parts:
             continue
@@ -114,10 +128,13 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             parts.update(module.children())
             i, h = module.gate_proj.weight.shape  # a sharded one counts its zeros, too
             yield FeedForward(h, i)
+        elif isinstance(module, SharedExperts):
+            in_fp32.add(module.down_proj)
         elif isinstance(module, FP8Linear):
             bias = None if module.bias is None else module.bias.dtype
             n, k = module.weight.shape
-            yield Linear(n, k, bias)
+            linear = Linear(n, k, bias, frozenset({torch.float32}) if module in in_fp32 else None)
+            yield TrainedLinear(linear, _master_of(module)) if module.trainable else linear
         elif isinstance(module, TopKRouter):
             yield Router(_OPS[module.scoring], module.num_experts, module.hidden_size)
         elif isinstance(module, GroupedExperts):
@@ -127,7 +144,23 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             if module.runs_in_steps:
                 yield ExpertsInSteps(choices, module.num_experts, h, i)
             else:
-                yield Experts(choices, module.num_experts, h, i, masked, num_global)
+                experts = Experts(choices, module.num_experts, h, i, masked, num_global)
+                is_trainable = module.trainable
+                yield TrainedExperts(experts, _master_of(module)) if is_trainable else experts
+
+
+def _master_of(module: TrainableModule) -> Master:
+    """How gradients in its weights are computed, as they ask for them now."""
+    weights = [module.get_parameter(name) for name in module.master_names]
+    trained = [x for x in weights if x.requires_grad]
+    outputs = set()
+    for weight in trained:
+        if getattr(weight, "main_grad", None) is not None:  # written in the first step, or added
+            outputs |= {(torch.float32, False), (torch.float32, True)}
+        else:  # the GEMM writes no FP16
+            is_fp16 = weight.dtype == torch.float16
+            outputs.add((torch.float32 if is_fp16 else weight.dtype, False))
+    return Master(weights[0].dtype, module.wgrad, frozenset(outputs))
 
 
 def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int:

@@ -17,14 +17,15 @@ from ..functional.expert_configs import (
     all_experts_configs,
     all_gate_up_configs,
 )
-from ..kernels.common.blocks import BLOCK, round_up
-from ..kernels.gemm import call
+from ..functional.training import swiglu_columns_launch
+from ..kernels.common.blocks import BLOCK, E4M3, round_up
+from ..kernels.gemm import call, k_grouped_launch
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
-from ..quant import quantize_launch, transpose_launch
+from ..quant import both_launch, columns_launch, quantize_launch, transpose_launch
 from ..routing import combine_launch, dispatch_launch, logits_launch, plan_launch, top_k_launch
 
 
@@ -42,6 +43,10 @@ class Demand(NamedTuple):
     configs: ConfigSource
     backward: bool = False
 
+    def taking(self, dtypes: frozenset[torch.dtype] | None) -> "Demand":
+        """The same for activations of these dtypes, if they are given."""
+        return self if dtypes is None else self._replace(dtypes=dtypes)
+
     def quantize_kernels(self, k: int) -> Iterator[Kernel]:
         for dtype in self.dtypes:
             yield from self.quantize_rows(dtype, self.max_tokens, k)
@@ -55,20 +60,68 @@ class Demand(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """`fp8_linear`, weights [N, K]."""
+    """`fp8_linear`, weights [N, K]. takes: dtypes of its activations, if not those of the model."""
 
     n: int
     k: int
     bias: torch.dtype | None
+    takes: frozenset[torch.dtype] | None = None
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        demand = demand.taking(self.takes)
         if self.n and self.k:
             yield from demand.quantize_kernels(self.k)
-            yield from demand.dense_kernels(*self)
+            yield from demand.dense_kernels(self.n, self.k, self.bias)
             if demand.backward:
                 yield from transpose_launch.needed_kernels(self.k)
                 yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, self.n)
                 yield from demand.dense_kernels(self.k, self.n)
+
+
+class Master(NamedTuple):
+    """How weights are held and trained.
+
+    dtype: of the master weights. wgrad: as in the module.
+    outputs: what becomes of their gradients: (dtype, whether they are added to what is there);
+        nothing if they get none.
+    """
+
+    dtype: torch.dtype
+    wgrad: str
+    outputs: frozenset[tuple[torch.dtype, bool]]
+
+    def weight_kernels(self, m: int, n: int) -> Iterator[Kernel]:
+        """Those of gradients in weights [M, N]."""
+        for dtype, accumulates in self.outputs:
+            yield from k_grouped_launch.needed_kernels(
+                m, n, dtype, accumulates=accumulates, blocks_b=self.wgrad == "128x128"
+            )
+
+
+class TrainedLinear(NamedTuple):
+    """`trained_linear` with a master weight [N, K], and its gradients."""
+
+    frozen: Linear
+    master: Master
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        n, k, *_ = self.frozen
+        if not (n and k):
+            return
+        dtype, wgrad, outputs = self.master
+        yield from both_launch.needed_kernels(dtype, k)
+        yield from self.frozen.kernels(demand._replace(backward=False))
+        if not demand.backward:
+            return
+        yield from demand.dense_kernels(k, n)
+        yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, n)
+        if wgrad == "bf16" or not outputs:
+            return
+        blocks = wgrad == "128x128"
+        for taken in demand.taking(self.frozen.takes).dtypes:
+            yield from columns_launch.needed_kernels(taken, k, blocks=blocks, with_rows=True)
+        yield from columns_launch.needed_kernels(torch.bfloat16, n, with_rows=True)
+        yield from self.master.weight_kernels(n, k)
 
 
 class FeedForward(NamedTuple):
@@ -102,25 +155,29 @@ class Experts(NamedTuple):
     num_global_experts: int | None  # as in `Sizes`
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size
-        if not (self.num_experts and h and self.intermediate_size):
+        if not (self.num_experts and self.hidden_size and self.intermediate_size):
             return
+        yield from self.forward_kernels(demand)
+        if demand.backward:
+            yield from self._backward_kernels(demand)
+
+    def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        """Those of a forward, and of one that saves for a backward if there is one."""
+        sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size
         group_layout = GroupLayout.MASKED if self.masked else GroupLayout.OFFSETS
         for gate_up, down in all_experts_configs(demand.configs, sizes):
             yield from gate_up_kernels(gate_up, group_layout, demand)
             yield kernel_of(down, None, group_layout)
         if demand.backward and self.masked:  # what saves for a backward is contiguous
-            yield from self._replace(masked=False).kernels(demand)
-        elif demand.backward:
-            yield from self._backward_kernels(demand)
+            yield from self._replace(masked=False).forward_kernels(demand)
         for dtype in demand.dtypes:
-            yield from self._dispatch_kernels(demand, dtype, self.masked)
+            yield from self.dispatch_kernels(demand, dtype, self.masked)
         # Our routers give FP32 scores; those of others have the dtype of activations.
         for dtype in {*demand.dtypes, torch.float32}:
             for aligned in {h % 8 == 0, False}:  # an addend may lie anywhere
                 yield combine_launch.kernel_of(dtype, aligned)
 
-    def _dispatch_kernels(
+    def dispatch_kernels(
         self, demand: Demand, dtype: torch.dtype, masked: bool
     ) -> Iterator[Kernel]:
         yield from dispatch_launch.needed_kernels(
@@ -135,10 +192,61 @@ class Experts(NamedTuple):
         h, i = self.hidden_size, self.intermediate_size
         yield from backward_kernels(h, i, {*demand.dtypes, torch.float32})
         for dtype in {*demand.dtypes, torch.bfloat16}:  # gradients are BF16
-            yield from self._dispatch_kernels(demand, dtype, masked=False)
+            yield from self.dispatch_kernels(demand, dtype, masked=False)
         yield from demand.quantize_rows(torch.bfloat16, 2 * demand.max_tokens * self.top_k, i)
-        for config in all_backward_configs(demand.configs, Sizes(demand.max_tokens, *self)):
+        yield from self.backward_gemms(demand)
+
+    def backward_gemms(self, demand: Demand) -> Iterator[Kernel]:
+        sizes = Sizes(demand.max_tokens, *self._replace(masked=False))
+        for config in all_backward_configs(demand.configs, sizes):
             yield kernel_of(config, None, GroupLayout.OFFSETS)
+
+
+class TrainedExperts(NamedTuple):
+    """Routed experts with master weights, and their gradients."""
+
+    frozen: Experts
+    master: Master
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        _, num_experts, h, i, *_ = self.frozen
+        if not (num_experts and h and i):
+            return
+        for k in {h, i}:
+            yield from both_launch.needed_kernels(self.master.dtype, k)
+        yield from self.frozen.forward_kernels(demand)
+        if demand.backward:
+            yield from self.frozen.dispatch_kernels(demand, torch.bfloat16, masked=False)
+            max_rows = demand.max_tokens * self.frozen.top_k
+            yield from demand.quantize_rows(torch.bfloat16, 2 * max_rows, i)  # what is saved
+            is_bf16 = self.master.wgrad == "bf16"
+            yield from (self._in_bf16(demand) if is_bf16 else self._in_fp8(demand))
+
+    def _in_fp8(self, demand: Demand) -> Iterator[Kernel]:
+        h, i = self.frozen.hidden_size, self.frozen.intermediate_size
+        blocks = self.master.wgrad == "128x128"
+        yield from self.frozen.backward_gemms(demand)
+        yield from swiglu_columns_launch.needed_kernels(
+            {*demand.dtypes, torch.float32}, (torch.bfloat16, E4M3), blocks=blocks
+        )
+        if not self.master.outputs:
+            return
+        yield from columns_launch.needed_kernels(torch.bfloat16, h, with_rows=False)
+        for dtype in demand.dtypes:
+            yield from columns_launch.needed_kernels(dtype, h, blocks=blocks, with_rows=False)
+        yield from self.master.weight_kernels(h, i)
+        yield from self.master.weight_kernels(2 * i, h)
+
+    def _in_bf16(self, demand: Demand) -> Iterator[Kernel]:
+        """Step by step, with PyTorch's grouped GEMM for gradients in weights."""
+        top_k, num_experts, h, i, *_ = self.frozen
+        max_rows = demand.max_tokens * top_k
+        yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
+        yield swiglu_launch.kernel_of()
+        for dtype in {*demand.dtypes, torch.float32}:
+            yield swiglu_backward_launch.kernel_of(dtype, is_fp8=False)
+        for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
+            yield from call.needed_kernels(max_rows, num_experts, n, k, demand.configs)
 
 
 class ExpertsInSteps(NamedTuple):
@@ -210,4 +318,4 @@ class Router(NamedTuple):
                 yield top_k_launch.kernel_of(self.op, num_experts, parts_of_group=parts)
 
 
-Layer = Linear | FeedForward | Experts | ExpertsInSteps | Router
+Layer = Linear | TrainedLinear | FeedForward | Experts | TrainedExperts | ExpertsInSteps | Router

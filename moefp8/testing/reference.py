@@ -20,6 +20,7 @@ from ..layers.adapter import check_no_adapters
 from ..layers.parts import parts_of
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
+MIN_GRADIENT = 2.0**-60
 
 
 def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.Module:
@@ -34,7 +35,9 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
             activations cost*: dequantized weights, unquantized activations.
 
     Autograd runs through it. What was quantized on the way has the gradient of what it was made
-    of; with `quantize_activations`, gradients are quantized as the FP8 modules do.
+    of; with `quantize_activations`, gradients are quantized as the FP8 modules do. So master
+    weights are quantized in each forward, and get gradients, which the copy adds to `.grad` of the
+    model's own parameters.
 
     Raises:
         ValueError: a module is one rank's part; compare the model before `shard`. Or it has
@@ -97,10 +100,17 @@ class ReferenceLinear(_Reference):
         self.__dict__["linear"] = linear  # no submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = dequantized_blocks(self.linear.weight, self.linear.weight_scale_inv)
+        linear = self.linear
         rows = _mapped(x.float(), there=_same, back=_to_bf16)
+        if not linear.trainable:
+            weight = dequantized_blocks(linear.weight, linear.weight_scale_inv)
+        else:
+            weight = _Rounded.apply(linear.weight)
+            rows = rows.reshape(-1, rows.shape[-1])  # columns are of all rows
         with without_autocast(x.device):
-            y = _product(rows, weight, self.quantize_activations)
+            wgrad = linear.wgrad if linear.trainable else None
+            y = _product(rows, weight, self.quantize_activations, wgrad)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         if self.linear.bias is not None:
             y = y + self.linear.bias.float()
         return y.bfloat16().to(x.dtype)
@@ -131,19 +141,29 @@ class ReferenceExperts(_Reference):
     def _expert(self, expert: int, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [R, H] through one expert, times its weights [R]."""
         experts, quantizes = self.experts, self.quantize_activations
-        size = experts.intermediate_size
-        scale_rows = experts.gate_up_proj_scale_inv[expert].chunk(2)
-        weight_rows = experts.gate_up_proj[expert].split(size) if size else ()
-        gate, up = (
-            _product(x, dequantized_blocks(rows, scales), quantizes)
-            for rows, scales in zip(weight_rows, scale_rows, strict=True)
-        )
-        down = dequantized_blocks(experts.down_proj[expert], experts.down_proj_scale_inv[expert])
+        wgrad = experts.wgrad if experts.trainable else None
+        of_gate, of_up, down = self._weights(expert)
+        gate, up = (_product(x, rows, quantizes, wgrad, MIN_GRADIENT) for rows in (of_gate, of_up))
         if quantizes:
-            y: torch.Tensor = _Down.apply(gate, up, weights, down, experts.swiglu_limit)
+            y: torch.Tensor = _Down.apply(gate, up, weights, down, experts.swiglu_limit, wgrad)
             return y
         y = _swiglu(gate, up, experts.swiglu_limit) @ down.T
         return y.bfloat16().float() * weights[:, None]
+
+    def _weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of gate, up and down of an expert, in FP32."""
+        experts = self.experts
+        size = experts.intermediate_size
+        gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
+        rows = gate_up[:size], gate_up[size:]
+        if experts.trainable:
+            return _Rounded.apply(rows[0]), _Rounded.apply(rows[1]), _Rounded.apply(down)
+        scales = experts.gate_up_proj_scale_inv[expert].chunk(2) if size else (down, down)
+        return (
+            dequantized_blocks(rows[0], scales[0]),
+            dequantized_blocks(rows[1], scales[1]),
+            dequantized_blocks(down, experts.down_proj_scale_inv[expert]),
+        )
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -163,9 +183,10 @@ class _Down(torch.autograd.Function):
         weights: torch.Tensor,
         down: torch.Tensor,
         limit: float | None,
+        wgrad: str | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(gate.bfloat16(), up.bfloat16(), weights, down)
-        ctx.limit = limit
+        ctx.limit, ctx.wgrad = limit, wgrad
         y = rounded_to_fp8(_swiglu(gate, up, limit)) @ down.T
         return y.bfloat16().float() * weights[:, None]
 
@@ -178,7 +199,56 @@ class _Down(torch.autograd.Function):
         of_activated = _to_bf16(_gradient_to_fp8(grad) @ down)
         weighted = of_activated * weights[:, None]
         of_gate, of_up = torch.autograd.grad(activated, (gate, up), weighted)
-        return of_gate, of_up, (of_activated * activated).sum(-1), None, None
+        of_weights = (of_activated * activated).sum(-1)
+        of_down = None
+        if ctx.needs_input_grad[3]:
+            of_down = _of_weight(grad, weights[:, None] * activated.detach(), ctx.wgrad)
+        return of_gate, of_up, of_weights, of_down, None, None
+
+
+class _Rounded(torch.autograd.Function):
+    """A master weight [N, K], or a part of one, in blocks of E4M3 and back; its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return rounded_to_blocks(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """Rows [R, K] times a weight [N, K] that was rounded: all three products of FP8 operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, wgrad: str, min_amax: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.wgrad, ctx.min_amax = wgrad, min_amax
+        return rounded_to_fp8(x) @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = _gradient_to_fp8(grad) @ weight, None
+        if ctx.needs_input_grad[1]:
+            of_weight = _of_weight(grad, x, ctx.wgrad, ctx.min_amax)
+        return of_x, of_weight, None, None
+
+
+def _of_weight(
+    grad: torch.Tensor, x: torch.Tensor, wgrad: str, min_amax: float = MIN_GRADIENT
+) -> torch.Tensor:
+    """dY^T X of the rows of one expert: [R, N] and [R, K] -> [N, K]."""
+    if wgrad == "bf16":
+        return _to_bf16(grad).T @ _to_bf16(x)
+    of_y = rounded_to_fp8(grad.T, MIN_GRADIENT)
+    if wgrad == "128x128":
+        return of_y @ rounded_to_blocks(x, min_amax)
+    return of_y @ rounded_to_fp8(x.T, min_amax).T
 
 
 class _Mapped(torch.autograd.Function):
@@ -198,10 +268,22 @@ def _mapped(x: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
     return y
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, quantizes: bool) -> torch.Tensor:
-    """`x @ weight.T`, of which `quantizes` quantizes x and the gradient of the product."""
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    quantizes: bool,
+    wgrad: str | None = None,
+    min_amax: float = 1e-4,
+) -> torch.Tensor:
+    """`x @ weight.T`, of which `quantizes` quantizes x and the gradient of the product.
+
+    wgrad: how the weight has a gradient; None: it has none. min_amax: of x for that.
+    """
     if not quantizes:
         return x @ weight.T
+    if wgrad is not None:
+        of_master: torch.Tensor = _Product.apply(x, weight, wgrad, min_amax)
+        return of_master
     y = _mapped(x, there=rounded_to_fp8, back=_same) @ weight.T
     return _mapped(y, there=_same, back=_gradient_to_fp8)
 
@@ -215,7 +297,7 @@ def _to_bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_to_fp8(grad: torch.Tensor) -> torch.Tensor:
-    return rounded_to_fp8(grad, min_amax=2.0**-60)
+    return rounded_to_fp8(grad, MIN_GRADIENT)
 
 
 @torch.no_grad()
@@ -229,13 +311,29 @@ def dequantized_blocks(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.T
     return result
 
 
+def rounded_to_blocks(x: torch.Tensor, min_amax: float = 1e-4) -> torch.Tensor:
+    """fp32 [N, K]: every 128x128 block of `x` quantized to E4M3 and back."""
+    result = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    for i in range(math.ceil(x.shape[0] / 128)):
+        for j in range(math.ceil(x.shape[1] / 128)):
+            block = slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128)
+            values = x[block].float()
+            result[block] = _rounded(values, values.abs().amax(), min_amax)
+    return result
+
+
+def _rounded(block: torch.Tensor, amax: torch.Tensor, min_amax: float) -> torch.Tensor:
+    """E4M3 and back, with a scale that makes `amax` the largest code."""
+    amax = amax.clamp(min=min_amax)
+    scale = amax / torch.full_like(amax, 448)  # a GPU divides by numbers through reciprocals
+    return (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
 def rounded_to_fp8(x: torch.Tensor, min_amax: float = 1e-4) -> torch.Tensor:
     """fp32 [..., K]: every 1x128 block of `x` quantized to E4M3 and back."""
     result = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for j in range(math.ceil(x.shape[-1] / 128)):
         block = x[..., j * 128 : (j + 1) * 128].float()
-        amax = block.abs().amax(dim=-1, keepdim=True).clamp(min=min_amax)
-        scale = amax / torch.full_like(amax, 448)  # a GPU divides by numbers through reciprocals
-        codes = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        result[..., j * 128 : (j + 1) * 128] = codes.float() * scale
+        amax = block.abs().amax(dim=-1, keepdim=True)
+        result[..., j * 128 : (j + 1) * 128] = _rounded(block, amax, min_amax)
     return result

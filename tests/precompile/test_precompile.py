@@ -140,6 +140,44 @@ def test_it_lists_what_gradients_need(model, dtype):
     assert any(".saves_gate_up = true" in kernel.name for kernel in more)
 
 
+@pytest.mark.parametrize("wgrad", ["128x1", "128x128", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+)
+def test_it_lists_what_trained_weights_need(model, wgrad, dtype, master):
+    model = moefp8.unfreeze(copy.deepcopy(model), master, wgrad=wgrad)
+    model.odd["experts"].saved_dtype = torch.float8_e4m3fn
+    model.linears[2].weight.requires_grad_(False)
+    model.linears[0].weight.main_grad = torch.zeros_like(model.linears[0].weight).float()
+    sizes = (1, 2, 17, 130, 500, 1200, MAX_TOKENS)[: 4 if wgrad == "bf16" else 7]
+    with jit.using(IdleDriver()) as forward:
+        for tokens in sizes:
+            run(model, tokens, dtype)
+    named = kernels_of(model, MAX_TOKENS, dtype=dtype)
+    assert set(forward.kernels) - named == set()
+    assert any("both_kernel" in kernel.name for kernel in forward.kernels)
+    with jit.using(IdleDriver()) as whole:
+        for tokens in sizes:
+            step(model, tokens, dtype)
+        model.linears[0].weight.overwrite_main_grad = True
+        step(model, 40, dtype)
+    with_backward = kernels_of(model, MAX_TOKENS, dtype=dtype, backward=True)
+    assert set(whole.kernels) - with_backward == set()
+    more = {kernel.source.name for kernel in with_backward - named}
+    assert ("k_grouped.cu" in more) == ("swiglu_columns.cu" in more) == (wgrad != "bf16")
+    of_weights = {x for x in with_backward if x.source.name == "k_grouped.cu"}
+    assert len(of_weights) <= len(of_weights & set(whole.kernels)) + 12  # d may lie unaligned
+
+
+def test_master_weights_that_get_no_gradient_need_no_kernels_for_it():
+    model = moefp8.unfreeze(nn.Sequential(FP8Linear(256, 512), GroupedExperts(4, 256, 128)))
+    trained = kernels_of(model, backward=True, top_k=2)
+    frozen = kernels_of(model.requires_grad_(False), backward=True, top_k=2)
+    assert frozen < trained
+    assert not any(kernel.source.name == "k_grouped.cu" for kernel in frozen)
+    assert any(kernel.source.name == "columns.cu" for kernel in trained - frozen)
+
+
 @pytest.mark.parametrize("num_experts", [1, 12])
 @pytest.mark.parametrize(("h", "i"), [(256, 144), (100, 256)])
 def test_it_lists_what_adapted_experts_need(num_experts, h, i):
