@@ -1,12 +1,19 @@
 """The two forms of FP8 modules: frozen codes, and master weights that train."""
 
+import copy
+import io
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import moefp8
-from moefp8 import FP8Linear, GroupedExperts, freeze, unfreeze
+from moefp8 import FP8Linear, GroupedExperts, MoE, freeze, unfreeze
 from moefp8.adapters import add_lora
+from moefp8.layers import PlainExperts
+from moefp8.testing import relative_error
 
 H = 32
 
@@ -55,3 +62,334 @@ def test_freeze_tells_of_weights_that_are_not_finite():
         model[1].weight[3, 3] = torch.inf
     with pytest.warns(UserWarning, match=r"freeze: weights of 1 hold NaN or Inf"):
         freeze(model)
+
+
+# ---- What a module computes ----
+
+
+def make(kind: str, **given: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"trainable": True, "dtype": torch.bfloat16, **given}
+    return FP8Linear(H, 24, **options) if kind == "linear" else GroupedExperts(3, H, 40, **options)
+
+
+def arguments_of(kind: str) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, H, generator=generator).bfloat16()
+    if kind == "linear":
+        return (x,)
+    return x, torch.randint(3, (20, 2), generator=generator), torch.rand(20, 2, generator=generator)
+
+
+def output(module: Any, kind: str) -> torch.Tensor:
+    with torch.no_grad():
+        return module(*arguments_of(kind))
+
+
+def fresh(module: Any, kind: str) -> torch.Tensor:
+    """What a new module of the same weights gives, which has no codes yet."""
+    twin = make(kind, dtype=module.get_parameter(module.master_names[0]).dtype)
+    twin.load_state_dict({name: x.clone() for name, x in module.state_dict().items()})
+    return output(twin, kind)
+
+
+KINDS = pytest.mark.parametrize("kind", ["linear", "experts"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+@KINDS
+@DTYPES
+def test_a_frozen_module_computes_the_same(kind, dtype):
+    module = make(kind, dtype=dtype)
+    y = output(module, kind)
+    codes = copy.deepcopy(module).freeze()
+    assert torch.equal(output(codes, kind), y)
+    assert not codes.trainable
+    assert codes.fp8_names == module.master_names
+    assert not any(x.requires_grad for x in codes.parameters())
+    assert codes.freeze() is codes
+    again = codes.unfreeze(dtype)
+    assert again is codes
+    assert again.trainable
+    assert all(x.requires_grad and x.dtype == dtype for x in again.parameters())
+    assert relative_error(output(again, kind), y) < 0.01  # codes are nearly those they came from
+
+
+@KINDS
+def test_parameters_are_those_of_the_plain_module(kind):
+    plain = nn.Linear(H, 24) if kind == "linear" else PlainExperts(3, H, 40)
+    if kind == "linear":
+        module = FP8Linear.from_linear(plain, trainable=True)
+    else:
+        module = GroupedExperts.from_weights(
+            plain.gate_up_proj, plain.down_proj, trainable=True, wgrad="bf16"
+        )
+    assert dict(module.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    assert all(x is plain.get_parameter(name) for name, x in module.named_parameters())
+
+
+# ---- Codes follow weights ----
+
+
+class Momentum(torch.optim.Optimizer):
+    """One that writes through `.data`, as many do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for x in group["params"]:
+                x.data = x.data - group["lr"] * x.grad  # new memory
+                x.data.mul_(0.99)  # the same memory
+
+
+OPTIMIZERS = {
+    "sgd": lambda x: torch.optim.SGD(x, 0.1, momentum=0.9),
+    "adamw": lambda x: torch.optim.AdamW(x, 1e-2),
+    "fused": lambda x: torch.optim.AdamW(x, 1e-2, fused=True),
+    "data": Momentum,
+}
+
+
+@KINDS
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("clips", [True, False])
+def test_codes_are_those_of_each_step(kind, optimizer, clips):
+    module = make(kind, dtype=torch.float32)
+    steps, outputs = OPTIMIZERS[optimizer](module.parameters()), []
+    for _ in range(3):
+        y = module(*arguments_of(kind))
+        outputs.append(y.detach())
+        assert torch.equal(y, fresh(module, kind))
+        y.square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        steps.step()
+        steps.zero_grad()
+    assert torch.equal(output(module, kind), fresh(module, kind))
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def average(module: Any, target: dict[str, torch.Tensor], how: str) -> None:
+    for name, x in module.named_parameters():
+        if how == "lerp":
+            with torch.no_grad():
+                x.lerp_(target[name], 0.9)
+        elif how == "data":
+            x.data.lerp_(target[name], 0.9)
+        else:
+            x.data.copy_(target[name])
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["lerp", "data", "swap"])
+def test_averages_are_seen_in_eval_and_the_trained_weights_behind_them(kind, how):
+    module, other = make(kind, dtype=torch.float32), make(kind, dtype=torch.float32)
+    target = {name: torch.randn_like(x) for name, x in other.named_parameters()}
+    kept = {name: x.detach().clone() for name, x in module.named_parameters()}
+    y = module(*arguments_of(kind)).detach()
+    module.eval()
+    average(module, target, how)
+    of_average = output(module, kind)
+    assert torch.equal(of_average, fresh(module, kind))
+    assert not torch.equal(of_average, y)
+    average(module, kept, "swap")
+    module.train()
+    assert torch.equal(output(module, kind), y)
+
+
+@KINDS
+def test_a_load_is_seen(kind):
+    module, other = make(kind), make(kind)
+    with torch.no_grad():
+        for x in other.parameters():
+            x.normal_()
+    output(module, kind)
+    module.load_state_dict(other.state_dict())
+    assert torch.equal(output(module, kind), output(other, kind))
+    output(module, kind)
+    module.load_state_dict(make(kind).state_dict(), assign=True)
+    assert torch.equal(output(module, kind), output(make(kind), kind))
+
+
+@KINDS
+def test_gradients_accumulate(kind):
+    module, loads = make(kind, dtype=torch.float32), 3
+    module(*arguments_of(kind)).square().sum().backward()
+    once = {name: x.grad.clone() for name, x in module.named_parameters()}
+    for _ in range(loads - 1):
+        module(*arguments_of(kind)).square().sum().backward()
+    for name, x in module.named_parameters():
+        torch.testing.assert_close(x.grad, loads * once[name])
+
+
+# ---- States, copies, casts ----
+
+
+@KINDS
+@DTYPES
+def test_states_of_the_same_form_come_back(kind, dtype):
+    module, other = make(kind, dtype=dtype), make(kind, dtype=dtype)
+    other.load_state_dict(module.state_dict())
+    assert not any(name.endswith("_scale_inv") for name in module.state_dict())
+    assert torch.equal(output(other, kind), output(module, kind))
+    wide = make(kind, dtype=torch.float32)  # other masters are cast, as nn.Linear does
+    wide.load_state_dict(module.state_dict())
+    assert all(x.dtype == torch.float32 for x in wide.parameters())
+
+
+@KINDS
+def test_states_of_the_other_form_are_refused_with_the_way_out(kind):
+    trained, frozen = make(kind), make(kind, trainable=False)
+    weight = trained.master_names[0]
+    before = {name: x.clone() for name, x in trained.state_dict().items()}
+    rule = rf"{weight} must be bfloat16 .* got float8_e4m3fn; freeze\(\) the module first, or load"
+    with pytest.raises(RuntimeError, match=rule):
+        trained.load_state_dict(frozen.state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in trained.state_dict().items())
+    rule = rf"{weight} must be float8_e4m3fn, got bfloat16; .*unfreeze\(\) the module first"
+    with pytest.raises(RuntimeError, match=rule):
+        frozen.load_state_dict(trained.state_dict())
+    frozen.unfreeze().load_state_dict(trained.state_dict())
+    trained.freeze().load_state_dict(frozen.freeze().state_dict())
+
+
+@KINDS
+@pytest.mark.parametrize("form", ["trained", "frozen", "unfrozen"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies(kind, form, way):
+    module = make(kind, wgrad="128x128")
+    if form != "trained":
+        module.freeze()
+    if form == "unfrozen":
+        module.unfreeze(torch.float32)
+    y = output(module, kind)
+    if way == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(output(twin, kind), y)
+    assert (twin.trainable, twin.wgrad) == (module.trainable, "128x128")
+    assert [x.requires_grad for x in twin.parameters()] == [
+        x.requires_grad for x in module.parameters()
+    ]
+    if module.trainable:  # the copy has weights and codes of its own
+        with torch.no_grad():
+            twin.get_parameter(twin.master_names[0]).zero_()
+        assert torch.equal(output(module, kind), y)
+        assert not torch.equal(output(twin, kind), y)
+
+
+@KINDS
+def test_casts_are_of_master_weights(kind):
+    module = make(kind)
+    for cast, dtype in (
+        (lambda x: x.half(), torch.float16),
+        (lambda x: x.to(torch.float32), torch.float32),
+        (lambda x: x.bfloat16(), torch.bfloat16),
+    ):
+        output(module, kind)
+        assert cast(module) is module
+        assert all(x.dtype == dtype and x.requires_grad for x in module.parameters())
+        assert torch.equal(output(module, kind), fresh(module, kind))
+    with pytest.raises(TypeError, match=r"must be .*float32, got .*float64"):
+        output(module.double(), kind)
+
+
+@KINDS
+def test_meta_and_to_empty(kind):
+    module = make(kind, device="meta")
+    assert all(x.is_meta and x.requires_grad for x in module.parameters())
+    module.to_empty(device="cpu").reset_parameters()
+    assert module.trainable
+    assert output(module, kind).isfinite().all()
+    assert all(x.is_meta for x in make(kind).to("meta").parameters())
+    frozen = make(kind, device="meta").freeze()
+    assert frozen.state_dict().keys() == make(kind, trainable=False).state_dict().keys()
+    assert all(x.is_meta for x in frozen.unfreeze().parameters())
+
+
+@KINDS
+def test_repr(kind):
+    assert "trainable=True, wgrad='128x1'" in repr(make(kind))
+    assert "trainable" not in repr(make(kind).freeze())
+
+
+@KINDS
+def test_wgrad_is_checked_and_kept_for_later(kind):
+    with pytest.raises(ValueError, match="wgrad must be '128x1', '128x128' or 'bf16', got 'fp8'"):
+        make(kind, wgrad="fp8")
+    frozen = make(kind, trainable=False, wgrad="bf16")
+    assert frozen.unfreeze().wgrad == "bf16"
+    assert frozen.unfreeze(wgrad="128x128").wgrad == "128x128"
+    with pytest.raises(ValueError, match="unfreeze: wgrad must be"):
+        frozen.unfreeze(wgrad="fp8")
+
+
+def test_a_layer_trains_and_is_frozen():
+    torch.manual_seed(0)
+    moe = MoE(H, 24, 4, 2, shared_intermediate_size=16, shared_expert_gate=True, trainable=True)
+    assert moe.shared_experts.up_proj.trainable
+    x = torch.randn(64, H).bfloat16()
+    optimizer, losses = torch.optim.AdamW(moe.parameters(), 1e-2), []
+    for _ in range(6):
+        loss = (moe(x) - x).float().square().mean()
+        loss.backward()
+        assert all(p.grad is not None for p in moe.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    y = moe.eval()(x).detach()
+    assert relative_error(freeze(moe)(x), y) < 0.05  # shared experts are one op then
+
+
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
+def test_shared_experts_take_any_dtype(master):
+    moe = MoE(H, 24, 4, 2, shared_intermediate_size=16, trainable=True, dtype=master)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = moe(torch.randn(5, H, dtype=dtype))
+        assert y.dtype == dtype
+        y.sum().backward()
+
+
+# ---- What handles modules ----
+
+
+@KINDS
+def test_dequantize_gives_the_parameters_back(kind):
+    module = nn.Sequential(make(kind, dtype=torch.float32).eval())
+    parameters = dict(module.named_parameters())
+    parameters[f"0.{module[0].master_names[0]}"].requires_grad_(False)
+    plain = moefp8.dequantize(copy.copy(module), torch.float32)[0]
+    assert type(plain) is (nn.Linear if kind == "linear" else PlainExperts)
+    assert not plain.training
+    assert all(x is parameters[f"0.{name}"] for name, x in plain.named_parameters())
+    module = nn.Sequential(make(kind, dtype=torch.float32))
+    cast = moefp8.dequantize(module)[0]
+    assert all(x.dtype == torch.bfloat16 and x.requires_grad for x in cast.parameters())
+
+
+@KINDS
+def test_adapters_want_frozen_weights(kind):
+    model = nn.Sequential(make(kind))
+    with pytest.raises(ValueError, match=r"add_lora: 0 .* must be frozen.*moefp8\.freeze\(model\)"):
+        add_lora(model, rank=2)
+    assert model[0].trainable
+    assert all(x.requires_grad for x in model.parameters())
+    assert add_lora(freeze(model), rank=2)
+
+
+def test_frozen_parameters_are_those_that_ask_for_no_gradient():
+    model = nn.ModuleDict({"a": make("linear"), "b": make("experts", trainable=False)})
+    model["a"].weight.requires_grad_(False)
+    assert {*moefp8.frozen_parameters(model)} == {
+        "a.weight",
+        *(f"b.{name}" for name in model["b"].state_dict()),
+    }
