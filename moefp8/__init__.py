@@ -8,7 +8,7 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.adapters` trains 
 
 from . import adapters, checkpoint, deep_gemm, kernels, quant, routing, testing
 from .checkpoint import load_checkpoint, save_checkpoint
-from .distributed import frozen_parameters, prepare_ddp, shard
+from .distributed import frozen_parameters, prepare_ddp, prepare_fsdp, shard
 from .layers import (
     FP8Linear,
     GroupedExperts,
@@ -39,6 +39,7 @@ __all__ = [
     "load_checkpoint",
     "precompile",
     "prepare_ddp",
+    "prepare_fsdp",
     "quant",
     "routing",
     "save_checkpoint",

@@ -79,7 +79,8 @@ def _forward(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]:
     *tokens, gate_up_proj, down_proj = inputs[:5]
     gate_up = codes_of(gate_up_proj, parts=2, trusts=inputs.trusts)
     down = codes_of(down_proj, trusts=inputs.trusts)
-    given = (*tokens, *gate_up[:2], *down[:2], *inputs[5:10])
+    weights = gate_up.data, gate_up.scale_inv, down.data, down.scale_inv
+    given = (*tokens, *weights, *inputs[5:10])
     if inputs.saves:
         y, saved = experts_saving(*given)
         return y, saved

@@ -22,7 +22,7 @@ def target(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return torch.empty_like(weight, memory_format=torch.contiguous_format), False
+        return weight.new_empty(weight.shape), False
     _check(weight, main_grad)
     return main_grad, not getattr(weight, "overwrite_main_grad", False)
 

@@ -25,6 +25,7 @@ from ...quant.both import (
     whole_rows,
 )
 from ..kept import Made, belonging, belonging_if_any, has_memory
+from .gathered import GatheredCodes, GatheredWeight
 
 __all__ = ["WeightCodes", "codes_of", "codes_stay", "requantize"]
 
@@ -120,7 +121,9 @@ _known = _Known()
 _entering = threading.Lock()
 
 
-def codes_of(weight: torch.Tensor, parts: int = 1, *, trusts: bool = True) -> WeightCodes:
+def codes_of(
+    weight: torch.Tensor, parts: int = 1, *, trusts: bool = True
+) -> WeightCodes | GatheredCodes:
     """The codes of a master weight and of its transpose, as `quantize_128x128_both` makes them.
 
     They are kept, and made anew by one kernel in the same memory when
@@ -134,7 +137,7 @@ def codes_of(weight: torch.Tensor, parts: int = 1, *, trusts: bool = True) -> We
     - a graph is captured: see below;
     - `requantize` asks for it.
 
-    Of an inference tensor, which counts no versions, nothing is kept.
+    Of an inference tensor, which counts no versions, nothing is kept. A `GatheredWeight` has codes.
 
     While a stream is captured into a CUDA graph, codes are made inside the capture, once for each
     version: a graph of a whole step quantizes once each step, whatever its replay finds. A replay
@@ -155,6 +158,8 @@ def codes_of(weight: torch.Tensor, parts: int = 1, *, trusts: bool = True) -> We
         TypeError, ValueError: naming the argument, the rule and what came.
         RuntimeError: within `codes_stay`, if codes had to be made inside a capture.
     """
+    if isinstance(weight, GatheredWeight):
+        return GatheredCodes(weight, parts)
     if weight.is_inference() or not has_memory(weight):
         return quantize_128x128_both(weight, parts)
     of_storage, layout = belonging(weight, _OfStorage), _Layout.of(weight, parts)
