@@ -259,6 +259,48 @@ def test_a_trainer_goes_on_from_adapters_and_loads_the_best(tmp_path):
     assert changed(bytes_of(again), bytes_of(model))
 
 
+# ---- Master weights ----
+
+
+class MasterTrainer(Trainer):
+    """As docs/training.md tells it."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        moefp8.load_checkpoint(self.model, resume_from_checkpoint)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_trainer_trains_master_weights(family, tmp_path):
+    """All weights change, the loss falls, and what is saved is a plain checkpoint."""
+    model = moefp8.convert(model_of(family), trainable=True)
+    masters = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, FP8Linear | GroupedExperts)
+        for name in module.master_names
+    }
+    before, rows = bytes_of(model), [{"input_ids": x, "labels": x} for x in batch()]
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=6, per_device_train_batch_size=4, save_steps=3,
+        learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, report_to=[],
+        disable_tqdm=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    assert losses[-1] < 0.8 * losses[0], losses
+    after = bytes_of(model)
+    assert masters
+    assert masters <= changed(before, after)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6", dtype=torch.bfloat16)
+    assert not changed(after, bytes_of(moefp8.convert(plain, trainable=True)))
+    again = moefp8.convert(model_of(family), trainable=True)
+    MasterTrainer(again, arguments, train_dataset=rows).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
+    assert not changed(after, bytes_of(again))
+
+
 def test_a_copy_does_not_answer_for_its_original(fp8):
     model = fp8_of(fp8).requires_grad_(False)
     twin = copy.deepcopy(model)
