@@ -49,8 +49,19 @@ def ratio(row: Row, names: Iterable[str], mode: str = PAUSES, of: str = OURS) ->
 
 def tflops(row: Row, name: str, mode: str = PAUSES) -> float | None:
     """What a peer computes in a second; None where it did not run in this mode."""
-    us, with_pauses = fastest_us(row, (name,), mode), of_peer(row, name)
-    return None if us is None else with_pauses["tflops"] * with_pauses["us"] / us
+    return speed(row, name, "tflops", mode)
+
+
+def speed(row: Row, name: str, unit: str, mode: str = PAUSES) -> float | None:
+    """What a peer came to: "us", or work that its row tells by another unit.
+
+    None where it did not run in this mode.
+    """
+    found, with_pauses = of_peer(row, name, mode), of_peer(row, name)
+    if "us" not in found:
+        return None
+    us = float(found["us"])
+    return us if unit == "us" else float(with_pauses[unit] * with_pauses["us"] / us)
 
 
 def told_mode(row: Row) -> str:

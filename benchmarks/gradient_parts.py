@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks import gradient_cases
+from benchmarks import figures, gradient_cases
 from benchmarks import gradient_peers as peers
-from benchmarks.figures import PAUSES, Row, of_peer, told_ratio
+from benchmarks.figures import PAUSES, Row, told_ratio
 from benchmarks.gradient_cases import (
     MODELS,
     RANK,
@@ -111,12 +111,7 @@ def cases_of(part: str, models: Iterable[str], tokens: Iterable[int]) -> list[An
 
 def speed(row: Row, name: str, mode: str = PAUSES) -> float | None:
     """What a peer came to in the unit of the part; None where it did not run in this mode."""
-    found, unit = of_peer(row, name, mode), PARTS[row["part"]].unit
-    if "us" not in found:
-        return None
-    with_pauses = of_peer(row, name)
-    us = float(found["us"])
-    return us if unit == "us" else with_pauses[unit] * with_pauses["us"] / us
+    return figures.speed(row, name, PARTS[row["part"]].unit, mode)
 
 
 def gib_of(found: Row) -> str:

@@ -44,19 +44,24 @@ def _ours(keeps: bool, saved_dtype: torch.dtype) -> Callable[[ExpertsStep], Call
     return prepare
 
 
+def sorted_by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choices [T * k] in the order of their experts, and int32 [E], where those of each end."""
+    expert_of_row, order = index.flatten().sort()
+    experts = torch.arange(num_experts, device=index.device)
+    return order, torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
+
+
 def sorted_experts(num_experts: int, gate_up: GroupedMatmul, down: GroupedMatmul) -> Experts:
     """Experts of rows that are sorted by expert; `ends` [E] says where those of each end."""
 
     def run(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        (num_tokens, top_k), device = index.shape, x.device
-        expert_of_row, order = index.flatten().sort()
-        experts = torch.arange(num_experts, device=device)
-        ends = torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
+        num_tokens, top_k = index.shape
+        order, ends = sorted_by_expert(index, num_experts)
         gate, up = gate_up(x[order // top_k], ends).chunk(2, dim=-1)
         rows = down(F.silu(gate) * up, ends)
         rows = rows * weights.flatten()[order].to(rows.dtype)[:, None]
         back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=device)
+        back[order] = torch.arange(len(order), device=x.device)
         return rows[back].view(num_tokens, top_k, -1).sum(dim=1)
 
     return run

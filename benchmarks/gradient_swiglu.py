@@ -94,7 +94,7 @@ class SwigluOfExperts:
     def errors(self, results: dict[str, Results]) -> dict[str, dict[str, float]]:
         """Of the first expert, against FP32; a copy has 0 if it is one."""
         return {
-            name: self._errors(found) if name == OURS else {"error": _differs(found[0], self.bytes)}
+            name: self._errors(found) if name == OURS else {"error": differs(found[0], self.bytes)}
             for name, found in results.items()
         }
 
@@ -116,10 +116,14 @@ class SwigluOfExperts:
         of_rows = (grad * activated).sum(1)
         is_here = self.inputs.token_to_row < end
         of_choices = of_rows[self.inputs.token_to_row[is_here].long()]
+        columns = values_of_columns(found.gate_up_columns[0], found.gate_up_scale_inv[0], end)
+        of_activated = values_of_columns(
+            found.activated_columns[0], found.activated_scale_inv[0], end
+        )
         return {
             "error": error_of(rows.view(end, 2, -1)[..., :size], of_gate_up),
-            "error_of_columns": error_of(_columns(found[2:4], end), of_gate_up.flatten(1)),
-            "error_of_activated": error_of(_columns(found[4:6], end), weights * activated),
+            "error_of_columns": error_of(columns, of_gate_up.flatten(1)),
+            "error_of_activated": error_of(of_activated, weights * activated),
             "error_of_weights": error_of(found.of_weights[is_here], of_choices),
         }
 
@@ -137,9 +141,8 @@ def _bytes_moved(inputs: SwigluColumnsInputs) -> int:
     return read + codes + 4 * (num_blocks(num_rows * padded) + column_scales)
 
 
-def _columns(columns: tuple[torch.Tensor, ...], num_rows: int) -> torch.Tensor:
-    """fp32 [rows, features] of the first expert."""
-    data, scale_inv = (x[0] for x in columns)
+def values_of_columns(data: torch.Tensor, scale_inv: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """fp32 [rows, features] of column codes [B, features, 128], whose rows are of one expert."""
     features = data.shape[1]
     if scale_inv.shape[1] != features:  # one for 128 of them
         scale_inv = scale_inv.repeat_interleave(128, 1)[:, :features]
@@ -147,5 +150,5 @@ def _columns(columns: tuple[torch.Tensor, ...], num_rows: int) -> torch.Tensor:
     return values.transpose(1, 2).flatten(0, 1)[:num_rows]
 
 
-def _differs(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def differs(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(not torch.equal(actual, expected))

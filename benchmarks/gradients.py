@@ -29,9 +29,18 @@ from benchmarks.gradient_parts import (
     gib_of,
     speed,
 )
+from benchmarks.memory import peak_bytes
 from benchmarks.options import numbers, some_of
 from benchmarks.peers import OURS, Call, first_line
-from benchmarks.session import Rest, about_this_run, finish, first_calls, measured, write
+from benchmarks.session import (
+    Rest,
+    about_this_run,
+    finish,
+    first_calls,
+    leave_out_wrong,
+    measured,
+    write,
+)
 from benchmarks.timing import device_us_many, eager_us_many, layer_us_many
 from benchmarks.without_rest import num_copies
 
@@ -55,7 +64,7 @@ def measure(name_of_part: str, case: Any, rest: Rest) -> Row:
     for name, errors in operands.errors(first).items():
         found[name] |= errors
     first = {OURS: first[OURS]}  # others would take memory
-    _leave_out_wrong(calls, found)
+    leave_out_wrong(calls, found, MOST_ERROR)
     repeats = 5 if operands.work.get("tflops", 0) > 1000 * LONG_US else 15
     if part.is_step:
         _add_memory(name_of_part, operands, calls, found)
@@ -74,33 +83,12 @@ def measure(name_of_part: str, case: Any, rest: Rest) -> Row:
     return {**about, "peers": found}
 
 
-def _leave_out_wrong(calls: dict[str, Call], found: dict[str, Row]) -> None:
-    """Nobody is timed on garbage; if it is ours, that is an error."""
-    for name in list(calls):
-        errors = {key: error for key, error in found[name].items() if not error <= MOST_ERROR}
-        if errors and name == OURS:
-            raise RuntimeError(f"moefp8 is wrong: {errors}")
-        if errors:
-            del calls[name]
-            found[name]["refused"] = f"it is wrong: {errors}"
-
-
 def _add_memory(part: str, operands: Any, calls: dict[str, Call], found: dict[str, Row]) -> None:
     for name, call in calls.items():
         found[name]["step_bytes"] = peak_bytes(call)
         if part in OF_EXPERTS:
             num_weights = operands.case.model.num_experts * operands.case.model.weights_of_expert
             found[name]["weights_bytes"] = peers.WEIGHT_BYTES[name] * num_weights
-
-
-def peak_bytes(call: Call) -> int:
-    """How much a call has allocated at a time, beside what there was."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _is_long(found: Row) -> bool:

@@ -56,6 +56,26 @@ def first_calls(
     return calls, first, found
 
 
+def leave_out_wrong(
+    calls: dict[str, Call],
+    found: Mapping[str, Row],
+    most_error: float,
+    ours: Collection[str] = (OURS,),
+) -> None:
+    """Nobody is timed on garbage: keys of `found` that begin with "error" tell who gives it.
+
+    Who does loses its call, and is "refused". Raises RuntimeError if it is one of `ours`.
+    """
+    for name in list(calls):
+        told = {key: error for key, error in found[name].items() if key.startswith("error")}
+        errors = {key: error for key, error in told.items() if not error <= most_error}
+        if errors and name in ours:
+            raise RuntimeError(f"{name} is wrong: {errors}")
+        if errors:
+            del calls[name]
+            found[name]["refused"] = f"it is wrong: {errors}"
+
+
 def about_this_run(names: Iterable[str], rest: "Rest | None" = None) -> dict[str, Any]:
     """`circumstances()`, which DeepGEMM it is, how fast this GPU copies, and the turns without
     rest."""
@@ -104,6 +124,8 @@ class Rest(NamedTuple):
     ) -> None:
         """Add "without_rest" to each of `found` whose call is given; what fails is told.
 
+        What no CUDA graph could be made of, or may be, has "eager" in it: the host counts as well.
+
         copies: operands beside those of `calls`.
         captures: which of them may be captured as CUDA graphs; None: all.
         """
@@ -117,7 +139,8 @@ class Rest(NamedTuple):
             except Exception as error:
                 print(f"{peers[name].title} is not timed without rest: {first_line(error)}")
         for name, figures in without_rest(loops, OURS, self.rounds, self.seconds).items():
-            found[name]["without_rest"] = figures
+            eager = {} if loops[name].is_captured else {"eager": True}
+            found[name]["without_rest"] = figures | eager
 
 
 def measured(

@@ -50,6 +50,11 @@ class Loop(NamedTuple):
     num_calls: int
     kept: Sequence[Call] = ()
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether `run` replays a graph, so that no host is waited for."""
+        return bool(self.kept)
+
     @classmethod
     def over(cls, calls: Sequence[Call], us: float, *, captures: bool = True) -> "Loop":
         """Calls of about `us` each, in turns; as a CUDA graph if that is wanted and possible."""
