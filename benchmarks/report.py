@@ -23,6 +23,7 @@ from benchmarks.model import plot as model_plot
 from benchmarks.model import table as model_table
 from benchmarks.moe_tables import layers_tables, moe_tables
 from benchmarks.pages import Results
+from benchmarks.training import table as training_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -152,6 +153,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "moe": moe_tables,
     "moe_layers": layers_tables,
     "gradients": gradient_tables.gradients_tables,
+    "training": training_table.tables,
     "model": model_table.tables,
     "families": families.table,
     "convergence": convergence_table.tables,
