@@ -26,7 +26,8 @@ from ...kernels.gemm.k_grouped import k_grouped_gemm
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import quantize_128x1
 from ...quant.quantize import quantize_1x128
-from ...routing import RoutingPlan, build_plan, combine, dispatch
+from ...routing.combine import sum_rows
+from ...routing.dispatch import dispatch_rows
 from ..autograd import first_order, records
 from ..expert_configs import Sizes
 from ..experts import experts, experts_saving
@@ -38,7 +39,7 @@ from ..workspace import num_parts_of
 from . import main_grad
 from .experts_launch import Options, Tensors, launch_backward
 from .linear import Wgrad, as_written
-from .rows import quantized_rows
+from .rows import quantized_rows, tokens_of_rows
 from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
 from .weights import codes_of
 
@@ -195,17 +196,14 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
     grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, of_gate_up, of_down = inputs[:10]
     limit, expert_offset, num_global_experts, blocks = inputs[12:]
     num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
-    plan = build_plan(ids, num_experts, expert_offset=rank[0], num_global_experts=rank[1])
-    offsets, to_token = plan.expert_offsets, plan.row_to_token
-    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    to_token = tokens_of_rows(to_row, ids.numel())
     of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     of_swiglu = SwigluColumnsGradients(
-        *swiglu_columns_backward(
-            of_activated, *gate_up, offsets, plan.token_to_row, weights, limit, blocks
-        )
+        *swiglu_columns_backward(of_activated, *gate_up, offsets, to_row, weights, limit, blocks)
     )
     of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
-    dx = combine(of_rows, plan, of_swiglu.is_first)
+    dx = sum_rows(of_rows, to_row, of_swiglu.is_first)
     if of_down is not None:
         of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
         activated = of_swiglu.activated_columns, of_swiglu.activated_scale_inv
@@ -284,13 +282,7 @@ def _gradients(
     x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
     *others, wgrad = options
     if wgrad == "bf16":
-        plan = build_plan(
-            ids,
-            len(down_proj),
-            expert_offset=options.expert_offset,
-            num_global_experts=options.num_global_experts,
-        )
-        return _with_bf16_weights(grad, saved, options, needs, plan)
+        return _with_bf16_weights(grad, saved, options, needs)
     masters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     targets = {name: main_grad.target(x) for name, x in masters.items() if needs[name]}
     written = {name: as_written(d) for name, (d, _) in targets.items()}
@@ -313,34 +305,32 @@ def _with_bf16_weights(
     saved: _Saved,
     options: _Options,
     needs: dict[str, bool],
-    plan: RoutingPlan,
 ) -> _Gradients:
     """The same, with gradients in weights by BF16 products of rows that were not quantized."""
     x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
     found: _Gradients = {}
-    offsets, num_experts = plan.expert_offsets, len(down_proj)
+    num_experts = len(down_proj)
     if gate_up_scales is not None:
         values = dequantize(BlockScaled(gate_up, gate_up_scales), torch.bfloat16)
         gate_up = values.unflatten(0, (-1, 2))
     rank = options.expert_offset, options.num_global_experts
-    rows = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    to_token = tokens_of_rows(to_row, ids.numel())
     of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     through = SwigluGradients(
-        *swiglu_rows_backward(
-            of_activated, gate_up, plan.token_to_row, weights, options.swiglu_limit
-        )
+        *swiglu_rows_backward(of_activated, gate_up, to_row, weights, options.swiglu_limit)
     )
     found["top_k_weights"] = through.of_weights
     if needs["down_proj"]:
         activated = swiglu_rows(gate_up, options.swiglu_limit)
         weighted = (through.weight_of_row[:, None] * activated).bfloat16()
-        of_y = dispatch(grad.bfloat16(), plan)
+        of_y = dispatch_rows(grad.bfloat16(), to_token)
         found["down_proj"] = _put(down_proj, grouped_outer(of_y, weighted, offsets))
     if needs["hidden_states"]:
         of_rows = trained_dgrad(*through[:2], gate_up_proj, offsets, 2)
-        found["hidden_states"] = combine(of_rows, plan, through.is_first)
+        found["hidden_states"] = sum_rows(of_rows, to_row, through.is_first)
     if needs["gate_up_proj"]:
-        of_x = dispatch(x.bfloat16(), plan)
+        of_x = dispatch_rows(x.bfloat16(), to_token)
         product = grouped_outer(through.of_gate_up.flatten(1), of_x, offsets)
         found["gate_up_proj"] = _put(gate_up_proj, product)
     return found

@@ -37,7 +37,19 @@ class RowsInputs(NamedTuple):
     min_amax: float
 
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # codes, scales
+class Rows(NamedTuple):
+    """What `quantized_rows` gives. Rows of no expert are not defined.
+
+    data, scale_inv: e4m3 [R, H] and fp32 scales of 1x128 blocks [R, ceil(H/128)].
+    expert_offsets, token_to_row: int32 [E + 1] and [T, k], where the rows lie, as those of a
+        forward with the same choices do. A token that names one expert twice has one row for both
+        choices in PyTorch, and two on a Hopper GPU.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    expert_offsets: torch.Tensor
+    token_to_row: torch.Tensor
 
 
 def _allocate(inputs: RowsInputs) -> Rows:
@@ -49,7 +61,12 @@ def _allocate(inputs: RowsInputs) -> Rows:
     check_shape(_OP, "top_k_index", ids, [len(x), ids.shape[1]], "[T, k] for x [T, H]")
     num_rows, h = ids.numel(), x.shape[1]
     data = x.new_empty((num_rows, round_up(h, 16)), dtype=E4M3)[:, :h]
-    return data, empty_tma_aligned((num_rows, num_blocks(h)), x.device)
+    return Rows(
+        data,
+        empty_tma_aligned((num_rows, num_blocks(h)), x.device),
+        ids.new_empty(inputs.num_experts + 1, dtype=torch.int32),
+        ids.new_empty(ids.shape, dtype=torch.int32),
+    )
 
 
 def _body(inputs: RowsInputs) -> Rows:
@@ -58,23 +75,28 @@ def _body(inputs: RowsInputs) -> Rows:
     plan = build_plan(
         ids, num_experts, expert_offset=expert_offset, num_global_experts=num_global_experts
     )
-    for y, value in zip(found, quantize_1x128(x, False, min_amax), strict=True):
-        rows = dispatch_rows(value, plan.row_to_token)
+    codes, scales = (
+        dispatch_rows(y, plan.row_to_token) for y in quantize_1x128(x, False, min_amax)
+    )
+    for y, value in zip(
+        found, (codes, scales, plan.expert_offsets, plan.token_to_row), strict=True
+    ):
         if y.dtype == E4M3:
-            y.view(torch.uint8).copy_(rows.view(torch.uint8))
+            y.view(torch.uint8).copy_(value.view(torch.uint8))
         else:
-            y.copy_(rows)
+            y.copy_(value)
     return found
 
 
-_X, _IDS, _ROWS, _SCALES, _MEMORY = map(Source, range(5))
+_X, _IDS, _ROWS, _SCALES, _OFFSETS, _TO_ROW, _MEMORY = map(Source, range(7))
 
 
 def _launch(inputs: RowsInputs) -> Rows:
-    data, scale_inv = _allocate(inputs)
+    found = _allocate(inputs)
+    data, scale_inv = found[:2]
     x, ids, num_experts, expert_offset, _, min_amax = inputs
     if data.numel() == 0:
-        return data, scale_inv
+        return _body(inputs)
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_tokens, top_k), at = ids.shape, [0]
 
@@ -99,8 +121,8 @@ def _launch(inputs: RowsInputs) -> Rows:
                 routing=RoutingSources(
                     ids=_IDS,
                     tokens_per_expert=place(4 * num_experts),
-                    expert_offsets=place(4 * num_experts + 4),
-                    token_to_row=place(4 * ids.numel()),
+                    expert_offsets=_OFFSETS,
+                    token_to_row=_TO_ROW,
                 ),
             ),
             expert_offset=expert_offset,
@@ -109,13 +131,27 @@ def _launch(inputs: RowsInputs) -> Rows:
         return Launches(launches, at[-1])
 
     key = (_OP, layout_of(x), layout_of(ids), x.data_ptr() % 16, *inputs[2:])
-    addresses = (x.data_ptr(), ids.data_ptr(), data.data_ptr(), scale_inv.data_ptr())
+    addresses = tuple([y.data_ptr() for y in (x, ids, *found)])
     prepared(key, prepare)(x.get_device(), addresses)
-    return data, scale_inv
+    return found
 
 
 quantized_rows = register_inputs(
-    _OP, RowsInputs, "(Tensor, Tensor)", cpu=_body, fake=_allocate, hopper=_launch
+    _OP,
+    RowsInputs,
+    "(Tensor data, Tensor scale_inv, Tensor expert_offsets, Tensor token_to_row)",
+    cpu=_body,
+    fake=_allocate,
+    hopper=_launch,
 )
-"""`RowsInputs` -> (e4m3 [R, H], fp32 scales of 1x128 blocks [R, ceil(H/128)]), in the rows of
-`build_plan` with the same arguments. Rows of no expert are not defined."""
+"""`RowsInputs` -> `Rows`: a plan of the rows, and each row's token quantized. Raises TypeError,
+ValueError."""
+
+
+def tokens_of_rows(token_to_row: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int32 [R]: the token of each row, and -1 for rows of no choice."""
+    num_tokens, top_k = token_to_row.shape
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=token_to_row.device)
+    at = token_to_row.long().masked_fill(token_to_row < 0, num_rows).flatten()
+    of_rows = tokens.new_full((num_rows + 1,), -1)
+    return of_rows.scatter_(0, at, tokens.repeat_interleave(top_k))[:num_rows]

@@ -97,7 +97,7 @@ def assert_right(found: Found, right: Found, worst: float = 0.08) -> None:
                 assert errors.median() < 1e-2, name
     for came, wanted in zip(found[:3], right[:3], strict=True):
         errors = errors_of(came, wanted)
-        assert errors.numel() == 0 or errors.max() < 0.03
+        assert errors.numel() == 0 or errors.max() < (0.1 if came.is_cuda else 0.03)
 
 
 @on_cpu_and_gpu
