@@ -55,7 +55,7 @@ def _raise_no_gradient(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> 
     raise NotImplementedError(
         f"{layer}: FP8 weights and their scales have no gradient; freeze them (requires_grad_("
         "False)) and train adapters beside them (moefp8.adapters.add_lora), or train master "
-        "weights: moefp8.dequantize(model)"
+        "weights: moefp8.unfreeze(model), or moefp8.convert(model, trainable=True) of plain modules"
     )
 
 

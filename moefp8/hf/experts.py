@@ -47,7 +47,8 @@ def experts_forward(
     model.
 
     Gradients flow to hidden states, weights of choices, biases and norms. The weights that were
-    quantized have none: `backward()` raises NotImplementedError if one asks.
+    quantized have none: `backward()` raises NotImplementedError if one asks; they train in FP8
+    after `moefp8.convert(model, trainable=True)`.
     """
     if "parametrizations" in module._modules:
         _refuse_parametrized(module)

@@ -36,6 +36,7 @@ from ..layers.adapter import check_no_adapters
 from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
 from ..layers.saving import ADOPTERS, KNOWERS
+from ..layers.trainable import TrainableModule
 from .config import METHOD, FP8Config
 from .filled import check_filled
 from .merge import SCALE, copying_once, is_target, with_scales
@@ -51,7 +52,8 @@ class FP8Quantizer(HfQuantizer):
     model lacks is one when all is read (`check_filled`).
 
     is_trainable: gradients flow through FP8 weights, which stay as they are, to whatever else asks
-        for one: adapters, norms, routers, embeddings.
+        for one: adapters, norms, routers, embeddings; and to master weights after
+        `moefp8.unfreeze(model)`.
     conversion: what became FP8, and what stayed, in a checkpoint that was not FP8.
     """
 
@@ -182,7 +184,12 @@ class FP8Quantizer(HfQuantizer):
             recorded = getattr(model, "_weight_conversions", None)
             self._known = recorded or get_model_conversion_mapping(model)
         plan = plan_conversion(model, filter_fn=lambda module, name: False)
-        self.quantization_config.kept = sorted(plan.kept)
+        trained = (
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, TrainableModule) and module.trainable
+        )
+        self.quantization_config.kept = sorted({*plan.kept, *trained})
         conversions = self.update_weight_conversions(self._known, model)
         model._weight_conversions = [
             x for x in conversions if not (_renames(x, stacks) or _cuts(x, names))
