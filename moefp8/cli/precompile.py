@@ -10,7 +10,7 @@ from ..checkpoint.errors import printable
 from ..checkpoint.inspect.fp8 import Layers
 from ..distributed.shard import Kind, shard
 from ..kernels.jit import cache_state
-from ..layers import GroupedExperts
+from ..layers import GroupedExperts, unfreeze
 from ..precompile import layers as ahead
 
 
@@ -19,6 +19,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add_sizes_to(parser)
     parser.add_argument("--dtype", choices=ahead.DTYPES, default="bfloat16", help="of activations")
     parser.add_argument("--backward", action="store_true", help="also for gradients")
+    parser.add_argument(
+        "--unfreeze",
+        choices=ahead.DTYPES,
+        help="for master weights of that dtype, as moefp8.unfreeze(model) makes them",
+    )
     parser.add_argument("--num-sms", type=int, help="of the GPU, if it is not this machine's")
     parser.add_argument("--num-threads", type=int, help="that compile (default: all processors)")
 
@@ -67,8 +72,11 @@ def parts_of_ranks(layers: Layers, num_ranks: int) -> nn.ModuleList:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    layers = layers_of(arguments.checkpoint, arguments.top_k)
+    if arguments.unfreeze:
+        unfreeze(layers, ahead.DTYPES[arguments.unfreeze])
     done = ahead.precompile(
-        parts_of_ranks(layers_of(arguments.checkpoint, arguments.top_k), num_ranks_of(arguments)),
+        parts_of_ranks(layers, num_ranks_of(arguments)),
         arguments.max_tokens,
         dtype=ahead.DTYPES[arguments.dtype],
         backward=arguments.backward,

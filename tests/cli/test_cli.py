@@ -225,6 +225,18 @@ def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, monkeypa
     assert set(named) > {*ahead.kernels_of(layers, 8, **options)}
 
 
+@pytest.mark.parametrize("master", ["bfloat16", "float32"])
+def test_the_kernels_of_master_weights_are_compiled_if_asked_for(checkpoint, monkeypatch, master):
+    named = []
+    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
+    options = ["--max-tokens", "8", "--backward", "--unfreeze", master]
+    assert main(["precompile", str(checkpoint), *options]) == 0
+    layers = moefp8.unfreeze(fp8_layers(checkpoint), getattr(torch, master))
+    options = {"dtype": torch.bfloat16, "backward": True}
+    assert set(named) == {*ahead.kernels_of(layers, 8, **options)}
+    assert any(kernel.source.name == "k_grouped.cu" for kernel in named)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
