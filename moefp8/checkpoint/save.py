@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..layers.adapter import adapters_of
 from ..layers.parts import parts_of
@@ -86,6 +87,11 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
         key, tensor = _key(slot, record), slot.owner.tensor
         if tensor.is_meta:
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
+        elif is_traceable_wrapper_subclass(tensor):
+            problems.append(
+                f"{slot.name}: a {type(tensor).__name__} has no memory of its own; save before "
+                "sharding or wrapping the model, or by torch.distributed.checkpoint"
+            )
         elif key in tensors:
             problems.append(f"{slot.name}: its key {key} is that of another tensor already")
         elif tensor.layout is not torch.strided:

@@ -12,6 +12,7 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear
+from moefp8.checkpoint import CheckpointError
 from tests.distributed.trained_cases import (
     EXACT,
     RANKS,
@@ -173,6 +174,15 @@ def test_a_prepared_model_is_copied_cast_and_pickled():
     model.bfloat16()
     assert model.first.weight.dtype == torch.bfloat16
     assert model(batch(0).bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_prepared_model_is_no_checkpoint(tmp_path):
+    model = moefp8.prepare_fsdp(nn.Sequential(FP8Linear(8, 16, trainable=True)))
+    with pytest.raises(CheckpointError, match=r"0\.weight: a ShardedWeight .*; save before"):
+        moefp8.save_checkpoint(model, tmp_path / "saved")
+    moefp8.save_checkpoint(nn.Sequential(FP8Linear(8, 16)), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"0\.weight: a ShardedWeight .*; load before"):
+        moefp8.load_checkpoint(model, tmp_path / "saved")
 
 
 def test_tied_weights_stay_tied():
