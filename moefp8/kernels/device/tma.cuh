@@ -80,9 +80,10 @@ __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_g
 
 // Adds a box to what a 3-D map's tensor holds; what is out of bounds is not written.
 __device__ inline void tma_add(const TensorMap& map, const void* source, Corner at) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-               "r"(shared_address(source)), "r"(at.x), "r"(at.y), "r"(at.z)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(shared_address(source)), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
 }
 
 // Waits until all committed stores of this thread but the last kPending have read their shared memory.

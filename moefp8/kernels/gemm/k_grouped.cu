@@ -1,5 +1,5 @@
-// The GEMM of gradients in weights on Hopper: d[e][M, N] = sum over the tokens t of expert e of a[:, t] b[:, t]^T, with a
-// scale for 128 tokens of a feature on both sides.
+// The GEMM of gradients in weights on Hopper: d[e][M, N] = sum over the tokens t of expert e of a[:, t] b[:, t]^T. a
+// has a scale for 128 tokens of a feature, and so has b, or one for 128 features, too.
 //
 // a is [B, M, 128] and b [B, N, 128] in E4M3: blocks of 128 tokens, which lie side by side. Only the device knows which
 // tokens are of which expert. The kernel is persistent and warp-specialised, as gemm.cu is: one warp loads stages, the
@@ -73,8 +73,8 @@ struct Shared {
   Barrier empty[C.stages];
 };
 
-// The tiles of this CTA, one after the other, expert by expert. All tiles of an expert take equally long, and each round
-// over the CTAs has tiles of one or two experts, so nobody waits for others at the end.
+// The tiles of this CTA, one after the other, expert by expert. All tiles of an expert take equally long, and each
+// round over the CTAs has tiles of one or two experts, so nobody waits for others at the end.
 template <KGroupedConfig C>
 struct Schedule {
   struct Tile {
@@ -85,8 +85,8 @@ struct Schedule {
   Tile next;                    // found while the tile before is computed, since it takes as long as a block of tokens
   int expert, row, col;         // where the tile lies
   int first_block, num_blocks;  // of the expert's tokens
-  int block;                    // the next one, counted from the expert's first. The last one comes first: of its tokens
-  int first_steps;              // only some exist, which take so many WGMMAs
+  int block;                    // the next one, counted from the expert's first; -1 is the last one, which comes first:
+  int first_steps;              // of its tokens only some exist, which take so many WGMMAs
   int stage = 0;
   uint32_t parity = 0;
   bool done;
@@ -178,7 +178,7 @@ struct Thread {
 };
 
 // The scales of a block of tokens that a thread needs, for all parts. Those of single columns are the reason why a
-// warpgroup has its parts below each other: shared memory, from which they come, is what the tensor cores wait for, too.
+// warpgroup has its parts below each other: they come from shared memory, which the tensor cores wait for, too.
 template <KGroupedConfig C, bool kBlocksB = C.blocks_b>
 struct Scales {
   float rows[C.parts][2];
@@ -226,8 +226,8 @@ struct ProductBuffer {
 #pragma unroll
     for (int i = 0; i < kBlock / kStep; ++i) {
       if (kIsWhole || i < schedule.first_steps) {
-        wgmma<C.tile_n>(products, wgmma_descriptor(a + i * kDescriptorStepK), wgmma_descriptor(b + i * kDescriptorStepK),
-                        i > 0);
+        const uint32_t step = i * kDescriptorStepK;
+        wgmma<C.tile_n>(products, wgmma_descriptor(a + step), wgmma_descriptor(b + step), i > 0);
       }
     }
     wgmma_commit();
@@ -296,7 +296,10 @@ __device__ void store_part(const float (&total)[C.tile_n / 2], const Arguments& 
       for (int j = 0; j < C.tile_n / 8; j += 4) {  // four groups of 8 columns: each lane gets one of them
         uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = pack_bf16(total[4 * (j + i) + 2 * half], total[4 * (j + i) + 2 * half + 1]);
+        for (int i = 0; i < 4; ++i) {
+          const int first = 4 * (j + i) + 2 * half;
+          words[i] = pack_bf16(total[first], total[first + 1]);
+        }
         transpose_words(words, thread.lane);
         int first = col + (j + thread.lane % 4) * 8;
         asm volatile("" : "+r"(first));  // else the compiler forms all addresses ahead of all stores
@@ -331,20 +334,22 @@ __device__ void store_part(const float (&total)[C.tile_n / 2], const Arguments& 
 
 // Stores one part of a tile through shared memory. Rows of a box are 128 B long, and its units of 16 B are swizzled.
 template <KGroupedConfig C>
-__device__ void store_staged(const float (&total)[C.tile_n / 2], Shared<C>& shared, const Maps& maps, int expert, int row,
-                             int col, int part, const Thread<C>& thread) {
+__device__ void store_staged(const float (&total)[C.tile_n / 2], Shared<C>& shared, const Maps& maps, int expert,
+                             int row, int col, int part, const Thread<C>& thread) {
   uint8_t(&boxes)[C.output_boxes][64 * 128] = shared.output.boxes[thread.group][part % C.output_buffers];
   const bool is_first = threadIdx.x % kWarpgroup == 0;
   if (is_first) tma_store_wait_read<C.output_buffers - 1>();
   named_barrier<kWarpgroup>(1 + thread.group);
   const int warp_row = threadIdx.x % kWarpgroup / kWarp * 16;
   if constexpr (C.output == Output::kBFloat16) {
-    // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8 of matrix l / 8.
+    // Four matrices at a time: rows 0-7 and 8-15 of two groups of 8 columns. Lane l addresses row l % 8 of matrix
+    // l / 8.
 #pragma unroll
     for (int j = 0; j < C.tile_n / 8; j += 2) {
       const int y = warp_row + thread.lane % 16, unit = (j + thread.lane / 16) % 8 ^ y % 8;
       const auto packed = [&](int i) { return pack_bf16(total[4 * j + 2 * i], total[4 * j + 2 * i + 1]); };
-      store_matrices<false>(shared_address(boxes[j / 8]) + y * 128 + unit * 16, packed(0), packed(1), packed(2), packed(3));
+      const uint32_t address = shared_address(boxes[j / 8]) + y * 128 + unit * 16;
+      store_matrices<false>(address, packed(0), packed(1), packed(2), packed(3));
     }
   } else {
 #pragma unroll
