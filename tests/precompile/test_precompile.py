@@ -19,7 +19,7 @@ from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
-from moefp8.routing import plan_launch, sigmoid_group_topk, softmax_topk
+from moefp8.routing import dispatch_launch, plan_launch, sigmoid_group_topk, softmax_topk
 from tests.fakes.emulator import Emulator, FakeDriver
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import forget
@@ -75,22 +75,30 @@ def step(model: Model, tokens: int, dtype: torch.dtype) -> None:
         experts(x, ids, torch.ones(tokens, top_k)).sum().backward()
 
 
+WORKSPACE = 1 << 20  # what is no memory; it ends below 2^40
+
+
 class Idle(Emulator):
     """It runs nothing; in a plan, all tokens have row 0, which is token 0 and of no expert."""
 
     def compute(self, made, parameters):
-        if made.kernel.source.stem != "plan":
+        stem = made.kernel.source.stem
+        if stem not in ("plan", "dispatch"):
             return
-        plan = plan_launch._Arguments.from_address(parameters[-1])
-        of, num_rows = plan.routing, plan.num_rows
-        for address, size in (
+        room = plan_launch if stem == "plan" else dispatch_launch
+        arguments = room._Arguments.from_address(parameters[-1])
+        of = arguments.routing
+        maps = [
             (of.tokens_per_expert, of.num_experts),
             (of.expert_offsets, of.num_experts + 1),
             (of.token_to_row, of.num_tokens * of.top_k),
-            (plan.row_to_token, num_rows),
-            (plan.row_to_expert, num_rows),
-        ):
-            ctypes.memset(address, 0, 4 * size)
+        ]
+        if stem == "plan":
+            num_rows = arguments.num_rows
+            maps += [(arguments.row_to_token, num_rows), (arguments.row_to_expert, num_rows)]
+        for address, size in maps:
+            if address >= 1 << 40:
+                ctypes.memset(address, 0, 4 * size)
 
 
 class IdleDriver(FakeDriver):
@@ -100,7 +108,7 @@ class IdleDriver(FakeDriver):
         super().__init__(library=Idle())
 
     def allocate(self, num_bytes: int, stream: int) -> int:
-        return 1 << 20
+        return WORKSPACE
 
 
 def kernels_of(model: nn.Module, max_tokens: int = 64, **options) -> set[jit.Kernel]:

@@ -152,6 +152,7 @@ def tokens_of_rows(token_to_row: torch.Tensor, num_rows: int) -> torch.Tensor:
     """int32 [R]: the token of each row, and -1 for rows of no choice."""
     num_tokens, top_k = token_to_row.shape
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=token_to_row.device)
-    at = token_to_row.long().masked_fill(token_to_row < 0, num_rows).flatten()
+    is_none = (token_to_row < 0) | (token_to_row >= num_rows)
+    at = token_to_row.long().masked_fill(is_none, num_rows).flatten()
     of_rows = tokens.new_full((num_rows + 1,), -1)
     return of_rows.scatter_(0, at, tokens.repeat_interleave(top_k))[:num_rows]
