@@ -62,13 +62,13 @@ def _dgrad(
     parts: int,
     keeps: bool | None,
 ) -> torch.Tensor:
-    of_rows = _allocate_dgrad(data, scale_inv, weight)
+    of_rows = empty_dgrad(data, scale_inv, weight)
     b = transposed(weight, keeps, parts), weight_scale_inv.mT
     m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
     return of_rows
 
 
-def _allocate_dgrad(
+def empty_dgrad(
     data: torch.Tensor, scale_inv: torch.Tensor, weight: torch.Tensor, *_: Any
 ) -> torch.Tensor:
     k = weight.shape[2]
@@ -80,7 +80,7 @@ grouped_dgrad = register(
     "grouped_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor weight_scale_inv, "
     "Tensor expert_offsets, int parts, bool? keeps) -> Tensor",
     cpu=_dgrad,
-    fake=_allocate_dgrad,
+    fake=empty_dgrad,
     hopper=_dgrad,
     cuda=_dgrad,
 )

@@ -19,6 +19,7 @@ from ..kernels.common.blocks import (
 )
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.operands import Operands
+from ..kernels.jit import Source
 from ..routing.dispatch_launch import most_count_bytes
 from .expert_configs import Sizes
 
@@ -58,6 +59,22 @@ class Workspace(NamedTuple):
             2 * 4,
         )
         return cls(0, token_bytes, *_places(lengths))
+
+
+class Memory:
+    """Places in a workspace that are taken one behind the other, for the sources of launches.
+
+    size: how large the workspace has to be for those that were taken, in bytes.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.size = source, 0
+
+    def take(self, num_bytes: int) -> Source:
+        """The next place for so many bytes."""
+        place = self._source._replace(plus=self.size)
+        self.size = round_up(self.size + num_bytes, _ALIGNMENT)
+        return place
 
 
 def _places(lengths: Iterable[int]) -> list[int]:

@@ -50,9 +50,16 @@ def weights(made) -> None:
     found, is_first = weights_of_rows(token_to_row, of_choices, x.num_rows)
     rows = token_to_row[token_to_row >= 0].long()
     weight_of_row = memory(x.weight_of_row, torch.float32, [x.num_rows], [1])
-    assert not weight_of_row.view(torch.int32).any()
+    offsets = memory(x.expert_offsets, torch.int32, [x.num_experts + 1], [1])
+    begin, end = offsets.clamp(0, x.num_rows)[[0, -1]].tolist()
+    without_choice = torch.ones(x.num_rows, dtype=torch.bool).index_fill(0, rows, False)
+    assert not weight_of_row.view(torch.int32)[begin:end][without_choice[begin:end]].any()
     weight_of_row[rows] = torch.where(found == 0, -0.0, found)[rows]
     memory(x.is_first, torch.float32, [x.num_choices], [1]).copy_(is_first.flatten())
+    if x.row_to_token is not None:
+        tokens = torch.arange(len(token_to_row), dtype=torch.int32)[:, None]
+        row_to_token = memory(x.row_to_token, torch.int32, [x.num_rows], [1])
+        row_to_token[rows] = tokens.expand_as(token_to_row)[token_to_row >= 0]
 
 
 def sums(made) -> None:

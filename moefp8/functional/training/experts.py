@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, ceil_div, round_up
+from ...kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, ceil_div
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.registry import Written, register, register_inputs
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
@@ -33,6 +33,7 @@ from ..expert_configs import Sizes
 from ..experts import experts, experts_saving
 from ..experts_backward import check_saved_dtype
 from ..grouped_bf16 import grouped_outer
+from ..grouped_linear import empty_dgrad
 from ..swiglu import empty_gate_up
 from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
 from ..workspace import num_parts_of
@@ -107,25 +108,18 @@ def _dgrad(
     expert_offsets: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    of_rows = _allocate_dgrad(data, scale_inv, weight)
+    of_rows = empty_dgrad(data, scale_inv, weight)
     codes = codes_of(weight, parts)
     b = codes.transposed, codes.scale_inv.mT
     m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
     return of_rows
 
 
-def _allocate_dgrad(
-    data: torch.Tensor, scale_inv: torch.Tensor, weight: torch.Tensor, *_: Any
-) -> torch.Tensor:
-    k = weight.shape[2]
-    return data.new_empty((len(data), round_up(k, 8)), dtype=torch.bfloat16)[:, :k]
-
-
 trained_dgrad = register(
     "trained_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor expert_offsets, int parts)"
     " -> Tensor",
     cpu=_dgrad,
-    fake=_allocate_dgrad,
+    fake=empty_dgrad,
     hopper=_dgrad,
 )
 """bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as

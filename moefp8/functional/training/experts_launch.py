@@ -45,8 +45,7 @@ from ...routing.plan_launch import RoutingSources
 from ..expert_configs import Sizes, backward_configs, mean_load
 from ..experts_launch import expected_tiles, takes_tiles
 from ..swiglu import as_saved
-from ..workspace import backward_operands_of, scale_pitch
-from .linear_launch import Memory
+from ..workspace import Memory, backward_operands_of, scale_pitch
 from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
 
 _OP = "trained_experts_backward"

@@ -19,7 +19,7 @@ from ...kernels.common.checks import (
     check_tensor,
 )
 from ...kernels.common.registry import Written, register_inputs
-from ...kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
+from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
 from ...quant.columns import empty_columns, quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
@@ -93,27 +93,14 @@ def _allocate(inputs: TrainedLinearInputs) -> Trained:
     return _empty(x, len(inputs.weight)), *columns
 
 
-def _multiply(
-    a: tuple[torch.Tensor, torch.Tensor],
-    b: tuple[torch.Tensor, torch.Tensor],
-    y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y = a b^T + bias, where weights are older than the kernel that made the codes a."""
-    if a[0].device.type == "cpu":
-        result = block_scaled_matmul(*a, *b)
-        return y.copy_(result if bias is None else result + bias.float())
-    launch_dense(DenseInputs(*a, *b, y, bias), programmatic=True)
-    return y
-
-
 def _forward(inputs: TrainedLinearInputs) -> Trained:
     x, weight, bias, trusts, saves, blocks = inputs
     codes = codes_of(weight, trusts=trusts)
     if not saves:
         return fp8_linear(x, codes.data, codes.scale_inv, bias), *nothing_of(x)
     *rows, data, scale_inv = quantize_1x128_and_128x1(x, None, False, MIN_AMAX, blocks)
-    y = _multiply((rows[0], rows[1]), (codes.data, codes.scale_inv), _empty(x, len(weight)), bias)
+    y = _empty(x, len(weight))
+    fp8_gemm_nt((rows[0], rows[1]), (codes.data, codes.scale_inv), y, bias=bias)
     return y, data, scale_inv
 
 
@@ -190,7 +177,7 @@ def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     elif wants_x:
         found = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
     if codes:
-        _multiply((found[0], found[1]), (codes.transposed, codes.scale_inv.mT), dx)
+        fp8_gemm_nt((found[0], found[1]), (codes.transposed, codes.scale_inv.mT), dx)
     if d is not None:
         k_grouped_gemm(*found[2:], *of_x, d, None, len(grad), accumulates)
     return dx

@@ -28,21 +28,9 @@ from ...kernels.gemm.tuned import config_source_of
 from ...kernels.jit import Launch, Source, current_driver
 from ...quant.columns import empty_columns
 from ...quant.columns_launch import ColumnsSources, prepare_columns
+from ..workspace import Memory
 
 _OP = "trained_linear"
-_ALIGNMENT = 256
-
-
-class Memory:
-    """Places in a workspace, one behind the other."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.size = source, 0
-
-    def take(self, num_bytes: int) -> Source:
-        place = self._source._replace(plus=self.size)
-        self.size = round_up(self.size + num_bytes, _ALIGNMENT)
-        return place
 
 
 class Codes(NamedTuple):
@@ -62,7 +50,7 @@ def _prepare_product(
     x: torch.Tensor,
     codes: Codes,
     memory: Memory,
-    columns: tuple[torch.Tensor, tuple[Source, Source]] | None,
+    columns: tuple[torch.Tensor, tuple[Source, Source]],
     sources: tuple[Source, Source, Source, Source],
     *,
     bias: torch.Tensor | None = None,
@@ -80,7 +68,6 @@ def _prepare_product(
     of_x, of_codes, of_scales, of_y = sources
     rows, scale_pitch = memory.take(m * k), round_up(m, 4)
     row_scales = memory.take(num_blocks(k) * scale_pitch * 4)
-    assert columns is not None
     scale_inv, (of_columns, of_column_scales) = columns
     quantize = prepare_columns(
         x,

@@ -17,6 +17,7 @@ from ...routing.dispatch import dispatch_rows
 from ...routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
 from ...routing.plan import build_plan
 from ...routing.plan_launch import RoutingSources
+from ..workspace import Memory
 
 _OP = "quantized_rows"
 
@@ -98,13 +99,10 @@ def _launch(inputs: RowsInputs) -> Rows:
     if data.numel() == 0:
         return _body(inputs)
     x = x if x.stride(1) == 1 else x.contiguous()
-    (num_tokens, top_k), at = ids.shape, [0]
-
-    def place(num_bytes: int) -> Source:
-        at.append(round_up(at[-1] + num_bytes, 256))
-        return _MEMORY._replace(plus=at[-2])
+    num_tokens, top_k = ids.shape
 
     def prepare() -> Launches:
+        memory = Memory(_MEMORY)
         launches = prepare_dispatch(
             x,
             ids,
@@ -116,11 +114,11 @@ def _launch(inputs: RowsInputs) -> Rows:
                 x=_X,
                 rows=_ROWS,
                 row_scales=_SCALES,
-                counts=place(most_count_bytes(num_tokens, top_k, num_experts)),
-                zeros=place(8),
+                counts=memory.take(most_count_bytes(num_tokens, top_k, num_experts)),
+                zeros=memory.take(8),
                 routing=RoutingSources(
                     ids=_IDS,
-                    tokens_per_expert=place(4 * num_experts),
+                    tokens_per_expert=memory.take(4 * num_experts),
                     expert_offsets=_OFFSETS,
                     token_to_row=_TO_ROW,
                 ),
@@ -128,7 +126,7 @@ def _launch(inputs: RowsInputs) -> Rows:
             expert_offset=expert_offset,
             min_amax=min_amax,
         )
-        return Launches(launches, at[-1])
+        return Launches(launches, memory.size)
 
     key = (_OP, layout_of(x), layout_of(ids), x.data_ptr() % 16, *inputs[2:])
     addresses = tuple([y.data_ptr() for y in (x, ids, *found)])

@@ -49,7 +49,7 @@ struct Arguments {
   uint8_t* activated_columns;  // E4M3 [B, I, 128]
   float* activated_scales;     // [B, pitch]; of each row I are written, or I / 128 if kBlocks
   int64_t activated_scale_pitch;
-  float* weight_of_row;      // [R]; zeros at first. Behind the first kernel 0 means no choice, and -0 a weight of 0
+  float* weight_of_row;      // [R]; 0 at first where there is no choice. Behind the first kernel a weight of 0 is -0
   int* row_to_token;         // [R], for who gathers tokens behind the first kernel; null: nobody does
   float* partial_sums;       // [I/128, R]: <grad, a> of 128 columns
   float* of_weights;         // [T, k]

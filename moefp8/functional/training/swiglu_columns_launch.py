@@ -149,8 +149,9 @@ def prepare_swiglu_columns(
         gate_up_scales, activated_scales: fp32 [B, 2 I] and [B, I], or [B, ceil(I/128)] with
             `blocks`, in rows as `empty_columns` says.
         of_weights, is_first: fp32 [T, k].
-        weight_of_row: fp32 [R], zeros. partial_sums: fp32 [ceil(I/128), R]. Both are memory for
-            what the kernels tell each other.
+        weight_of_row: fp32 [R], zeros in an expert's rows that no choice has, and anything
+            elsewhere. partial_sums: fp32 [ceil(I/128), R]. Both are memory for what the kernels
+            tell each other.
 
     Args:
         saved: bf16 [R, 2, I] as `empty_gate_up` says, or e4m3 [2 R, I], contiguous, at a multiple

@@ -1,0 +1,69 @@
+"""What trained linears and experts launch on a GPU, emulated, beside PyTorch's bodies."""
+
+import pytest
+import torch
+from torch import nn
+
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.kernels import jit
+from tests.fakes.emulator import FakeDriver
+
+WGRADS = ["128x1", "128x128"]
+
+
+def gradients_of(module: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """The result, and the gradients of what goes in and of all weights."""
+    module.zero_grad()
+    x, *others = (y.clone().requires_grad_(y.is_floating_point()) for y in (x, *others))
+    y = module(x, *others)
+    torch.manual_seed(1)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    leaves = [z for z in (x, *others, *module.parameters()) if z.grad is not None]
+    return [y.detach(), *(z.grad.clone() for z in leaves)]
+
+
+def assert_alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
+
+
+@pytest.mark.parametrize("wgrad", WGRADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(300, 144, 256), (130, 128, 136), (33, 77, 40)])
+def test_a_linear(shape, dtype, wgrad):
+    torch.manual_seed(0)
+    num_rows, k, n = shape
+    module = FP8Linear(k, n, dtype=dtype, trainable=True, wgrad=wgrad)
+    x = torch.randn(num_rows, k).to(dtype)
+    wanted = gradients_of(module, x)
+    with jit.using(FakeDriver()) as gpu:
+        found = gradients_of(module, x)
+        gpu.check_workspaces()
+    assert_alike(found, wanted)
+    sources = [made.kernel.source.stem for made in gpu.launched]
+    assert sources.count("columns") == 2
+    assert sources.count("gemm") == 2
+    assert sources.count("k_grouped") == 1
+
+
+@pytest.mark.parametrize("wgrad", WGRADS)
+@pytest.mark.parametrize("saved_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", [(4, 256, 144), (3, 136, 72)])
+def test_experts(sizes, saved_dtype, wgrad):
+    torch.manual_seed(0)
+    module = GroupedExperts(*sizes, trainable=True, wgrad=wgrad, saved_dtype=saved_dtype)
+    x = torch.randn(150, sizes[1]).bfloat16()
+    ids = torch.rand(150, sizes[0]).topk(2).indices
+    ids[::5, 1] = sizes[0]  # held elsewhere
+    weights = torch.rand(150, 2)
+    wanted = gradients_of(module, x, ids, weights)
+    with jit.using(FakeDriver()) as gpu:
+        found = gradients_of(module, x, ids, weights)
+        gpu.check_workspaces()
+    assert_alike(found, wanted)
+    sources = [made.kernel.source.stem for made in gpu.launched]
+    assert sources.count("k_grouped") == 2
+    assert "swiglu_columns" in sources
+    assert "plan" not in sources
