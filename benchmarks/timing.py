@@ -164,7 +164,11 @@ def _device_events(work: Call) -> list[Event]:
 
 
 def captured(call: Call) -> Call:
-    """The replay of `call` as a CUDA graph."""
+    """The replay of `call` as a CUDA graph. What cannot be captured raises, and hinders no other.
+
+    The calls before it have the stream of the capture: autograd adds a gradient to a leaf on the
+    stream where that leaf first took part, if something has kept that place since.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -172,9 +176,20 @@ def captured(call: Call) -> Call:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    except Exception:
+        _end_capture()
+        raise
     return graph.replay
+
+
+def _end_capture() -> None:
+    """Let random numbers be drawn again: their generator takes part in a capture that failed."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.empty(1, device="cuda").zero_()
 
 
 def on_driver(driver: jit.Driver, call: Call) -> Call:

@@ -1,0 +1,44 @@
+"""Captures of calls on a GPU: those that fail leave the process as it was."""
+
+import gc
+
+import pytest
+import torch
+
+from benchmarks.timing import captured
+
+pytestmark = pytest.mark.gpu
+
+
+def random_after(call) -> torch.Tensor:
+    torch.manual_seed(0)
+    return call()
+
+
+def test_a_capture_that_fails_hinders_no_random_numbers_and_no_other_capture():
+    x = torch.ones(64, device="cuda")
+    expected = random_after(lambda: torch.randn(64, device="cuda"))
+    with pytest.raises(RuntimeError, match="captur|CUDA"):
+        captured(lambda: (torch.randn_like(x), x.sum().item()))
+    assert torch.equal(random_after(lambda: torch.randn(64, device="cuda")), expected)
+    y = torch.zeros(64, device="cuda")
+    replay = captured(lambda: y.add_(x))
+    y.zero_()
+    replay()
+    assert torch.equal(y, x)
+
+
+def test_a_step_is_captured_though_a_graph_of_another_stream_is_alive():
+    leaf = torch.ones(64, device="cuda", requires_grad=True)
+    alive = (leaf * 2).sum()  # it keeps the place where gradients of the leaf are added up
+
+    def step() -> torch.Tensor:
+        leaf.grad = None
+        (leaf * 3).sum().backward()
+        return leaf.grad
+
+    replay = captured(step)
+    gc.collect()
+    replay()
+    torch.cuda.synchronize()
+    alive.backward()
