@@ -186,10 +186,16 @@ def captured(call: Call) -> Call:
 
 
 def _end_capture() -> None:
-    """Let random numbers be drawn again: their generator takes part in a capture that failed."""
+    """Let random numbers be drawn again: their generator takes part in a capture that failed.
+
+    A capture first sets counters of the generator in memory of the graph, on its own stream, which
+    is waited for before the graph frees them.
+    """
     torch.cuda.synchronize()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         torch.empty(1, device="cuda").zero_()
+    torch.cuda.synchronize()
 
 
 def on_driver(driver: jit.Driver, call: Call) -> Call:
