@@ -1,7 +1,7 @@
 """Train a mixture-of-experts language model from scratch, its linears and experts in FP8.
 
     python examples/train.py                               # 1 M parameters, on a CPU in two minutes
-    python examples/train.py --size large --steps 3000     # 100 M parameters, for a GPU
+    python examples/train.py --size large                  # 100 M parameters, for a GPU
     python examples/train.py --dtype bf16                  # the same model in plain PyTorch
 
 Parameters are FP32, as the optimizer wants them. `convert` lets linears of attention and experts
@@ -49,7 +49,7 @@ class Size:
 
 SIZES = {
     "small": Size(128, 2, 2, 8, 128, 2, 4, 128, 120, 4e-3, 5_000_000),
-    "large": Size(768, 8, 12, 8, 512, 2, 16, 1024, 3000, 6e-4, 30_000_000, True),
+    "large": Size(768, 8, 12, 8, 512, 2, 16, 1024, 4000, 6e-4, 30_000_000, True),
 }
 
 

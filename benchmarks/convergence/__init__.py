@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     FP8: {},
     "fp8-128x128": {"wgrad": "128x128"},
     "fp8-bf16-wgrad": {"wgrad": "bf16"},
+    "fp8-experts": {"overrides": {"*.attention.*": False}},  # linears of attention stay BF16
 }
 EVERY = 10  # steps of which the mean loss is kept
 SMOOTH = 10  # so many of these means are averaged: 100 steps

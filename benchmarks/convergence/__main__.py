@@ -80,7 +80,10 @@ def train_all(options: argparse.Namespace) -> bool:
     if options.length or options.rows:
         size = replace(size, length=options.length or size.length, rows=options.rows or size.rows)
     text = Text.read(size, torch.device(options.device))
-    plan = Plan(size, options.steps or size.steps, options.lr or size.lr, options.probes)
+    plan = Plan(
+        *(size, options.steps or size.steps, options.lr or size.lr, options.probes),
+        shares_gpu=options.shares_gpu,
+    )
     settings = plan.settings(text)
     variants = {**VARIANTS, **dict(options.variant)}
     for variant, seed in options.run:
@@ -128,6 +131,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, help="bytes in a row; default: by size")
     add("--lr", type=float, help="default: by size")
     add("--probes", type=int, default=5, help="how often gradients are compared (%(default)s)")
+    add("--shares-gpu", action="store_true", help="with other runs: do not tell tokens/s")
     add("--minutes", type=float, default=float("inf"), help="when to stop; needs --state")
     add("--state", type=Path, help="a folder for a run that is not done")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

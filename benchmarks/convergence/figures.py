@@ -66,6 +66,13 @@ def curve(run: Run, beside: Run) -> Curve:
     return Curve(by_step, max(settled, key=abs), by_step[-1], held_out)
 
 
+def curves(results: Results, variant: str) -> dict[int, Curve]:
+    """Of its runs whose seed a BF16 run has, too, by seed."""
+    of_bf16 = runs_of(results, BF16)
+    runs = runs_of(results, variant)
+    return {seed: curve(run, of_bf16[seed]) for seed, run in runs.items() if seed in of_bf16}
+
+
 class Spread(NamedTuple):
     """How far apart BF16 runs of several seeds are, in percent of their mean."""
 

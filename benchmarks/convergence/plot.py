@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
 from benchmarks.convergence.figures import (
     Results,
-    curve,
+    curves,
     runs_of,
     smoothed,
     spread,
@@ -30,7 +30,8 @@ def draw(results: Results, path: Path) -> None:
         axes.grid(which="major", color="#eeeeee")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    left.legend(frameon=False, fontsize=8, loc="upper right")
+    right.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     run = results["runs"][0]
     figure.suptitle(
         f"{run['parameters'] / 1e6:,.1f} M parameters on one {run.get('gpu', run['cpu'])}", size=10
@@ -55,17 +56,16 @@ def _draw_losses(axes: Any, results: Results) -> None:
 
 def _draw_differences(axes: Any, results: Results) -> None:
     """In percent, by step, beside the goal and beside how far apart seeds of BF16 are."""
-    of_bf16, between = runs_of(results, BF16), spread(results)
+    between = spread(results)
     largest = 2 * GOAL_PERCENT
     for variant, colour in zip(variants_of(results), _COLOURS, strict=False):
         label: str | None = variant
-        for seed, run in runs_of(results, variant).items():
-            if seed in of_bf16:
-                found = curve(run, of_bf16[seed])
-                axes.plot(steps_of(run), found.by_step, color=colour, linewidth=1, label=label)
-                largest, label = max(largest, 1.1 * abs(found.largest)), None
+        for seed, found in curves(results, variant).items():
+            steps = steps_of(runs_of(results, variant)[seed])
+            axes.plot(steps, found.by_step, color=colour, linewidth=1, label=label)
+            largest, label = max(largest, 1.1 * abs(found.largest)), None
     if between:
-        steps = steps_of(next(iter(of_bf16.values())))
+        steps = steps_of(next(iter(runs_of(results, BF16).values())))
         below = [-x for x in between.by_step]
         told = "between seeds of BF16"
         axes.fill_between(steps, below, between.by_step, color="#dddddd", zorder=0, label=told)

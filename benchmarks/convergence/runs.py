@@ -30,13 +30,17 @@ class Text(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What all runs of a file have in common, and how often is looked inside."""
+    """What all runs of a file have in common, and how often is looked inside.
+
+    shares_gpu: other runs have the GPU, too, so that nobody's speed is told.
+    """
 
     size: Any
     steps: int
     lr: float
     num_probes: int
     held_out_batches: int = HELD_OUT_BATCHES
+    shares_gpu: bool = False
 
     def settings(self, text: Text) -> Record:
         """What must be equal for curves to be compared; `text` stands for its bytes."""
@@ -155,8 +159,10 @@ class Run:
         self.record, self.step = record, state["step"]
 
     def result(self) -> Record:
-        """The record, with tokens/s: of the median of the times of `EVERY` steps."""
+        """The record; with tokens/s, of the median of the times of `EVERY` steps, if that tells."""
+        found = {k: v for k, v in self.record.items() if k != "seconds"}
+        if self.plan.shares_gpu:
+            return found
         seconds = sorted(self.record["seconds"])
         num_tokens = self.plan.size.rows * self.plan.size.length * EVERY
-        found = {k: v for k, v in self.record.items() if k != "seconds"}
         return found | {"tokens_per_s": round(num_tokens / seconds[len(seconds) // 2])}

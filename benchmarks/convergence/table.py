@@ -1,6 +1,7 @@
 """The section's tables, made of `benchmarks/results/convergence.json`."""
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
@@ -9,7 +10,7 @@ from benchmarks.convergence.figures import (
     Run,
     Spread,
     by_kind,
-    curve,
+    curves,
     meets_goal,
     runs_of,
     smoothed,
@@ -55,21 +56,30 @@ _HEAD = (
 
 
 def _rows(results: Results, between: Spread | None) -> Iterator[list[str]]:
-    of_bf16 = runs_of(results, BF16)
-    for run in of_bf16.values():
-        yield [*_of_run(run, ""), f"{run['tokens_per_s']:,}"]
+    for run in runs_of(results, BF16).values():
+        yield [*_of_run(run, ""), _speed(run)]
     if between:
         apart = f"{between.end:.3f} % apart", "", "", f"{between.held_out:.3f} % apart", "", ""
         yield ["all", BF16, *apart]
     for variant in variants_of(results):
+        found = curves(results, variant)
         for seed, run in runs_of(results, variant).items():
-            if seed in of_bf16:
-                found = curve(run, of_bf16[seed])
-                cells = _of_run(run, f"{found.held_out:+.3f} %")
-                cells[3:5] = f"{found.end:+.3f} %", f"{found.largest:+.3f} %"
-            else:
-                cells = _of_run(run, "-")
-            yield [*cells, f"{run['tokens_per_s']:,}"]
+            cells = _of_run(run, "-")
+            if seed in found:
+                cells[3:5] = f"{found[seed].end:+.3f} %", f"{found[seed].largest:+.3f} %"
+                cells[6] = f"{found[seed].held_out:+.3f} %"
+            yield [*cells, _speed(run)]
+        if len(found) > 1:
+            end, held_out = (
+                f"{fmean(values):+.3f} %"
+                for values in zip(*((x.end, x.held_out) for x in found.values()), strict=True)
+            )
+            yield ["mean", variant, "", end, "", "", held_out, ""]
+
+
+def _speed(run: Run) -> str:
+    """Nothing where other runs had the GPU, too."""
+    return f"{run['tokens_per_s']:,}" if "tokens_per_s" in run else ""
 
 
 def _of_run(run: Run, beside: str) -> list[str]:
@@ -80,12 +90,11 @@ def _of_run(run: Run, beside: str) -> list[str]:
 
 def _verdict(results: Results, between: Spread | None) -> str:
     """Which runs are as near as they are to be."""
-    of_bf16 = runs_of(results, BF16)
     pairs = {
-        f"{variant}, seed {seed}": curve(run, of_bf16[seed])
+        f"{variant}, seed {seed}": found
         for variant in variants_of(results)
-        for seed, run in runs_of(results, variant).items()
-        if seed in of_bf16 and run["options"] is not None  # else it is BF16 again
+        if any(run["options"] is not None for run in runs_of(results, variant).values())
+        for seed, found in curves(results, variant).items()
     }
     goal = f"less than {GOAL_PERCENT} % from BF16 at the end"
     if between:

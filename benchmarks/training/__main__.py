@@ -3,7 +3,8 @@
 Steps of linears, grouped linears and whole expert layers, quantization included, beside BF16 and
 the libraries that are there, then the kernels of a step alone. All of a case take turns in one
 process, with pauses and without rest as in `benchmarks.gemm`. Each row is printed and kept as soon
-as it is done; no case begins after `--minutes`, and what had no time is named.
+as it is done; no case begins after `--minutes`, and what had no time is named. `--report` puts
+files together that were made side by side, on several GPUs of one kind.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from benchmarks.timing import device_us_many, host_us, layer_us_many
 from benchmarks.training import RESULTS, kernels, peers
 from benchmarks.training.goals import judged, num_met
 from benchmarks.training.parts import GROUPS, LAYERS, PARTS
+from benchmarks.training.rows import Results, put_together, rows_of, with_row
 from benchmarks.without_rest import num_copies
 
 SECONDS, ROUNDS, MINUTES = 0.2, 3, 8.5
@@ -45,7 +47,6 @@ REPEATS, HOST_REPEATS = 8, 20
 MOST_ERROR = 0.15
 ALWAYS = OURS, BF16  # whatever `--peers` says: ratios are of them
 MODULES = {"transformer_engine": "TransformerEngine", "torchao": "torchao", "sonicmoe": "SonicMoE"}
-Results = dict[str, Any]
 OURS_OF = {*peers.OF_OURS, *kernels.OF_OURS}
 
 
@@ -207,7 +208,7 @@ def run(options: argparse.Namespace, until_s: float) -> Results:
     try:
         for row in measured(in_time(), measure_at, lambda given: f"{given[0]}: {given[1]}"):
             print(*lines_of_row(row), sep="\n", flush=True)
-            results["rows"] = [*_without(results["rows"], row), row]
+            results["rows"] = with_row(results["rows"], row)
             keep()
     except KeyboardInterrupt:
         print("stopped", flush=True)
@@ -218,26 +219,12 @@ def run(options: argparse.Namespace, until_s: float) -> Results:
     return results
 
 
-def _without(rows: Iterable[Row], row: Row) -> list[Row]:
-    return [x for x in rows if (x["part"], x["case"]) != (row["part"], row["case"])]
-
-
 def _kept_rows(results: Results, options: argparse.Namespace) -> list[Row]:
-    """With `--keep`, the rows that `options.out` has.
-
-    Raises ValueError if they are of another place than this run's.
-    """
+    """With `--keep`, the rows that `options.out` has."""
     if not (options.keep and options.out and options.out.exists()):
         return []
     others = json.loads(options.out.read_text())
-    for key in ("gpu", "driver", "torch", "commit"):
-        if others.get(key) != results.get(key):
-            raise ValueError(
-                f"--keep: rows of {options.out} must have this run's {key}, {results.get(key)}, "
-                f"got {others.get(key)}"
-            )
-    rows: list[Row] = others["rows"]
-    return rows
+    return rows_of(others, results, f"--keep: rows of {options.out}")
 
 
 def _versions() -> dict[str, str]:
@@ -270,7 +257,13 @@ def main() -> None:
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument("--out", type=Path, help=f"for results; if all are asked for {RESULTS}")
     parser.add_argument("--keep", action="store_true", help="rows of --out that are not made anew")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="put together")
     options = parser.parse_args()
+    if options.report:
+        results = put_together(options.report)
+        write(results, options.out or RESULTS)
+        print(*lines_of_the_rest(results), sep="\n")
+        return
     if options.quick:
         options.rounds = 0
     require_gpu("benchmarks.training")

@@ -43,6 +43,8 @@ def test_a_run_tells_means_of_losses_and_what_is_held_out(text):
     assert len(told) == 3
     assert found["probes"] == []
     assert found["tokens_per_s"] > 0
+    run.plan = PLAN._replace(shares_gpu=True)
+    assert "tokens_per_s" not in run.result()
     assert (found["variant"], found["seed"], found["options"]) == ("bf16", 0, None)
 
 
@@ -240,9 +242,11 @@ def test_the_largest_difference_is_behind_the_first_tenth():
 
 def test_the_table_tells_of_all_runs():
     page = table.tables(results(1.001, 0.9995, 1.004))
-    rows = [line.split(" | ") for line in page.splitlines()[2:9]]
-    assert [row[1] for row in rows] == ["bf16"] * 4 + ["fp8"] * 3
-    assert [row[3] for row in rows[4:]] == ["+0.100 %", "-0.050 %", "+0.400 %"]
+    rows = [line.split(" | ") for line in page.splitlines()[2:10]]
+    assert [row[1] for row in rows] == ["bf16"] * 4 + ["fp8"] * 4
+    assert [row[3] for row in rows[4:]] == ["+0.100 %", "-0.050 %", "+0.400 %", "+0.150 %"]
+    assert rows[7][0] == "| mean"
+    assert [row[7] for row in rows[2:5]] == ["500,000 |", " |", "500,000 |"]
     assert rows[3][0] == "| all"
     assert rows[3][2] == "0.399 % apart"
     assert "2 of 3 runs are; not: fp8, seed 2." in page
@@ -258,7 +262,9 @@ def test_the_table_of_few_runs_says_no_more_than_they_do():
     assert "no run is yet." in table.tables(only)
     only["runs"].append(made_up("bf16-again", 0, 1.002, options=None))
     assert "no run is yet." in table.tables(only)
+    del only["runs"][-1]["tokens_per_s"]
     (row,) = (x for x in table.tables(only).splitlines() if x.startswith("| 0 | bf16-again"))
+    assert row.endswith(" |  |")
     assert " | +0.200 % | +0.200 % | " in row
     only["runs"] = [made_up("fp8", 7, 1.0)]
     page = table.tables(only)

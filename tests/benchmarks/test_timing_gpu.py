@@ -18,7 +18,7 @@ def random_after(call) -> torch.Tensor:
 def test_a_capture_that_fails_hinders_no_random_numbers_and_no_other_capture():
     x = torch.ones(64, device="cuda")
     expected = random_after(lambda: torch.randn(64, device="cuda"))
-    with pytest.raises(RuntimeError, match="captur|CUDA"):
+    with pytest.raises(RuntimeError, match=r"captur|CUDA"):
         captured(lambda: (torch.randn_like(x), x.sum().item()))
     assert torch.equal(random_after(lambda: torch.randn(64, device="cuda")), expected)
     y = torch.zeros(64, device="cuda")

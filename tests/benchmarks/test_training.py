@@ -443,6 +443,25 @@ def test_who_fails_or_is_wrong_is_left_out(monkeypatch, capsys):
 # ---- Goals and tables ----
 
 
+def test_files_of_several_gpus_are_put_together(results, monkeypatch, capsys, tmp_path):
+    first, second, out = (tmp_path / f"{name}.json" for name in ("first", "second", "out"))
+    linear, *others = results["rows"]
+    newer = {**linear, "peers": linear["peers"] | {TORCHAO: {"refused": "newer"}}}
+    waiting = [f"{LINEARS}: {linear['case']}", f"{GROUPED}: none has it"]
+    first.write_text(json.dumps(results | {"rows": [linear], "left_out": waiting}))
+    second.write_text(json.dumps(results | {"rows": [*others, newer], "libraries": {"TE": "2"}}))
+    run_main(monkeypatch, training, "--report", str(first), str(second), "--out", str(out))
+    found = json.loads(out.read_text())
+    assert found["rows"] == [*others, newer]
+    assert found["left_out"] == [f"{GROUPED}: none has it"]
+    assert found["libraries"] == {"SonicMoE": "0.1", "TE": "2"}
+    assert "goals met: 11 of 15" in capsys.readouterr().out
+    second.write_text(json.dumps(results | {"commit": "other"}))
+    with pytest.raises(ValueError, match="must have this run's commit, abc, got other"):
+        run_main(monkeypatch, training, "--report", str(first), str(second), "--out", str(out))
+    assert json.loads(out.read_text()) == found
+
+
 def row(part: str, case: str, us: dict[str, tuple[float, float]], **more: object) -> Row:
     """Times without rest and with pauses."""
     found: Row = {
