@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up, tma_aligned
+from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
@@ -30,7 +30,7 @@ from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
 from .expert_configs import Sizes, backward_configs, mean_load
 from .experts_launch import expected_tiles, takes_tiles
-from .swiglu import as_saved, lies_as_saved
+from .swiglu import lies_as_read, saved_as_read
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed
 from .workspace import BackwardWorkspace, backward_operands_of, num_parts_of, scale_pitch
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .experts_backward import ExpertsBackwardInputs
 
 _OP = "experts_backward"
-_CODES = 8  # that a kernel loads at once
 # The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
 # forward saved and its scales or 0, both transposed weights and their scales, both results, the
 # workspace.
@@ -71,28 +70,12 @@ def launch_experts_backward(
     grad = inputs.grad
     if grad.stride(1) != 1:
         grad = grad.contiguous()
-    gate_up, scales = _saved(check, inputs)
+    gate_up, scales = inputs.gate_up, inputs.gate_up_scale_inv
+    if not lies_as_read(gate_up, scales):
+        check()
+        gate_up, scales = saved_as_read(gate_up, scales)
     inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
     _launch_parts(check, inputs, weights, dx, of_weights)
-
-
-def _saved(
-    check: Callable[[], object], inputs: "ExpertsBackwardInputs"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the forward saved, or copies as kernels read it: see `as_saved`."""
-    gate_up, scales = inputs.gate_up, inputs.gate_up_scale_inv
-    if scales is None:
-        if not lies_as_saved(gate_up):
-            check()
-            gate_up = as_saved(gate_up)
-        return gate_up, None
-    if not gate_up.is_contiguous() or gate_up.data_ptr() % _CODES:
-        check()
-        gate_up = gate_up.clone(memory_format=torch.contiguous_format)
-    if scales.stride(0) != 1:
-        check()
-        scales = tma_aligned(scales)
-    return gate_up, scales
 
 
 def _launch_parts(

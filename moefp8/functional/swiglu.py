@@ -6,9 +6,9 @@ The GEMM of gate and up has the forward in its epilogue; `swiglu_backward.cu` is
 import torch
 from torch.nn import functional as F
 
-from ..kernels.common.blocks import round_up
+from ..kernels.common.blocks import round_up, tma_aligned
 
-_UNIT = 8  # elements of BF16 that are loaded at once
+_UNIT = 8  # elements of BF16, or codes, that are loaded at once
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
@@ -70,3 +70,29 @@ def lies_as_saved(gate_up: torch.Tensor) -> bool:
     (num_rows, _, size), (step, pitch, one) = gate_up.shape, gate_up.stride()
     is_aligned = gate_up.data_ptr() % 16 == pitch % _UNIT == 0 and pitch >= size
     return is_aligned and (one == 1 or size == 1) and (step == 2 * pitch or num_rows == 1)
+
+
+def saved_as_read(
+    gate_up: torch.Tensor, scale_inv: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a forward has saved, or copies of what lies otherwise than kernels read it.
+
+    gate_up: bf16 as `as_saved` says, without `scale_inv`; or e4m3 [2 R, I], contiguous and at a
+        multiple of 8 bytes, with fp32 [2 R, I/128], rows innermost.
+    """
+    if scale_inv is None:
+        return as_saved(gate_up), None
+    if not _lie_as_codes(gate_up):
+        gate_up = gate_up.clone(memory_format=torch.contiguous_format)
+    return gate_up, scale_inv if scale_inv.stride(0) == 1 else tma_aligned(scale_inv)
+
+
+def lies_as_read(gate_up: torch.Tensor, scale_inv: torch.Tensor | None) -> bool:
+    """Whether `saved_as_read` copies nothing."""
+    if scale_inv is None:
+        return lies_as_saved(gate_up)
+    return _lie_as_codes(gate_up) and scale_inv.stride(0) == 1
+
+
+def _lie_as_codes(gate_up: torch.Tensor) -> bool:
+    return gate_up.is_contiguous() and gate_up.data_ptr() % _UNIT == 0

@@ -26,7 +26,6 @@ from ...kernels.common.blocks import (
     TMA_BYTES,
     num_blocks,
     round_up,
-    tma_aligned,
 )
 from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.common.tma_operands import fits
@@ -44,12 +43,11 @@ from ...routing.dispatch_launch import DispatchSources, most_count_bytes, prepar
 from ...routing.plan_launch import RoutingSources
 from ..expert_configs import Sizes, backward_configs, mean_load
 from ..experts_launch import expected_tiles, takes_tiles
-from ..swiglu import as_saved
+from ..swiglu import saved_as_read
 from ..workspace import Memory, backward_operands_of, scale_pitch
 from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
 
 _OP = "trained_experts_backward"
-_CODES = 8  # that a kernel loads at once
 
 
 class Tensors(NamedTuple):
@@ -116,13 +114,7 @@ def launch_backward(
 
 def _as_kernels_read(tensors: Tensors) -> Tensors:
     """The tensors themselves, or copies of those that lie otherwise."""
-    gate_up, scales = tensors.gate_up, tensors.gate_up_scale_inv
-    if scales is None:
-        gate_up = as_saved(gate_up)
-    else:
-        if not gate_up.is_contiguous() or gate_up.data_ptr() % _CODES:
-            gate_up = gate_up.clone(memory_format=torch.contiguous_format)
-        scales = scales if scales.stride(0) == 1 else tma_aligned(scales)
+    gate_up, scales = saved_as_read(tensors.gate_up, tensors.gate_up_scale_inv)
     grad = tensors.grad if tensors.grad.stride(1) == 1 else tensors.grad.contiguous()
     return tensors._replace(
         grad=readable(grad),

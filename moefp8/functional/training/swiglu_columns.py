@@ -22,7 +22,6 @@ from ...kernels.common.blocks import (
     empty_tma_aligned,
     num_blocks,
     round_up,
-    tma_aligned,
 )
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import layout_of, prepared
@@ -31,7 +30,7 @@ from ...kernels.jit import Source
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
 from ...quant.numerics import quantize_1x128
-from ..swiglu import as_saved, swiglu_grad
+from ..swiglu import saved_as_read, swiglu_grad
 from ..swiglu_rows import weights_of_rows
 from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
 
@@ -248,12 +247,7 @@ def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(0) < size or grad.stride(1) != 1:
         pitch = round_up(size, _CODES)
         grad = grad.new_empty((num_rows, pitch))[:, :size].copy_(grad)
-    if scales is None:
-        gate_up = as_saved(gate_up)
-    else:
-        if not gate_up.is_contiguous() or gate_up.data_ptr() % _CODES:
-            gate_up = gate_up.clone(memory_format=torch.contiguous_format)
-        scales = scales if scales.stride(0) == 1 else tma_aligned(scales)
+    gate_up, scales = saved_as_read(gate_up, scales)
     return inputs._replace(
         grad=grad,
         gate_up=gate_up,
