@@ -31,7 +31,7 @@ _MAX_TILES = 2**31 - 1  # of a grid, and numbers that `Divisor` is right for
 
 
 class _Arguments(ctypes.Structure):
-    """`Arguments` in swiglu_columns.cu."""
+    """`Arguments` in swiglu_columns_arguments.cuh."""
 
     _fields_ = fields(
         (c_void_p, "grad"),
@@ -118,7 +118,7 @@ def needed_kernels(
 
 
 def shared_bytes_of(*, is_fp8: bool) -> int:
-    """The size of `Memory` in swiglu_columns.cu."""
+    """The size of `Memory` in swiglu_columns_tile.cuh."""
     units, unit_rows, results, warps = 8, 16, 3, _THREADS // 32
     codes = sum(units * (unit_rows * BLOCK * n + 16) for n in (2, *[1 if is_fp8 else 2] * 2))
     amax, dividers, weights = warps * results * BLOCK * 4, results * BLOCK * 8, BLOCK * 4

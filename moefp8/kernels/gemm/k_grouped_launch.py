@@ -50,7 +50,7 @@ class KGroupedSources(NamedTuple):
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` in k_grouped.cu."""
+    """`Arguments` in k_grouped_config.cuh."""
 
     _fields_ = fields(
         (c_void_p, "expert_offsets d"),
