@@ -31,7 +31,7 @@ BALANCE = 0.01  # the weight of the loss that keeps experts equally busy
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what it is trained with. FP8 has blocks of 128: widths are multiples of it."""
+    """A model, and what it is trained with. Widths are multiples of 128: no block is cut."""
 
     hidden: int
     layers: int
@@ -326,20 +326,36 @@ def save(model: LanguageModel, directory: Path, dtype: str) -> None:
     moefp8.save_checkpoint(model, directory / "fp8")
 
 
+def at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def check_out(directory: Path, parser: argparse.ArgumentParser) -> None:
+    """Nothing is overwritten, which is told before anything is trained."""
+    for name in ("master", "fp8"):
+        if (directory / name).exists() and any((directory / name).iterdir()):
+            parser.error(f"--out: {directory / name} must be empty, or not be there yet")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, help="default: by size")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches for each step")
+    parser.add_argument("--steps", type=at_least_one, help="default: by size")
+    parser.add_argument("--accumulate", type=at_least_one, default=1, help="batches for each step")
     parser.add_argument("--lr", type=float, help="default: by size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=80, help="bytes to write in the end")
     parser.add_argument("--out", type=Path, help="where to save master/ and fp8/; default: nowhere")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
+    if arguments.out:
+        check_out(arguments.out, parser)
     size, device = SIZES[arguments.size], arguments.device
-    steps, lr = arguments.steps or size.steps, arguments.lr or size.lr
+    steps = arguments.steps or size.steps
+    lr = size.lr if arguments.lr is None else arguments.lr
 
     text, held_out = (x.to(device) for x in read_text(size))
     model = make_model(size, arguments.dtype, device, arguments.seed)

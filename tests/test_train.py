@@ -175,3 +175,18 @@ def test_learning_rates_rise_and_fall_to_a_tenth():
 def test_fp8_learns_as_bf16_does(text):
     bf16, fp8 = (sum(trained(dtype, text[0], 24)[-12:]) for dtype in ("bf16", "fp8"))
     assert fp8 == pytest.approx(bf16, rel=0.02)  # of 128 bytes a step: seeds differ by as much
+
+
+def test_what_cannot_be_done_is_told_before_training(monkeypatch, capsys, tmp_path):
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8" / "model.safetensors").touch()
+    monkeypatch.setattr(train, "read_text", lambda size: pytest.fail("it began"))
+    for given, told in (
+        (("--out", str(tmp_path)), "fp8 must be empty, or not be there yet"),
+        (("--steps", "0"), "--steps: must be at least 1, got 0"),
+        (("--accumulate", "-1"), "--accumulate: must be at least 1, got -1"),
+    ):
+        monkeypatch.setattr("sys.argv", ["train.py", *given])
+        with pytest.raises(SystemExit):
+            train.main()
+        assert told in capsys.readouterr().err

@@ -4,6 +4,7 @@ A rank's shard of a master weight stays BF16 or FP32, and so do its gradient and
 Before each all-gather the shard is quantized, and codes and scales travel: 1 byte a weight.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -162,9 +163,11 @@ def prepare_fsdp(model: nn.Module) -> nn.Module:
 
     Codes are gathered where a rank's shard holds whole blocks: of linears whose rows, divided by
     the number of ranks, are a multiple of 128, and of experts whose number the ranks divide. Other
-    weights are gathered as they are, and so are all under a `shard_placement_fn` that cuts another
-    axis than the first. While codes are gathered, `weight` has no values: what is not a GEMM of
-    moefp8 raises a TypeError when it reads them. `reshard_after_forward` must not be a number.
+    weights are gathered as they are, and so are those that a module holds as well which is none of
+    ours, as an embedding that shares the weight of a head, and all under a `shard_placement_fn`
+    that cuts another axis than the first. While codes are gathered, `weight` has no values: what is
+    not a GEMM of moefp8 raises a TypeError when it reads them. `reshard_after_forward` must not be
+    a number.
 
     Raises:
         ValueError: a weight is a DTensor, since `fully_shard` or a parallel plan came first.
@@ -184,11 +187,25 @@ def prepare_fsdp(model: nn.Module) -> nn.Module:
                 "fully_shard, and before weights are distributed otherwise"
             )
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    others = _held_otherwise(model, weights)
     for (module, name), weight in weights.items():
-        if isinstance(weight, ShardedWeight):
+        if isinstance(weight, ShardedWeight) or weight in others:
             continue
         if weight not in made:
             shard = ShardedWeight(weight.detach(), 2 if name == "gate_up_proj" else 1)
             made[weight] = nn.Parameter(shard, weight.requires_grad)
+            made[weight].__dict__.update(weight.__dict__)  # such as main_grad
         setattr(module, name, made[weight])
     return model
+
+
+def _held_otherwise(
+    model: nn.Module, homes: Collection[tuple[nn.Module, str]]
+) -> set[nn.Parameter]:
+    """Parameters that have a home beside these, a module and a name each."""
+    return {
+        x
+        for module in model.modules()
+        for name, x in module.named_parameters(recurse=False, remove_duplicate=False)
+        if (module, name) not in homes
+    }

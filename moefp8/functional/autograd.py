@@ -99,7 +99,7 @@ def frozen(layer: str, y: torch.Tensor, weights: Sequence[torch.Tensor]) -> torc
 
 class _NoSecondGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -114,7 +114,9 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward whose results raise where they are differentiated again.
 
     PyTorch's `once_differentiable` does that only if the incoming gradient asks for one. Here it
-    also depends on what was saved: without an error, that part would be missing silently.
+    also depends on what was saved: without an error, that part would be missing silently. Results
+    depend on the incoming gradient, too, since whoever asks for a second derivative in a tensor and
+    gets to it by no way takes it for 0, as `torch.autograd.functional.hessian` does.
     """
 
     @wraps(backward)
@@ -124,7 +126,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             found = backward(ctx, grad)
         return tuple(
-            None if x is None else _NoSecondGradient.apply(x.detach().requires_grad_())
+            None if x is None else _NoSecondGradient.apply(x.detach().requires_grad_(), grad)
             for x in found
         )
 

@@ -44,6 +44,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is plain and not tensor.is_meta
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """Which parameter it is; 0 for other tensors, such as views and what is saved, of any.
+
+    A parameter may get the memory of another one, which counts as many versions (`.data` puts
+    weights of the next layer into memory that stays).
+    """
+    return id(tensor) if isinstance(tensor, torch.nn.Parameter) else 0
+
+
+def may_be_same(one: int, other: int) -> bool:
+    """Whether two of `identity` can be of one parameter."""
+    return one == other or not (one and other)
+
+
 def _forget_and_resize(watched: "weakref.ref[torch.UntypedStorage]", num_bytes: int) -> Any:
     storage = watched()
     assert storage is not None

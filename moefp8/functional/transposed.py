@@ -14,7 +14,7 @@ import torch
 from ..kernels.common.blocks import BLOCK, round_up
 from ..kernels.jit import current_driver
 from ..quant.transpose import empty_transposed, transpose_codes, transpose_codes_into
-from .kept import Made, belonging
+from .kept import Made, belonging, identity, may_be_same
 
 _LEAST_FREE = 0.25  # of a GPU's memory, for all that is allocated after W^T
 
@@ -28,16 +28,22 @@ class _Memory:
 
 
 class _Kept(NamedTuple):
-    """W^T as it was made: of which memory and versions of its weights, and when."""
+    """W^T as it was made: of which memory, versions and parameters, and when."""
 
     memories: tuple["weakref.ref[_Memory]", ...]
     versions: tuple[int, ...]
+    identities: tuple[int, ...]
     codes: torch.Tensor
     made: Made
 
     @property
     def is_of_freed(self) -> bool:
         return any(memory() is None for memory in self.memories)
+
+    def is_of(self, versions: tuple[int, ...], identities: tuple[int, ...]) -> bool:
+        """Whether nothing tells that the weights, in this memory, are others since."""
+        are_same = all(map(may_be_same, self.identities, identities))
+        return self.versions == versions and are_same
 
 
 def transposed(weight: torch.Tensor, keeps: bool | None, parts: int = 1) -> torch.Tensor:
@@ -83,11 +89,12 @@ def _kept_or_made(
     memories = tuple([belonging(x, _Memory) for x in weights])
     kept = memories[0].kept
     layouts = tuple([(x.data_ptr(), x.shape, x.stride()) for x in weights])
-    versions, is_capturing = tuple([x._version for x in weights]), current_driver().is_capturing()
+    versions, identities = tuple([x._version for x in weights]), tuple(map(identity, weights))
+    is_capturing = current_driver().is_capturing()
     found = kept.get((layouts, parts))
     if found is not None and tuple([memory() for memory in found.memories]) != memories:
         found = None  # another weight has this address now
-    if found is not None and found.versions == versions:
+    if found is not None and found.is_of(versions, identities):
         if not is_capturing:
             found.made.wait([found.codes])
         return found.codes
@@ -97,9 +104,10 @@ def _kept_or_made(
         kept.pop(key, None)
     if found is None and not (keeps or _has_room(weights, memories[0])):
         return make()
-    codes = make() if found is None else found.codes.copy_(make())
+    with torch.inference_mode(False):  # it outlives the mode in which it is made
+        codes = make() if found is None else found.codes.copy_(make())
     of = tuple(map(weakref.ref, memories))
-    kept[layouts, parts] = _Kept(of, versions, codes, Made.now(first.device))
+    kept[layouts, parts] = _Kept(of, versions, identities, codes, Made.now(first.device))
     return codes
 
 

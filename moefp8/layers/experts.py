@@ -18,7 +18,7 @@ from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
-from .trainable import TrainableModule, check_whole, master_parameter
+from .trainable import TrainableModule, check_own_weights, check_whole, master_parameter
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
@@ -214,6 +214,7 @@ class GroupedExperts(TrainableModule):
         """Quantize the master weights in place."""
         if self.trainable:
             check_whole("GroupedExperts.freeze", self)
+            check_own_weights("GroupedExperts.freeze", self)
             weights = self.gate_up_proj.detach(), self.down_proj.detach()
             frozen = GroupedExperts.from_weights(*weights)
             self._hold_codes({name: frozen.get_parameter(name).data for name in WEIGHTS})
@@ -230,7 +231,6 @@ class GroupedExperts(TrainableModule):
             made = dict(zip(self.master_names, weights, strict=True))
             self._hold_master_weights(made, wgrad or self.wgrad)
         elif wgrad is not None:
-            check_wgrad("GroupedExperts.unfreeze", wgrad)
             self.wgrad = wgrad
         return self
 

@@ -7,14 +7,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..functional.linear import linear
-from ..functional.training.linear import Wgrad, check_wgrad
+from ..functional.training.linear import Wgrad
 from ..functional.training.linear import linear as trained_linear
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
-from .trainable import TrainableModule, check_whole, master_parameter
+from .trainable import TrainableModule, check_own_weights, check_whole, master_parameter
 
 
 class FP8Linear(TrainableModule):
@@ -66,7 +66,8 @@ class FP8Linear(TrainableModule):
         wgrad: Wgrad = "128x1",
     ) -> None:
         super().__init__()
-        check_wgrad("FP8Linear", wgrad)
+        if trainable:
+            check_dtype("FP8Linear", dtype)
         self.keep_transposed, self.wgrad = keep_transposed, wgrad
         self.in_features, self.out_features = in_features, out_features
         self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
@@ -181,10 +182,11 @@ class FP8Linear(TrainableModule):
         """Quantize a master weight in place; the bias asks for no gradient any more."""
         if self.trainable:
             check_whole("FP8Linear.freeze", self)
+            check_own_weights("FP8Linear.freeze", self)
             q = quantize_128x128(self.weight.detach())
             self._hold_codes({"weight": q.data, "weight_scale_inv": q.scale_inv})
             if self.bias is not None:
-                self.bias.requires_grad_(False)
+                self.bias.requires_grad_(False).grad = None  # else an optimizer would move it
         return self
 
     @torch.no_grad()
@@ -202,7 +204,6 @@ class FP8Linear(TrainableModule):
                 self.bias = nn.Parameter(self.bias.detach().to(dtype))
             self._train_master(nn.Parameter(self.dequantize(dtype)), wgrad or self.wgrad)
         elif wgrad is not None:
-            check_wgrad("FP8Linear.unfreeze", wgrad)
             self.wgrad = wgrad
         return self
 

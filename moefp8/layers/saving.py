@@ -57,6 +57,6 @@ def check_saver(is_converted: bool) -> None:
 def _refuse(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
         f"{kind}.save_pretrained: it would write FP8 codes as if they were weights; import "
-        "moefp8.hf before moefp8.convert(model), and convert the model as a whole (only= says what "
-        "of it), or use moefp8.save_checkpoint(model, path)"
+        "moefp8.hf before moefp8.convert(model) or moefp8.freeze(model), and convert or freeze the "
+        "model as a whole (only= says what of it), or use moefp8.save_checkpoint(model, path)"
     )

@@ -31,7 +31,16 @@ class TrainableModule(FixedDtypeModule):
 
     master_names: ClassVar[tuple[str, ...]] = ()  # weights, in either form
     halved_names: ClassVar[tuple[str, ...]] = ()  # those of two halves, each in blocks of its own
-    wgrad: Wgrad = "128x1"
+    _wgrad: Wgrad = "128x1"
+
+    @property
+    def wgrad(self) -> Wgrad:
+        return self._wgrad
+
+    @wgrad.setter
+    def wgrad(self, wgrad: Wgrad) -> None:
+        check_wgrad(type(self).__name__, wgrad)
+        self._wgrad = wgrad
 
     @property
     def trainable(self) -> bool:
@@ -40,7 +49,6 @@ class TrainableModule(FixedDtypeModule):
 
     def _hold_master_weights(self, weights: dict[str, nn.Parameter], wgrad: Wgrad) -> None:
         """Hold these in place of codes and scales."""
-        check_wgrad(type(self).__name__, wgrad)
         self.wgrad = wgrad
         for name, weight in weights.items():
             setattr(self, name, weight)
@@ -102,6 +110,15 @@ def check_whole(op: str, module: nn.Module, name: str = "the module") -> None:
         )
 
 
+def check_own_weights(op: str, module: nn.Module, name: str = "the module") -> None:
+    """Raise ValueError if weights are made of others by `torch.nn.utils.parametrize`."""
+    if made := getattr(module, "parametrizations", ()):
+        raise ValueError(
+            f"{op}: {', '.join(made)} of {name} must be parameters, and are parametrized; call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+
+
 def has_finite_scales(module: FixedDtypeModule) -> bool:
     """Whether a module's scales, and so the weights that were quantized, are finite."""
     scales = (module.get_parameter(name) for name in module.fp32_names)
@@ -121,11 +138,18 @@ def freeze(model: nn.Module) -> nn.Module:
     tells of weights that are NaN or infinite. A model of transformers is then saved in FP8, as
     after `convert`.
 
-    Raises ValueError for parts that `shard` left, before anything is changed.
+    Parameters are new ones, so an optimizer that knew the old ones trains nothing any more; nor
+    does `unfreeze` bring these back: it makes master weights of the codes.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: a part that `shard` left, or a parametrized weight; nothing is changed.
     """
-    changed = {name: x for name, x in _trainable_modules(model).items() if x.trainable}
+    modules = _trainable_modules("freeze", model)
+    changed = {name: x for name, x in modules.items() if x.trainable}
     for name, module in changed.items():
         check_whole("freeze", module, name or "the model")
+        check_own_weights("freeze", module, name or "the model")
     _change(changed.values(), lambda module: module.freeze())
     if broken := [name or "the model" for name, x in changed.items() if not has_finite_scales(x)]:
         more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
@@ -143,11 +167,12 @@ def unfreeze(
 ) -> nn.Module:
     """Make master weights of all FP8 weights of a model, in place, to be trained. Returns `model`.
 
-    What was tied stays tied.
+    What was tied stays tied. Parameters are new ones: make an optimizer of them. Master weights
+    that are there stay as they are, whatever their dtype.
 
     Args:
         dtype: of the master weights, and of biases: bf16, fp16 or fp32.
-        wgrad: as in `FP8Linear`; None leaves what each module has.
+        wgrad: as in `FP8Linear`, also for modules that are trainable; None leaves what each has.
 
     Raises TypeError, ValueError as `FP8Linear.unfreeze` does, and ValueError for adapters of
     `moefp8.adapters`, before anything is changed.
@@ -155,8 +180,8 @@ def unfreeze(
     check_dtype("unfreeze", dtype)
     if wgrad is not None:
         check_wgrad("unfreeze", wgrad)
+    modules = _trainable_modules("unfreeze", model)
     check_no_adapters("unfreeze", model, "which train beside frozen weights")
-    modules = _trainable_modules(model)
     for name, module in modules.items():
         if not module.trainable:
             check_whole("unfreeze", module, name or "the model")
@@ -166,11 +191,25 @@ def unfreeze(
     return model
 
 
-def _trainable_modules(model: nn.Module) -> dict[str, TrainableModule]:
-    return {name: x for name, x in model.named_modules() if isinstance(x, TrainableModule)}
+def _trainable_modules(op: str, model: nn.Module) -> dict[str, TrainableModule]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be an nn.Module, got {type(model).__name__}")
+    found = {name: x for name, x in model.named_modules() if isinstance(x, TrainableModule)}
+    if not found:
+        warnings.warn(
+            f"{op}: the model has no FP8 modules, so nothing was changed; moefp8.convert(model) "
+            "makes some",
+            stacklevel=3,
+        )
+    return found
 
 
 Held = tuple[nn.Parameter | None, nn.Parameter | None]  # a weight and its scales
+
+
+def _names(module: TrainableModule) -> tuple[str, ...]:
+    """Of what a change of form may make anew, and several modules may share."""
+    return *module.master_names, "bias"
 
 
 def _held(module: nn.Module, name: str) -> Held:
@@ -181,17 +220,18 @@ def _change(
     modules: Collection[TrainableModule], change: Callable[[TrainableModule], object]
 ) -> None:
     """Change the form of each; what several share becomes something that they share."""
-    weights = [_held(module, name)[0] for module in modules for name in module.master_names]
-    num_homes = Counter(map(id, weights))
+    weights = [_held(module, name)[0] for module in modules for name in _names(module)]
+    num_homes = Counter(id(x) for x in weights if x is not None)
     tied = {id(x): x for x in weights if num_homes[id(x)] > 1}  # held, so that ids stay theirs
     del weights
     made: dict[int, Held] = {}
     for module in modules:
-        before = {name: id(_held(module, name)[0]) for name in module.master_names}
+        before = {name: id(_held(module, name)[0]) for name in _names(module)}
         is_trainable = module.trainable
         change(module)
         for name, weight in before.items():
             if weight in tied and module.trainable != is_trainable:
                 pair = made.setdefault(weight, _held(module, name))
                 for leaf, x in zip((name, f"{name}_scale_inv"), pair, strict=True):
-                    module._parameters[leaf] = x
+                    if leaf in module._parameters:
+                        module._parameters[leaf] = x

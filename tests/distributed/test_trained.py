@@ -193,6 +193,21 @@ def test_tied_weights_stay_tied():
     assert len(list(model.parameters())) == 1
 
 
+def test_weights_that_are_tied_to_others_are_left_alone():
+    embedding, head = nn.Embedding(128, 128), FP8Linear(128, 128, bias=False, trainable=True)
+    head.weight = embedding.weight
+    model = moefp8.prepare_fsdp(nn.ModuleList([embedding, head, FP8Linear(8, 8, trainable=True)]))
+    assert head.weight is embedding.weight
+    assert type(head.weight) is nn.Parameter
+    assert type(model[2].weight) is not nn.Parameter
+
+
+def test_attributes_of_weights_stay():
+    layer = FP8Linear(128, 128, trainable=True)
+    layer.weight.main_grad = main_grad = torch.zeros(128, 128)
+    assert moefp8.prepare_fsdp(layer).weight.main_grad is main_grad
+
+
 def test_frozen_weights_are_left_alone():
     model = nn.Sequential(FP8Linear(128, 128), nn.Linear(128, 128))
     before = dict(model.named_parameters())

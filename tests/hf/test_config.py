@@ -236,7 +236,7 @@ def test_without_the_plug_in_saving_is_refused(bf16, tmp_path):
 def test_a_model_of_which_a_part_was_converted_is_not_saved_as_weights(bf16, tmp_path, part):
     model = plain(bf16)
     model.set_submodule(part, convert(model.get_submodule(part)))
-    with pytest.raises(ValueError, match="convert the model as a whole"):
+    with pytest.raises(ValueError, match="convert or freeze the model as a whole"):
         model.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.safetensors"))
     assert model.state_dict().keys()  # anybody else may ask

@@ -149,6 +149,8 @@ def test_a_gradient_of_a_gradient_is_an_error(made):
             loss.backward(retain_graph=True)
     _, expected = differentiated(lambda x: module(x, *others), x, grad=2 * y.detach())
     assert torch.equal(of_x, expected)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*dequantize"):
+        torch.autograd.functional.hvp(lambda x: module(x, *others).float().square().sum(), x, x)
 
 
 def test_a_weight_that_changed_since_is_an_error(made):

@@ -196,3 +196,19 @@ def test_the_mode_is_kept():
     convert(layer, trainable=True)
     assert layer.up.training
     assert not layer.experts.training
+
+
+def test_modules_that_are_trainable_already_keep_their_wgrad_and_it_is_told():
+    layer = convert(Layer(), trainable=True)
+    with pytest.warns(UserWarning, match=r"2 modules are trainable already .*unfreeze\(model, wg"):
+        convert(layer, trainable=True, wgrad="bf16")
+    assert layer.up.wgrad == "128x1"
+    assert moefp8.unfreeze(layer, wgrad="bf16").up.wgrad == "bf16"
+
+
+def test_settings_of_what_stays_tell_why_it_does():
+    model = nn.Sequential(nn.Linear(H, 48), nn.ReLU(), nn.Linear(48, 20))
+    with pytest.raises(ValueError, match=r"overrides of '2' are settings.*2 stays: .*only= names"):
+        convert(model, trainable=True, overrides={"2": {"wgrad": "bf16"}})
+    convert(model, trainable=True, overrides={"2": {"wgrad": "bf16"}}, only=["0", "2"])
+    assert (model[0].wgrad, model[2].wgrad) == ("128x1", "bf16")

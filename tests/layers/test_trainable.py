@@ -328,8 +328,12 @@ def test_wgrad_is_checked_and_kept_for_later(kind):
     frozen = make(kind, trainable=False, wgrad="bf16")
     assert frozen.unfreeze().wgrad == "bf16"
     assert frozen.unfreeze(wgrad="128x128").wgrad == "128x128"
-    with pytest.raises(ValueError, match="unfreeze: wgrad must be"):
-        frozen.unfreeze(wgrad="fp8")
+    for module in (frozen, make(kind, trainable=False)):
+        with pytest.raises(ValueError, match="wgrad must be '128x1', '128x128' or 'bf16', got"):
+            module.unfreeze(wgrad="fp8")
+        with pytest.raises(ValueError, match="wgrad must be '128x1', '128x128' or 'bf16', got"):
+            module.wgrad = "fp8"
+    assert frozen.wgrad == "128x128"
 
 
 def test_a_layer_trains_and_is_frozen():
@@ -367,12 +371,12 @@ def test_dequantize_gives_the_parameters_back(kind):
     module = nn.Sequential(make(kind, dtype=torch.float32).eval())
     parameters = dict(module.named_parameters())
     parameters[f"0.{module[0].master_names[0]}"].requires_grad_(False)
-    plain = moefp8.dequantize(copy.copy(module), torch.float32)[0]
+    plain = moefp8.dequantize(copy.copy(module))[0]
     assert type(plain) is (nn.Linear if kind == "linear" else PlainExperts)
     assert not plain.training
     assert all(x is parameters[f"0.{name}"] for name, x in plain.named_parameters())
     module = nn.Sequential(make(kind, dtype=torch.float32))
-    cast = moefp8.dequantize(module)[0]
+    cast = moefp8.dequantize(module, torch.bfloat16)[0]
     assert all(x.dtype == torch.bfloat16 and x.requires_grad for x in cast.parameters())
 
 
@@ -393,3 +397,55 @@ def test_frozen_parameters_are_those_that_ask_for_no_gradient():
         "a.weight",
         *(f"b.{name}" for name in model["b"].state_dict()),
     }
+
+
+@pytest.mark.parametrize("function", [moefp8.freeze, moefp8.unfreeze])
+def test_a_model_without_fp8_is_told(function):
+    with pytest.warns(UserWarning, match=r"no FP8 modules, so nothing .* moefp8\.convert\(model\)"):
+        function(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
+        function("model")
+
+
+@KINDS
+@pytest.mark.parametrize("function", [moefp8.freeze, moefp8.dequantize])
+def test_parametrized_weights_are_refused_before_anything_changes(kind, function):
+    model = nn.Sequential(make(kind), make(kind))
+    name = model[1].master_names[0]
+    torch.nn.utils.parametrize.register_parametrization(model[1], name, nn.Identity())
+    with pytest.raises(ValueError, match=rf"{name} of 1 must be parameters.*remove_parametriz"):
+        function(model)
+    assert model[0].trainable
+    with pytest.raises(ValueError, match="remove_parametrizations"):
+        model[1].freeze()
+    torch.nn.utils.parametrize.remove_parametrizations(model[1], name)
+    function(model)
+
+
+def test_an_optimizer_moves_no_bias_that_was_frozen():
+    model = nn.Sequential(make("linear"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.randn(9, H).bfloat16()).sum().backward()
+    freeze(model)
+    before = model[0].bias.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].bias, before)
+
+
+def test_biases_that_become_others_stay_tied():
+    model = nn.Sequential(make("linear"), make("linear"), make("linear"))
+    for layer in model:
+        layer.bias = nn.Parameter(layer.bias.detach().float())
+    model[1].bias = model[0].bias
+    freeze(model)
+    unfreeze(model)
+    assert model[0].bias is model[1].bias
+    assert model[0].bias is not model[2].bias
+    assert model[0].bias.dtype == torch.bfloat16
+    assert model[0].weight is not model[1].weight
+    assert {name for name, _ in model[0].named_parameters()} == {"weight", "bias"}
+
+
+def test_a_linear_has_a_dtype_that_trains():
+    with pytest.raises(TypeError, match=r"FP8Linear: dtype must be .*got torch\.float64"):
+        make("linear", dtype=torch.float64)

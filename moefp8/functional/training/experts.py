@@ -13,6 +13,7 @@ SwiGLU. With dO the gradient of the result, a backward takes these steps:
    gathered from the tokens, and are gone afterwards.
 """
 
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def _dgrad(
     parts: int,
 ) -> torch.Tensor:
     of_rows = empty_dgrad(data, scale_inv, weight)
-    codes = codes_of(weight, parts)
+    codes = codes_of(weight, parts, is_backward=True)
     b = codes.transposed, codes.scale_inv.mT
     m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
     return of_rows
@@ -213,7 +214,8 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         return _backward(inputs)
     dx, of_weights = _empty_gradients(inputs)
-    down, gate_up_proj = codes_of(inputs.down_proj), codes_of(inputs.gate_up_proj, parts=2)
+    down = codes_of(inputs.down_proj, is_backward=True)
+    gate_up_proj = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
     tensors = Tensors(
         grad=inputs.grad,
         hidden_states=inputs.hidden_states,
@@ -270,15 +272,39 @@ class _Options(NamedTuple):
 _Gradients = dict[str, torch.Tensor | None]  # by the names of inputs
 
 
+class _Parts:
+    """Which of a call's parts begins to sum a weight's gradient: the first one in each round."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts, self._num_done = num_parts, Counter[str]()
+
+    def begins(self, name: str) -> bool:
+        num_done = self._num_done[name]
+        self._num_done[name] = (num_done + 1) % self._num_parts
+        return num_done == 0
+
+
+def _begins(parts: _Parts | None, name: str) -> bool:
+    return parts is None or parts.begins(name)
+
+
 def _gradients(
-    grad: torch.Tensor, saved: _Saved, options: _Options, needs: dict[str, bool]
+    grad: torch.Tensor,
+    saved: _Saved,
+    options: _Options,
+    parts: _Parts | None,
+    needs: dict[str, bool],
 ) -> _Gradients:
     x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
     *others, wgrad = options
     if wgrad == "bf16":
-        return _with_bf16_weights(grad, saved, options, needs)
+        return _with_bf16_weights(grad, saved, options, parts, needs)
     masters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    targets = {name: main_grad.target(x) for name, x in masters.items() if needs[name]}
+    targets = {
+        name: main_grad.target(x, begins=_begins(parts, name))
+        for name, x in masters.items()
+        if needs[name]
+    }
     written = {name: as_written(d) for name, (d, _) in targets.items()}
     dx, of_weights = trained_experts_backward(
         *(grad, x, ids, weights, *gate_up, gate_up_proj, down_proj),
@@ -298,6 +324,7 @@ def _with_bf16_weights(
     grad: torch.Tensor,
     saved: _Saved,
     options: _Options,
+    parts: _Parts | None,
     needs: dict[str, bool],
 ) -> _Gradients:
     """The same, with gradients in weights by BF16 products of rows that were not quantized."""
@@ -319,29 +346,35 @@ def _with_bf16_weights(
         activated = swiglu_rows(gate_up, options.swiglu_limit)
         weighted = (through.weight_of_row[:, None] * activated).bfloat16()
         of_y = dispatch_rows(grad.bfloat16(), to_token)
-        found["down_proj"] = _put(down_proj, grouped_outer(of_y, weighted, offsets))
+        product = grouped_outer(of_y, weighted, offsets)
+        found["down_proj"] = _put(down_proj, product, _begins(parts, "down_proj"))
     if needs["hidden_states"]:
         of_rows = trained_dgrad(*through[:2], gate_up_proj, offsets, 2)
         found["hidden_states"] = sum_rows(of_rows, to_row, through.is_first)
     if needs["gate_up_proj"]:
         of_x = dispatch_rows(x.bfloat16(), to_token)
         product = grouped_outer(through.of_gate_up.flatten(1), of_x, offsets)
-        found["gate_up_proj"] = _put(gate_up_proj, product)
+        found["gate_up_proj"] = _put(gate_up_proj, product, _begins(parts, "gate_up_proj"))
     return found
 
 
-def _put(weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor | None:
-    d, accumulates = main_grad.target(weight)
+def _put(weight: torch.Tensor, product: torch.Tensor, begins: bool) -> torch.Tensor | None:
+    d, accumulates = main_grad.target(weight, begins=begins)
     return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
 
 
 class _TrainedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, saved_dtype: torch.dtype, wgrad: Wgrad, trusts: bool, *inputs: Any
+        ctx: Any,
+        saved_dtype: torch.dtype,
+        wgrad: Wgrad,
+        trusts: bool,
+        parts: _Parts | None,
+        *inputs: Any,
     ) -> torch.Tensor:
         x, ids, weights, gate_up_proj, down_proj, limit, _, offset, num_global, _ = inputs
-        ctx.saves = any(ctx.needs_input_grad[3:-1])
+        ctx.saves = any(ctx.needs_input_grad[4:-1])
         y: torch.Tensor
         y, gate_up = trained_experts(*inputs, trusts, ctx.saves)
         if ctx.saves:
@@ -349,6 +382,8 @@ class _TrainedExperts(torch.autograd.Function):
             if saved_dtype == E4M3:
                 gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
             ctx.save_for_backward(x, ids, weights, gate_up_proj, down_proj, gate_up, scale_inv)
+        ctx.masters = main_grad.master(gate_up_proj), main_grad.master(down_proj)
+        ctx.parts = parts
         ctx.options, ctx.dtypes = (
             _Options(limit, offset, num_global, wgrad),
             (x.dtype, weights.dtype),
@@ -359,15 +394,20 @@ class _TrainedExperts(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         names = TrainedExpertsInputs._fields[:10]
-        needs = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
+        needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
         found: _Gradients = {}
         if ctx.saves:
-            found = _gradients(grad, _Saved(*ctx.saved_tensors), ctx.options, needs)
+            saved = _Saved(*ctx.saved_tensors)
+            for name, master in zip(("gate_up_proj", "down_proj"), ctx.masters, strict=True):
+                if master is not None:
+                    saved = saved._replace(**{name: master})
+                    needs[name] = needs[name] and main_grad.is_asked_for(master)
+            found = _gradients(grad, saved, ctx.options, ctx.parts, needs)
             for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
                 if (of_input := found.get(name)) is not None:
                     found[name] = of_input.to(dtype)
         found["addend"] = grad
-        return None, None, None, *(found.get(x) if needs[x] else None for x in names)
+        return None, None, None, None, *(found.get(x) if needs[x] else None for x in names)
 
 
 def routed_experts(
@@ -377,12 +417,14 @@ def routed_experts(
     wgrad: Wgrad,
     *,
     trusts: bool,
+    parts: _Parts | None = None,
 ) -> torch.Tensor:
     """`trained_experts` -> bf16 [T, H], with gradients in all that is given.
 
     layer: who is named in errors.
     inputs: the first ten of `TrainedExpertsInputs`. Very many tokens are computed in parts.
     saved_dtype: as in `experts_backward.routed_experts`. wgrad: see `Wgrad`.
+    parts: those of the call that this one is a part of.
     """
     y: torch.Tensor
     x, ids, scores, gate_up_proj, down_proj, *options, addend = inputs
@@ -393,9 +435,11 @@ def routed_experts(
     (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
     num_parts = num_parts_of(Sizes(num_tokens, top_k, e, h, i, False), has_backward=True)
     if num_parts <= 1:
-        y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, *inputs)
+        y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, parts, *inputs)
         return y
     size = ceil_div(num_tokens, num_parts)
+    if any(map(main_grad.overwrites, (gate_up_proj, down_proj))):
+        parts = _Parts(ceil_div(num_tokens, size))
     addends = [None] * num_parts if addend is None else addend.split(size)
     of_parts = zip(x.split(size), ids.split(size), scores.split(size), addends, strict=False)
     return torch.cat(
@@ -406,6 +450,7 @@ def routed_experts(
                 saved_dtype,
                 wgrad,
                 trusts=trusts,
+                parts=parts,
             )
             for *tokens, added in of_parts
         ]

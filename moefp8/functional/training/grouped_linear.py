@@ -15,6 +15,7 @@ from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ...quant.columns import quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
+from . import main_grad
 from .linear import Trained, Wgrad, nothing_of, weight_gradient
 from .weights import codes_of
 
@@ -75,7 +76,7 @@ def _body(inputs: TrainedGroupedInputs) -> Trained:
     _check(inputs)
     x, weight, expert_offsets, is_backward, multiplies, saves, _ = inputs
     y = _empty(inputs)
-    codes = codes_of(weight) if multiplies else None
+    codes = codes_of(weight, is_backward=is_backward) if multiplies else None
     found: tuple[torch.Tensor, ...] = ()
     if saves:
         found = _quantize_both(inputs)
@@ -118,13 +119,16 @@ class _TrainedGroupedLinear(torch.autograd.Function):
         )
         ctx.dtype = x.dtype
         ctx.save_for_backward(weight, expert_offsets, *columns)
+        ctx.master = main_grad.master(weight)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, expert_offsets, *of_x = ctx.saved_tensors
+        weight = weight if ctx.master is None else ctx.master
         _, needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_weight = needs_weight and main_grad.is_asked_for(weight)
         dx, *of_y = trained_grouped_linear(
             grad, weight, expert_offsets, True, needs_x, needs_weight, False
         )

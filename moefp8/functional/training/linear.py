@@ -6,6 +6,7 @@ what is saved. A backward does the same to dY: its rows are multiplied by W for 
 columns by those of x for dW = dY^T X. All kernels of either are one prepared launch.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -18,7 +19,7 @@ from ...kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ...kernels.common.registry import Written, register_inputs
+from ...kernels.common.registry import Written, register_inputs, without_autocast
 from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
 from ...quant.columns import empty_columns, quantize_1x128_and_128x1
@@ -116,7 +117,8 @@ def _launch(inputs: TrainedLinearInputs) -> Trained:
         return _body(inputs)
     codes = codes_of(weight, trusts=trusts)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    if launch_forward(x, Codes(codes.data, codes.scale_inv), bias, y, columns, blocks):
+    of_w = Codes(codes.data, codes.scale_inv)
+    if launch_forward(partial(_check, inputs), x, of_w, bias, y, columns, blocks):
         return y, *columns
     return _body(inputs)
 
@@ -170,7 +172,7 @@ def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
 def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     dx = _allocate_backward(inputs)
     grad, weight, *of_x, d, accumulates, wants_x = inputs
-    codes = codes_of(weight) if wants_x else None
+    codes = codes_of(weight, is_backward=True) if wants_x else None
     found: tuple[torch.Tensor, ...] = ()
     if d is not None:
         found = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
@@ -187,9 +189,10 @@ def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     grad, weight, of_x, scale_inv, d, accumulates, wants_x = inputs
     if d is None or not wants_x:
         return _backward(inputs)
-    codes = codes_of(weight)
+    codes = codes_of(weight, is_backward=True)
     dx, of_w = _empty(grad, weight.shape[1]), Codes(codes.transposed, codes.scale_inv.mT)
-    if launch_backward(grad, of_w, (of_x, scale_inv), dx, d, accumulates):
+    check = partial(_allocate_backward, inputs)
+    if launch_backward(check, grad, of_w, (of_x, scale_inv), dx, d, accumulates):
         return dx
     return _backward(inputs)
 
@@ -241,13 +244,16 @@ class _TrainedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         of_x = columns if saves else [x] if needs_weight else []
         ctx.save_for_backward(weight, *of_x)
+        ctx.master = main_grad.master(weight)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *of_x = ctx.saved_tensors
+        weight = weight if ctx.master is None else ctx.master
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_weight = needs_weight and main_grad.is_asked_for(weight)
         of_weight = of_bias = dx = None
         if needs_weight and ctx.wgrad != "bf16":
             d, accumulates = main_grad.target(weight)
@@ -279,7 +285,8 @@ def _bf16_gradient(
     weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor | None:
     d, accumulates = main_grad.target(weight)
-    product = grad.bfloat16().T @ x.bfloat16()
+    with without_autocast(grad.device):
+        product = grad.bfloat16().T @ x.bfloat16()
     return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
 
 

@@ -4,6 +4,7 @@ M rows, K in, N out. Forward: both codes of x, then the GEMM. Backward: both cod
 of dX, that of dW. What lies between the kernels is in one workspace.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from ...kernels.gemm.operands import Operands, check_sizes
 from ...kernels.gemm.tuned import config_source_of
 from ...kernels.jit import Launch, Source, current_driver
 from ...quant.columns import empty_columns
-from ...quant.columns_launch import ColumnsSources, prepare_columns
+from ...quant.columns_launch import ColumnsSources, prepare_columns, readable
 from ..workspace import Memory
 
 _OP = "trained_linear"
@@ -43,7 +44,8 @@ class Codes(NamedTuple):
 def _is_simple(x: torch.Tensor, codes: Codes) -> bool:
     """Whether no operand of a product x codes^T has to be copied."""
     (m, k), n = x.shape, len(codes.data)
-    return bool(m and n and k) and k % 16 == n % 8 == 0 and x.stride(1) == 1 and fits(codes.data)
+    is_readable = x.stride(1) == 1 and readable(x) is x
+    return bool(m and n and k) and k % 16 == n % 8 == 0 and is_readable and fits(codes.data)
 
 
 def _prepare_product(
@@ -113,6 +115,7 @@ _X, _DATA, _SCALES, _Y, _COLUMNS, _COLUMN_SCALES, _BIAS, _MEMORY = map(Source, r
 
 
 def launch_forward(
+    check: Callable[[], object],
     x: torch.Tensor,
     codes: Codes,
     bias: torch.Tensor | None,
@@ -122,11 +125,13 @@ def launch_forward(
 ) -> bool:
     """Write y and the column codes of x; False if an operand would have to be copied first.
 
+    check: raises what is wrong with the operands; called for layouts that are new.
     y: bf16 [M, N], contiguous. columns: as `empty_columns` gives them.
     """
     key = (_OP, _key_of(x, *codes, bias), blocks, current_driver().max_sms)
 
     def prepare() -> Launches:
+        check()
         if not _is_simple(x, codes) or (bias is not None and not bias.is_contiguous()):
             return Launches((), 0)
         memory = Memory(_MEMORY)
@@ -154,6 +159,7 @@ _GRAD, _OF_X, _OF_X_SCALES, _DX, _D = _X, *map(Source, range(3, 7))
 
 
 def launch_backward(
+    check: Callable[[], object],
     grad: torch.Tensor,
     codes: Codes,
     of_x: tuple[torch.Tensor, torch.Tensor],
@@ -163,11 +169,13 @@ def launch_backward(
 ) -> bool:
     """Write dX, and dW into d or to what is there; False if an operand must be copied first.
 
-    codes: those of W^T, [K, N]. of_x: column codes of x. dx: bf16 [M, K], contiguous. d: [N, K].
+    check: as for `launch_forward`. codes: those of W^T, [K, N]. of_x: column codes of x. dx: bf16
+        [M, K], contiguous. d: [N, K].
     """
     key = (_OP, "backward", _key_of(grad, *codes, *of_x, d), accumulates, current_driver().max_sms)
 
     def prepare() -> Launches:
+        check()
         d_fits = fits(d) and d.shape[1] * d.element_size() % TMA_BYTES == 0
         if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
             return Launches((), 0)

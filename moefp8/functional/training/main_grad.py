@@ -5,16 +5,41 @@ parameter has as its attribute `main_grad`, and the GEMM adds to it right away.
 """
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ...kernels.common.checks import check_same_device, check_shape, check_tensor
 
 
-def target(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def master(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight itself, for a backward, if it is a leaf: that may have attributes.
+
+    What a backward gets of saved tensors has none where hooks stand between, as those of
+    `torch.utils.checkpoint`. None: a leaf's view, which need not be kept alive beside it.
+    """
+    return weight if weight.is_leaf else None
+
+
+def is_asked_for(weight: torch.Tensor) -> bool:
+    """Whether the backward that runs is to give the gradient of a weight that needs one.
+
+    A function of autograd knows at its forward alone which inputs need gradients. That one in vain
+    costs time; but `main_grad` must not change where somebody asks for gradients of inputs only.
+    """
+    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
+        return True
+    try:
+        node = get_gradient_edge(weight).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is what `torch.autograd.grad` gives back
+        return True
+
+
+def target(weight: torch.Tensor, *, begins: bool = True) -> tuple[torch.Tensor, bool]:
     """The tensor that takes the gradient of a weight, and whether it is added to what is there.
 
     That is `weight.main_grad`, if the weight has one: then the gradient is added, or written if
-    `weight.overwrite_main_grad` is true. Else it is a new tensor of the weight's shape and dtype,
-    contiguous and uninitialised, to be written.
+    `weight.overwrite_main_grad` is true and it `begins` those of one call. Else it is a new tensor
+    of the weight's shape and dtype, contiguous and uninitialised, to be written.
 
     Raises:
         TypeError: `main_grad` is not fp32.
@@ -24,7 +49,11 @@ def target(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     if main_grad is None:
         return weight.new_empty(weight.shape), False
     _check(weight, main_grad)
-    return main_grad, not getattr(weight, "overwrite_main_grad", False)
+    return main_grad, not (begins and overwrites(weight))
+
+
+def overwrites(weight: torch.Tensor) -> bool:
+    return bool(getattr(weight, "overwrite_main_grad", False))
 
 
 def result(weight: torch.Tensor, d: torch.Tensor) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from ...quant.both import (
     quantize_128x128_both_into,
     whole_rows,
 )
-from ..kept import Made, belonging, belonging_if_any, has_memory
+from ..kept import Made, belonging, belonging_if_any, has_memory, identity, may_be_same
 from .gathered import GatheredCodes, GatheredWeight
 
 __all__ = ["WeightCodes", "codes_of", "codes_stay", "requantize"]
@@ -61,7 +61,8 @@ class _Layout(NamedTuple):
 class _Kept:
     """Codes as they were made.
 
-    version: of the weight. num_steps: how many steps optimizers had made of weights unknown to us.
+    version: of the weight. of: which parameter that was. was_frozen: whether it asked for no
+        gradient. num_steps: how many steps optimizers had made of weights unknown to us.
     capture: the capture of a graph in which they were made; None: they are made already.
     made: behind what they are made; None on a CPU.
     is_old: whether something told that the weight has changed since, or nothing is made yet.
@@ -70,6 +71,8 @@ class _Kept:
 
     codes: WeightCodes
     version: int = -1
+    of: int = 0
+    was_frozen: bool = False
     num_steps: int = 0
     capture: int | None = None
     made: Made | None = None
@@ -80,8 +83,9 @@ class _Kept:
         """Whether nothing told that the weight has changed since."""
         if self.is_old or self.version != weight._version:
             return False
-        is_frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
-        return is_frozen or self.num_steps == _known.num_steps
+        if not may_be_same(self.of, identity(weight)):
+            return False
+        return (self.was_frozen and _is_frozen(weight)) or self.num_steps == _known.num_steps
 
     def is_made_in(self, capture: int | None) -> bool:
         """Whether what is made in this capture, or outside of all, may read them as they are."""
@@ -101,8 +105,13 @@ class _Kept:
         quantize_128x128_both_into(weight, parts, data, scale_inv, whole_rows(self.codes, parts))
         self.made = Made.now(weight.device) if weight.is_cuda else None
         self.version, self.num_steps, self.capture = version, num_steps, capture
+        self.of, self.was_frozen = identity(weight), _is_frozen(weight)
         self.is_in_graph |= capture is not None
         self.is_old = False
+
+
+def _is_frozen(weight: torch.Tensor) -> bool:
+    return isinstance(weight, nn.Parameter) and not weight.requires_grad
 
 
 class _OfStorage(dict[_Layout, _Kept]):
@@ -122,18 +131,19 @@ _entering = threading.Lock()
 
 
 def codes_of(
-    weight: torch.Tensor, parts: int = 1, *, trusts: bool = True
+    weight: torch.Tensor, parts: int = 1, *, trusts: bool = True, is_backward: bool = False
 ) -> WeightCodes | GatheredCodes:
     """The codes of a master weight and of its transpose, as `quantize_128x128_both` makes them.
 
     They are kept, and made anew by one kernel in the same memory when
 
     - the weight's version changed: a write in place counts one up, unless it is through `.data`;
+    - another parameter lies there now;
     - the weight lies elsewhere or otherwise than before (then in other memory), or its storage was
       resized, as FSDP does when it frees what it gathered;
-    - an optimizer of torch made a step with the weight, however it wrote it; or with none of the
-      weights that have codes, which may be copies that somebody writes back: then all that are not
-      frozen parameters are made anew;
+    - an optimizer of torch made a step with the weight, however it wrote it; or with others that
+      have no codes, which may be copies that somebody writes back: then all are made anew but those
+      of parameters that were frozen before and still are;
     - a graph is captured: see below;
     - `requantize` asks for it.
 
@@ -153,6 +163,8 @@ def codes_of(
         trusts: False makes them anew in any case, as a module in eval mode does in its forward:
             nothing counts writes through `.data`, by which a moving average may be put in, and the
             trained weights back later. So the next call makes them anew, too.
+        is_backward: whether it is called for a gradient. If codes have to be made anew then, that
+            holds for the next forward as well: between the two, eval mode's rule is not ended.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule and what came.
@@ -168,12 +180,14 @@ def codes_of(
     if capture is not None and _known.num_staying:
         return _staying(weight, found if is_trusted else None)
     if found is None:
-        found = _Kept(empty_both(weight, parts))
+        with torch.inference_mode(False):  # it outlives the mode in which it is made
+            found = _Kept(empty_both(weight, parts))
     elif is_trusted and trusts and found.is_made_in(capture):
         found.wait(capture)
         return found.codes
+    stays_old = not trusts or (is_backward and found.is_old)
     found.make(weight, parts, capture)
-    found.is_old = not trusts  # what nothing counts may put the weight back, too
+    found.is_old = stays_old  # what nothing counts may put the weight back, too
     _watch_optimizers()
     of_storage[layout] = found
     return found.codes
@@ -224,7 +238,7 @@ def requantize(weights: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> No
     a module trains: nothing else tells of these. Weights without codes get none.
 
     Args:
-        weights: those of a module are its parameters that require a gradient.
+        weights: those of a module are all of its parameters.
 
     Raises:
         TypeError: for anything else.
@@ -241,7 +255,7 @@ def requantize(weights: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> No
 
 def _weights_of(weights: Any) -> list[torch.Tensor]:
     if isinstance(weights, nn.Module):
-        return [x for x in weights.parameters() if x.requires_grad]
+        return list(weights.parameters())
     if isinstance(weights, torch.Tensor):
         return [weights]
     found = list(weights) if isinstance(weights, Iterable) else [weights]
@@ -261,11 +275,13 @@ def _watch_optimizers() -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer may write through `.data`, and its step may be part of a graph."""
-    is_known = False
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            for kept in (belonging_if_any(weight, _OfStorage) or {}).values():
-                kept.is_old = is_known = True
-                kept.is_in_graph |= _capture_of(weight) is not None
-    if not is_known:
+    weights = [x for group in optimizer.param_groups for x in group["params"]]
+    found = [(belonging_if_any(x, _OfStorage), x) for x in weights]
+    of_storages = {id(of_storage): (of_storage, x) for of_storage, x in found if of_storage}
+    for of_storage, weight in of_storages.values():  # of one flat buffer, all have the same
+        is_in_graph = _capture_of(weight) is not None
+        for kept in list(of_storage.values()):
+            kept.is_old = True
+            kept.is_in_graph |= is_in_graph
+    if not all(of_storage for of_storage, _ in found):
         _known.num_steps += 1

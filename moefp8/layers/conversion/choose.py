@@ -39,6 +39,7 @@ class Chosen(NamedTuple):
 
     nothing_left: whether there is nothing to swap since all is FP8 already.
     other_form: how many of these modules have another form than was asked for.
+    other_wgrad: how many that are trainable, as was asked for, have another `wgrad`.
     """
 
     modules: dict[str, nn.Module]
@@ -46,6 +47,7 @@ class Chosen(NamedTuple):
     conversion: Conversion
     nothing_left: bool
     other_form: int
+    other_wgrad: int
 
 
 def choose(
@@ -93,12 +95,15 @@ def choose(
     chosen = {name: module for name, module in candidates.items() if name not in told}
     settings = _checked(chosen, overridden, {"trainable": trainable, "wgrad": wgrad})
     kinds = {name: kind_of(module) for name, module in chosen.items()}
-    _check_settings(overridden, kinds)
+    _check_settings(overridden, kinds, told)
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
     masters = frozenset(name for name, given in settings.items() if given["trainable"])
     conversion = Conversion(kinds, told, experts, masters)
-    other_form = [name for name in fp8 if modules[name].trainable != trainable]
-    return Chosen(chosen, settings, conversion, bool(fp8) and not chosen, len(other_form))
+    there: list[Any] = [modules[name] for name in fp8]
+    other_form = sum(module.trainable != trainable for module in there)
+    other_wgrad = sum(module.trainable and module.wgrad != wgrad for module in there)
+    nothing_left = bool(fp8) and not chosen
+    return Chosen(chosen, settings, conversion, nothing_left, other_form, other_wgrad)
 
 
 def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
@@ -136,16 +141,24 @@ def _check_form(trainable: Any, wgrad: Any) -> None:
     check_wgrad("convert", wgrad)
 
 
-def _check_settings(overrides: Overrides, kinds: Mapping[str, str]) -> None:
+def _check_settings(
+    overrides: Overrides, kinds: Mapping[str, str], told: Mapping[str, str]
+) -> None:
+    """told: why each of the other modules stays."""
     experts = [name for name, kind in kinds.items() if kind == "experts"]
     for part, setting in overrides.items():
         if not isinstance(setting, Mapping):
             continue
         if setting.keys() <= _OF_BOTH:
             if not _names_one_of(part, kinds):
+                stay = {name: why for name, why in told.items() if matches(name, part)}
+                why = "".join(
+                    f"; {name} stays: {reason}, unless only= names it"
+                    for name, reason in list(stay.items())[:1]
+                )
                 raise ValueError(
                     f"convert: overrides of {part!r} are settings, but no module of that name "
-                    "becomes FP8"
+                    f"becomes FP8{why}"
                 )
         elif not _names_one_of(part, experts):
             raise ValueError(

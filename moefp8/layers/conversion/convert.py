@@ -103,7 +103,12 @@ def _warning(chosen: Chosen, trainable: bool) -> str | None:
     if not chosen.nothing_left:
         return chosen.conversion.warning()
     if not chosen.other_form:
-        return None
+        if not (trainable and chosen.other_wgrad):
+            return None
+        return (
+            f"{chosen.other_wgrad} modules are trainable already and keep their wgrad; "
+            "moefp8.unfreeze(model, wgrad=...) changes it"
+        )
     stay, function = ("frozen", "unfreeze") if trainable else ("trainable", "freeze")
     return (
         f"{chosen.other_form} modules are FP8 already and stay {stay}; moefp8.{function}(model) "

@@ -12,14 +12,16 @@ from ..experts import GroupedExperts
 from ..linear import FP8Linear
 from ..module import check_dtype, is_wrapped
 from ..saving import release
+from ..trainable import check_own_weights
 
 
 @torch.no_grad()
-def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap every `FP8Linear` for an `nn.Linear`, and `GroupedExperts` for `PlainExperts`.
 
-    Master weights that have this dtype stay the very parameters that they are, so that an optimizer
-    goes on: that is the way back from `convert` with trainable=True. All else is made anew.
+    Master weights stay the very parameters that they are, so that an optimizer goes on: that is the
+    way back from `convert` with trainable=True. All else is made anew, and so are master weights if
+    another `dtype` is asked for.
 
     Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and the biases, which are cast,
     ask for gradients. Modules are swapped one at a time and their FP8 weights freed, so the
@@ -33,22 +35,24 @@ def dequantize(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modu
     Args:
         model: changed in place. A model of transformers also loses its `quantization_config`; if
             `model` is a part of one, the whole loses it when saved, if nothing is FP8 then.
-        dtype: bf16, fp16 or fp32. A linear then takes inputs of this dtype and no other.
+        dtype: bf16, fp16 or fp32; None: that of each master weight, and bf16 for codes. A linear
+            then takes inputs of this dtype and no other.
 
     Returns:
         `model`, or its replacement if `model` itself is to be swapped.
 
     Raises:
         TypeError: `model` is not a module, or `dtype` is another.
-        ValueError: hooks on an FP8 module, which would be lost, or adapters of `moefp8.adapters`;
-            the model is unchanged.
+        ValueError: hooks on an FP8 module, which would be lost, a parametrized weight, or adapters
+            of `moefp8.adapters`; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"dequantize: model must be an nn.Module, got {type(model).__name__}; of a pair of "
             "data and scales, use moefp8.quant.dequantize"
         )
-    check_dtype("dequantize", dtype)
+    if dtype is not None:
+        check_dtype("dequantize", dtype)
     check_no_adapters("dequantize", model, "which PEFT can merge in BF16")
     names = _names_of_fp8(model)
     if not names:
@@ -77,6 +81,7 @@ def _names_of_fp8(model: nn.Module) -> list[list[str]]:
                 "and no forward of its own (as accelerate's), which would be lost; remove them "
                 "first, and add them again"
             )
+        check_own_weights("dequantize", module, name or "the model")
         names.setdefault(id(module), []).append(name)
     return list(names.values())
 
@@ -98,9 +103,14 @@ def _ties(model: nn.Module, names: list[list[str]]) -> dict[Tie, nn.Parameter | 
     return dict.fromkeys(tie for tie, count in counts.items() if count > 1)
 
 
-def _swap(module: Any, dtype: torch.dtype, ties: dict[Tie, nn.Parameter | None]) -> nn.Module:
-    if module.trainable and all(getattr(module, x).dtype == dtype for x in module.master_names):
-        return module.sharing_plain()
+def _swap(
+    module: Any, dtype: torch.dtype | None, ties: dict[Tie, nn.Parameter | None]
+) -> nn.Module:
+    if module.trainable:
+        dtypes = {getattr(module, name).dtype for name in module.master_names}
+        if dtypes <= {dtype or dtypes.copy().pop()}:
+            return module.sharing_plain()
+    dtype = dtype or torch.bfloat16
     twin = module.to_linear(dtype) if isinstance(module, FP8Linear) else module.to_plain(dtype)
     for name, made in list(twin.named_parameters(recurse=False)):
         tie = _tie(module, name)

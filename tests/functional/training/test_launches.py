@@ -67,3 +67,19 @@ def test_experts(sizes, saved_dtype, wgrad):
     assert sources.count("k_grouped") == 2
     assert "swiglu_columns" in sources
     assert "plan" not in sources
+
+
+def test_what_does_not_fit_a_linear_is_refused_before_a_launch():
+    """Its bias, where a user put another one, and memory of another device."""
+    x = torch.randn(150, 128).bfloat16()
+    biases = {
+        "bias must be": torch.ones(8, dtype=torch.bfloat16),
+        "on one device": torch.ones(128, dtype=torch.bfloat16, device="meta"),
+    }
+    for told, bias in biases.items():
+        module = FP8Linear(128, 128, trainable=True)
+        module.bias = nn.Parameter(bias)
+        with jit.using(FakeDriver()) as gpu:
+            with pytest.raises(ValueError, match=told):
+                module(x)
+            assert "gemm" not in [made.kernel.source.stem for made in gpu.launched]

@@ -276,3 +276,13 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiate|derivative"):
         dx.sum().backward()
+
+
+def test_bf16_gradients_heed_no_autocast_in_a_backward():
+    torch.manual_seed(0)
+    made = case(64, 128, 64, FP32, FP32)
+    made = made._replace(x=made.x * 300, grad=made.grad * 300)
+    found = run(made, "bf16").of_weight
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(run(made, "bf16").of_weight, found)
+    assert found.isfinite().all()

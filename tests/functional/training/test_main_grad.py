@@ -1,10 +1,14 @@
 """Where the gradient of a weight goes, by Megatron-LM's convention."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from moefp8.functional.training import main_grad
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.functional.training import experts, main_grad
 
 
 class Product(torch.autograd.Function):
@@ -93,3 +97,89 @@ def test_bad_main_grads_are_named():
         main_grad.target(make_weight(main_grad=torch.zeros(4, 6).T))
     with pytest.raises(ValueError, match="main_grad on meta"):
         main_grad.target(make_weight(main_grad=torch.zeros(6, 4, device="meta")))
+
+
+# ---- In layers ----
+
+LAYERS = pytest.mark.parametrize("kind", ["linear", "experts"])
+WGRADS = pytest.mark.parametrize("wgrad", ["128x1", "bf16"])
+
+
+def make_layer(kind: str, wgrad: str, **told: object) -> nn.Module:
+    torch.manual_seed(0)
+    options: Any = {"trainable": True, "wgrad": wgrad}
+    layer = (
+        FP8Linear(64, 48, **options) if kind == "linear" else GroupedExperts(3, 64, 40, **options)
+    )
+    for name in layer.master_names:
+        weight = layer.get_parameter(name)
+        weight.main_grad = torch.zeros(weight.shape)
+        for attribute, value in told.items():
+            setattr(weight, attribute, value)
+    return layer
+
+
+def main_grads(layer: Any) -> list[torch.Tensor]:
+    return [layer.get_parameter(name).main_grad for name in layer.master_names]
+
+
+def inputs_of(kind: str) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    x = torch.randn(20, 64).bfloat16().requires_grad_()
+    return (x,) if kind == "linear" else (x, torch.randint(3, (20, 2)), torch.rand(20, 2))
+
+
+@LAYERS
+@WGRADS
+def test_hooks_on_saved_tensors_change_nothing(kind, wgrad):
+    """They give tensors without attributes, as those of checkpoints do."""
+    told = {"grad_added_to_main_grad": False}
+    plain, found = make_layer(kind, wgrad, **told), []
+    plain(*inputs_of(kind)).float().square().sum().backward()
+    for reentrant in (True, False):
+        layer = make_layer(kind, wgrad, **told)
+        y = checkpoint(layer, *inputs_of(kind), use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        found.append(layer)
+    found.append(make_layer(kind, wgrad, **told))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        y = found[-1](*inputs_of(kind))
+    y.float().square().sum().backward()
+    for layer in found:
+        for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
+            assert theirs.any()
+            assert torch.equal(ours, theirs)
+        assert all(layer.get_parameter(x).grad_added_to_main_grad for x in layer.master_names)
+
+
+@LAYERS
+@WGRADS
+def test_who_asks_for_gradients_of_inputs_alone_changes_none_of_weights(kind, wgrad):
+    layer = make_layer(kind, wgrad)
+    inputs = inputs_of(kind)
+    torch.autograd.grad(layer(*inputs).float().sum(), inputs[0])
+    layer(*inputs).float().sum().backward(inputs=[inputs[0]])
+    assert not any(x.any() for x in main_grads(layer))
+    layer(*inputs).float().sum().backward()
+    assert all(x.any() for x in main_grads(layer))
+    before = [x.clone() for x in main_grads(layer)]
+    weight = layer.get_parameter(layer.master_names[0])
+    torch.autograd.grad(layer(*inputs).float().sum(), weight, allow_unused=True)
+    assert torch.allclose(main_grads(layer)[0], 2 * before[0])
+
+
+@WGRADS
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_parts_of_a_call_overwrite_once(wgrad, overwrites, monkeypatch):
+    found = []
+    for num_parts in (1, 3):
+        split = iter([num_parts, *[1] * num_parts] * 2)
+        monkeypatch.setattr(experts, "num_parts_of", lambda *_, n=split, **__: next(n))
+        layer = make_layer("experts", wgrad, overwrite_main_grad=overwrites)
+        for x in main_grads(layer):
+            x.fill_(7)
+        for _ in range(2):
+            layer(*inputs_of("experts")).float().square().sum().backward()
+        found.append(main_grads(layer))
+    for whole, parts in zip(*found, strict=True):
+        assert (parts - whole).norm() < 0.05 * whole.norm()
