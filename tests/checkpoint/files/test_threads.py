@@ -70,7 +70,7 @@ thread.start()
 entered.wait()
 child = os.fork()
 if not child:
-    signal.alarm(20)  # which ends it
+    signal.alarm(60)  # which ends it
     save_checkpoint(model, folder / "child")
     os._exit(0)
 thread.join()
