@@ -20,6 +20,7 @@ from ..kernels.common.blocks import (
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.operands import Operands
 from ..kernels.jit import Source
+from ..quant.columns import num_column_blocks
 from ..routing.dispatch_launch import most_count_bytes
 from .expert_configs import Sizes
 
@@ -124,15 +125,25 @@ class BackwardWorkspace(NamedTuple):
         return cls(0, token_bytes, *_places(lengths))
 
 
-def num_parts_of(sizes: Sizes, *, has_backward: bool) -> int:
+def num_parts_of(sizes: Sizes, *, has_backward: bool, trains: bool = False) -> int:
     """In how many parts tokens are computed, so that no workspace is too large.
 
     A backward has the parts of its forward, whose rows it needs. One token is never split.
+
+    trains: whether weights have gradients, too.
     """
     size = Workspace.of(sizes).size
     if has_backward:
-        size = max(size, BackwardWorkspace.of(sizes).size)
+        column_bytes = _column_bytes(sizes) if trains else 0
+        size = max(size, BackwardWorkspace.of(sizes).size + column_bytes)
     return min(sizes.num_tokens, ceil_div(size, MAX_WORKSPACE_BYTES))
+
+
+def _column_bytes(sizes: Sizes) -> int:
+    """Of column codes of gate's and up's gradients, of what is activated, and of tokens."""
+    num_rows = sizes.num_tokens * sizes.top_k
+    features = 3 * sizes.intermediate_size + sizes.hidden_size
+    return num_column_blocks(num_rows, sizes.num_experts) * features * (BLOCK + 4)  # and a scale
 
 
 class Weights(NamedTuple):

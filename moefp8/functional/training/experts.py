@@ -433,7 +433,8 @@ def routed_experts(
         return y
     check_saved_dtype(layer, saved_dtype)
     (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
-    num_parts = num_parts_of(Sizes(num_tokens, top_k, e, h, i, False), has_backward=True)
+    sizes = Sizes(num_tokens, top_k, e, h, i, False)
+    num_parts = num_parts_of(sizes, has_backward=True, trains=True)
     if num_parts <= 1:
         y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, parts, *inputs)
         return y

@@ -107,8 +107,8 @@ def _swap(
     module: Any, dtype: torch.dtype | None, ties: dict[Tie, nn.Parameter | None]
 ) -> nn.Module:
     if module.trainable:
-        dtypes = {getattr(module, name).dtype for name in module.master_names}
-        if dtypes <= {dtype or dtypes.copy().pop()}:
+        dtypes = [getattr(module, name).dtype for name in module.master_names]
+        if all(dtype in (None, x) for x in dtypes):
             return module.sharing_plain()
     dtype = dtype or torch.bfloat16
     twin = module.to_linear(dtype) if isinstance(module, FP8Linear) else module.to_plain(dtype)

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from moefp8 import FP8Linear, GroupedExperts
+from moefp8.functional import workspace
+from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import jit
 from tests.fakes.emulator import FakeDriver
 
@@ -67,6 +69,22 @@ def test_experts(sizes, saved_dtype, wgrad):
     assert sources.count("k_grouped") == 2
     assert "swiglu_columns" in sources
     assert "plan" not in sources
+
+
+@pytest.mark.parametrize("sizes", [(150, 2, 4, 256, 144), (4000, 2, 3, 136, 72)])
+def test_the_workspace_of_a_backward_is_what_parts_are_counted_by(sizes, monkeypatch):
+    """Tokens are computed in parts where it would be larger than the bound."""
+    num_tokens, top_k, num_experts, h, i = sizes
+    module = GroupedExperts(num_experts, h, i, trainable=True)
+    x = torch.randn(num_tokens, h).bfloat16()
+    ids = torch.rand(num_tokens, num_experts).topk(top_k).indices
+    with jit.using(FakeDriver()) as gpu:
+        gradients_of(module, x, ids, torch.rand(num_tokens, top_k))
+        largest = max(place.nbytes for place in gpu.workspaces)
+    given = Sizes(*sizes, False)
+    for bound, num_parts in ((1.05 * largest, 1), (0.95 * largest, 2)):
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", int(bound))
+        assert workspace.num_parts_of(given, has_backward=True, trains=True) == num_parts
 
 
 def test_what_does_not_fit_a_linear_is_refused_before_a_launch():
