@@ -169,17 +169,18 @@ def captured(call: Call) -> Call:
     The calls before it have the stream of the capture: autograd adds a gradient to a leaf on the
     stream where that leaf first took part, if something has kept that place since.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
             call()
     except Exception:
+        torch.cuda.set_stream(current)  # where the capture's end failed, too, nobody has
         _end_capture()
         raise
     return graph.replay

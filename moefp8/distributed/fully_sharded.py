@@ -194,7 +194,8 @@ def prepare_fsdp(model: nn.Module) -> nn.Module:
         if weight not in made:
             shard = ShardedWeight(weight.detach(), 2 if name == "gate_up_proj" else 1)
             made[weight] = nn.Parameter(shard, weight.requires_grad)
-            made[weight].__dict__.update(weight.__dict__)  # such as main_grad
+            for attribute, value in weight.__dict__.items():  # such as main_grad
+                made[weight].__dict__.setdefault(attribute, value)
         setattr(module, name, made[weight])
     return model
 

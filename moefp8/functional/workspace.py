@@ -20,7 +20,6 @@ from ..kernels.common.blocks import (
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.operands import Operands
 from ..kernels.jit import Source
-from ..quant.columns import num_column_blocks
 from ..routing.dispatch_launch import most_count_bytes
 from .expert_configs import Sizes
 
@@ -130,20 +129,18 @@ def num_parts_of(sizes: Sizes, *, has_backward: bool, trains: bool = False) -> i
 
     A backward has the parts of its forward, whose rows it needs. One token is never split.
 
-    trains: whether weights have gradients, too.
+    trains: whether weights have gradients by FP8, too. A part of what these need depends on no
+        token: if that is more than half of the bound, the rest is bounded by the other half.
     """
-    size = Workspace.of(sizes).size
+    size, of_each = Workspace.of(sizes).size, 0
     if has_backward:
-        column_bytes = _column_bytes(sizes) if trains else 0
-        size = max(size, BackwardWorkspace.of(sizes).size + column_bytes)
-    return min(sizes.num_tokens, ceil_div(size, MAX_WORKSPACE_BYTES))
-
-
-def _column_bytes(sizes: Sizes) -> int:
-    """Of column codes of gate's and up's gradients, of what is activated, and of tokens."""
-    num_rows = sizes.num_tokens * sizes.top_k
-    features = 3 * sizes.intermediate_size + sizes.hidden_size
-    return num_column_blocks(num_rows, sizes.num_experts) * features * (BLOCK + 4)  # and a scale
+        size = max(size, BackwardWorkspace.of(sizes).size)
+    if trains:
+        block = (3 * sizes.intermediate_size + sizes.hidden_size) * (BLOCK + 4)  # with its scales
+        size += sizes.num_tokens * sizes.top_k // BLOCK * block
+        of_each = sizes.num_experts * block  # that an expert's last block may leave empty
+    room = max(MAX_WORKSPACE_BYTES - of_each, MAX_WORKSPACE_BYTES // 2)
+    return min(sizes.num_tokens, ceil_div(size, room))
 
 
 class Weights(NamedTuple):

@@ -197,7 +197,7 @@ class FP8Quantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """transformers' own `model.dequantize()` calls this."""
-        return dequantize(model, dtype or torch.bfloat16)
+        return dequantize(model, dtype)
 
 
 def _adopt(module: nn.Module, conversion: Conversion) -> bool:

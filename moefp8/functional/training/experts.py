@@ -275,8 +275,11 @@ _Gradients = dict[str, torch.Tensor | None]  # by the names of inputs
 class _Parts:
     """Which of a call's parts begins to sum a weight's gradient: the first one in each round."""
 
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts, self._num_done = num_parts, Counter[str]()
+    def __init__(self) -> None:
+        self._num_parts, self._num_done = 0, Counter[str]()
+
+    def add(self) -> None:
+        self._num_parts += 1
 
     def begins(self, name: str) -> bool:
         num_done = self._num_done[name]
@@ -294,12 +297,13 @@ def _gradients(
     options: _Options,
     parts: _Parts | None,
     needs: dict[str, bool],
+    masters: dict[str, torch.Tensor],
 ) -> _Gradients:
+    """masters: the weights themselves, which tell where their gradients go."""
     x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
     *others, wgrad = options
     if wgrad == "bf16":
-        return _with_bf16_weights(grad, saved, options, parts, needs)
-    masters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        return _with_bf16_weights(grad, saved, options, parts, needs, masters)
     targets = {
         name: main_grad.target(x, begins=_begins(parts, name))
         for name, x in masters.items()
@@ -326,6 +330,7 @@ def _with_bf16_weights(
     options: _Options,
     parts: _Parts | None,
     needs: dict[str, bool],
+    masters: dict[str, torch.Tensor],
 ) -> _Gradients:
     """The same, with gradients in weights by BF16 products of rows that were not quantized."""
     x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
@@ -347,14 +352,15 @@ def _with_bf16_weights(
         weighted = (through.weight_of_row[:, None] * activated).bfloat16()
         of_y = dispatch_rows(grad.bfloat16(), to_token)
         product = grouped_outer(of_y, weighted, offsets)
-        found["down_proj"] = _put(down_proj, product, _begins(parts, "down_proj"))
+        found["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
     if needs["hidden_states"]:
         of_rows = trained_dgrad(*through[:2], gate_up_proj, offsets, 2)
         found["hidden_states"] = sum_rows(of_rows, to_row, through.is_first)
     if needs["gate_up_proj"]:
         of_x = dispatch_rows(x.bfloat16(), to_token)
         product = grouped_outer(through.of_gate_up.flatten(1), of_x, offsets)
-        found["gate_up_proj"] = _put(gate_up_proj, product, _begins(parts, "gate_up_proj"))
+        begins = _begins(parts, "gate_up_proj")
+        found["gate_up_proj"] = _put(masters["gate_up_proj"], product, begins)
     return found
 
 
@@ -398,11 +404,11 @@ class _TrainedExperts(torch.autograd.Function):
         found: _Gradients = {}
         if ctx.saves:
             saved = _Saved(*ctx.saved_tensors)
-            for name, master in zip(("gate_up_proj", "down_proj"), ctx.masters, strict=True):
-                if master is not None:
-                    saved = saved._replace(**{name: master})
-                    needs[name] = needs[name] and main_grad.is_asked_for(master)
-            found = _gradients(grad, saved, ctx.options, ctx.parts, needs)
+            masters = {"gate_up_proj": saved.gate_up_proj, "down_proj": saved.down_proj}
+            for name, master in zip(masters, ctx.masters, strict=True):
+                masters[name] = masters[name] if master is None else master
+                needs[name] = needs[name] and main_grad.is_asked_for(masters[name])
+            found = _gradients(grad, saved, ctx.options, ctx.parts, needs, masters)
             for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
                 if (of_input := found.get(name)) is not None:
                     found[name] = of_input.to(dtype)
@@ -434,13 +440,16 @@ def routed_experts(
     check_saved_dtype(layer, saved_dtype)
     (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
     sizes = Sizes(num_tokens, top_k, e, h, i, False)
-    num_parts = num_parts_of(sizes, has_backward=True, trains=True)
+    trains = wgrad != "bf16" and (gate_up_proj.requires_grad or down_proj.requires_grad)
+    num_parts = num_parts_of(sizes, has_backward=True, trains=trains)
     if num_parts <= 1:
+        if parts is not None:
+            parts.add()
         y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, parts, *inputs)
         return y
     size = ceil_div(num_tokens, num_parts)
-    if any(map(main_grad.overwrites, (gate_up_proj, down_proj))):
-        parts = _Parts(ceil_div(num_tokens, size))
+    if parts is None and any(map(main_grad.overwrites, (gate_up_proj, down_proj))):
+        parts = _Parts()
     addends = [None] * num_parts if addend is None else addend.split(size)
     of_parts = zip(x.split(size), ids.split(size), scores.split(size), addends, strict=False)
     return torch.cat(

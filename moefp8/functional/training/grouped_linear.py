@@ -126,16 +126,16 @@ class _TrainedGroupedLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, expert_offsets, *of_x = ctx.saved_tensors
-        weight = weight if ctx.master is None else ctx.master
+        master = weight if ctx.master is None else ctx.master
         _, needs_x, needs_weight, _ = ctx.needs_input_grad
-        needs_weight = needs_weight and main_grad.is_asked_for(weight)
+        needs_weight = needs_weight and main_grad.is_asked_for(master)
         dx, *of_y = trained_grouped_linear(
             grad, weight, expert_offsets, True, needs_x, needs_weight, False
         )
         of_weight = None
         if needs_weight:
             pairs = (of_y[0], of_y[1]), (of_x[0], of_x[1])
-            of_weight = weight_gradient(weight, *pairs, len(grad), expert_offsets)
+            of_weight = weight_gradient(master, *pairs, len(grad), expert_offsets)
         return None, dx.to(ctx.dtype) if needs_x else None, of_weight, None
 
 

@@ -251,20 +251,20 @@ class _TrainedLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *of_x = ctx.saved_tensors
-        weight = weight if ctx.master is None else ctx.master
+        master = weight if ctx.master is None else ctx.master
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        needs_weight = needs_weight and main_grad.is_asked_for(weight)
+        needs_weight = needs_weight and main_grad.is_asked_for(master)
         of_weight = of_bias = dx = None
         if needs_weight and ctx.wgrad != "bf16":
-            d, accumulates = main_grad.target(weight)
+            d, accumulates = main_grad.target(master)
             written = as_written(d)
             dx = trained_linear_backward(grad, weight, *of_x, written, accumulates, needs_x)
-            of_weight = main_grad.result(weight, d if written is d else d.copy_(written))
+            of_weight = main_grad.result(master, d if written is d else d.copy_(written))
         else:
             if needs_x:
                 dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, False, True)
             if needs_weight:
-                of_weight = _bf16_gradient(weight, grad, of_x[0])
+                of_weight = _bf16_gradient(master, grad, of_x[0])
         if needs_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return (

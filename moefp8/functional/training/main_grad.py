@@ -11,12 +11,13 @@ from ...kernels.common.checks import check_same_device, check_shape, check_tenso
 
 
 def master(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight itself, for a backward, if it is a leaf: that may have attributes.
+    """The weight itself, for a backward, if it is a leaf that asks for a gradient.
 
-    What a backward gets of saved tensors has none where hooks stand between, as those of
-    `torch.utils.checkpoint`. None: a leaf's view, which need not be kept alive beside it.
+    That may have the attributes which tell where the gradient goes. What a backward gets of saved
+    tensors has the values, but no attributes where hooks stand between, as those of
+    `torch.utils.checkpoint`. Other tensors are not kept alive for that.
     """
-    return weight if weight.is_leaf else None
+    return weight if weight.is_leaf and weight.requires_grad else None
 
 
 def is_asked_for(weight: torch.Tensor) -> bool:
@@ -30,7 +31,7 @@ def is_asked_for(weight: torch.Tensor) -> bool:
     try:
         node = get_gradient_edge(weight).node
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is what `torch.autograd.grad` gives back
+    except (RuntimeError, ValueError):  # it is what `torch.autograd.grad` gives back
         return True
 
 

@@ -185,7 +185,7 @@ def codes_of(
     elif is_trusted and trusts and found.is_made_in(capture):
         found.wait(capture)
         return found.codes
-    stays_old = not trusts or (is_backward and found.is_old)
+    stays_old = not trusts or (is_backward and found.is_old and layout in of_storage)
     found.make(weight, parts, capture)
     found.is_old = stays_old  # what nothing counts may put the weight back, too
     _watch_optimizers()

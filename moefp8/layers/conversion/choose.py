@@ -95,7 +95,8 @@ def choose(
     chosen = {name: module for name, module in candidates.items() if name not in told}
     settings = _checked(chosen, overridden, {"trainable": trainable, "wgrad": wgrad})
     kinds = {name: kind_of(module) for name, module in chosen.items()}
-    _check_settings(overridden, kinds, told)
+    by_default = {name: why for name, why in told.items() if why == kept.get(name)}
+    _check_settings(overridden, kinds, {x: by_default[x] for x in by_default if x in candidates})
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
     masters = frozenset(name for name, given in settings.items() if given["trainable"])
     conversion = Conversion(kinds, told, experts, masters)
@@ -142,19 +143,19 @@ def _check_form(trainable: Any, wgrad: Any) -> None:
 
 
 def _check_settings(
-    overrides: Overrides, kinds: Mapping[str, str], told: Mapping[str, str]
+    overrides: Overrides, kinds: Mapping[str, str], by_default: Mapping[str, str]
 ) -> None:
-    """told: why each of the other modules stays."""
+    """by_default: why each of the others stays that could be swapped, and is not by default."""
     experts = [name for name, kind in kinds.items() if kind == "experts"]
     for part, setting in overrides.items():
         if not isinstance(setting, Mapping):
             continue
         if setting.keys() <= _OF_BOTH:
             if not _names_one_of(part, kinds):
-                stay = {name: why for name, why in told.items() if matches(name, part)}
+                stay = [name for name in by_default if matches(name, part)]
                 why = "".join(
-                    f"; {name} stays: {reason}, unless only= names it"
-                    for name, reason in list(stay.items())[:1]
+                    f"; {name} stays: {by_default[name]}, unless only= names it"
+                    for name in stay[:1]
                 )
                 raise ValueError(
                     f"convert: overrides of {part!r} are settings, but no module of that name "

@@ -172,8 +172,8 @@ def test_who_asks_for_gradients_of_inputs_alone_changes_none_of_weights(kind, wg
 @pytest.mark.parametrize("overwrites", [True, False])
 def test_parts_of_a_call_overwrite_once(wgrad, overwrites, monkeypatch):
     found = []
-    for num_parts in (1, 3):
-        split = iter([num_parts, *[1] * num_parts] * 2)
+    for in_order in ([1], [3, 1, 1, 1], [2, 2, 1, 1, 1]):  # one of two parts is split again
+        split = iter(in_order * 2)
         monkeypatch.setattr(experts, "num_parts_of", lambda *_, n=split, **__: next(n))
         layer = make_layer("experts", wgrad, overwrite_main_grad=overwrites)
         for x in main_grads(layer):
@@ -181,5 +181,22 @@ def test_parts_of_a_call_overwrite_once(wgrad, overwrites, monkeypatch):
         for _ in range(2):
             layer(*inputs_of("experts")).float().square().sum().backward()
         found.append(main_grads(layer))
-    for whole, parts in zip(*found, strict=True):
-        assert (parts - whole).norm() < 0.05 * whole.norm()
+    for whole, *others in zip(*found, strict=True):
+        assert all((parts - whole).norm() < 0.05 * whole.norm() for parts in others)
+
+
+@LAYERS
+@WGRADS
+def test_a_backward_has_the_values_that_were_saved(kind, wgrad):
+    """Who keeps copies of saved tensors may write weights before the backward."""
+    found = []
+    for changes in (False, True):
+        layer, (x, *others) = make_layer(kind, wgrad), inputs_of(kind)
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda saved: saved):
+            y = layer(x, *others)
+        if changes:
+            with torch.no_grad():
+                [weight.mul_(-1) for weight in layer.parameters()]
+        y.float().square().sum().backward()
+        found.append([x.grad, *main_grads(layer)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

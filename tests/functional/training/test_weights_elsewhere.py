@@ -121,3 +121,11 @@ def test_a_step_with_weights_of_one_buffer_makes_each_anew_once(gpu):
     for weight in weights:
         assert_right(weight)
     assert num_made(gpu) == num_before + len(weights)
+
+
+def test_codes_that_a_backward_makes_first_are_kept(gpu):
+    """As after FSDP has gathered weights for it anew."""
+    weight = make_weight()
+    for is_backward in (True, True, False):
+        assert_right(weight, is_backward=is_backward)
+    assert num_made(gpu) == 1
