@@ -167,7 +167,8 @@ def captured(call: Call) -> Call:
     """The replay of `call` as a CUDA graph. What cannot be captured raises, and hinders no other.
 
     The calls before it have the stream of the capture: autograd adds a gradient to a leaf on the
-    stream where that leaf first took part, if something has kept that place since.
+    stream where that leaf first took part, if something has kept that place since. The default
+    stream is the only one that cannot take part in a capture.
     """
     stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)

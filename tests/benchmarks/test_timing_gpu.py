@@ -28,17 +28,30 @@ def test_a_capture_that_fails_hinders_no_random_numbers_and_no_other_capture():
     assert torch.equal(y, x)
 
 
-def test_a_step_is_captured_though_a_graph_of_another_stream_is_alive():
+def test_what_keeps_a_leafs_place_on_a_stream_decides_whether_a_step_is_captured():
+    """Any stream can take part in a capture but the default one."""
     leaf = torch.ones(64, device="cuda", requires_grad=True)
-    alive = (leaf * 2).sum()  # it keeps the place where gradients of the leaf are added up
 
     def step() -> torch.Tensor:
         leaf.grad = None
         (leaf * 3).sum().backward()
         return leaf.grad
 
-    replay = captured(step)
+    def assert_it_is_captured() -> None:
+        replay = captured(step)
+        gc.collect()
+        leaf.grad.zero_()
+        replay()
+        assert leaf.grad.tolist() == [3.0] * 64
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        alive = (leaf * 2).sum()  # it keeps the place where gradients of the leaf are added up
+    assert_it_is_captured()
+    del alive
+    alive = (leaf * 2).sum()
+    with pytest.raises(RuntimeError, match=r"captur|CUDA"):
+        captured(step)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    del alive
     gc.collect()
-    replay()
-    torch.cuda.synchronize()
-    alive.backward()
+    assert_it_is_captured()

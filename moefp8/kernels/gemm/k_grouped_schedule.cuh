@@ -29,7 +29,7 @@ struct Schedule {
     done = next.index >= args.num_experts * args.num_row_tiles * args.num_col_tiles;
     expert = next.expert, row = next.row, col = next.col;
     // Whatever the offsets are, no other block is read.
-    const int begin = min(max(next.begin, 0), args.num_tokens), end = min(next.end, args.num_tokens);
+    const int begin = min(max(next.begin, 0), args.num_tokens), end = min(max(next.end, 0), args.num_tokens);
     const int num_tokens = max(end - begin, 0);
     first_block = begin / kBlock + expert;
     num_blocks = ceil_div(num_tokens, kBlock);

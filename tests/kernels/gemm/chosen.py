@@ -7,7 +7,7 @@ from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GemmConfig, is_possible, with_most_stages
 from tests.gpu import NUM_SMS
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 
 # Configurations are chosen for these numbers of tokens, and these weights, [N, K].
 SOME_M = [1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096]
@@ -28,7 +28,7 @@ def grouped_configs() -> list[GemmConfig]:
     asked = itertools.product(SOME_M, (1, 8, 32, 256), SHAPES)
     choose = heuristic.choose_grouped_config
     chosen = (choose(m, max(128, m), g, *n_k, NUM_SMS) for m, g, n_k in asked)
-    return list(dict.fromkeys((*chosen, *sanitizer_cases.GROUPED_FAMILIES.values())))
+    return list(dict.fromkeys((*chosen, *families.GROUPED_FAMILIES.values())))
 
 
 EXPERTS = {  # E, k, H, I

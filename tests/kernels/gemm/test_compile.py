@@ -17,7 +17,7 @@ from moefp8.kernels.gemm.launch import BIASES, SOURCE, Arguments
 from tests.functional.cases import GATE_UP_FAMILIES
 from tests.gpu import assert_arguments_fit
 from tests.kernels import nvdisasm
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
 from tests.sampling import ALL_KERNELS, sample
 
@@ -51,8 +51,8 @@ def of_all(configs: Iterable[GemmConfig], layouts: Iterable[GroupLayout]) -> lis
 
 def grouped_variants() -> list[Variant]:
     """All layouts of every family, and one of each other configuration."""
-    families = of_all(sanitizer_cases.GROUPED_FAMILIES.values(), GroupLayout)
-    return [*in_turn(grouped_configs(), GroupLayout, "layout"), *families]
+    of_families = of_all(families.GROUPED_FAMILIES.values(), GroupLayout)
+    return [*in_turn(grouped_configs(), GroupLayout, "layout"), *of_families]
 
 
 def experts_variants() -> list[Variant]:
@@ -60,22 +60,22 @@ def experts_variants() -> list[Variant]:
     layouts, chosen = (GroupLayout.OFFSETS, GroupLayout.MASKED), experts_configs()
     gate_up = of_all((x for x in chosen if x.gate_up), layouts)
     saving = [Variant(x, GroupLayout.OFFSETS) for x in saving_configs()]
-    families = in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")
-    return [*gate_up, *saving, *families]
+    of_families = in_turn((*chosen, *GATE_UP_FAMILIES.values()), layouts, "layout")
+    return [*gate_up, *saving, *of_families]
 
 
 def saving_configs() -> list[GemmConfig]:
     """What a forward launches that a backward follows; of few tokens, only the most columns."""
     small = {f"weights are rows, {n}" for n in (8, 16, 24)} if not ALL_KERNELS else set()
-    families = (x for name, x in GATE_UP_FAMILIES.items() if name not in small)
-    return [replace(config, saves_gate_up=True) for config in families]
+    of_families = (x for name, x in GATE_UP_FAMILIES.items() if name not in small)
+    return [replace(config, saves_gate_up=True) for config in of_families]
 
 
 VARIANTS = {
     "dense": lambda: sampled(map(Variant, configs())),
     # A bias comes on top when most registers are in use. Every fourth is a sample.
     "with a bias": lambda: in_turn(configs()[:: 1 if ALL_KERNELS else 4], BIAS_NAMES[1:], "bias"),
-    "families": lambda: in_turn(sanitizer_cases.FAMILIES.values(), BIAS_NAMES, "bias"),
+    "families": lambda: in_turn(families.FAMILIES.values(), BIAS_NAMES, "bias"),
     "grouped": lambda: sampled(grouped_variants()),
     "experts": lambda: sampled(experts_variants()),
 }
@@ -279,7 +279,7 @@ __global__ void nothing() {}
 @pytest.mark.usefixtures("own_cache")
 def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     """The installed one was verified by the test above: see `make verify-compilers`."""
-    folder, variant = tmp_path / "gemm", Variant(sanitizer_cases.FAMILIES["tokens are rows"])
+    folder, variant = tmp_path / "gemm", Variant(families.FAMILIES["tokens are rows"])
     shutil.copytree(SOURCE.parent, folder)
     (folder / "verified.cu").write_text(VERIFIED)
     jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
@@ -294,7 +294,7 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     assert fenced.count("MEMBAR") > usual.count("MEMBAR")
 
 
-WEIGHTS_ARE_ROWS = sanitizer_cases.GROUPED_FAMILIES["weights are rows"]
+WEIGHTS_ARE_ROWS = families.GROUPED_FAMILIES["weights are rows"]
 GATE_UP_OF_FEW = GATE_UP_FAMILIES["weights are rows, 24"]
 FENCE = "if constexpr (C.swap_ab || !kIsVerifiedCompiler) fence_cta();"
 
@@ -303,7 +303,7 @@ FENCE = "if constexpr (C.swap_ab || !kIsVerifiedCompiler) fence_cta();"
 @pytest.mark.parametrize(
     ("file", "fence", "variant"),
     [
-        ("pipeline", FENCE, Variant(sanitizer_cases.FAMILIES["weights are rows"])),
+        ("pipeline", FENCE, Variant(families.FAMILIES["weights are rows"])),
         ("pipeline", FENCE, Variant(WEIGHTS_ARE_ROWS, GroupLayout.OFFSETS)),
         ("pipeline", FENCE, Variant(GATE_UP_OF_FEW, GroupLayout.OFFSETS)),
         ("schedule", "fence_cta();  // the arrival", Variant(GATE_UP_OF_FEW, GroupLayout.OFFSETS)),

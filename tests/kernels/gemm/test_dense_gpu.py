@@ -14,7 +14,7 @@ from moefp8.kernels.gemm.launch import band
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import BIASES, NAN, choosing, run_gemm
 from tests.kernels.gemm.gpu_cases import (
     SOME_SHAPES,
@@ -38,13 +38,13 @@ def test_large_shapes_are_right(m):
         run_dense_and_check(random_dense(m, n, k), random_bias(BIASES[(m + n) % 4], n))
 
 
-@pytest.mark.parametrize("name", sanitizer_cases.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_is_right(name):
     """It is right also where it would not be chosen."""
-    config = sanitizer_cases.FAMILIES[name]
+    config = families.FAMILIES[name]
     k = 128 * config.split_k * config.k_blocks_per_stage
     shapes = [
-        *sanitizer_cases.shapes_of(config),
+        *families.shapes_of(config),
         (1, 1, k), (3, 129, k + 8), (257, 1000, k + 1000), (1500, 2112, 7168), (16, 8, 7168),
     ]  # fmt: skip
     with choosing(config):
@@ -56,12 +56,10 @@ def test_every_family_is_right(name):
             assert torch.equal(made.d, alone)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, x in sanitizer_cases.FAMILIES.items() if x.halves_tiles]
-)
+@pytest.mark.parametrize("name", [name for name, x in families.FAMILIES.items() if x.halves_tiles])
 @pytest.mark.parametrize("m", [129, 300, 777])
 def test_halves_of_tiles_give_the_bits_of_whole_ones(name, m):
-    config = sanitizer_cases.FAMILIES[name]
+    config = families.FAMILIES[name]
     rows = kernels.ceil_div(m, 128)
     with choosing(config):
         for i, (cols, k) in enumerate(((2, 128), (3, 7168), (2, 1000), (3, 2880))):

@@ -8,7 +8,7 @@ from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, no_synchronisation
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.gpu_cases import MULTICAST, assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
@@ -26,14 +26,14 @@ LAYOUTS = tuple(GroupLayout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", sanitizer_cases.GROUPED_FAMILIES)
+@pytest.mark.parametrize("name", families.GROUPED_FAMILIES)
 def test_every_family_is_right(name, layout):
     """It is right also where it would not be chosen, and neighbours of a cluster have no tokens."""
     many_counts = (
         (3,), (0, 77, 1, 0, 130, 5), (64, 128, 192, 63, 65, 127, 129, 191, 193),
         (0,) * 40, (*[0] * 33, 9, 0, 500, 1), (1, 2, 3) * 40, (1000, 0, 700),
     )  # fmt: skip
-    with choosing(sanitizer_cases.GROUPED_FAMILIES[name]):
+    with choosing(families.GROUPED_FAMILIES[name]):
         for i, counts in enumerate(many_counts):
             routing = routing_of(layout, counts, i % 4)
             for n, k in ((200, 424), (1111, 2000)):
@@ -180,7 +180,7 @@ def test_one_graph_serves_all_loads(layout, m):
     ],
 )
 def test_numbers_that_break_the_rules_do_no_harm(layout, bounds, m):
-    """On a GPU nobody checks them. `sanitizer.py` shows that nothing else is read."""
+    """On a GPU nobody checks them. `tests.kernels.sanitizer` shows that nothing else is read."""
     routing = routing_of(layout, (50,) * 6)._replace(segments=[])
     if layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS):
         routing = routing._replace(num_tokens=len(bounds))
@@ -202,7 +202,7 @@ def test_a_programmatic_launch_waits_for_what_it_reads(layout, m, family):
     routing = routing_of(layout, (400, 0, 1300, 10))
     made, bounds = random(routing, 264, 2064), routing.bounds_on("cuda")
     of_group = routing.is_of_group().cuda()
-    with choosing(sanitizer_cases.GROUPED_FAMILIES.get(family)):
+    with choosing(families.GROUPED_FAMILIES.get(family)):
         for _ in range(20):
             x = torch.randn(*routing.rows_of_a(), 2064, device="cuda")
             d = [torch.full_like(made.d, UNTOUCHED) for _ in range(2)]

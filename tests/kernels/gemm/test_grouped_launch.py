@@ -11,7 +11,7 @@ from moefp8.kernels.gemm.operands import Operands
 from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 from tests.kernels.gemm.grouped_cases import (
     by_offsets,
     by_rows,
@@ -63,7 +63,7 @@ def test_rows_of_no_group_survive_a_copy_of_d(gpu, layout, n):
 @pytest.mark.parametrize("family", ["two CTAs on an SM", "weights are rows", "multicast"])
 def test_pairs_of_tiles_are_walked_whole_also_the_last(layout, family):
     routing = routing_of(layout, (300, 0, 1, 65, 8, 64 * 6))
-    with emulated(sanitizer_cases.GROUPED_FAMILIES[family]) as gpu:
+    with emulated(families.GROUPED_FAMILIES[family]) as gpu:
         launch_and_compare(routing, operands(routing, 200, 48))
     assert len(gpu.gemms) == 1
 
@@ -87,10 +87,10 @@ def test_expected_m_changes_no_result(gpu, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", [None, *sanitizer_cases.GROUPED_FAMILIES])
+@pytest.mark.parametrize("family", [None, *families.GROUPED_FAMILIES])
 def test_a_launch_serves_all_routings(layout, family):
     """A CUDA graph may do so too: what the device is told depends on no number in `bounds`."""
-    config, cases = sanitizer_cases.GROUPED_FAMILIES.get(family), routings_of_384_rows(layout)
+    config, cases = families.GROUPED_FAMILIES.get(family), routings_of_384_rows(layout)
     memory = None
     with emulated(config) as gpu:
         for routing in cases:

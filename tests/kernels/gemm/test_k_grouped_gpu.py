@@ -208,13 +208,16 @@ def test_any_offsets_keep_within_d():
                 case = placed(made(COUNTS, 300, 264, output, blocks_b=blocks_b), d=place)
                 case.a.view(torch.uint8).fill_(0x38)
                 case.b.view(torch.uint8).fill_(0x38)
-                for _ in range(10):
+                extremes = torch.tensor([[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1]])
+                for i in range(10):
                     shape = (len(COUNTS) + 1,)
                     wild = torch.randint(
                         -(2**31), 2**31, shape, dtype=torch.int64, generator=generator
                     )
                     near = torch.randint(-300, 5000, shape, generator=generator)
                     is_wild = torch.rand(shape, generator=generator) < 0.4
+                    if i < 2:
+                        wild, is_wild = extremes[i].repeat(shape[0])[: shape[0]], torch.tensor(True)
                     case.expert_offsets.copy_(torch.where(is_wild, wild, near))
                     with only_d_is_written(case.d):
                         k_grouped_gemm(*case)

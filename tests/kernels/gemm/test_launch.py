@@ -15,7 +15,7 @@ from moefp8.kernels.gemm.operands import Operands
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
-from tests.kernels import sanitizer as sanitizer_cases
+from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import (
     BIASES,
     GROUPED_PLACES,
@@ -133,11 +133,11 @@ def test_a_padded_d_is_not_copied(gpu, layout):
 
 # ---- Configurations ----
 
-FAMILIES = {name: (None, config) for name, config in sanitizer_cases.FAMILIES.items()}
+FAMILIES = {name: (None, config) for name, config in families.FAMILIES.items()}
 FAMILIES |= {
     f"{layout.name}: {name}": (layout, config)
     for layout in GroupLayout
-    for name, config in sanitizer_cases.GROUPED_FAMILIES.items()
+    for name, config in families.GROUPED_FAMILIES.items()
 }
 
 
@@ -150,8 +150,8 @@ ON_ONE_SM = [family for i, family in enumerate(FAMILIES) if i % 5 in (0, 2)]
 )
 def test_every_family_is_launched_rightly(family, limit):
     layout, config = FAMILIES[family]
-    shapes = sanitizer_cases.shapes_of(config)
-    for (m, n, k), counts, bias in zip(shapes, sanitizer_cases.COUNTS, BIASES, strict=False):
+    shapes = families.shapes_of(config)
+    for (m, n, k), counts, bias in zip(shapes, families.COUNTS, BIASES, strict=False):
         routing = routing_of(layout, counts) if layout else dense(m)
         with emulated(config) as gpu:
             kernels.set_num_sms(limit)

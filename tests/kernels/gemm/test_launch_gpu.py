@@ -12,6 +12,7 @@ from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.testing import sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 from tests.kernels.gemm.cases import BIASES, choosing, placements
+from tests.kernels.gemm.families import GROUPED_FAMILIES
 from tests.kernels.gemm.gpu_cases import MULTICAST, SOME_SHAPES, launch_and_compare, on_gpu
 from tests.kernels.gemm.grouped_cases import (
     LAYOUTS,
@@ -25,7 +26,6 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     run_op,
 )
-from tests.kernels.sanitizer import GROUPED_FAMILIES
 
 pytestmark = NEEDS_GPU
 

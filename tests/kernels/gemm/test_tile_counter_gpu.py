@@ -13,6 +13,7 @@ from moefp8.kernels.gemm.segments import list_bytes
 from moefp8.kernels.gemm.tile_counter import COUNTER_BYTES
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison
 from tests.kernels.gemm.cases import choosing
+from tests.kernels.gemm.families import COUNTS, GROUPED_FAMILIES
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -22,7 +23,6 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     taking_tiles,
 )
-from tests.kernels.sanitizer import COUNTS, GROUPED_FAMILIES
 
 pytestmark = NEEDS_GPU
 
