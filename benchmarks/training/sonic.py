@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PATIENCE_S = 40.0
+PATIENCE_S = 150.0
 
 
 _found: list[Exception | None] = []  # of the first layer that was asked for
