@@ -23,7 +23,7 @@ def saved_bytes(forward: Callable[[], object], weights: Iterable[torch.Tensor]) 
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return x
+        return x.detach()  # what is saved of a result would keep the graph of that result
 
     def unpack(x: Any) -> Any:
         return x

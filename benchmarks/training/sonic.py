@@ -22,7 +22,7 @@ def check_it_ends(case: str) -> None:
     if not _found:
         _found.append(why_not((sys.executable, "-m", __name__, case), PATIENCE_S))
     if (why := _found[0]) is not None:
-        raise why
+        raise type(why)(*why.args)  # one that is raised keeps all that its callers have
 
 
 def why_not(command: Sequence[str], patience_s: float) -> Exception | None:
