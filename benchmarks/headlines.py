@@ -10,10 +10,13 @@ from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
+from benchmarks.peers import BF16
+from benchmarks.training.parts import GROUPED, LAYERS, LINEARS
+from benchmarks.training.parts import PARTS as STEPS
 
 # `headlines` takes these results, in this order, and the others once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
-MORE_SOURCES = ("gradients",)
+MORE_SOURCES = "gradients", "training"
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"
 OF_THE_GEMM = "deep_gemm", "bf16"
@@ -26,6 +29,7 @@ def headlines(
     load: dict[str, Any],
     cpu: dict[str, Any],
     gradients: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
 ) -> str:
     """A table of speed, and what else a newcomer asks first.
 
@@ -38,6 +42,8 @@ def headlines(
         parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
     if gradients is not None:
         parts.append(_gradients(gradients))
+    if training is not None:
+        parts.append(_training(training))
     return "\n".join([*parts, _accuracy(accuracy), _load(load), _cpu(cpu)])
 
 
@@ -84,6 +90,19 @@ def _gradients(results: dict[str, Any]) -> str:
     ]
     what = f"Forward and backward of frozen experts, on one {results['gpu']}"
     return f"- {what}: {'; '.join(told) or 'not measured'}."
+
+
+def _training(results: dict[str, Any]) -> str:
+    """The least and most of each part, with weights that are quantized before the step."""
+    rows = results["rows"]
+    told = []
+    for part in (LINEARS, GROUPED, LAYERS):
+        of_part = [row for row in rows if row["part"] == part]
+        ratios = [x for row in of_part if (x := told_ratio(row, (BF16,))) is not None]
+        if ratios:
+            told.append(f"{STEPS[part].title} {min(ratios):.2f} to {max(ratios):.2f}")
+    what = f"Steps of training beside BF16, on one {results['gpu']}, without rest"
+    return f"- {what}, times as fast: {', '.join(told) or 'not measured'}."
 
 
 def _accuracy(results: dict[str, Any]) -> str:
