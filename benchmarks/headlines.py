@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, told_mode, told_ratio
+from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, ratio, told_mode, told_ratio
 from benchmarks.gemm_cases import LARGE_MS
 from benchmarks.gemm_goals import AGAINST, Comparison, compare
 from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
@@ -98,7 +98,7 @@ def _training(results: dict[str, Any]) -> str:
     told = []
     for part in (LINEARS, GROUPED, LAYERS):
         of_part = [row for row in rows if row["part"] == part]
-        ratios = [x for row in of_part if (x := told_ratio(row, (BF16,))) is not None]
+        ratios = [x for row in of_part if (x := ratio(row, (BF16,), WITHOUT_REST)) is not None]
         if ratios:
             told.append(f"{STEPS[part].title} {min(ratios):.2f} to {max(ratios):.2f}")
     what = f"Steps of training beside BF16, on one {results['gpu']}, without rest"
