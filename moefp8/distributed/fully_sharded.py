@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..functional.training.experts import trained_dgrad, trained_experts, trained_experts_backward
+from ..functional.training.experts import trained_experts
+from ..functional.training.experts_backward import trained_dgrad, trained_experts_backward
 from ..functional.training.gathered import GatheredWeight, takes_gathered
 from ..functional.training.grouped_linear import trained_grouped_linear
 from ..functional.training.linear import trained_linear, trained_linear_backward

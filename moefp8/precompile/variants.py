@@ -19,9 +19,10 @@ from ..functional.expert_configs import (
 )
 from ..functional.training import swiglu_columns_launch
 from ..kernels.common.blocks import BLOCK, E4M3, round_up
-from ..kernels.gemm import call, k_grouped_launch
+from ..kernels.gemm import call
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.heuristic import deciding_sizes
+from ..kernels.gemm.k_grouped import launch as k_grouped_launch
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel

@@ -15,9 +15,10 @@ from moefp8 import kernels
 from moefp8.functional import swiglu_backward_launch, swiglu_launch
 from moefp8.functional.training import swiglu_columns_launch
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import k_grouped_launch, segments, tile_counter
 from moefp8.kernels.gemm import launch as gemm_launch
+from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.k_grouped import launch as k_grouped_launch
 from moefp8.kernels.jit import launch
 from moefp8.quant import (
     both_launch,

@@ -21,8 +21,8 @@ from ...kernels.common.blocks import (
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.k_grouped import output_of
-from ...kernels.gemm.k_grouped_config import choose_config
-from ...kernels.gemm.k_grouped_launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
+from ...kernels.gemm.k_grouped.config import choose_config
+from ...kernels.gemm.k_grouped.launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
 from ...kernels.gemm.launch import GemmSources, prepare_gemm
 from ...kernels.gemm.operands import Operands, check_sizes
 from ...kernels.gemm.tuned import config_source_of

@@ -13,7 +13,7 @@ from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.quant.columns import quantize_128x1
 from moefp8.testing import relative_error
 from tests.gpu import on_cpu_and_gpu
-from tests.kernels.gemm.k_grouped_cases import (
+from tests.kernels.gemm.k_grouped.cases import (
     COUNTS,
     OUTPUTS,
     Sides,

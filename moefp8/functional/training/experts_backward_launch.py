@@ -31,8 +31,8 @@ from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.config import GroupLayout
 from ...kernels.gemm.k_grouped import output_of
-from ...kernels.gemm.k_grouped_config import choose_config
-from ...kernels.gemm.k_grouped_launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
+from ...kernels.gemm.k_grouped.config import choose_config
+from ...kernels.gemm.k_grouped.launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
 from ...kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
 from ...kernels.gemm.tuned import ConfigSource, config_source_of
 from ...kernels.jit import Launch, Source, current_driver

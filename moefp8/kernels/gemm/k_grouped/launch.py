@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
-from ..common.tma_operands import box_of
-from ..jit import (
+from ...common.blocks import BLOCK, TMA_BYTES, ceil_div
+from ...common.tma_operands import box_of
+from ...jit import (
     MAP_BYTES,
     Kernel,
     Launch,
@@ -21,8 +21,8 @@ from ..jit import (
     pointers,
     tensor_map,
 )
-from .k_grouped_config import KGroupedConfig, Output, choose_config
-from .launch import Sms
+from ..launch import Sms
+from .config import KGroupedConfig, Output, choose_config
 
 SOURCE = Path(__file__).with_name("k_grouped.cu")
 _BAND_ROWS = 1536  # of d, that CTAs which run at once are spread over
@@ -50,7 +50,7 @@ class KGroupedSources(NamedTuple):
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` in k_grouped_config.cuh."""
+    """`Arguments` in config.cuh."""
 
     _fields_ = fields(
         (c_void_p, "expert_offsets d"),

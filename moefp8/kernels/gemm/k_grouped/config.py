@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 
-from ..common.blocks import BLOCK, round_up
-from .config import MAX_SHARED_BYTES, in_cpp
+from ...common.blocks import BLOCK, round_up
+from ..config import MAX_SHARED_BYTES, in_cpp
 
 
 class Output(str, Enum):
-    """What becomes of a result: `Output` of k_grouped_config.cuh."""
+    """What becomes of a result: `Output` of config.cuh."""
 
     BFLOAT16 = "kBFloat16"
     FLOAT = "kFloat"
@@ -27,7 +27,7 @@ class Output(str, Enum):
 
 @dataclass(frozen=True)
 class KGroupedConfig:
-    """One variant of `k_grouped.cu`; `KGroupedConfig` in k_grouped_config.cuh has the same fields.
+    """One variant of `k_grouped.cu`; `KGroupedConfig` in config.cuh has the same fields.
 
     warpgroups: of the math.
     parts: WGMMAs of 64 rows, one below the other, that each warpgroup has of a tile.
@@ -64,7 +64,7 @@ class KGroupedConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """What `Shared<C>` in k_grouped_pipeline.cuh takes; the kernel asserts that it suffices."""
+        """What `Shared<C>` in pipeline.cuh takes; the kernel asserts that it suffices."""
         operands = self.stages * (self.tile_m + self.tile_n) * BLOCK
         scales = self.stages * 4 * (round_up(self.tile_m, 32) + round_up(self.scales_b, 32))
         output = self.warpgroups * self.output_buffers * 64 * self.tile_n * self.element_bytes

@@ -9,12 +9,12 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.config import MAX_SHARED_BYTES
-from moefp8.kernels.gemm.k_grouped_config import KGroupedConfig, Output, choose_config
-from moefp8.kernels.gemm.k_grouped_launch import Arguments, kernel_of, needed_kernels
+from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output, choose_config
+from moefp8.kernels.gemm.k_grouped.launch import Arguments, kernel_of, needed_kernels
 from tests.fakes.emulator import emulated
 from tests.gpu import assert_arguments_fit
 from tests.kernels import nvdisasm
-from tests.kernels.gemm.k_grouped_cases import OUTPUTS, inputs_of, run_and_compare, sides
+from tests.kernels.gemm.k_grouped.cases import OUTPUTS, inputs_of, run_and_compare, sides
 from tests.kernels.gemm.test_compile import releases_before_reads
 from tests.sampling import sample
 

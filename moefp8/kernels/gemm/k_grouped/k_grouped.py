@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
-from ..common.checks import check_same_device, check_shape, check_tensor
-from ..common.prepared import layout_of, prepared
-from ..common.registry import Written, register_inputs
-from ..common.tma_operands import fits, fitting
-from ..jit import Launch, Source
-from .k_grouped_config import Output, choose_config
-from .k_grouped_launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
-from .launch import Sms, busy_sms
-from .operands import check_sizes
+from ...common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
+from ...common.checks import check_same_device, check_shape, check_tensor
+from ...common.prepared import layout_of, prepared
+from ...common.registry import Written, register_inputs
+from ...common.tma_operands import fits, fitting
+from ...jit import Launch, Source
+from ..launch import Sms, busy_sms
+from ..operands import check_sizes
+from .config import Output, choose_config
+from .launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
 
 _OP = "k_grouped_gemm"
 

@@ -11,7 +11,7 @@ from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.kernels.gemm.cases import GROUPED_PLACES
-from tests.kernels.gemm.k_grouped_cases import (
+from tests.kernels.gemm.k_grouped.cases import (
     COUNTS,
     OUTPUTS,
     SCALE_PLACES,

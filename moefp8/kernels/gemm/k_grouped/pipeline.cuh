@@ -3,7 +3,7 @@
 // A stage holds a block of tokens: codes of both operands, and their scales. `full` tells the math that it was loaded,
 // `empty` tells the producer that it was read.
 #pragma once
-#include "k_grouped_config.cuh"
+#include "config.cuh"
 #include "mbarrier.cuh"
 
 template <KGroupedConfig C, bool kNeeded = C.stages_output>

@@ -1,8 +1,8 @@
 // How a tile leaves a CTA. `store_staged` takes it through shared memory by TMA, and `store_part` from registers, where
 // TMA cannot address d; both write it, or add it to what d holds. `store_zeros` is for experts without tokens.
 #pragma once
-#include "k_grouped_pipeline.cuh"
-#include "k_grouped_schedule.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
 #include "matrix.cuh"
 #include "tma.cuh"
 

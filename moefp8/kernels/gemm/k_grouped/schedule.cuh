@@ -1,7 +1,7 @@
 // Which tiles of which experts a CTA computes, in which order, and which tokens each of them sums over. The producer
 // and the math walk over the same tiles and stages, and every warp computes for itself where the next tile is.
 #pragma once
-#include "k_grouped_config.cuh"
+#include "config.cuh"
 
 // The tiles of this CTA, one after the other, expert by expert. All tiles of an expert take equally long, and each
 // round over the CTAs has tiles of one or two experts, so nobody waits for others at the end.

@@ -1,4 +1,4 @@
-"""The text of `k_grouped_schedule.cuh` on the CPU: which tokens a tile sums over."""
+"""The text of `k_grouped/schedule.cuh` on the CPU: which tokens a tile sums over."""
 
 import itertools
 import subprocess
@@ -34,7 +34,7 @@ int cluster_rank() { return 0; }
 """
 # Each tile of one CTA: its expert, and the tokens from the first block on.
 PROGRAM = """
-#include "k_grouped_schedule.cuh"
+#include "schedule.cuh"
 constexpr KGroupedConfig kConfig{.warpgroups = 2, .parts = 1, .tile_n = 128, .stages = 4,
     .multicast = 1, .blocks_b = false, .stages_output = true, .output = Output::kFloat};
 int main() {

@@ -9,7 +9,7 @@ from moefp8.quant.columns import quantize_128x1
 from tests import naive
 from tests.gpu import NEEDS_GPU, no_synchronisation, same_bits
 from tests.kernels.gemm.cases import GROUPED_PLACES
-from tests.kernels.gemm.k_grouped_cases import (
+from tests.kernels.gemm.k_grouped.cases import (
     NAN,
     OUTPUTS,
     SCALE_PLACES,

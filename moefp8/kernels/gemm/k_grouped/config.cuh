@@ -7,7 +7,7 @@ constexpr int kStep = 32;    // tokens of one WGMMA
 
 enum class Output { kBFloat16, kFloat, kAccumulate };  // the last one adds to what d holds in FP32
 
-// The template argument of the kernel; k_grouped_config.py says what each field means.
+// The template argument of the kernel; config.py says what each field means.
 struct KGroupedConfig {
   int warpgroups;           // of the math
   int parts;                // WGMMAs of 64 rows, one below the other, that each of them has of a tile

@@ -6,9 +6,9 @@
 // math warpgroups multiply and promote. A finished tile leaves through shared memory, or from registers where TMA
 // cannot address d; where registers suffice, while the first products of the next one are under way.
 // docs/design/wgrad.md says why it is so.
-#include "k_grouped_pipeline.cuh"
-#include "k_grouped_schedule.cuh"
-#include "k_grouped_store.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "store.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 

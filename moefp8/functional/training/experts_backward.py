@@ -1,0 +1,178 @@
+"""All gradients of routed SwiGLU experts whose weights are trained, by FP8 GEMMs.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows. With dO the gradient of
+the result, a backward takes these steps:
+
+1. dO is quantized once for each token, and copied to its rows.
+2. dA = dO W_down, rounded to BF16.
+3. `swiglu_columns_backward`: the weights of choices, d[gate | up] in codes of rows and of columns,
+   and w a in codes of columns.
+4. dX = d[gate | up] W_gate_up, summed over each token's rows in the order of its choices.
+5. dW_down = dO^T (w a) and dW_gate_up = d[gate | up]^T X: dO and X become codes of columns for it,
+   gathered from the tokens, and are gone afterwards.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.common.blocks import MIN_GRADIENT_AMAX
+from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ...kernels.common.registry import Written, register, register_inputs
+from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ...kernels.gemm.k_grouped import k_grouped_gemm
+from ...quant.columns import quantize_128x1
+from ...routing.combine import sum_rows
+from ..grouped_linear import empty_dgrad
+from .experts_backward_launch import Options, Tensors, launch_backward
+from .rows import quantized_rows, tokens_of_rows
+from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
+from .weights import codes_of
+
+_OP = "trained_experts_backward"
+
+
+def _dgrad(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    parts: int,
+) -> torch.Tensor:
+    of_rows = empty_dgrad(data, scale_inv, weight)
+    codes = codes_of(weight, parts, is_backward=True)
+    b = codes.transposed, codes.scale_inv.mT
+    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
+    return of_rows
+
+
+trained_dgrad = register(
+    "trained_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor expert_offsets, int parts)"
+    " -> Tensor",
+    cpu=_dgrad,
+    fake=empty_dgrad,
+    hopper=_dgrad,
+)
+"""bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as
+`grouped_dgrad`. Rows of no expert are not defined."""
+
+
+class TrainedExpertsBackwardInputs(NamedTuple):
+    """What `trained_experts_backward` takes.
+
+    grad: [T, H] bf16, fp16 or fp32, that of the result.
+    gate_up: what the forward gave, bf16 [R, 2, I], or its codes e4m3 [2 R, I] with fp32 scales
+        [2 R, ceil(I/128)].
+    of_gate_up_proj, of_down_proj: bf16 or fp32 in the shapes of the weights, where their gradients
+        go; None: it is not wanted.
+    adds_to_gate_up_proj, adds_to_down_proj: whether they are added to what is there, in fp32.
+    blocks: whether the inputs of these gradients have one scale for 128x128.
+    The others: as in the forward.
+    """
+
+    grad: torch.Tensor
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_scale_inv: torch.Tensor | None
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    of_gate_up_proj: Written | None
+    of_down_proj: Written | None
+    adds_to_gate_up_proj: bool
+    adds_to_down_proj: bool
+    swiglu_limit: float | None
+    expert_offset: int
+    num_global_experts: int | None
+    blocks: bool
+
+
+def _empty_gradients(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    grad, weights = inputs.grad, inputs.top_k_weights
+    dx = torch.empty_like(grad, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    return dx, weights.new_empty(weights.shape, dtype=torch.float32)
+
+
+def _check_backward(inputs: TrainedExpertsBackwardInputs) -> None:
+    grad, ids, down = inputs.grad, inputs.top_k_index, inputs.down_proj
+    check_same_device(_OP, grad=grad, top_k_index=ids, gate_up=inputs.gate_up, down_proj=down)
+    check_tensor(_OP, "grad", grad, FLOATS, 2)
+    check_shape(_OP, "grad", grad, [len(ids), down.shape[1]], "[T, H]")
+    x = inputs.hidden_states
+    check_shape(_OP, "hidden_states", x, grad.shape, "[T, H] as grad")
+    shape = ids.shape
+    check_shape(_OP, "top_k_weights", inputs.top_k_weights, shape, "[T, k] as top_k_index")
+
+
+def _allocate_backward(
+    inputs: TrainedExpertsBackwardInputs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_backward(inputs)
+    return _empty_gradients(inputs)
+
+
+def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step by step, as the head of this file says."""
+    _check_backward(inputs)
+    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, of_gate_up, of_down = inputs[:10]
+    limit, expert_offset, num_global_experts, blocks = inputs[12:]
+    num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
+    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    to_token = tokens_of_rows(to_row, ids.numel())
+    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    of_swiglu = SwigluColumnsGradients(
+        *swiglu_columns_backward(of_activated, *gate_up, offsets, to_row, weights, limit, blocks)
+    )
+    of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
+    dx = sum_rows(of_rows, to_row, of_swiglu.is_first)
+    if of_down is not None:
+        of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
+        activated = of_swiglu.activated_columns, of_swiglu.activated_scale_inv
+        k_grouped_gemm(*of_y, *activated, of_down, offsets, 0, inputs.adds_to_down_proj)
+    if of_gate_up is not None:
+        of_x = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
+        columns = of_swiglu.gate_up_columns, of_swiglu.gate_up_scale_inv
+        k_grouped_gemm(*columns, *of_x, of_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
+    return dx, of_swiglu.of_weights
+
+
+def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        return _backward(inputs)
+    dx, of_weights = _empty_gradients(inputs)
+    down = codes_of(inputs.down_proj, is_backward=True)
+    gate_up_proj = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
+    tensors = Tensors(
+        grad=inputs.grad,
+        hidden_states=inputs.hidden_states,
+        ids=inputs.top_k_index,
+        weights=inputs.top_k_weights,
+        gate_up=inputs.gate_up,
+        gate_up_scale_inv=inputs.gate_up_scale_inv,
+        down=down.transposed,
+        down_scale_inv=down.scale_inv.mT,
+        gate_up_proj=gate_up_proj.transposed,
+        gate_up_proj_scale_inv=gate_up_proj.scale_inv.mT,
+        of_down=inputs.of_down_proj,
+        of_gate_up=inputs.of_gate_up_proj,
+        dx=dx,
+        of_weights=of_weights,
+    )
+    accumulate = inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj
+    options = Options(*inputs[12:], accumulate)
+    launch_backward(partial(_check_backward, inputs), tensors, len(inputs.down_proj), options)
+    return dx, of_weights
+
+
+trained_experts_backward = register_inputs(
+    _OP,
+    TrainedExpertsBackwardInputs,
+    "(Tensor, Tensor)",
+    cpu=_backward,
+    fake=_allocate_backward,
+    hopper=_launch_backward,
+)
+"""`TrainedExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 [T, k], the gradient of the weights of
+choices; those of the weights go where they are told to."""
