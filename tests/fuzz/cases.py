@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from moefp8.kernels import E4M3, num_blocks
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs
 from moefp8.kernels.gemm.operands import Operands
-from tests.kernels.gemm import grouped_cases, k_grouped_cases
+from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import BIASES, GROUPED_PLACES, GROUPED_SCALE_PLACES, NAN, stacked
+from tests.kernels.gemm.k_grouped import cases as k_grouped_cases
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")

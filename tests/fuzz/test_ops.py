@@ -29,8 +29,9 @@ from tests.fuzz import judges
 from tests.fuzz import layers as fuzz_layers
 from tests.fuzz.judges import check, side
 from tests.gpu import on_cpu_and_gpu, places_of, poison, same_bits
-from tests.kernels.gemm import grouped_cases, k_grouped_cases
+from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import nothing_around_is_written
+from tests.kernels.gemm.k_grouped import cases as k_grouped_cases
 from tests.quant import both_cases
 from tests.quant.columns_cases import assert_right, assert_same
 
