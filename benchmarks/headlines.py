@@ -10,11 +10,12 @@ from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
-from benchmarks.peers import BF16
+from benchmarks.peers import BF16, OURS
 from benchmarks.training.parts import GROUPED, LAYERS, LINEARS
 from benchmarks.training.parts import PARTS as STEPS
+from benchmarks.training.peers import EVERY
 
-# `headlines` takes these results, in this order, and the others once they were measured.
+# `headlines` takes these results, in this order, and the others by name once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
 MORE_SOURCES = "gradients", "training"
 TOKENS = 1, 128, 4096
@@ -93,16 +94,22 @@ def _gradients(results: dict[str, Any]) -> str:
 
 
 def _training(results: dict[str, Any]) -> str:
-    """The least and most of each part, with weights that are quantized before the step."""
-    rows = results["rows"]
+    """The least and most of each part."""
+
+    def range_of(part: str, ours: str) -> str:
+        of_part = (row for row in results["rows"] if row["part"] == part)
+        ratios = [ratio(row, (BF16,), WITHOUT_REST, ours) for row in of_part]
+        known = [x for x in ratios if x is not None]
+        return f"{min(known):.2f} to {max(known):.2f}" if known else ""
+
     told = []
     for part in (LINEARS, GROUPED, LAYERS):
-        of_part = [row for row in rows if row["part"] == part]
-        ratios = [x for row in of_part if (x := ratio(row, (BF16,), WITHOUT_REST)) is not None]
-        if ratios:
-            told.append(f"{STEPS[part].title} {min(ratios):.2f} to {max(ratios):.2f}")
-    what = f"Steps of training beside BF16, on one {results['gpu']}, without rest"
-    return f"- {what}, times as fast: {', '.join(told) or 'not measured'}."
+        once, every = range_of(part, OURS), range_of(part, EVERY)
+        if once:
+            told.append(f"{STEPS[part].title} {once}{f' ({every})' if every else ''}")
+    what = f"Steps of training beside BF16, on one {results['gpu']}, without rest, times as fast"
+    how = "with weights that are quantized once (in every step)"
+    return f"- {what}, {how}: {', '.join(told) or 'not measured'}."
 
 
 def _accuracy(results: dict[str, Any]) -> str:

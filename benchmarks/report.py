@@ -179,10 +179,10 @@ def with_tables(text: str, directory: Path = RESULTS) -> str:
         files = [directory / f"{source}.json" for source in SOURCES.get(name, (name,))]
         if marks[0] not in text or not all(file.exists() for file in files):
             continue
-        more = [directory / f"{source}.json" for source in MORE_SOURCES.get(name, ())]
-        files += [file for file in more if file.exists()]
+        more = {source: directory / f"{source}.json" for source in MORE_SOURCES.get(name, ())}
         results = [json.loads(file.read_text()) for file in files]
-        block = "\n".join((marks[0], make(*results), marks[1]))
+        others = {key: json.loads(file.read_text()) for key, file in more.items() if file.exists()}
+        block = "\n".join((marks[0], make(*results, **others), marks[1]))
         before, rest = text.split(marks[0])
         text = before + block + rest.split(marks[1])[1]
     return text

@@ -260,8 +260,8 @@ def _tried(attempt: Callable[[Any], Cell]) -> Cell:
         if not _is_refusal(error):
             last = traceback.extract_tb(error.__traceback__)[-1]
             return Cell(CRASH, f"{type(error).__name__}: {_first_line(error)} ({last.name})")
-        refusal = error
-    return Cell(REFUSED, _first_line(refusal), _way_out(attempt, str(refusal)))
+        first, told = _first_line(error), str(error)  # the error keeps all that failed
+    return Cell(REFUSED, first, _way_out(attempt, told))
 
 
 def _way_out(attempt: Callable[[Any], Cell], told: str) -> str:

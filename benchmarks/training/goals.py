@@ -126,11 +126,21 @@ def _values(row: Row, ours: str, against: str) -> dict[str, float]:
     for mode in (WITHOUT_REST, PAUSES):
         if against == SPEED:
             value = figures.speed(row, ours, "tflops", mode)
+        elif against == COPY:
+            value = _share_of_copy(row, ours, mode)
         else:
             value = figures.ratio(row, (against,), mode, ours)
         if value is not None:
             values[mode] = value
     return values
+
+
+def _share_of_copy(row: Row, ours: str, mode: str) -> float | None:
+    """Of the faster mode's copy: some copies are slower without rest, and say less then."""
+    share = figures.speed(row, ours, "gbps", mode)
+    copies = [figures.speed(row, COPY, "gbps", each) for each in (WITHOUT_REST, PAUSES)]
+    known = [x for x in copies if x is not None]
+    return share / max(known) if share is not None and known else None
 
 
 def num_met(all_judged: Sequence[Judged]) -> tuple[int, int]:

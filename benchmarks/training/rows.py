@@ -34,12 +34,16 @@ def rows_of(others: Results, results: Results, what: str) -> list[Row]:
 def put_together(files: Sequence[Path]) -> Results:
     """What all files tell, later ones in place of earlier ones; the rest is told by the first.
 
+    Which DeepGEMM it is, is told by one that had it.
+
     Raises ValueError if they are of several places.
     """
     results, *others = (json.loads(file.read_text()) for file in files)
     for file, other in zip(files[1:], others, strict=True):
         for row in rows_of(other, results, f"--report: rows of {file}"):
             results["rows"] = with_row(results["rows"], row)
+        if results["deep_gemm"] == "missing":
+            results["deep_gemm"] = other["deep_gemm"]
         results["missing"] |= other["missing"]
         results["libraries"] |= other["libraries"]
         results["left_out"] += other["left_out"]

@@ -19,7 +19,8 @@ WHAT = (
     "operations; `BF16, grouped_mm` sorts rows by expert and adds them up by `index_add`. What has "
     "wrong gradients is not timed; SonicMoE, which reads the same weights otherwise, is not "
     "compared. Bytes that autograd keeps are those of all tensors that a forward saves, hidden "
-    "states among them and weights not, as KiB a token."
+    "states among them and weights not, as KiB a token. Goals are of the faster mode's copy, since "
+    "some copies of as many bytes are slower without rest."
 )
 GRAPHS = (
     "Without rest, steps of moefp8 and of BF16 are replayed as CUDA graphs, others are called one "
@@ -55,7 +56,10 @@ def _how(results: Results) -> str:
         how += f"Not there: {', '.join(sorted(missing))}. "
     if left_out := results.get("left_out"):
         how += f"There was no time for {'; '.join(left_out)}. "
-    libraries = "".join(f", {name} {version}" for name, version in results["libraries"].items())
+    versions = [f"{name} {version}" for name, version in results["libraries"].items()]
+    if (deep_gemm := results["deep_gemm"]) != "missing":
+        versions.append(deep_gemm)
+    libraries = "".join(f", {version}" for version in versions)
     return (
         f"{how}{results['gpu']}, driver {results['driver']}, torch {results['torch']}{libraries}; "
         f"{results['date'][:10]}, commit {results['commit']}."

@@ -1,10 +1,12 @@
 """What the tests of benchmarks share: rows of results, fakes, and a run from the command line."""
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from benchmarks import headlines, report
 from benchmarks.figures import figures
 from benchmarks.peers import OURS
 from moefp8 import deep_gemm
@@ -23,6 +25,14 @@ def found(known: Mapping[str, Any], case: Any, us: dict[str, float], **more: obj
 def run_main(monkeypatch, benchmark: ModuleType, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", [benchmark.__name__, *arguments])
     benchmark.main()
+
+
+def headline_of(**results: dict) -> str:
+    """The line that these results, which need not be there, add to the headlines."""
+    others = [json.loads((report.RESULTS / f"{x}.json").read_text()) for x in headlines.SOURCES]
+    before = {*headlines.headlines(*others).splitlines()}
+    (line,) = {*headlines.headlines(*others, **results).splitlines()} - before
+    return line
 
 
 def failing(error: Exception) -> Callable[..., None]:

@@ -165,3 +165,11 @@ def test_the_first_claim_of_the_readme_is_that_of_its_tables():
     assert len(decoding) == 3
     found = [f"{x:.1f}" for values in (mega_kernel, decoding) for x in (min(values), max(values))]
     assert found == [*claim.groups()]
+
+
+def test_what_need_not_be_there_is_taken_for_nothing_else(tmp_path):
+    for name in (*headlines.SOURCES, "training"):
+        (tmp_path / f"{name}.json").write_text((report.RESULTS / f"{name}.json").read_text())
+    text = report.with_tables(TEXT, tmp_path)
+    assert "Steps of training" in text
+    assert "frozen experts" not in text

@@ -26,10 +26,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.kernels.sanitizer", description=__doc__)
     parser.add_argument("--share", type=share, default=(1, 1), metavar="WHICH/OF")
     which, num_shares = parser.parse_args().share
-    torch.manual_seed(0)
     num_made = 0
     # What is yielded is made before the next: the configuration that it wants is chosen until then.
     for launch in islice(launches(), which - 1, None, num_shares):
+        torch.manual_seed(0)  # whichever share it is in
         launch()
         num_made += 1
     torch.cuda.synchronize()
