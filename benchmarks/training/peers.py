@@ -6,6 +6,7 @@ every step. TransformerEngine tells the two apart by `is_first_microbatch`; torc
 every step. SonicMoE computes in BF16.
 """
 
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -26,7 +27,7 @@ BLOCKS, EVERY, EVERY_BLOCKS = "moefp8_128x128", "moefp8_every_step", "moefp8_eve
 SAVED_FP8, SAVED_FP8_BLOCKS = "moefp8_e4m3", "moefp8_e4m3_128x128"
 TE_ONCE, TE_EVERY, TORCHAO, SONIC = "te_once", "te_every_step", "torchao", "sonicmoe"
 OF_OURS = OURS, BLOCKS, EVERY, EVERY_BLOCKS, SAVED_FP8, SAVED_FP8_BLOCKS
-MAY_BE_CAPTURED = *OF_OURS, BF16  # as CUDA graphs; others are called one by one
+MAY_BE_CAPTURED = *OF_OURS, BF16, SONIC  # as CUDA graphs; others are called one by one
 # What TransformerEngine's path of grouped tensors takes at most; beyond it is told all loads on the
 # host, and multiplies one expert after the other.
 MOST_EXPERTS_OF_TE = 64
@@ -183,6 +184,7 @@ def sonic_layer(operands: LayerStep) -> Step:
 
 def sonic_step(operands: LayerStep) -> Step:
     """SonicMoE wants experts innermost; gate and up, and scores, mean something else to it."""
+    os.environ.setdefault(*sonic.ONE_COMPILER)
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
     x, router, top_k = operands.x, operands.router, operands.case.model.top_k

@@ -373,7 +373,7 @@ def test_from_end_to_end(monkeypatch, capsys, tmp_path):
         assert {*row["peers"]} == {*PARTS[row["part"]].peers}
         for name, found in row["peers"].items():
             assert (found["us"], found["without_rest"]["us"]) == (1e3, 1100.0)
-            is_eager = name in (TE_ONCE, TE_EVERY, TORCHAO, SONIC)
+            is_eager = name in (TE_ONCE, TE_EVERY, TORCHAO)
             assert found["without_rest"].get("eager", False) == is_eager
     layer = results["rows"][2]["peers"]
     assert layer[OURS]["saved_bytes_per_token"] > layer[SAVED_FP8]["saved_bytes_per_token"]
