@@ -244,10 +244,12 @@ class LayerStep:
     def leaves(self) -> tuple[torch.Tensor, ...]:
         return self.x, self.router, self.gate_up, self.down
 
+    def logits(self) -> torch.Tensor:
+        return nn.functional.linear(self.x, self.router)
+
     def route(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores of all choices, fp32 [T, k], and their experts."""
-        logits = nn.functional.linear(self.x, self.router)
-        scores, index = logits.float().softmax(-1).topk(self.case.model.top_k, dim=-1)
+        """The scores of all choices, fp32 [T, k], and their experts, by PyTorch's operations."""
+        scores, index = self.logits().float().softmax(-1).topk(self.case.model.top_k, dim=-1)
         return scores, index
 
     def step(self, forward: Callable[[], torch.Tensor]) -> Step:

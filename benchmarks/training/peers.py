@@ -22,6 +22,7 @@ from moefp8.functional.training.grouped_linear import grouped_linear
 from moefp8.functional.training.linear import Wgrad, linear
 from moefp8.functional.training.weights import codes_stay, requantize
 from moefp8.kernels import E4M3
+from moefp8.routing import softmax_topk
 
 BLOCKS, EVERY, EVERY_BLOCKS = "moefp8_128x128", "moefp8_every_step", "moefp8_every_step_128x128"
 SAVED_FP8, SAVED_FP8_BLOCKS = "moefp8_e4m3", "moefp8_e4m3_128x128"
@@ -61,8 +62,8 @@ def our_layer(
         experts.saved_dtype = saved_dtype
 
         def forward() -> torch.Tensor:
-            scores, index = operands.route()
-            y: torch.Tensor = experts(operands.x, index, scores)
+            chosen = softmax_topk(operands.logits(), operands.case.model.top_k, renormalize=False)
+            y: torch.Tensor = experts(operands.x, *chosen)
             return y
 
         leaves = operands.x, operands.router, *weights

@@ -27,7 +27,14 @@ from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import Kernel
 from ..quant import both_launch, columns_launch, quantize_launch, transpose_launch
-from ..routing import combine_launch, dispatch_launch, logits_launch, plan_launch, top_k_launch
+from ..routing import (
+    combine_launch,
+    dispatch_launch,
+    logits_launch,
+    plan_launch,
+    top_k_backward_launch,
+    top_k_launch,
+)
 
 
 class Demand(NamedTuple):
@@ -310,13 +317,20 @@ class Router(NamedTuple):
         num_experts, h = self.num_experts, self.hidden_size
         if num_experts > top_k_launch.MAX_EXPERTS:
             return
-        yield top_k_launch.kernel_of(self.op, num_experts)
+        yield from self._of_choice(demand)
         if torch.bfloat16 in demand.dtypes and h:
             num_sms = demand.configs.all_sms
             tiles = logits_launch.needed_tiles(demand.max_tokens, num_experts, h, num_sms)
             yield from map(logits_launch.kernel_of, tiles)
             for parts in {tile.parts_of_group for tile in tiles}:
-                yield top_k_launch.kernel_of(self.op, num_experts, parts_of_group=parts)
+                yield from self._of_choice(demand, parts)
+
+    def _of_choice(self, demand: Demand, parts_of_group: int = 0) -> Iterator[Kernel]:
+        given = self.num_experts, torch.float32, parts_of_group
+        yield top_k_launch.kernel_of(self.op, *given)
+        if demand.backward:
+            by_sigmoid = self.op == "sigmoid_group_topk"
+            yield top_k_backward_launch.kernel_of(*given, by_sigmoid=by_sigmoid)
 
 
 Layer = Linear | TrainedLinear | FeedForward | Experts | TrainedExperts | ExpertsInSteps | Router

@@ -6,7 +6,6 @@ T tokens, E experts, H hidden. On a Hopper GPU two kernels do both for x in BF16
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of
@@ -14,17 +13,11 @@ from ..kernels.common.registry import register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
 from ..kernels.jit import Source, current_driver
 from . import logits_launch
+from .logits import exact_logits, route_takes
 from .logits_launch import prepare_logits
-from .top_k import (
-    Chosen,
-    TopK,
-    check_choice,
-    choose_by_sigmoid,
-    choose_by_softmax,
-    sigmoid_grad,
-    softmax_grad,
-)
-from .top_k_launch import MAX_EXPERTS, TopKInputs, TopKSources, prepare_top_k
+from .route_backward import RouteBackwardInputs, gradients, route_backward
+from .top_k import Chosen, TopK, check_choice, choose_by_sigmoid, choose_by_softmax
+from .top_k_launch import TopKInputs, TopKSources, prepare_top_k
 
 _OP = "route"
 
@@ -77,30 +70,27 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Chosen:
         index, weights = _route_op(*args)
         ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)  # index has none
         ctx.save_for_backward(args[0], args[1], index)
         ctx.rest = args[3:]
         return index, weights
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, index = ctx.saved_tensors
-        inputs = RouteInputs(x, weight, None, *ctx.rest)
-        with without_autocast(x.device):
-            logits = _logits(x, weight)
-            if inputs.by_sigmoid:
-                of_sigmoid = inputs.renormalize, inputs.scaling_factor
-                of_logits = sigmoid_grad(grad, logits, index, *of_sigmoid).double()
-            else:
-                of_logits = softmax_grad(grad, logits, index, inputs.renormalize).double()
-            needs_x, needs_weight, *_ = ctx.needs_input_grad
-            of_x = (of_logits @ weight.double()).to(x.dtype) if needs_x else None
-            of_weight = (of_logits.T @ x.double()).to(weight.dtype) if needs_weight else None
-        return of_x, of_weight, None, *(None for _ in ctx.rest)
-
-
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, E] by a product in FP64, which no switch of FP32 matmuls reaches."""
-    return F.linear(x.double(), weight.double()).float()
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        _, by_sigmoid, *_, renormalize, scaling_factor = ctx.rest
+        rest = by_sigmoid, renormalize, scaling_factor, needs_x, needs_weight
+        inputs = RouteBackwardInputs(x, weight, grad, index, *rest)
+        if torch.is_grad_enabled():  # there are gradients of gradients
+            with without_autocast(x.device):
+                of_x, of_weight = gradients(inputs)
+        else:
+            of_x, of_weight = route_backward(*inputs)
+        found = of_x if needs_x else None, of_weight if needs_weight else None
+        return *found, None, *(None for _ in ctx.rest)
 
 
 def _allocate(inputs: RouteInputs) -> Chosen:
@@ -115,25 +105,24 @@ def _allocate(inputs: RouteInputs) -> Chosen:
         check_tensor(_OP, "bias", bias, (torch.float32,), 1)
         check_shape(_OP, "bias", bias, [num_experts], "[E]")
     check_choice(_OP, num_experts, k, num_groups, topk_groups)
+    if not inputs.by_sigmoid and inputs.scaling_factor != 1:
+        raise ValueError(
+            f"{_OP}: scaling_factor is for by_sigmoid and must else be 1, got "
+            f"{inputs.scaling_factor}"
+        )
     index = x.new_empty((num_tokens, k), dtype=torch.int64)
     return index, x.new_empty((num_tokens, k), dtype=torch.float32)
 
 
 def _body(inputs: RouteInputs) -> Chosen:
     _allocate(inputs)
-    of_choice = inputs.with_logits(_logits(inputs.x, inputs.weight))
+    of_choice = inputs.with_logits(exact_logits(inputs.x, inputs.weight))
     if inputs.by_sigmoid:
         return choose_by_sigmoid(*of_choice)
     return choose_by_softmax(of_choice.logits, of_choice.k, of_choice.renormalize)
 
 
 _X, _WEIGHT, _BIAS, _INDEX, _WEIGHTS, _MEMORY = map(Source, range(6))
-
-
-def _takes(*args: Any) -> bool:
-    """Whether there is a kernel; for other arguments the body runs, without a warning."""
-    x, weight = args[:2]
-    return logits_launch.takes(x, weight) and 0 < len(weight) <= MAX_EXPERTS
 
 
 def _launch(inputs: RouteInputs) -> Chosen:
@@ -183,5 +172,5 @@ _route_op = register_inputs(
     fake=_allocate,
     hopper=_launch,
     cuda=_body,
-    hopper_takes=_takes,
+    hopper_takes=route_takes,
 )

@@ -5,12 +5,7 @@
 //
 // Logits are given; or, with kParts > 0, as the sums that logits.cu leaves, kParts of them for each group of chunks.
 // Then all threads of a CTA add them up, and all but the sums is read before the kernel that writes them is over.
-#include "input.cuh"
-#include "sigmoid.cuh"
-
-constexpr int kMaxWarps = 4;     // the most tokens of a CTA, one for each of its first warps
-constexpr int kMaxThreads = 256;
-constexpr uint32_t kAllLanes = 0xffffffff;
+#include "top_k.cuh"
 
 struct Arguments {
   const uint8_t* logits;           // [T, E]; or fp32 sums [parts, T, E]
@@ -40,77 +35,13 @@ __device__ inline float number_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
 }
 
-// The token of this warp.
-template <Input kInput>
-struct Token {
-  int64_t index;
-  const uint8_t* logits;
-  int64_t expert_bytes;
-
-  __device__ explicit Token(const Arguments& args)
-      : index(static_cast<int64_t>(blockIdx.x) * args.tokens_of_cta + threadIdx.x / kWarp),
-        logits(args.logits + index * args.row_bytes),
-        expert_bytes(args.expert_bytes) {}
-
-  __device__ bool exists(const Arguments& args) const {
-    return threadIdx.x / kWarp < args.tokens_of_cta && index < args.num_tokens;
-  }
-
-  __device__ float logit(uint32_t expert) const { return load_float<kInput>(logits + expert * expert_bytes); }
-};
-
-// FP32 numbers of a CTA's tokens, a row for each.
-template <int kItems>
-struct Rows {
-  float of_token[kMaxWarps][kItems * kWarp];
-
-  __device__ float operator[](uint32_t expert) const { return of_token[threadIdx.x / kWarp][expert]; }
-};
-template <int kParts, int kItems>
-using RowsOf = typename Select<(kParts > 0), Rows<kItems>, char>::Type;
-
-// All threads: rows = map(logits), where a logit is the sum of those of the groups, and one of these is that of its
-// parts, all in order.
-template <int kParts, int kItems, class Map>
-__device__ void add_up(const Arguments& args, Rows<kItems>& rows, const Map& map) {
-  constexpr int kGroups = kParts == 1 ? 8 : 7, kAtOnce = kGroups * kParts;  // all these loads are in flight
-  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * args.tokens_of_cta;
-  const uint32_t num_tokens = min(args.num_tokens - first_token, static_cast<int64_t>(args.tokens_of_cta));
-  const int64_t stride = args.num_tokens * args.num_experts;
-  const float* sums = reinterpret_cast<const float*>(args.logits) + first_token * args.num_experts;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < num_tokens * args.num_experts; i += blockDim.x) {
-    float total = 0;
-    const float* sum = sums + i;
-#pragma unroll 1
-    for (int left = args.num_parts; left > 0; left -= kAtOnce) {
-      float v[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j, sum += stride) {
-        v[j] = 0;
-        if (j < left) v[j] = *sum;
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; j += kParts) {
-        float of_group = v[j];
-#pragma unroll
-        for (int k = 1; k < kParts; ++k) of_group = __fadd_rn(of_group, v[j + k]);
-        total = __fadd_rn(total, of_group);
-      }
-    }
-    const uint32_t token = i / args.num_experts;
-    rows.of_token[token][i - token * args.num_experts] = map(total);
-  }
-  __syncthreads();
-}
-
 // The experts that can still be chosen; lane l holds kWarp i + l in keys[i].
 template <int kItems>
 struct Candidates {
   uint32_t keys[kItems];
   uint32_t best, best_expert;  // the best of this lane
 
-  __device__ static uint32_t expert(int i) { return i * kWarp + threadIdx.x % kWarp; }
+  __device__ static uint32_t expert(int i) { return expert_of_lane(i); }
 
   __device__ void find_best() {
     best = keys[0];
@@ -207,8 +138,7 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_topk_kernel(const __grid_
   for (int i = 0; i < kItems; ++i) {
     if (candidates.keys[i] != kNoKey) sum += expf(number_of(candidates.keys[i]) - largest);
   }
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  sum = sum_of_warp(sum);
   const auto score = [&](uint32_t expert) { return __fdiv_rn(expf(logit(expert) - largest), sum); };
   choose(args, token, candidates, choices[threadIdx.x / kWarp], 0, score);
 }

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.checks import check_same_device
+from ..kernels.common.checks import INPUTS, check_same_device
 from ..kernels.common.registry import register_inputs
+from .top_k_backward_launch import TopKBackwardInputs, launch_top_k_backward
 from .top_k_launch import TopKInputs, can_launch, launch_top_k, softmax_inputs
 
 Chosen = tuple[torch.Tensor, torch.Tensor]  # the tensors of a `TopK`
@@ -85,14 +86,15 @@ class _SoftmaxTopK(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, k: int, renormalize: bool) -> Chosen:
         index, weights = choose_by_softmax(logits, k, renormalize)
         ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)  # index has none
         ctx.save_for_backward(logits, index)
         ctx.renormalize = renormalize
         return index, weights
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, index = ctx.saved_tensors
-        return softmax_grad(grad, logits, index, ctx.renormalize), None, None
+        return _backward(grad, logits, index, False, ctx.renormalize, 1.0), None, None
 
 
 class _SigmoidTopK(torch.autograd.Function):
@@ -100,16 +102,28 @@ class _SigmoidTopK(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Chosen:
         index, weights = choose_by_sigmoid(logits, bias, *rest)
         ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)  # index has none
         ctx.save_for_backward(logits, index)
         ctx.rest = rest
         return index, weights
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, index = ctx.saved_tensors
-        *_, renormalize, scaling_factor = ctx.rest
-        grad = sigmoid_grad(grad, logits, index, renormalize, scaling_factor)
-        return grad, None, *(None for _ in ctx.rest)
+        found = _backward(grad, logits, index, True, *ctx.rest[-2:])
+        return found, None, *(None for _ in ctx.rest)
+
+
+# ---- Gradients ----
+
+
+def _backward(grad: torch.Tensor | None, *rest: Any) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    if torch.is_grad_enabled():  # there are gradients of gradients
+        return grad_of_logits(TopKBackwardInputs(grad, *rest))
+    found: torch.Tensor = top_k_backward(grad, *rest)
+    return found
 
 
 def softmax_grad(
@@ -144,6 +158,45 @@ def _grad_of_parts(grad: torch.Tensor, x: torch.Tensor, epsilon: float) -> torch
     """The gradient in x of `x / (x.sum(-1) + epsilon)`, whose result has the gradient `grad`."""
     total = x.sum(dim=-1, keepdim=True) + epsilon
     return (grad - (grad * x).sum(dim=-1, keepdim=True) / total) / total
+
+
+def grad_of_logits(inputs: TopKBackwardInputs) -> torch.Tensor:
+    """The gradient in logits by PyTorch's operations, which it differentiates once more."""
+    grad, logits, index, by_sigmoid, renormalize, scaling_factor = inputs
+    if by_sigmoid:
+        return sigmoid_grad(grad, logits, index, renormalize, scaling_factor)
+    return softmax_grad(scaling_factor * grad, logits, index, renormalize)
+
+
+def _contiguous_grad(inputs: TopKBackwardInputs) -> torch.Tensor:
+    return grad_of_logits(inputs).contiguous()
+
+
+def _empty_grad(inputs: TopKBackwardInputs) -> torch.Tensor:
+    return torch.empty_like(inputs.logits, memory_format=torch.contiguous_format)
+
+
+def _launch_backward(inputs: TopKBackwardInputs) -> torch.Tensor:
+    logits = inputs.logits
+    if logits.dtype not in INPUTS:
+        return _launch_backward(inputs._replace(logits=logits.float())).to(logits.dtype)
+    of_logits = _empty_grad(inputs)
+    if logits.numel():
+        launch_top_k_backward(inputs, of_logits)
+    return of_logits
+
+
+top_k_backward = register_inputs(
+    "top_k_backward",
+    TopKBackwardInputs,
+    "Tensor",
+    cpu=_contiguous_grad,
+    fake=_empty_grad,
+    hopper=_launch_backward,
+    cuda=_contiguous_grad,
+    hopper_takes=lambda grad, logits, *_: can_launch(logits),
+)
+"""`TopKBackwardInputs` -> the gradient of the logits, contiguous and in their dtype."""
 
 
 # ---- The ops ----

@@ -14,8 +14,8 @@ from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointe
 from .logits_launch import Sums
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
-_WARP = 32
-_MAX_WARPS, _THREADS_WITH_SUMS = 4, 256  # `kMaxWarps` and `kMaxThreads` in top_k.cu
+WARP = 32
+MAX_WARPS, THREADS_WITH_SUMS = 4, 256  # `kMaxWarps` and `kMaxThreads` in top_k.cuh
 MAX_EXPERTS = 512  # a lane holds every 32nd in registers
 
 
@@ -57,7 +57,7 @@ def kernel_of(
     op: str, num_experts: int, dtype: torch.dtype = torch.float32, parts_of_group: int = 0
 ) -> Kernel:
     """parts_of_group: of the sums that logits are given as, in FP32; 0: logits are given."""
-    items = ceil_div(num_experts, _WARP)
+    items = ceil_div(num_experts, WARP)
     return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {items}, {parts_of_group}>")
 
 
@@ -102,7 +102,7 @@ def prepare_top_k(
     num_tokens, num_experts = logits.shape
     row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())
     driver, device_index = current_driver(), logits.get_device()
-    tokens_of_cta = min(_MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
+    tokens_of_cta = min(MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
     arguments = _Arguments(
         row_bytes=row_bytes,
         expert_bytes=expert_bytes,
@@ -111,7 +111,7 @@ def prepare_top_k(
         top_k=k,
         num_groups=num_groups,
         topk_groups=topk_groups,
-        group_lanes=1 << (max(1, _WARP // num_groups).bit_length() - 1),
+        group_lanes=1 << (max(1, WARP // num_groups).bit_length() - 1),
         renormalize=renormalize,
         scaling_factor=scaling_factor,
         tokens_of_cta=tokens_of_cta,
@@ -122,7 +122,7 @@ def prepare_top_k(
     return Launch(
         driver.load(kernel_of(op, num_experts, logits.dtype, parts_of_group), device_index),
         ceil_div(num_tokens, tokens_of_cta),
-        tokens_of_cta * _WARP if sums is None else _THREADS_WITH_SUMS,
+        tokens_of_cta * WARP if sums is None else THREADS_WITH_SUMS,
         (arguments,),
         pointers(_Arguments, **sources._asdict()),
         programmatic=sums is not None,

@@ -263,7 +263,7 @@ def test_what_autograd_keeps_of_a_token():
     plain, fp8 = (
         saved_bytes(step.forward, step.leaves[1:]) / num_tokens for step in named.values()
     )
-    routed = 2 * h + k * (8 + 4) + 4 * e  # hidden states, choices, and scores of all experts
+    routed = 2 * h + k * (8 + 4) + 2 * e  # hidden states, choices, and logits of all experts
     assert plain == routed + 2 * 2 * k * i
     assert fp8 == routed + 2 * k * i + 4 * 2 * k * i // 128
 

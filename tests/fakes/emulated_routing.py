@@ -49,20 +49,11 @@ class RoutingEmulator(GemmEmulator):
         ).groups()
         dtype = dtype_of(made.kernel)
         shape = [x.num_tokens, x.num_experts]
-        assert int(items) == kernels.ceil_div(x.num_experts, 32) <= 16
-        assert made.grid * x.tokens_of_cta >= x.num_tokens > (made.grid - 1) * x.tokens_of_cta
-        assert made.block % 32 == 0
-        assert made.block // 32 >= x.tokens_of_cta
-        assert 32 <= made.block <= (256 if int(parts) else 128)
+        _check_warps(x, made, int(items), int(parts))
         assert x.group_lanes.bit_count() == 1
         assert x.group_lanes * x.num_groups <= 32 or x.group_lanes == 1
-        if int(parts):
-            assert made.programmatic
-            strides = [x.num_tokens * x.num_experts, x.num_experts, 1]
-            logits = memory(x.logits, dtype, [x.num_parts, *shape], strides).sum(dim=0)
-        else:
-            strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
-            logits = memory(x.logits, dtype, shape, strides)
+        assert made.programmatic == bool(int(parts))
+        logits = _logits_of(x, dtype, int(parts))
         if op == "softmax_topk":
             result = torch.ops.moefp8.softmax_topk(logits, x.top_k, bool(x.renormalize))
         else:
@@ -71,6 +62,25 @@ class RoutingEmulator(GemmEmulator):
             result = torch.ops.moefp8.sigmoid_group_topk(logits, bias, *rest)
         for address, found in zip((x.top_k_index, x.top_k_weights), result, strict=True):
             memory(address, found.dtype, [*found.shape], [x.top_k, 1]).copy_(found)
+
+    def top_k_backward(self, made, parameters):
+        x = made.arguments
+        pattern = r"top_k_backward_kernel<.*, (\d+), (\d+), (true|false)>"
+        items, parts, by_sigmoid = re.fullmatch(pattern, made.kernel.name).groups()
+        dtype, shape = dtype_of(made.kernel), [x.num_tokens, x.num_experts]
+        _check_warps(x, made, int(items), int(parts))
+        logits = _logits_of(x, dtype, int(parts))
+        grad = memory(x.grad, torch.float32, [x.num_tokens, x.top_k], [x.top_k, 1])
+        index = memory(x.top_k_index, torch.int64, [x.num_tokens, x.top_k], [x.top_k, 1])
+        rest = by_sigmoid == "true", bool(x.renormalize), x.scaling_factor
+        found = torch.ops.moefp8.top_k_backward(grad, logits, index, *rest)
+        if not int(parts):
+            memory(x.of_logits, dtype, shape, [x.num_experts, 1]).copy_(found)
+            return
+        assert made.programmatic
+        high = found.bfloat16()
+        both = torch.stack((high, (found - high).bfloat16(), high), dim=1)
+        memory(x.of_logits, torch.bfloat16, [*both.shape], [*both.stride()]).copy_(both)
 
     @staticmethod
     def plan(routing):
@@ -147,3 +157,22 @@ class RoutingEmulator(GemmEmulator):
             out.copy_(out.float() + memory(x.addend, torch.bfloat16, [x.num_tokens, h], [h, 1]))
         if made.kernel.name.endswith("true>"):
             assert (h * 2 | x.out | (x.addend or 0)) % 16 == 0
+
+
+def _check_warps(x, made, items: int, parts: int) -> None:
+    """A warp for each token of a CTA, and all tokens."""
+    assert items == kernels.ceil_div(x.num_experts, 32) <= 16
+    assert made.grid * x.tokens_of_cta >= x.num_tokens > (made.grid - 1) * x.tokens_of_cta
+    assert made.block % 32 == 0
+    assert made.block // 32 >= x.tokens_of_cta
+    assert 32 <= made.block <= (256 if parts else 128)
+
+
+def _logits_of(x, dtype: torch.dtype, parts: int) -> torch.Tensor:
+    """[T, E], given or as sums."""
+    shape = [x.num_tokens, x.num_experts]
+    if parts:
+        strides = [x.num_tokens * x.num_experts, x.num_experts, 1]
+        return memory(x.logits, dtype, [x.num_parts, *shape], strides).sum(dim=0)
+    strides = [x.row_bytes // dtype.itemsize, x.expert_bytes // dtype.itemsize]
+    return memory(x.logits, dtype, shape, strides)

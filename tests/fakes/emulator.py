@@ -27,7 +27,13 @@ from moefp8.quant import (
     quantize_launch,
     transpose_launch,
 )
-from moefp8.routing import combine_launch, dispatch_launch, logits_launch, top_k_launch
+from moefp8.routing import (
+    combine_launch,
+    dispatch_launch,
+    logits_launch,
+    top_k_backward_launch,
+    top_k_launch,
+)
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_k_grouped import Maps, k_grouped
@@ -54,6 +60,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "combine": combine_launch._Arguments,
     "logits": logits_launch._Arguments,
     "top_k": top_k_launch._Arguments,
+    "top_k_backward": top_k_backward_launch._Arguments,
 }
 
 
@@ -276,6 +283,7 @@ class Emulator(RoutingEmulator):
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
+            "top": self.top_k_backward,
             "count": self.count,
             "dispatch": self.dispatch,
             "combine": self.combine,

@@ -187,8 +187,8 @@ class Route(NamedTuple):
 
     @property
     def rest(self) -> tuple:
-        k, *rest = self.router.rest
-        return k, self.by_sigmoid, *rest
+        k, *rest, factor = self.router.rest
+        return k, self.by_sigmoid, *rest, factor if self.by_sigmoid else 1.0
 
 
 @st.composite

@@ -14,6 +14,7 @@ from moefp8.routing import (
     softmax_topk,
 )
 from moefp8.routing.route import route
+from moefp8.routing.top_k import top_k_backward
 from tests import naive
 from tests.fuzz import cases as fuzz
 from tests.fuzz import layers as fuzz_layers
@@ -157,6 +158,28 @@ def test_sigmoid_group_topk(device, case):
     expected = (chosen * case.factor).float()
     of_denormals = 2.0**-148 * max(1.0, abs(case.factor))
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=of_denormals, equal_nan=True)
+
+
+@on_cpu_and_gpu
+@given(case=fuzz_layers.routers(), by_sigmoid=st.booleans())
+def test_the_gradient_of_a_choice(device, case, by_sigmoid):
+    """Against autograd in FP64, as a share of what comes."""
+    logits = case.logits.make("cpu")
+    index, _ = softmax_topk(logits, case.k, False)
+    grad, factor = torch.randn(index.shape), 2.5 if by_sigmoid else 1.0
+    exact = logits.double().requires_grad_()
+    scores = exact.sigmoid() if by_sigmoid else exact.softmax(-1)
+    weights = scores.gather(1, index)
+    if case.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    (expected,) = torch.autograd.grad(factor * weights, exact, grad.double())
+    inputs = grad.to(device), case.logits.make(device), index.to(device), by_sigmoid
+    ours = top_k_backward(*inputs, case.renormalize, factor).cpu()
+    assert (ours.shape, ours.dtype) == (logits.shape, logits.dtype)
+    known = logits.float().isfinite().all(1) & (weights.sum(-1) > 1e-15)
+    errors = (ours.double() - expected).abs() / (factor * grad.norm(dim=1, keepdim=True).double())
+    most = 4 * max(torch.finfo(logits.dtype).eps, 2.0**-23)
+    assert (errors[known] <= most).all()
 
 
 def scores_of(logits: torch.Tensor) -> torch.Tensor:

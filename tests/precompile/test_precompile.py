@@ -69,6 +69,11 @@ def step(model: Model, tokens: int, dtype: torch.dtype) -> None:
         features = linear.in_features if isinstance(linear, FP8Linear) else 256
         x = torch.zeros(tokens, features, dtype=dtype, requires_grad=True)
         linear(x).sum().backward()
+    logits = torch.randn(tokens, 12, requires_grad=True)
+    chosen = sigmoid_group_topk(logits, None, 3, 2, 1, True, 1.0)
+    (chosen.top_k_weights.sum() + softmax_topk(logits[:, :5], 2, True)[1].sum()).backward()
+    if dtype == torch.bfloat16:  # others go to the experts that come back
+        model.moe.gate(torch.zeros(tokens, 256, dtype=dtype)).top_k_weights.sum().backward()
     for experts, top_k in ((model.moe.experts, 3), (model.odd["experts"], 2)):
         ids = ids_of("distinct", tokens, top_k, experts.num_experts)
         x = torch.zeros(tokens, experts.hidden_size, dtype=dtype, requires_grad=True)

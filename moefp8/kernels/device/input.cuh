@@ -18,3 +18,25 @@ __device__ inline float load_float(const uint8_t* address) {
   if constexpr (kInput == Input::kBFloat16) return __uint_as_float(half << 16);
   return half_to_float(half);
 }
+
+template <Input kInput>
+constexpr int kBytesOf = kInput == Input::kFloat ? 4 : 2;
+
+// The nearest BF16 number, of equally near ones the even one.
+__device__ inline uint16_t bfloat16_bits(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+}
+
+__device__ inline uint16_t half_bits(float x) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+// Stores an element at such an address, rounded to the nearest.
+template <Input kInput>
+__device__ inline void store_float(uint8_t* address, float x) {
+  if constexpr (kInput == Input::kFloat) *reinterpret_cast<float*>(address) = x;
+  else *reinterpret_cast<uint16_t*>(address) = kInput == Input::kBFloat16 ? bfloat16_bits(x) : half_bits(x);
+}

@@ -40,7 +40,23 @@ def run_top_k(dtype: torch.dtype, num_experts: int, k: int, num_groups: int) -> 
     wrong = int((index != torch.arange(k)).sum())
     index = softmax_topk(logits, k, True)[0].cpu()
     wrong += int((index != torch.arange(k)).sum())
+    wrong += wrong_gradients(logits, k)
     tell(f"top-k of {num_experts}, {dtype}", wrong)
+
+
+def wrong_gradients(logits: torch.Tensor, k: int) -> int:
+    """Of equal logits, where the gradient of each weight is 1 but that of the first."""
+    num_experts, wrong = logits.shape[1], 0
+    for choose, of_first, of_others in (
+        (lambda x: softmax_topk(x, k, False), 1 / num_experts, -1 / num_experts**2),
+        (lambda x: sigmoid_group_topk(x, None, k, renormalize=False), 1 / 4, 0.0),
+    ):
+        x = logits.detach().requires_grad_()
+        choose(x).top_k_weights[:, 0].sum().backward()
+        expected = torch.full(logits.shape, of_others)
+        expected[:, 0] += of_first
+        wrong += int((x.grad.cpu().float() - expected).abs().gt(1e-2 * of_first).sum())
+    return wrong
 
 
 def run_route(num_experts: int, h: int, counts: tuple[int, ...]) -> None:
@@ -52,6 +68,13 @@ def run_route(num_experts: int, h: int, counts: tuple[int, ...]) -> None:
         rows = x.repeat(num_tokens, 1)
         index = route(rows, weight, None, 5, False, 1, 1, True, 1.0).top_k_index.cpu()
         tell(f"route, {num_tokens} tokens, {num_experts}", int((index != expected).sum()))
+        leaves = rows.requires_grad_(), weight.detach().requires_grad_()
+        weights = route(*leaves, None, 5, False, 1, 1, True, 1.0).top_k_weights
+        of_x, of_weight = torch.autograd.grad(weights[:, 0].sum(), leaves)
+        # The gradients of a token's logits add up to 0.
+        wrong = int((of_x != of_x[:1]).sum())
+        wrong += int((of_weight.sum(0).abs() > 1e-3 * of_weight.abs().amax()).sum())
+        tell(f"gradient of route, {num_tokens} tokens, {num_experts}", wrong)
 
 
 def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> None:

@@ -1,0 +1,149 @@
+"""The gradient of the router: from that of top_k_weights to those of the tokens and of its weight.
+
+T tokens, E experts, H hidden. On a Hopper GPU two kernels make the logits' gradient, for x in BF16.
+It leaves as two BF16 numbers, `high` and `low`, which together have 16 bits of its significand, and
+PyTorch multiplies them in BF16 with sums in FP32:
+
+    of_x = high @ weight_high + low @ weight_high + high @ weight_low
+    of_weight = high.T @ x + low.T @ x
+
+The product that is left out, of both rests, is below 2^-16 of the others.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.common.prepared import Launches, layout_of
+from ..kernels.common.registry import register, register_inputs, without_autocast
+from ..kernels.common.tma_operands import fitting
+from ..kernels.jit import Source, current_driver
+from . import logits_launch
+from .logits import exact_logits, route_takes
+from .logits_launch import prepare_logits
+from .top_k import grad_of_logits
+from .top_k_backward_launch import (
+    NUM_PARTS,
+    TopKBackwardInputs,
+    TopKBackwardSources,
+    prepare_top_k_backward,
+)
+
+_OP = "route_backward"
+
+Gradients = tuple[torch.Tensor, torch.Tensor]
+
+
+class RouteBackwardInputs(NamedTuple):
+    """What `route_backward` takes.
+
+    x: [T, H] bf16, fp16 or fp32. weight: fp32 [E, H].
+    grad: [T, k], of top_k_weights. top_k_index: int64 [T, k], who was chosen.
+    by_sigmoid, renormalize, scaling_factor: as in `RouteInputs`.
+    needs_x, needs_weight: which gradients are wanted.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    grad: torch.Tensor
+    top_k_index: torch.Tensor
+    by_sigmoid: bool
+    renormalize: bool
+    scaling_factor: float
+    needs_x: bool
+    needs_weight: bool
+
+    def with_logits(self, logits: torch.Tensor) -> TopKBackwardInputs:
+        return TopKBackwardInputs(self.grad, logits, *self[3:7])
+
+
+def _allocate(inputs: RouteBackwardInputs) -> Gradients:
+    """The fake body."""
+    x, weight = inputs[:2]
+    of_x = x.new_empty(x.shape if inputs.needs_x else 0)
+    return of_x, weight.new_empty(weight.shape if inputs.needs_weight else 0)
+
+
+def gradients(inputs: RouteBackwardInputs) -> Gradients:
+    """By products in FP64, as `exact_logits`; PyTorch differentiates them once more."""
+    x, weight = inputs[:2]
+    of_logits = grad_of_logits(inputs.with_logits(exact_logits(x, weight))).double()
+    of_x, of_weight = _allocate(inputs)
+    if inputs.needs_x:
+        of_x = (of_logits @ weight.double()).to(x.dtype)
+    if inputs.needs_weight:
+        of_weight = (of_logits.T @ x.double()).to(weight.dtype)
+    return of_x, of_weight
+
+
+# ---- On a Hopper GPU ----
+
+_X, _WEIGHT, _GRAD, _INDEX, _OF_LOGITS, _MEMORY = map(Source, range(6))
+
+_product = register(
+    "bf16_product(Tensor a, Tensor b) -> Tensor",
+    cpu=lambda a, b: a.float() @ b.float(),
+    fake=lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.float32),
+    cuda=lambda a, b: torch.mm(a, b, out_dtype=torch.float32),
+)
+"""fp32 a @ b, of bf16 a [M, K] and b [K, N]."""
+
+
+def _launch(inputs: RouteBackwardInputs) -> Gradients:
+    """Two kernels, of very many tokens two for each part, and products; nothing waits."""
+    of_x, of_weight = _allocate(inputs)
+    x, weight, num_experts = inputs.x, inputs.weight, len(inputs.weight)
+    parts = x.new_empty((len(x), NUM_PARTS, num_experts))
+    most = logits_launch.most_tokens(*weight.shape)
+    tensors = fitting(x), inputs.grad.float().contiguous(), inputs.top_k_index.contiguous(), parts
+    weight_read = fitting(weight)
+    for part_x, grad, index, out in zip(*(y.split(most) for y in tensors), strict=True):
+        given = inputs._replace(x=part_x, weight=weight_read, grad=grad, top_k_index=index)
+        _launch_parts(given, out)
+    with without_autocast(x.device):
+        if inputs.needs_x:
+            high = weight.bfloat16()
+            low = (weight - high).bfloat16()
+            torch.mm(parts.flatten(1), torch.cat((high, high, low)), out=of_x)
+        if inputs.needs_weight:
+            high_and_low = _product(parts[:, :2].flatten(1).T, x)
+            torch.add(*high_and_low.split(num_experts), out=of_weight)
+    return of_x, of_weight
+
+
+def _launch_parts(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
+    """out: bf16 [T, 3, E], high, low and high."""
+    x, weight, grad, index, *options = inputs[:7]
+    driver = current_driver()
+    key = (_OP, layout_of(x), layout_of(weight), grad.shape[1], *options)
+    found = driver.prepared().get(key)
+    if found is None:
+        found = driver.keep(key, _prepare(inputs))
+    if found.launches:
+        tensors = x, weight, grad, index, out
+        found(x.get_device(), tuple([y.data_ptr() for y in tensors]))
+
+
+def _prepare(inputs: RouteBackwardInputs) -> Launches:
+    x, weight = inputs[:2]
+    if not len(x):
+        return Launches((), 0)
+    logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
+    shape = weight[:1, :1].expand(len(x), len(weight))  # what the gradient asks of logits
+    sources = TopKBackwardSources(_MEMORY, _GRAD, _INDEX, _OF_LOGITS)
+    of_logits = prepare_top_k_backward(inputs.with_logits(shape), sources, sums)
+    return Launches((logits, of_logits), 4 * sums.num_parts * len(x) * len(weight))
+
+
+route_backward = register_inputs(
+    _OP,
+    RouteBackwardInputs,
+    "(Tensor, Tensor)",
+    cpu=gradients,
+    fake=_allocate,
+    hopper=_launch,
+    cuda=gradients,
+    hopper_takes=route_takes,
+)
+"""`RouteBackwardInputs` -> the gradients of x, in its dtype, and of weight in FP32, contiguous; of
+what is not wanted nothing, [0]."""
