@@ -15,16 +15,17 @@ WHAT = (
     "of a linear's inputs in dW (`wgrad`). Weights are quantized once, before the first step, "
     "unless it says *every step*; TransformerEngine is told so by `is_first_microbatch`. Experts "
     "have 0.7 to 1.3 times the tokens that are told each, in multiples of 128; beyond 64 experts "
-    "TransformerEngine multiplies them one by one. Layers have the same router, PyTorch's "
-    "operations; `BF16, grouped_mm` sorts rows by expert and adds them up by `index_add`. What has "
+    "TransformerEngine multiplies them one by one. Layers choose by the same logits in "
+    "BF16, moefp8 with `softmax_topk`, BF16 with PyTorch's operations, and SonicMoE with its own; "
+    "`BF16, grouped_mm` sorts rows by expert and adds them up by `index_add`. What has "
     "wrong gradients is not timed; SonicMoE, which reads the same weights otherwise, is not "
     "compared. Bytes that autograd keeps are those of all tensors that a forward saves, hidden "
     "states among them and weights not, as KiB a token. Goals are of the faster mode's copy, since "
     "some copies of as many bytes are slower without rest."
 )
 GRAPHS = (
-    "Without rest, steps of moefp8 and of BF16 are replayed as CUDA graphs, others are called one "
-    "by one; a star marks what was called so."
+    "Without rest, steps of moefp8, BF16 and SonicMoE are replayed as CUDA graphs, others are "
+    "called one by one; a star marks what was called so."
 )
 
 
