@@ -14,7 +14,7 @@ in one workspace. Its size grows with T; a large T is split.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -36,7 +36,7 @@ from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
-from .expert_configs import Sizes, experts_configs, mean_load
+from .expert_configs import Sizes, experts_configs, mean_load, saving_config
 from .workspace import (
     Projections,
     Weights,
@@ -247,7 +247,7 @@ def prepare_experts(
         expert_offset=expert_offset,
     )
     if saves:
-        configs = replace(configs[0], saves_gate_up=True), configs[1]
+        configs = saving_config(configs[0], sizes, sms.busy), configs[1]
     gemms = _prepare_gemms(sizes, weights, limit, configs, sms)
     combine = prepare_combine(
         scores,

@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate. Nothing is compil
 Each layer chooses as the launchers of its op do; a test launches those and compares.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ..functional.expert_configs import (
     all_backward_configs,
     all_experts_configs,
     all_gate_up_configs,
+    saving_config,
 )
 from ..functional.training import swiglu_columns_launch
 from ..kernels.common.blocks import BLOCK, E4M3, round_up
@@ -142,7 +143,8 @@ class FeedForward(NamedTuple):
         if self.hidden_size and self.intermediate_size:
             yield from demand.quantize_kernels(self.hidden_size)
             for config in all_gate_up_configs(demand.configs, demand.max_tokens, *self):
-                yield from gate_up_kernels(config, GroupLayout.OFFSETS, demand)
+                saving = [replace(config, saves_gate_up=True)]
+                yield from gate_up_kernels(config, saving, GroupLayout.OFFSETS, demand)
             yield from demand.dense_kernels(*self)
             if demand.backward:
                 h, i = self
@@ -172,9 +174,11 @@ class Experts(NamedTuple):
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         """Those of a forward, and of one that saves for a backward if there is one."""
         sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size
+        few = sizes._replace(num_tokens=1)
         group_layout = GroupLayout.MASKED if self.masked else GroupLayout.OFFSETS
         for gate_up, down in all_experts_configs(demand.configs, sizes):
-            yield from gate_up_kernels(gate_up, group_layout, demand)
+            saving = {saving_config(gate_up, x, demand.configs.num_sms) for x in (sizes, few)}
+            yield from gate_up_kernels(gate_up, saving, group_layout, demand)
             yield kernel_of(down, None, group_layout)
         if demand.backward and self.masked:  # what saves for a backward is contiguous
             yield from self._replace(masked=False).forward_kernels(demand)
@@ -290,11 +294,14 @@ class ExpertsInSteps(NamedTuple):
             yield from call.needed_kernels(max_rows, num_experts, n, k, demand.configs)
 
 
-def gate_up_kernels(config: GemmConfig, layout: GroupLayout, demand: Demand) -> Iterator[Kernel]:
-    """That of a forward, and where a backward follows the one that saves gate and up."""
+def gate_up_kernels(
+    config: GemmConfig, saving: Iterable[GemmConfig], layout: GroupLayout, demand: Demand
+) -> Iterator[Kernel]:
+    """That of a forward, and where a backward follows those that save gate and up."""
     yield kernel_of(config, None, layout)
     if demand.backward:
-        yield kernel_of(replace(config, saves_gate_up=True), None, GroupLayout.OFFSETS)
+        for each in saving:
+            yield kernel_of(each, None, GroupLayout.OFFSETS)
 
 
 def backward_kernels(h: int, i: int, weights_dtypes: set[torch.dtype]) -> Iterator[Kernel]:

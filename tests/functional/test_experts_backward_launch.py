@@ -170,6 +170,22 @@ def test_every_family_saves_gate_and_up(family):
             assert torch.equal(y, run(*made[:3], made.weights))
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "num_tokens", "tile"),
+    [(2, 700, (192, 128)), (1, 700, (128, 256)), (2, 200, (128, 128))],
+)
+def test_saving_gate_and_up_of_many_tokens_takes_tall_tiles(gpu, num_experts, num_tokens, tile):
+    """The bits stay those of a forward that saves nothing."""
+    made = case(num_tokens, 144, num_experts, weights_of(num_experts, 144, 160), "distinct")
+    y, gate_up = saving(made)
+    config = gpu.gemms[-2].config
+    assert (config.cta_tile, config.saves_gate_up) == (tile, True)
+    assert_saved(made, rows_of_body(made, gate_up))
+    assert torch.equal(y, run(*made[:3], made.weights))
+    if num_tokens == 700:
+        assert gpu.gemms[-2].config.cta_tile == (128, 256)
+
+
 @pytest.mark.parametrize("family", DOWN_FAMILIES)
 def test_every_family_multiplies_gradients(family):
     with emulated(DOWN_FAMILIES[family]) as gpu:

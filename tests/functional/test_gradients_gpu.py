@@ -178,6 +178,16 @@ def test_every_family_saves_the_same_bits(layer, num_tokens):
         check_every_family(case(num_tokens, h, K, weights, "out of range"))
 
 
+@pytest.mark.parametrize(("num_experts", "h", "i"), [(4, 512, 384), (16, 2048, 768), (1, 512, 384)])
+@pytest.mark.parametrize("num_tokens", [200, 1700, 4000])
+def test_the_tiles_of_many_tokens_save_the_same_bits(num_experts, h, i, num_tokens):
+    """Those of a forward that saves nothing are others."""
+    made = case(num_tokens, h, min(2, num_experts), weights_of(num_experts, h, i, "cuda"))
+    y, gate_up = saving(made)
+    assert_saved(made, rows_of_body(made, gate_up))
+    assert torch.equal(y, run(*made[:3], made.weights))
+
+
 def test_every_family_ends_tiles_where_groups_end():
     check_every_family(case_at_edges())
 
