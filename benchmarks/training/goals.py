@@ -99,7 +99,10 @@ class Judged(NamedTuple):
         return value <= self.least if self.goal.against == SAVED else value >= self.least
 
     def told(self, value: float) -> str:
+        """With as many digits as show what the verdict says: 1.349 misses 1.35."""
         digits = {SPEED: 0, SAVED: 1}.get(self.goal.against, 2)
+        while self.is_met(round(value, digits)) != self.is_met(value):
+            digits += 1
         return f"{value:.{digits}f} {verdict(self.is_met(value))}"
 
 

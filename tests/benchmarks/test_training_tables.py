@@ -99,6 +99,13 @@ def test_goals_are_judged_in_both_modes(results):
     assert goals.num_met([*goals.judged(results["rows"])]) == (9, 15)
 
 
+def test_a_miss_never_looks_like_the_goal(results):
+    """Rounding would make it."""
+    (judged,) = (x for x in goals.judged(results["rows"]) if x.what.endswith("BF16, cuBLAS"))
+    told = [judged.told(value) for value in (1.4449, 1.4496, 1.45, 1.4549)]
+    assert told == ["1.44 MISSED", "1.4496 MISSED", "1.45 met", "1.45 met"]
+
+
 def test_what_is_printed(results):
     linear, _, layer, *_ = results["rows"]
     title, ours, _, bf16, te = training.lines_of_row(linear)

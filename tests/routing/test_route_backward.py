@@ -5,10 +5,12 @@ import torch
 
 from moefp8 import TopKRouter
 from moefp8.routing import logits_launch
+from moefp8.routing.logits import exact_logits
 from moefp8.routing.route import route
-from moefp8.routing.route_backward import RouteBackwardInputs, gradients, route_backward
+from moefp8.routing.route_backward import RouteBackwardInputs, route_backward
+from moefp8.routing.top_k import grad_of_logits
 from tests.gpu import no_synchronisation, on_gpu
-from tests.routing.test_route import SIGMOID, SOFTMAX, inputs_of
+from tests.routing.test_route import SIGMOID, SOFTMAX, inputs_of, logits_on_gpu
 
 OP = torch.ops.moefp8.route_backward.default  # what the dispatcher gives, whatever GPU there is
 OPTIONS = [SOFTMAX, SIGMOID, (3, False, 1, 1, False, 1.0), (8, True, 1, 1, False, 2.5)]
@@ -24,10 +26,17 @@ def backward_inputs(x: torch.Tensor, weight: torch.Tensor, options, needs=(True,
     return RouteBackwardInputs(x, weight, grad, index, *rest)
 
 
-def assert_right(ours, inputs: RouteBackwardInputs, most_of_x: float) -> None:
-    """Against products in FP64, by token and by expert; of some experts only rounding is left."""
-    expected = gradients(inputs)
-    for found, right, most in zip(ours, expected, (most_of_x, 2.0**-16), strict=True):
+def assert_right(ours, inputs: RouteBackwardInputs, most_of_x: float, logits=None) -> None:
+    """Against products in FP64, by token and by expert; of some experts only rounding is left.
+
+    logits: those of the forward, which are rounded to FP32, and which large ones magnify; None:
+        they are exact before.
+    """
+    x, weight = inputs.x, inputs.weight
+    logits = exact_logits(x, weight) if logits is None else logits
+    of_logits = grad_of_logits(inputs.with_logits(logits)).double()
+    expected = (of_logits @ weight.double()).to(x.dtype), (of_logits.T @ x.double()).float()
+    for found, right, most in zip(ours, expected, (most_of_x, 2.0**-15), strict=True):
         assert (found.shape, found.dtype) == (right.shape, right.dtype)
         if right.numel():
             errors, sizes = (y.double().norm(dim=1) for y in (found.double() - right, right))
@@ -62,7 +71,7 @@ def test_gradients_have_gradients(options):
 
 def test_only_what_is_wanted_is_computed():
     x, weight, _ = inputs_of(6, 32, 16)
-    for needs in ((True, False), (False, True)):
+    for needs in ((True, False), (False, True), (False, False)):
         inputs = backward_inputs(x, weight, SOFTMAX, needs)
         shapes = [tuple(y.shape) for y in OP(*inputs)]
         assert shapes == [
@@ -139,7 +148,7 @@ def test_it_is_right_on_a_gpu(num_tokens, num_experts, h, options):
     inputs = backward_inputs(x, weight, options)
     with no_synchronisation(), torch.autocast("cuda", torch.float16):
         ours = route_backward(*inputs)
-    assert_right(ours, inputs, ROUNDING)
+    assert_right(ours, inputs, ROUNDING, logits_on_gpu(x, weight))
     assert all(map(torch.equal, ours, route_backward(*inputs)))  # and deterministic
 
 
