@@ -101,14 +101,19 @@ def at_every_call(source: Path, folder: Path, expected: dict[str, bytes]) -> Non
 
 
 def at_random_moments(source: Path, folder: Path, expected: dict[str, bytes]) -> None:
-    """A run is given a third more time each time, so that it ends although nothing may be kept."""
+    """A run is given a third more time each time, so that it ends although nothing may be kept.
+
+    How many are killed depends on how busy the machine is, so runs go on until some were.
+    """
     durations = []
     for number in range(3):
         started = time.monotonic()
         assert wait(start(partial(quantize, source, folder / f"whole{number}"))) == 0
         durations.append(time.monotonic() - started)
     kills = 0
-    for number in range(8):
+    for number in itertools.count():
+        if number >= 8 and kills > 8:
+            break
         target, before = folder / f"r{number}", {}
         for attempt in itertools.count(1):
             child = start(partial(quantize, source, target))
@@ -121,7 +126,6 @@ def at_random_moments(source: Path, folder: Path, expected: dict[str, bytes]) ->
             before = finished(target)
         assert files_of(target) == expected
         check_kept(target, before)
-    assert kills > 8, kills
     print(f"{kills} kills")
 
 
