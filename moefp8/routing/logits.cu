@@ -7,7 +7,7 @@
 // The same numbers are added in the same order however many tokens there are. Along H lie chunks, which WGMMA sums up;
 // four chunks are a group, whose sums are added one after the other, and so are those of the groups. What this kernel
 // writes are the sums of parts: of single chunks for few tokens, so that many CTAs read weights, else of groups. The
-// kernel of the choice adds them up: see `add_up` in top_k.cu.
+// kernel of the choice adds them up: see `add_up` in top_k.cuh.
 #include "mbarrier.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"

@@ -1,4 +1,4 @@
-"""Launch `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cu` adds up.
+"""Launch `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cuh` adds up.
 
 T tokens, E experts, H hidden.
 """

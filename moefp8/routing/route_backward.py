@@ -2,7 +2,7 @@
 
 T tokens, E experts, H hidden. On a Hopper GPU two kernels make the logits' gradient, for x in BF16.
 It leaves as two BF16 numbers, `high` and `low`, which together have 16 bits of its significand, and
-PyTorch multiplies them in BF16 with sums in FP32:
+PyTorch multiplies them in BF16, with sums in FP32 unless its switches allow cuBLAS others for of_x:
 
     of_x = high @ weight_high + low @ weight_high + high @ weight_low
     of_weight = high.T @ x + low.T @ x
@@ -21,9 +21,9 @@ from ..kernels.jit import Source, current_driver
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import prepare_logits
-from .top_k import grad_of_logits
+from .top_k import grad_of_logits, top_k_backward
 from .top_k_backward_launch import (
-    NUM_PARTS,
+    NUM_TERMS,
     TopKBackwardInputs,
     TopKBackwardSources,
     prepare_top_k_backward,
@@ -58,17 +58,19 @@ class RouteBackwardInputs(NamedTuple):
 
 
 def _allocate(inputs: RouteBackwardInputs) -> Gradients:
-    """The fake body."""
+    """What was asked for; this is also the fake body."""
     x, weight = inputs[:2]
     of_x = x.new_empty(x.shape if inputs.needs_x else 0)
     return of_x, weight.new_empty(weight.shape if inputs.needs_weight else 0)
 
 
 def gradients(inputs: RouteBackwardInputs) -> Gradients:
-    """By products in FP64, as `exact_logits`; PyTorch differentiates them once more."""
+    """By products in FP64, as `exact_logits`; in grad mode PyTorch differentiates all once more."""
     x, weight = inputs[:2]
-    of_logits = grad_of_logits(inputs.with_logits(exact_logits(x, weight))).double()
-    of_x, of_weight = _allocate(inputs)
+    of_choice = inputs.with_logits(exact_logits(x, weight))
+    is_differentiated = torch.is_grad_enabled()
+    found = grad_of_logits(of_choice) if is_differentiated else top_k_backward(*of_choice)
+    of_logits, of_x, of_weight = found.double(), x.new_empty(0), weight.new_empty(0)
     if inputs.needs_x:
         of_x = (of_logits @ weight.double()).to(x.dtype)
     if inputs.needs_weight:
@@ -83,35 +85,38 @@ _X, _WEIGHT, _GRAD, _INDEX, _OF_LOGITS, _MEMORY = map(Source, range(6))
 _product = register(
     "bf16_product(Tensor a, Tensor b) -> Tensor",
     cpu=lambda a, b: a.float() @ b.float(),
-    fake=lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.float32),
+    fake=lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32),
     cuda=lambda a, b: torch.mm(a, b, out_dtype=torch.float32),
 )
 """fp32 a @ b, of bf16 a [M, K] and b [K, N]."""
 
 
+@torch.no_grad()
 def _launch(inputs: RouteBackwardInputs) -> Gradients:
-    """Two kernels, of very many tokens two for each part, and products; nothing waits."""
+    """Two kernels, of very many tokens two for each part of them, and products; nothing waits."""
+    if not len(inputs.x):
+        return gradients(inputs)
     of_x, of_weight = _allocate(inputs)
     x, weight, num_experts = inputs.x, inputs.weight, len(inputs.weight)
-    parts = x.new_empty((len(x), NUM_PARTS, num_experts))
+    of_logits = x.new_empty((len(x), NUM_TERMS, num_experts))
     most = logits_launch.most_tokens(*weight.shape)
-    tensors = fitting(x), inputs.grad.float().contiguous(), inputs.top_k_index.contiguous(), parts
-    weight_read = fitting(weight)
-    for part_x, grad, index, out in zip(*(y.split(most) for y in tensors), strict=True):
-        given = inputs._replace(x=part_x, weight=weight_read, grad=grad, top_k_index=index)
-        _launch_parts(given, out)
+    grad, index = inputs.grad.float().contiguous(), inputs.top_k_index.contiguous()
+    of_tokens, read = (fitting(x), grad, index, of_logits), fitting(weight)
+    for some_x, some_grad, some_index, out in zip(*(y.split(most) for y in of_tokens), strict=True):
+        some = inputs._replace(x=some_x, weight=read, grad=some_grad, top_k_index=some_index)
+        _launch_kernels(some, out)
     with without_autocast(x.device):
         if inputs.needs_x:
             high = weight.bfloat16()
             low = (weight - high).bfloat16()
-            torch.mm(parts.flatten(1), torch.cat((high, high, low)), out=of_x)
+            torch.mm(of_logits.flatten(1), torch.cat((high, high, low)), out=of_x)
         if inputs.needs_weight:
-            high_and_low = _product(parts[:, :2].flatten(1).T, x)
+            high_and_low = _product(of_logits[:, :2].flatten(1).T, x)
             torch.add(*high_and_low.split(num_experts), out=of_weight)
     return of_x, of_weight
 
 
-def _launch_parts(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
+def _launch_kernels(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
     """out: bf16 [T, 3, E], high, low and high."""
     x, weight, grad, index, *options = inputs[:7]
     driver = current_driver()
@@ -119,15 +124,12 @@ def _launch_parts(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
     found = driver.prepared().get(key)
     if found is None:
         found = driver.keep(key, _prepare(inputs))
-    if found.launches:
-        tensors = x, weight, grad, index, out
-        found(x.get_device(), tuple([y.data_ptr() for y in tensors]))
+    tensors = x, weight, grad, index, out
+    found(x.get_device(), tuple([y.data_ptr() for y in tensors]))
 
 
 def _prepare(inputs: RouteBackwardInputs) -> Launches:
     x, weight = inputs[:2]
-    if not len(x):
-        return Launches((), 0)
     logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
     shape = weight[:1, :1].expand(len(x), len(weight))  # what the gradient asks of logits
     sources = TopKBackwardSources(_MEMORY, _GRAD, _INDEX, _OF_LOGITS)

@@ -66,18 +66,18 @@ struct Scores {
   }
 };
 
-template <Input kInput, bool kInParts>
+template <Input kInput, bool kInTerms>
 __device__ void store(const Arguments& args, int64_t token, uint32_t expert, float grad) {
   const int64_t row = token * args.num_experts;
-  if constexpr (!kInParts) {
+  if constexpr (!kInTerms) {
     store_float<kInput>(args.of_logits + (row + expert) * kBytesOf<kInput>, grad);
   } else {
     const uint16_t first = bfloat16_bits(grad);
     const uint16_t second = bfloat16_bits(grad - __uint_as_float(static_cast<uint32_t>(first) << 16));
-    uint16_t* parts = reinterpret_cast<uint16_t*>(args.of_logits) + 3 * row + expert;
-    parts[0] = first;
-    parts[args.num_experts] = second;
-    parts[2 * args.num_experts] = first;
+    uint16_t* terms = reinterpret_cast<uint16_t*>(args.of_logits) + 3 * row + expert;
+    terms[0] = first;
+    terms[args.num_experts] = second;
+    terms[2 * args.num_experts] = first;
   }
 }
 

@@ -15,7 +15,7 @@ from .logits_launch import Sums
 from .top_k_launch import MAX_WARPS, THREADS_WITH_SUMS, WARP
 
 _SOURCE = Path(__file__).with_name("top_k_backward.cu")
-NUM_PARTS = 3  # of a gradient, where logits are sums: see `Arguments`
+NUM_TERMS = 3  # that a gradient is told as, where logits are sums: see `Arguments`
 
 
 class _Arguments(ctypes.Structure):

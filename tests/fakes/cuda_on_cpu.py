@@ -49,6 +49,16 @@ inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __drcp_rn(double x) { return 1 / x; }
+inline float __double2float_rn(double x) { return x; }
+inline int __double2hiint(double x) { return std::bit_cast<uint64_t>(x) >> 32; }
+inline int __double2loint(double x) { return std::bit_cast<uint64_t>(x); }
+inline double __hiloint2double(int high, int low) {
+  return std::bit_cast<double>(uint64_t(uint32_t(high)) << 32 | uint32_t(low));
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -243,6 +253,7 @@ struct Eight {
 PTX = {  # what is replaced, and by what
     r'asm volatile\("griddepcontrol[^;]*;[^;]*;': "",
     r'asm\("cvt.f32.f16[^;]*;[^;]*;': "x = std::bit_cast<_Float16>(uint16_t(low_bits));",
+    r'asm\("cvt.rn.f16.f32[^;]*;[^;]*;': "bits = std::bit_cast<uint16_t>(_Float16(x));",
     r'asm\("ex2.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = std::exp2(\2);",
     r'asm\("rcp.approx[^:]*: "=f"\((\w+)\) : "f"\((.*)\)\);': r"\1 = 1 / (\2);",
     r'asm volatile\("cp.async.(commit|wait)[^;]*;[^;]*;': "",

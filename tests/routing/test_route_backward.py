@@ -11,6 +11,7 @@ from moefp8.routing.route_backward import RouteBackwardInputs, route_backward
 from moefp8.routing.top_k import grad_of_logits
 from tests.gpu import no_synchronisation, on_gpu
 from tests.routing.test_route import SIGMOID, SOFTMAX, inputs_of, logits_on_gpu
+from tests.routing.top_k_cases import Forgets
 
 OP = torch.ops.moefp8.route_backward.default  # what the dispatcher gives, whatever GPU there is
 OPTIONS = [SOFTMAX, SIGMOID, (3, False, 1, 1, False, 1.0), (8, True, 1, 1, False, 2.5)]
@@ -69,6 +70,13 @@ def test_gradients_have_gradients(options):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
+def test_weights_that_nobody_asks_about_have_no_gradient():
+    x, weight, _ = inputs_of(3, 16, 8, torch.float32)
+    weights = route(x.requires_grad_(), weight.requires_grad_(), None, *SOFTMAX).top_k_weights
+    Forgets.apply(weights).sum().backward()
+    assert (x.grad, weight.grad) == (None, None)
+
+
 def test_only_what_is_wanted_is_computed():
     x, weight, _ = inputs_of(6, 32, 16)
     for needs in ((True, False), (False, True), (False, False)):
@@ -110,6 +118,39 @@ def test_launch_says_where_everything_lies(gpu, num_tokens, num_experts, h, opti
         assert_right(ours, inputs, ROUNDING)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x, weight: (x[:, :33], weight[:, :33].contiguous()),
+        lambda x, weight: (x, torch.cat((weight, weight), dim=1)[:, 1 : 1 + x.shape[1]]),
+        lambda x, weight: (x, weight.T.contiguous().T),
+    ],
+    ids=["odd", "unaligned weight", "transposed weight"],
+)
+def test_what_tma_cannot_address_is_copied(gpu, given):
+    x, weight, _ = inputs_of(5, 64, 16)
+    inputs = backward_inputs(*given(x, weight), SIGMOID)
+    index = inputs.top_k_index.T.contiguous().T
+    assert_right(route_backward(*inputs._replace(top_k_index=index)), inputs, ROUNDING)
+    assert [y.kernel.source.stem for y in gpu.launched] == ["logits", "top_k_backward"]
+
+
+def test_every_formula_and_number_of_choices_is_prepared_for_itself(gpu):
+    x, weight, _ = inputs_of(5, 64, 16)
+    for options in (*OPTIONS, (2, *SOFTMAX[1:])):
+        inputs = backward_inputs(x, weight, options)
+        for _ in range(2):
+            assert_right(route_backward(*inputs), inputs, ROUNDING)
+    assert len(gpu.prepared()) == len(OPTIONS) + 1
+
+
+def test_the_op_is_not_differentiable(gpu):
+    x, weight, _ = inputs_of(5, 64, 16)
+    inputs = backward_inputs(x.requires_grad_(), weight.requires_grad_(), SOFTMAX)
+    assert not any(y.requires_grad for y in route_backward(*inputs))
+    assert gpu.launched
+
+
 def test_very_many_tokens_are_split(gpu, monkeypatch):
     x, weight, _ = inputs_of(20, 512, 64)
     inputs = backward_inputs(x, weight, SIGMOID)
@@ -130,7 +171,8 @@ def test_what_has_no_kernel_runs_in_pytorch(gpu):
         x, weight, _ = inputs_of(num_tokens, 32, num_experts, dtype)
         inputs = backward_inputs(x, weight, SOFTMAX)
         assert_right(route_backward(*inputs), inputs, ROUNDING)
-    assert "logits" not in [y.kernel.source.stem for y in gpu.launched]
+    # The gradient of the choice has one for any dtype.
+    assert [y.kernel.source.stem for y in gpu.launched] == ["top_k_backward"] * 2
 
 
 # ---- On a GPU ----
@@ -140,7 +182,14 @@ def test_what_has_no_kernel_runs_in_pytorch(gpu):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "h"),
-    [(1, 8, 4096), (3, 33, 200), (300, 130, 2880), (2000, 256, 7168), (5000, 512, 2048)],
+    [
+        (0, 64, 512),
+        (1, 8, 4096),
+        (3, 33, 200),
+        (300, 130, 2880),
+        (2000, 256, 7168),
+        (5000, 512, 2048),
+    ],
 )
 def test_it_is_right_on_a_gpu(num_tokens, num_experts, h, options):
     x, weight, _ = inputs_of(num_tokens, h, num_experts, device="cuda")
@@ -148,7 +197,8 @@ def test_it_is_right_on_a_gpu(num_tokens, num_experts, h, options):
     inputs = backward_inputs(x, weight, options)
     with no_synchronisation(), torch.autocast("cuda", torch.float16):
         ours = route_backward(*inputs)
-    assert_right(ours, inputs, ROUNDING, logits_on_gpu(x, weight))
+    logits = logits_on_gpu(x, weight) if num_tokens else None
+    assert_right(ours, inputs, ROUNDING, logits)
     assert all(map(torch.equal, ours, route_backward(*inputs)))  # and deterministic
 
 

@@ -1,17 +1,12 @@
 """The gradient of the router's choice: formulas, and the kernel, whose text the CPU runs too."""
 
-import ctypes
-import shutil
-import subprocess
 from itertools import cycle, product
-from pathlib import Path
 
 import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source
-from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
+from moefp8.kernels.jit import Source, compile_kernels
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_backward_launch
 from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k import top_k_backward
@@ -23,7 +18,7 @@ from moefp8.routing.top_k_backward_launch import (
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.gpu import assert_arguments_fit, no_synchronisation, on_gpu
-from tests.routing.top_k_cases import DTYPES, INF, NAN
+from tests.routing.top_k_cases import DTYPES, INF, NAN, Forgets
 from tests.sampling import ALL_KERNELS
 
 OP = torch.ops.moefp8.top_k_backward.default  # what the dispatcher gives, whatever GPU there is
@@ -105,15 +100,6 @@ def test_gradients_have_gradients(by_sigmoid, renormalize):
 
 
 def test_weights_that_nobody_asks_about_have_no_gradient():
-    class Forgets(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
     for choose in (lambda x: softmax_topk(x, 2, True), lambda x: sigmoid_group_topk(x, None, 2)):
         logits = torch.randn(3, 8, requires_grad=True)
         Forgets.apply(choose(logits).top_k_weights).sum().backward()
@@ -152,51 +138,24 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
     assert_arguments_fit(top_k_backward_launch._Arguments, kernel, tmp_path)
 
 
-RUN = """
-#include "warp.hpp"
-#include "top_k_backward.cu"
-
-template <class Kernel>
-void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
-  blockDim.x = block;
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-    for (uint32_t warp = 0; warp < block / kWarp; ++warp) run_warp(warp, [&] { kernel(args); });
-}
-"""
-RUN_KERNEL = """
-extern "C" bool run_{at}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
-  run({name}, *x, grid, {with_sums} ? kWarp : block);
-  return bytes == 0;
-}}
-"""  # With sums, threads meet: here warps run one after the other, so a single one adds up all.
 SIZES = 1, 8, 33, 160, 512
-KINDS = [(torch.float32, 0), (torch.float32, 1), (torch.float32, 4), (torch.bfloat16, 0)]
+KINDS = [*((dtype, 0) for dtype in DTYPES), (torch.float32, 1), (torch.float32, 4)]
 
 
 @pytest.fixture(scope="module")
-def runs_the_text(tmp_path_factory):
-    """A GPU of four SMs that runs the kernel's text, as g++ understands it."""
-    if shutil.which("g++") is None:
+def functions(tmp_path_factory):
+    if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("cpu")
-    kernels = {
-        top_k_backward_launch.kernel_of(e, *kind, by_sigmoid=by_sigmoid): kind[1] > 0
+    kernels = [
+        top_k_backward_launch.kernel_of(e, *kind, by_sigmoid=by_sigmoid)
         for e, kind, by_sigmoid in product(SIZES, KINDS, (False, True))
-    }
-    code = [
-        RUN_KERNEL.format(at=at, name=kernel.name, with_sums=str(with_sums).lower())
-        for at, (kernel, with_sums) in enumerate(kernels.items())
     ]
-    (folder / "run.cpp").write_text("".join((RUN, *code)))
-    folders = [Path(cuda_on_cpu.__file__).parent, top_k_backward_launch._SOURCE.parent]
-    includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    command = ["g++", *flags, *includes, "run.cpp", "-o", "run.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    library, functions = ctypes.CDLL(str(folder / "run.so")), {}
-    for at, kernel in enumerate(kernels):
-        functions[kernel.name] = library[f"run_{at}"]
-        functions[kernel.name].restype = ctypes.c_bool
+    return cuda_on_cpu.build(kernels, tmp_path_factory.mktemp("top_k_backward"))
+
+
+@pytest.fixture
+def runs_the_text(functions):
+    """A GPU of four SMs that runs the kernel's text, as g++ understands it."""
     with jit.using(FakeDriver(4, library=cuda_on_cpu.OnCpu(functions))) as driver:
         yield driver
 
@@ -205,10 +164,19 @@ def runs_the_text(tmp_path_factory):
 @pytest.mark.parametrize("num_experts", SIZES)
 def test_the_kernels_text_is_right(runs_the_text, num_experts, by_sigmoid, renormalize):
     for k in {1, min(8, num_experts), min(40, num_experts), num_experts}:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in DTYPES:
             inputs = inputs_of(13, num_experts, k, by_sigmoid, renormalize, dtype=dtype)
             assert_right(top_k_backward(*inputs), inputs)
     assert runs_the_text.launched
+
+
+def test_the_kernels_text_divides_small_sums_as_the_forward_does(runs_the_text):
+    """Sigmoids of -60 are far below the epsilon that is added to their sum."""
+    logits, index = torch.full((3, 8), -60.0), torch.tensor([[0, 5]] * 3)
+    inputs = TopKBackwardInputs(torch.tensor([[1.0, -1.0]] * 3), logits, index, True, True, 1.0)
+    ours = top_k_backward(*inputs)
+    assert 0 < ours.abs().max() < 1e-6
+    torch.testing.assert_close(ours, exact(inputs).float(), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -224,12 +192,12 @@ def test_the_kernels_text_tells_what_is_not_finite(runs_the_text, odd, formula):
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize(("num_parts", "parts_of_group"), [(1, 1), (19, 1), (3, 4), (33, 4)])
 def test_the_kernels_text_adds_up_sums(runs_the_text, formula, num_parts, parts_of_group):
-    """And leaves two numbers in BF16, the first of them twice."""
-    sums = torch.randn(num_parts, 4, 33)
+    """And leaves two numbers in BF16, the first of them twice. A CTA has up to four tokens."""
+    sums = torch.randn(num_parts, 13, 33)
     logits = sums.double().sum(0)
-    index, grad = logits.topk(6).indices, torch.randn(4, 6)
+    index, grad = logits.topk(6).indices, torch.randn(13, 6)
     inputs = TopKBackwardInputs(grad, logits.float(), index, *formula, 2.5 if formula[0] else 1.0)
-    of_logits = torch.full((4, 3, 33), NAN, dtype=torch.bfloat16)
+    of_logits = torch.full((13, 3, 33), NAN, dtype=torch.bfloat16)
     sources = TopKBackwardSources(*map(Source, range(4)))
     launch = prepare_top_k_backward(inputs, sources, Sums(num_parts, parts_of_group))
     launch.on(-1, tuple(x.data_ptr() for x in (sums, grad, index, of_logits)))
