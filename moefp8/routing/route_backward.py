@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.prepared import Launches, layout_of
+from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register, register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
-from ..kernels.jit import Source, current_driver
+from ..kernels.jit import Source
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import prepare_logits
@@ -119,13 +119,10 @@ def _launch(inputs: RouteBackwardInputs) -> Gradients:
 def _launch_kernels(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
     """out: bf16 [T, 3, E], high, low and high."""
     x, weight, grad, index, *options = inputs[:7]
-    driver = current_driver()
     key = (_OP, layout_of(x), layout_of(weight), grad.shape[1], *options)
-    found = driver.prepared().get(key)
-    if found is None:
-        found = driver.keep(key, _prepare(inputs))
+    launches = prepared(key, lambda: _prepare(inputs))
     tensors = x, weight, grad, index, out
-    found(x.get_device(), tuple([y.data_ptr() for y in tensors]))
+    launches(x.get_device(), tuple([y.data_ptr() for y in tensors]))
 
 
 def _prepare(inputs: RouteBackwardInputs) -> Launches:

@@ -10,8 +10,8 @@ from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.layers.moe import SharedExperts
 from moefp8.testing import assert_matches_reference
 from tests.fakes.emulator import emulated
-from tests.functional.backward_cases import contiguous_when_saved
 from tests.functional.cases import run_body, tokens_of
+from tests.functional.experts.backward_cases import contiguous_when_saved
 from tests.functional.test_feed_forward import SIZES, operands
 from tests.layers.cases import assert_matches_up_to_codes
 

@@ -22,7 +22,7 @@ from moefp8.quant import BlockScaled, dequantize
 from moefp8.quant.columns import num_column_blocks
 from moefp8.quant.numerics import quantize_1x128
 from tests import naive
-from tests.functional.swiglu_cases import (
+from tests.functional.swiglu.cases import (
     check_quantized,
     differentiated,
     in_padded_rows,

@@ -7,7 +7,7 @@ from torch import nn
 from moefp8.functional.training.weights import codes_of, requantize
 from moefp8.functional.transposed import transposed
 from moefp8.kernels import E4M3
-from tests.functional.training.test_weights import (
+from tests.functional.training.weights_cases import (
     OfCopies,
     assert_right,
     change,

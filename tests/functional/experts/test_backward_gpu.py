@@ -14,17 +14,6 @@ from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import BackwardWorkspace, Workspace
 from moefp8.kernels import set_num_sms
 from moefp8.testing import assert_matches_reference
-from tests.functional.backward_cases import (
-    Case,
-    Gradients,
-    assert_saved,
-    assert_weights_close,
-    backward,
-    backward_body,
-    case,
-    rows_of_body,
-    saving,
-)
 from tests.functional.cases import (
     DOWN_FAMILIES,
     EXPERTS_FAMILIES,
@@ -35,6 +24,17 @@ from tests.functional.cases import (
     run,
     tokens_of,
     weights_of,
+)
+from tests.functional.experts.backward_cases import (
+    Case,
+    Gradients,
+    assert_saved,
+    assert_weights_close,
+    backward,
+    backward_body,
+    case,
+    rows_of_body,
+    saving,
 )
 from tests.functional.gpu_cases import E, H, I, K, poison
 from tests.gpu import NEEDS_GPU, no_synchronisation

@@ -12,7 +12,7 @@ from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
-from tests.functional.swiglu_cases import CASES, Made, check, make, run
+from tests.functional.swiglu.cases import CASES, Made, check, make, run
 from tests.gpu import assert_arguments_fit, on_gpu
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32

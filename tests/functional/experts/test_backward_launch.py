@@ -16,7 +16,16 @@ from moefp8.kernels import num_blocks, round_up
 from moefp8.quant import quantize_1x128
 from moefp8.routing.dispatch_launch import most_count_bytes
 from tests.fakes.emulator import emulated
-from tests.functional.backward_cases import (
+from tests.functional.cases import (
+    DOWN_FAMILIES,
+    GATE_UP_FAMILIES,
+    every_other,
+    inputs,
+    run,
+    tokens_of,
+    weights_of,
+)
+from tests.functional.experts.backward_cases import (
     Case,
     Gradients,
     assert_saved,
@@ -29,16 +38,7 @@ from tests.functional.backward_cases import (
     rows_of_body,
     saving,
 )
-from tests.functional.cases import (
-    DOWN_FAMILIES,
-    GATE_UP_FAMILIES,
-    every_other,
-    inputs,
-    run,
-    tokens_of,
-    weights_of,
-)
-from tests.functional.test_experts_launch import Region, shapes
+from tests.functional.experts.test_launch import Region, shapes
 from tests.layers.cases import assert_matches_up_to_codes
 from tests.routing.cases import ids_of
 

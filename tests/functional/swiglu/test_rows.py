@@ -15,7 +15,7 @@ from moefp8.routing import RoutingPlan, build_plan
 from tests import naive
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import emulated
-from tests.functional.swiglu_cases import check_quantized, differentiated, sizes_of_terms
+from tests.functional.swiglu.cases import check_quantized, differentiated, sizes_of_terms
 from tests.gpu import assert_arguments_fit, on_cpu_and_gpu, on_gpu, poison
 from tests.routing.cases import ids_of
 
