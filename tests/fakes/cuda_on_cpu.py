@@ -8,8 +8,9 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit.kernel import DEVICE_FOLDER
@@ -157,6 +158,10 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
   const uint32_t* values = meet_warp(value);
   return *std::max_element(values, values + 32);
 }
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const uint32_t* values = meet_warp(value);
+  return *std::min_element(values, values + 32);
+}
 template <class T> T __shfl_xor_sync(uint32_t, T value, unsigned distance) {
   return std::bit_cast<T>(meet_warp(std::bit_cast<uint32_t>(value))[threadIdx.x % 32 ^ distance]);
 }
@@ -285,11 +290,16 @@ inline uint32_t pack_bf16(float low, float high) {
 
 
 def build(
-    kernels: list[jit.Kernel], folder: Path, *, with_numerics: bool = False
+    kernels: list[jit.Kernel],
+    folder: Path,
+    *,
+    with_numerics: bool = False,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Callable[..., bool]]:
     """The kernels of one source as functions of (arguments, grid, block, shared_bytes), by name.
 
     with_numerics: `fp8.cuh` itself is compiled, in which reciprocals are exact.
+    more: C++ of further functions by name, `extern "C"`, which may call what the source has.
     """
     (source,) = {kernel.source for kernel in kernels}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
@@ -306,7 +316,8 @@ def build(
         for i, kernel in enumerate(kernels)
     )
     main, library = folder / f"{source.stem}.cpp", folder / f"{source.stem}.so"
-    main.write_text(f'{CUDA}\n#include "{source.name}"\n{runs}')
+    others = "\n".join(more.values())
+    main.write_text(f'{CUDA}\n#include "{source.name}"\n{runs}\n{others}')
     options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
     subprocess.run(["g++", *options, str(main), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
@@ -314,7 +325,7 @@ def build(
     for i, kernel in enumerate(kernels):
         functions[kernel.name] = getattr(loaded, f"run{i}")
         functions[kernel.name].restype = ctypes.c_bool
-    return functions
+    return functions | {name: getattr(loaded, name) for name in more}
 
 
 def is_possible() -> bool:

@@ -2,17 +2,14 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
 from itertools import cycle, product
-from pathlib import Path
 
 import pytest
 import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import Source
-from moefp8.kernels.jit.kernel import DEVICE_FOLDER, compile_kernels
+from moefp8.kernels.jit.kernel import compile_kernels
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
 from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k import _sigmoid
@@ -57,73 +54,36 @@ def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
     assert_arguments_fit(top_k_launch._Arguments, kernel, tmp_path)
 
 
-RUN = """
-#include "warp.hpp"
-#include "top_k.cu"
-
+SIGMOIDS = """
 extern "C" void sigmoids(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = sigmoid(x[i]);
 }
-template <class Kernel>
-void run(Kernel kernel, const Arguments& args, uint32_t grid, uint32_t block) {
-  blockDim.x = block;
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-    for (uint32_t warp = 0; warp < block / kWarp; ++warp) run_warp(warp, [&] { kernel(args); });
-}
 """
-RUN_KERNEL = """
-extern "C" bool {name}(const Arguments* x, unsigned grid, unsigned block, unsigned bytes) {{
-  run({op}_kernel<Input::kFloat, {items}, {parts}>, *x, grid, {parts} ? kWarp : block);
-  return bytes == 0;
-}}
-"""  # With sums, threads meet: here warps run one after the other, so a single one adds up all.
 SIZES = 1, 8, 33, 64, 160, 256, 512
-VARIANTS = [
-    (op, items, parts)
-    for op in OPS
-    for items in {-(-e // 32) for e in SIZES}
-    for parts in (0, 1, 4)
-]
-
-
-def name_of(op: str, items: int, parts: int) -> str:
-    return f"{op}_{items}_{parts}"
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory) -> ctypes.CDLL:
+def functions(tmp_path_factory):
     """`top_k.cu` as g++ understands it."""
-    if shutil.which("g++") is None:
+    if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("cpu")
-    code = RUN + "".join(
-        RUN_KERNEL.format(name=name_of(*x), op=x[0], items=x[1], parts=x[2]) for x in VARIANTS
-    )
-    (folder / "run.cpp").write_text(code)
-    folders = [Path(cuda_on_cpu.__file__).parent, top_k_launch._SOURCE.parent]
-    includes = [f"-I{x}" for x in (*folders, DEVICE_FOLDER)]
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    command = ["g++", *flags, *includes, "run.cpp", "-o", "run.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "run.so"))
+    variants = product(OPS, {-(-e // 32) * 32 for e in SIZES}, (0, 1, 4))
+    kernels = [top_k_launch.kernel_of(op, e, torch.float32, parts) for op, e, parts in variants]
+    more = {"sigmoids": SIGMOIDS}
+    return cuda_on_cpu.build(kernels, tmp_path_factory.mktemp("top_k"), more=more)
 
 
-def test_the_kernels_sigmoid_is_bit_equal(on_cpu):
+def test_the_kernels_sigmoid_is_bit_equal(functions):
     x = samples()
     y = torch.empty_like(x)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
-    on_cpu.sigmoids(*pointers, ctypes.c_int64(x.numel()))
+    functions["sigmoids"](*pointers, ctypes.c_int64(x.numel()))
     assert torch.equal(y.nan_to_num(7.0), _sigmoid(x).nan_to_num(7.0))
 
 
 @pytest.fixture
-def runs_the_text(on_cpu):
+def runs_the_text(functions):
     """A GPU of four SMs that runs the kernels' text."""
-    functions = {}
-    for op, items, parts in VARIANTS:
-        function = on_cpu[name_of(op, items, parts)]
-        function.restype = ctypes.c_bool
-        functions[f"{op}_kernel<Input::kFloat, {items}, {parts}>"] = function
     with jit.using(FakeDriver(4, library=cuda_on_cpu.OnCpu(functions))) as driver:
         yield driver
 
@@ -146,7 +106,7 @@ def test_the_kernels_text_chooses_the_same(runs_the_text, num_experts):
 )
 def test_the_kernels_text_adds_up_sums_in_order(runs_the_text, op, num_parts, parts_of_group):
     """Those of a group first, each rounded to FP32: what logits.cu leaves."""
-    num_tokens, num_experts, k = 4, 40, 6
+    num_tokens, num_experts, k = 13, 40, 6  # up to four of a CTA
     sums = torch.randn(num_parts, num_tokens, num_experts) * 2.0 ** torch.randint(
         -9, 9, (num_parts, 1, 1)
     )
