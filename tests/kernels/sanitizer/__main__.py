@@ -15,6 +15,10 @@ def launches() -> Iterator[Launch]:
     return chain.from_iterable(room.launches() for room in rooms)
 
 
+def launches_of(which: int, num_shares: int) -> Iterator[Launch]:
+    return islice(launches(), which - 1, None, num_shares)
+
+
 def share(text: str) -> tuple[int, int]:
     which, num_shares = map(int, text.split("/"))
     if not 1 <= which <= num_shares:
@@ -25,10 +29,9 @@ def share(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.kernels.sanitizer", description=__doc__)
     parser.add_argument("--share", type=share, default=(1, 1), metavar="WHICH/OF")
-    which, num_shares = parser.parse_args().share
     num_made = 0
     # What is yielded is made before the next: the configuration that it wants is chosen until then.
-    for launch in islice(launches(), which - 1, None, num_shares):
+    for launch in launches_of(*parser.parse_args().share):
         torch.manual_seed(0)  # whichever share it is in
         launch()
         num_made += 1

@@ -16,8 +16,8 @@ from moefp8.functional.swiglu_rows import swiglu_rows, swiglu_rows_backward
 from moefp8.kernels import num_blocks, set_num_sms
 from moefp8.quant.quantize import launch_quantize_1x128
 from moefp8.routing import build_plan
-from tests.functional import swiglu_cases
 from tests.functional.cases import EXPERTS_FAMILIES
+from tests.functional.swiglu import cases as swiglu_cases
 from tests.functional.training import swiglu_columns_cases
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.sanitizer.judge import SILU, Launch, num_far, ones, tell
