@@ -13,13 +13,14 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "convergence.json"
 BF16, FP8 = "bf16", "fp8"
+BF16_AGAIN, FP8_AGAIN = "bf16-again", "fp8-again"
 # Options of `convert`, by variant; None: BF16. What is run again tells how far runs with the same
 # weights drift apart as a GPU adds in another order.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
-    "bf16-again": None,
+    BF16_AGAIN: None,
     FP8: {},
-    "fp8-again": {},
+    FP8_AGAIN: {},
     "fp8-128x128": {"wgrad": "128x128"},
     "fp8-bf16-wgrad": {"wgrad": "bf16"},
     "fp8-experts": {"overrides": {"*.attention.*": False}},  # linears of attention stay BF16

@@ -2,9 +2,19 @@
 
 import re
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
+from benchmarks.convergence import (
+    BF16,
+    BF16_AGAIN,
+    EVERY,
+    FP8,
+    FP8_AGAIN,
+    GOAL_PERCENT,
+    SMOOTH,
+    VARIANTS,
+)
 
 Run = dict[str, Any]
 Results = dict[str, Any]
@@ -35,9 +45,10 @@ def runs_of(results: Results, variant: str) -> dict[int, Run]:
 
 
 def variants_of(results: Results) -> list[str]:
-    """All but BF16, in the order in which they came."""
+    """All but BF16: those of `VARIANTS` in its order, then others in that in which they came."""
     found = dict.fromkeys(run["variant"] for run in results["runs"])
-    return [name for name in found if name != BF16]
+    known = [name for name in VARIANTS if name in found and name != BF16]
+    return [*known, *(name for name in found if name not in VARIANTS)]
 
 
 def steps_of(run: Run) -> list[int]:
@@ -90,6 +101,33 @@ def spread(results: Results) -> Spread | None:
     by_step = [spread_percent(values) for values in at_steps]
     held_out = spread_percent([run["held_out"][-1][1] for run in runs])
     return Spread(by_step, by_step[-1], held_out)
+
+
+class Means(NamedTuple):
+    """FP8 beside BF16: the means of `num_runs` runs each; differences in percent."""
+
+    num_runs: int
+    end: float
+    held_out: float
+
+
+def means(results: Results) -> Means | None:
+    """Of the seeds that were run twice either way; None: there is none."""
+    of_bf16, of_fp8 = (
+        [runs_of(results, variant) for variant in pair]
+        for pair in ((BF16, BF16_AGAIN), (FP8, FP8_AGAIN))
+    )
+    seeds = set.intersection(*(set(runs) for runs in (*of_bf16, *of_fp8)))
+    if not seeds:
+        return None
+    (end, held_out), (end_of_bf16, held_out_of_bf16) = (
+        (
+            fmean(smoothed(runs[seed]["loss"])[-1] for runs in twice for seed in seeds),
+            fmean(runs[seed]["held_out"][-1][1] for runs in twice for seed in seeds),
+        )
+        for twice in (of_fp8, of_bf16)
+    )
+    return Means(2 * len(seeds), percent(end, end_of_bf16), percent(held_out, held_out_of_bf16))
 
 
 def meets_goal(found: Curve, between_seeds: Spread | None) -> bool:

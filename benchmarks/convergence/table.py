@@ -11,6 +11,7 @@ from benchmarks.convergence.figures import (
     Spread,
     by_kind,
     curves,
+    means,
     meets_goal,
     runs_of,
     smoothed,
@@ -34,7 +35,7 @@ def tables(results: Results) -> str:
         f"{size['intermediate']}, and a shared expert), {settings['steps']} steps of {size['rows']}"
         f" x {size['length']} bytes, {tokens / 1e6:,.1f} M in all. Losses are in nats a byte, "
         f"smoothed over {EVERY * SMOOTH} steps; *largest* is behind the first tenth of the run. "
-        f"{_verdict(results, between)}",
+        f"{_verdict(results, between)}{_of_means(results)}",
         f"![Losses, and their difference to BF16, on one {where}]"
         "(../benchmarks/results/convergence.png)",
         *_folded(results),
@@ -103,6 +104,18 @@ def _verdict(results: Results, between: Spread | None) -> str:
     told = f"{len(pairs) - len(missed)} of {len(pairs)} runs are" if pairs else "no run is yet"
     why = f"; not: {'; '.join(missed)}" if missed else ""
     return f"Goal: {goal}; {told}{why}."
+
+
+def _of_means(results: Results) -> str:
+    """What runs that were made again say together; nothing where there are none."""
+    found = means(results)
+    if found is None:
+        return ""
+    return (
+        f" Of seeds that were run twice either way, the mean of {found.num_runs} runs in FP8 is "
+        f"{found.end:+.3f} % from that of as many in BF16 at the end, and {found.held_out:+.3f} % "
+        "on what is held out."
+    )
 
 
 def _folded(results: Results) -> Iterator[str]:

@@ -272,6 +272,28 @@ def test_the_table_of_few_runs_says_no_more_than_they_do():
     assert page.splitlines()[2].startswith("| 7 | fp8 | ")
 
 
+def test_runs_that_were_made_again_are_averaged():
+    made = results(1.001, 0.999, 1.5)
+    assert figures.means(made) is None
+    again = [("bf16-again", 0, 1.004), ("bf16-again", 1, 1.0), ("fp8-again", 0, 1.005)]
+    for variant, seed, factor in again:
+        factor *= 1 + seed / 500
+        made["runs"].append(made_up(variant, seed, factor, options=None if "bf" in variant else {}))
+    assert figures.variants_of(made) == ["bf16-again", "fp8", "fp8-again"]
+    found = figures.means(made)  # of seed 0 alone
+    assert found.num_runs == 2
+    assert found.end == pytest.approx(100 * (2.006 / 2.004 - 1))
+    assert found.held_out == pytest.approx(found.end)
+    assert "mean of 2 runs in FP8 is +0.100 % from that of as many in BF16" in table.tables(made)
+    made["runs"].append(made_up("mine", 0, 1.0, options={}))
+    made["runs"].append(made_up("fp8-again", 1, 1.002 * 0.999, options={}))
+    assert figures.variants_of(made)[-1] == "mine"
+    found = figures.means(made)
+    assert found.num_runs == 4
+    of_bf16 = 1 + 1.004 + 2 * 1.002
+    assert found.end == pytest.approx(100 * ((2.006 + 2 * 1.002 * 0.999) / of_bf16 - 1))
+
+
 @pytest.mark.parametrize("made", [results(1.001, 0.999, 1.002), results()], ids=["all", "bf16"])
 def test_the_plot_is_a_picture(made, tmp_path):
     pytest.importorskip("matplotlib")
