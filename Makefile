@@ -53,7 +53,8 @@ verify-compilers: .venv/ready  ## read the machine code of the GEMMs as each NVR
 	for nvrtc in $(NVRTCS); do \
 		$(BIN)/pip install --quiet --no-deps --target ".nvrtc/$$nvrtc" "$$nvrtc" || exit 1; \
 		MOEFP8_TEST_ALL_KERNELS=1 MOEFP8_NVRTC="$$(find ".nvrtc/$$nvrtc" -name 'libnvrtc.so.*' | head -1)" \
-			$(BIN)/python -m pytest -k 'stage or fence or spills' tests/kernels/gemm/test_compile.py || exit 1; \
+			$(BIN)/python -m pytest -k 'stage or fence or spills' \
+			tests/kernels/gemm/test_compile.py tests/routing/test_route.py || exit 1; \
 	done
 
 check: .venv/ready  ## formatting, lint, types

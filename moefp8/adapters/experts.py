@@ -68,36 +68,25 @@ class Inputs(NamedTuple):
     expert_offset: int
     num_global_experts: int | None
 
-    @property
-    def of_gate_up(self) -> LowRank | None:
-        if self.a_of_gate_up is None or self.b_of_gate_up is None:
-            return None
-        return LowRank(self.a_of_gate_up, self.b_of_gate_up, self.scaling_of_gate_up)
 
-    @property
-    def of_down(self) -> LowRank | None:
-        if self.a_of_down is None or self.b_of_down is None:
-            return None
-        return LowRank(self.a_of_down, self.b_of_down, self.scaling_of_down)
+def _low_ranks(inputs: Inputs) -> tuple[LowRank | None, LowRank | None]:
+    """What is added to gate and up, and to down; None where there is no adapter."""
+    of_gate_up = of_down = None
+    if inputs.a_of_gate_up is not None and inputs.b_of_gate_up is not None:
+        of_gate_up = LowRank(inputs.a_of_gate_up, inputs.b_of_gate_up, inputs.scaling_of_gate_up)
+    if inputs.a_of_down is not None and inputs.b_of_down is not None:
+        of_down = LowRank(inputs.a_of_down, inputs.b_of_down, inputs.scaling_of_down)
+    return of_gate_up, of_down
 
 
 class Saved(NamedTuple):
-    """What a backward takes besides the inputs: u of both adapters, gate and up of each row, and
-    the maps of the plan.
+    """What a backward takes besides the inputs and the plan: u of both adapters, and gate and up of
+    each row.
     """
 
     u_of_gate_up: torch.Tensor | None
     u_of_down: torch.Tensor | None
     gate_up: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    expert_offsets: torch.Tensor
-    row_to_token: torch.Tensor
-    row_to_expert: torch.Tensor
-    token_to_row: torch.Tensor
-
-    @property
-    def plan(self) -> RoutingPlan:
-        return RoutingPlan(*self[3:])
 
 
 def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
@@ -109,11 +98,11 @@ def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
     if records(layer, *inputs):
         y = _AdaptedExperts.apply(layer, *inputs)
     else:
-        y, _ = _forward(inputs)
+        y, _, _ = _forward(inputs)
     return y
 
 
-def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
+def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     """Run the experts step by step.
 
     1. Copy every token to the rows of its experts, and quantize.
@@ -125,21 +114,23 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved]:
     x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
     rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
     plan = build_plan(inputs.top_k_index, num_experts, **rank)
+    of_gate_up, of_down = _low_ranks(inputs)
     offsets, multiply = plan.expert_offsets, m_grouped_fp8_gemm_nt_contiguous
     rows, u_of_gate_up, u_of_down = _rows(x, plan), None, None
     gate_up, quantized = empty_gate_up(x, len(rows), i), quantize_1x128(rows, False)
     for half, d in _halves(inputs, gate_up):
         multiply(quantized, half, d, expert_offsets=offsets)
-    if inputs.of_gate_up is not None:
-        u_of_gate_up = inputs.of_gate_up.add_to(gate_up, rows.bfloat16(), offsets)
+    if of_gate_up is not None:
+        u_of_gate_up = of_gate_up.add_to(gate_up, rows.bfloat16(), offsets)
     activated = swiglu_rows(gate_up, inputs.swiglu_limit)
-    y, down = x.new_empty((len(rows), h), dtype=torch.bfloat16), inputs[5:7]
+    y, down = (
+        x.new_empty((len(rows), h), dtype=torch.bfloat16),
+        (inputs.down_proj, inputs.down_proj_scale_inv),
+    )
     multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
-    if inputs.of_down is not None:
-        u_of_down = inputs.of_down.add_to(y, activated, offsets)
-    maps = plan.tokens_per_expert, offsets, plan.row_to_token, plan.row_to_expert, plan.token_to_row
-    saved = Saved(u_of_gate_up, u_of_down, gate_up, *maps)
-    return combine(y, plan, inputs.top_k_weights), saved
+    if of_down is not None:
+        u_of_down = of_down.add_to(y, activated, offsets)
+    return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up), plan
 
 
 def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -163,68 +154,68 @@ def _halves(inputs: Inputs, gate_up: torch.Tensor) -> list[tuple[Half, torch.Ten
 # ---- The gradient ----
 
 
-class Gradients(NamedTuple):
-    """Those of the inputs of these names; None where none is needed."""
-
-    hidden_states: torch.Tensor | None = None
-    top_k_weights: torch.Tensor | None = None
-    a_of_gate_up: torch.Tensor | None = None
-    b_of_gate_up: torch.Tensor | None = None
-    a_of_down: torch.Tensor | None = None
-    b_of_down: torch.Tensor | None = None
-
-
-def _backward(grad: torch.Tensor, inputs: Inputs, saved: Saved, needs_x: bool) -> Gradients:
-    """The gradients of what `_forward` gives, in the order of its steps from behind.
+def _backward(
+    grad: torch.Tensor, inputs: Inputs, saved: Saved, plan: RoutingPlan, needs_x: bool
+) -> dict[str, torch.Tensor]:
+    """The gradients of what `_forward` gives, by name, in the order of its steps from behind.
 
     Rows have no weight of a choice before SwiGLU's gradient, which multiplies by it: dw_r is the
     dot product of what is activated and of its gradient.
     """
-    x, weights, plan, keeps = *inputs[:3:2], saved.plan, inputs.keep_transposed
-    offsets, rows, found = plan.expert_offsets, _rows(grad, plan), Gradients()
+    x, weights, keeps = inputs.hidden_states, inputs.top_k_weights, inputs.keep_transposed
+    gate_up_proj = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
+    down_proj = inputs.down_proj, inputs.down_proj_scale_inv
+    of_gate_up, of_down = _low_ranks(inputs)
+    offsets, rows, found = plan.expert_offsets, _rows(grad, plan), {}
     dy = rows.bfloat16()
     quantized = quantize_1x128(rows, False, MIN_GRADIENT_AMAX)
-    of_activated = grouped_dgrad(*quantized, *inputs[5:7], offsets, 1, keeps)
-    if inputs.of_down is not None:
-        v_of_down = inputs.of_down.add_gradient_to(of_activated, dy, offsets)
+    of_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keeps)
+    if of_down is not None:
+        v_of_down = of_down.add_gradient_to(of_activated, dy, offsets)
     through = SwigluGradients(
         *swiglu_rows_backward(
             of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
         )
     )
-    found = found._replace(top_k_weights=through.of_weights.to(weights.dtype))
-    if inputs.of_down is not None and saved.u_of_down is not None:
+    found["top_k_weights"] = through.of_weights.to(weights.dtype)
+    if of_down is not None and saved.u_of_down is not None:
         activated = swiglu_rows(saved.gate_up, inputs.swiglu_limit)
         v, u = (
             (through.weight_of_row[:, None] * z).bfloat16() for z in (v_of_down, saved.u_of_down)
         )
-        found = found._replace(
-            a_of_down=grouped_outer(v, activated, offsets), b_of_down=grouped_outer(dy, u, offsets)
-        )
+        found["a_of_down"] = grouped_outer(v, activated, offsets)
+        found["b_of_down"] = grouped_outer(dy, u, offsets)
     if needs_x:
-        of_rows = grouped_dgrad(*through[:2], *inputs[3:5], offsets, 2, keeps)
+        quantized = through.codes, through.scale_inv
+        of_rows = grouped_dgrad(*quantized, *gate_up_proj, offsets, 2, keeps)
     else:
         of_rows = x.new_empty((len(rows), x.shape[1]), dtype=torch.bfloat16)  # for what is added
-    if inputs.of_gate_up is not None and saved.u_of_gate_up is not None:
+    if of_gate_up is not None and saved.u_of_gate_up is not None:
         dy = through.of_gate_up.flatten(1)
-        v = inputs.of_gate_up.add_gradient_to(of_rows, dy, offsets)
-        found = found._replace(
-            a_of_gate_up=grouped_outer(v, _rows(x, plan).bfloat16(), offsets),
-            b_of_gate_up=grouped_outer(dy, saved.u_of_gate_up, offsets),
-        )
+        v = of_gate_up.add_gradient_to(of_rows, dy, offsets)
+        found["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
+        found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
     if needs_x:
-        found = found._replace(hidden_states=combine(of_rows, plan, through.is_first).to(x.dtype))
+        found["hidden_states"] = combine(of_rows, plan, through.is_first).to(x.dtype)
     return found
 
 
 _TENSORS = Inputs._fields.index("scaling_of_gate_up")
+_DIFFERENTIABLE = "hidden_states", "top_k_weights", *Inputs._fields[7:_TENSORS]
 
 
 class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: str, *given: Any) -> torch.Tensor:
-        y, saved = _forward(Inputs(*given))
-        ctx.save_for_backward(*given[:_TENSORS], *saved)
+        y, saved, plan = _forward(Inputs(*given))
+        maps = (
+            plan.tokens_per_expert,
+            plan.expert_offsets,
+            plan.row_to_token,
+            plan.row_to_expert,
+            plan.token_to_row,
+        )
+        ctx.save_for_backward(*given[:_TENSORS], *saved, *maps)
         ctx.layer, ctx.options = layer, given[_TENSORS:]
         return y
 
@@ -232,11 +223,12 @@ class _AdaptedExperts(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: checkpointing gives them no second time
-        inputs, saved = Inputs(*tensors[:_TENSORS], *ctx.options), Saved(*tensors[_TENSORS:])
+        inputs, others = Inputs(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
+        saved, plan = Saved(*others[:3]), RoutingPlan(*others[3:])
         needs = dict(zip(Inputs._fields, ctx.needs_input_grad[1:], strict=True))
         names = Inputs._fields[3:7]
-        of_weights = no_gradients(grad, ctx.layer, [needs[x] for x in names], inputs[3:7])
+        of_weights = no_gradients(grad, ctx.layer, [needs[x] for x in names], tensors[3:7])
         found = dict(zip(names, of_weights, strict=True))
-        if any(needs[name] for name in Gradients._fields):
-            found |= _backward(grad, inputs, saved, needs["hidden_states"])._asdict()
+        if any(needs[name] for name in _DIFFERENTIABLE):
+            found |= _backward(grad, inputs, saved, plan, needs["hidden_states"])
         return None, *(found.get(x) if needs[x] else None for x in Inputs._fields)

@@ -38,12 +38,12 @@ class Sizes(NamedTuple):
     def num_to_choose_from(self) -> int:
         return self.num_global_experts or self.num_experts
 
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(matrices, rows of each)"""
-        if self.masked:
-            return self.num_experts, self.num_tokens
-        return 1, self.num_tokens * self.top_k
+
+def matrix_of(sizes: Sizes) -> tuple[int, int]:
+    """(matrices, rows of each)"""
+    if sizes.masked:
+        return sizes.num_experts, sizes.num_tokens
+    return 1, sizes.num_tokens * sizes.top_k
 
 
 def mean_load(sizes: Sizes) -> tuple[int, int]:

@@ -159,7 +159,7 @@ class _Experts(torch.autograd.Function):
         scale_inv = None
         if saved_dtype == E4M3:
             gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
-        ctx.save_for_backward(*told[1:3], gate_up, scale_inv, *told[3:7])
+        ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
         ctx.layer, ctx.dtypes = layer, (told[0].dtype, told[2].dtype)
         ctx.options = told.swiglu_limit, keeps, told.expert_offset, told.num_global_experts
         return y

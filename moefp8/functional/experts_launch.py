@@ -36,7 +36,7 @@ from ..kernels.jit import Launch, Source, current_driver
 from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
-from .expert_configs import Sizes, experts_configs, mean_load, saving_config
+from .expert_configs import Sizes, experts_configs, matrix_of, mean_load, saving_config
 from .workspace import (
     Projections,
     Weights,
@@ -222,7 +222,7 @@ def prepare_experts(
     is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
     saves: whether gate and up are saved for a backward.
     """
-    at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, sizes.matrix
+    at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, matrix_of(sizes)
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
     dispatch = prepare_dispatch(
         x,
@@ -273,7 +273,7 @@ def _in_memory(offset: int) -> Source:
 def _prepare_gemms(
     sizes: Sizes, weights: Weights, limit: float, configs: Pair, sms: Sms
 ) -> tuple[Launch, Launch]:
-    at, (_, rows) = Workspace.of(sizes), sizes.matrix
+    at, (_, rows) = Workspace.of(sizes), matrix_of(sizes)
     gate_up, down = operands_of(sizes, weights)
     bounds = _in_memory(at.counts if sizes.masked else at.offsets)
     layout = GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS

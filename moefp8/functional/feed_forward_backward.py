@@ -147,7 +147,7 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, layer: str, keeps: bool | None, *inputs: Any) -> torch.Tensor:
         told = FeedForwardInputs(*inputs)
         y, gate_up = feed_forward_saving(*inputs)
-        ctx.save_for_backward(gate_up, *told[1:7])
+        ctx.save_for_backward(gate_up, *inputs[1:7])
         ctx.layer, ctx.dtype, ctx.options = layer, told.x.dtype, (told.swiglu_limit, keeps)
         return y
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ..kernels.common.blocks import zero_padded
 from ..kernels.common.checks import check_same_device, check_shape, check_tensor
 from ..kernels.common.registry import Written, register_inputs
 
@@ -149,9 +150,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 def _padded(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """x with zeros behind, so that the axis is a multiple of 8 long."""
-    missing = -x.shape[axis] % _ALIGNED
-    return F.pad(x, (*[0, 0] * (x.ndim - 1 - axis), 0, missing)) if missing else x
+    return zero_padded(x, axis, _ALIGNED)
 
 
 def _fitting(x: torch.Tensor) -> torch.Tensor:

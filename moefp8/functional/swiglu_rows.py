@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ..kernels.common.blocks import (
     BLOCK,
@@ -15,6 +14,7 @@ from ..kernels.common.blocks import (
     MIN_GRADIENT_AMAX,
     empty_tma_aligned,
     round_up,
+    zero_padded,
 )
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
@@ -138,11 +138,11 @@ def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
 def _body_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     found = _allocate_backward(inputs)
     grad, gate_up, token_to_row, top_k_weights, limit = inputs
-    (num_rows, size), (gate, up) = grad.shape, gate_up.unbind(1)
+    num_rows, (gate, up) = len(grad), gate_up.unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
     *of_halves, activated = swiglu_grad(grad.float(), gate, up, limit)
     of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
-    padded = F.pad(of_gate_up, (0, -size % BLOCK)).flatten(1)
+    padded = zero_padded(of_gate_up, 2).flatten(1)
     data, scale_inv = quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX)
     of_rows = (grad.float() * activated).sum(-1)
     if num_rows:

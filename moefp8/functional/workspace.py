@@ -21,7 +21,7 @@ from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.operands import Operands
 from ..kernels.jit import Source
 from ..routing.dispatch_launch import most_count_bytes
-from .expert_configs import Sizes
+from .expert_configs import Sizes, matrix_of
 
 _ALIGNMENT = 256
 MAX_WORKSPACE_BYTES = 4 << 30
@@ -44,14 +44,14 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes) -> "Workspace":
-        matrices, rows = sizes.matrix
+        matrices, rows = matrix_of(sizes)
         pitch, h, i = scale_pitch(rows), sizes.hidden_size, sizes.intermediate_size
         token_bytes = round_up(matrices * rows * round_up(h, 16), _ALIGNMENT)
         token_scale_bytes = matrices * num_blocks(h) * pitch * 4
         result_bytes = matrices * rows * round_up(h, 8) * 2
         lengths = (
             max(token_bytes + token_scale_bytes, result_bytes),
-            max(matrices * rows * round_up(i, 16), most_count_bytes(*sizes[:3])),
+            max(matrices * rows * round_up(i, 16), _most_count_bytes(sizes)),
             matrices * num_blocks(i) * pitch * 4,
             (sizes.num_experts + 1) * 4,
             sizes.num_experts * 4,
@@ -75,6 +75,10 @@ class Memory:
         place = self._source._replace(plus=self.size)
         self.size = round_up(self.size + num_bytes, _ALIGNMENT)
         return place
+
+
+def _most_count_bytes(sizes: Sizes) -> int:
+    return most_count_bytes(sizes.num_tokens, sizes.top_k, sizes.num_experts)
 
 
 def _places(lengths: Iterable[int]) -> list[int]:
@@ -112,7 +116,7 @@ class BackwardWorkspace(NamedTuple):
         token_scale_bytes = num_blocks(h) * pitch * 4
         lengths = (
             max(token_bytes + token_scale_bytes, rows * round_up(h, 8) * 2),
-            max(rows * round_up(i, 8) * 2, most_count_bytes(*sizes[:3])),
+            max(rows * round_up(i, 8) * 2, _most_count_bytes(sizes)),
             rows * 2 * round_up(i, BLOCK),
             2 * num_blocks(i) * pitch * 4,
             (sizes.num_experts + 1) * 4,
@@ -180,7 +184,7 @@ def operands_of(sizes: Sizes, weights: Weights) -> tuple[Operands, Operands]:
 
     Tokens and results lie as in the workspace, but have no memory.
     """
-    of_matrix, h, i = sizes.matrix, sizes.hidden_size, sizes.intermediate_size
+    of_matrix, h, i = matrix_of(sizes), sizes.hidden_size, sizes.intermediate_size
     tokens = _codes(of_matrix, h)
     activated = _codes(of_matrix, i)
     results = _matrix(of_matrix, h, round_up(h, 8), torch.bfloat16)

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ..kernels.common.blocks import (
     BLOCK,
@@ -21,6 +20,7 @@ from ..kernels.common.blocks import (
     empty_tma_aligned,
     num_blocks,
     round_up_to_tma,
+    zero_padded,
 )
 from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
@@ -148,7 +148,7 @@ def _body(inputs: ColumnsInputs) -> Quantized:
             continue
         codes, scales = quantize(rows[begin:end].T, ue8m0, min_amax)
         first, count = first_block(begin, expert), scales.shape[1]
-        whole = F.pad(codes.view(torch.uint8), (0, count * BLOCK - codes.shape[1])).view(E4M3)
+        whole = zero_padded(codes.view(torch.uint8), 1).view(E4M3)
         data[first : first + count] = whole.unflatten(1, (count, BLOCK)).transpose(0, 1)
         scale_inv[first : first + count] = scales.T
     return data, scale_inv

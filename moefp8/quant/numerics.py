@@ -13,7 +13,6 @@ import math
 
 import torch
 from einops import rearrange, reduce
-from torch.nn import functional as F
 
 from ..kernels.common.blocks import (
     BLOCK,
@@ -22,6 +21,7 @@ from ..kernels.common.blocks import (
     MIN_AMAX,
     empty_tma_aligned,
     num_blocks,
+    zero_padded,
 )
 
 
@@ -30,7 +30,7 @@ def quantize_1x128(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] -> e4m3 [..., K], and fp32 [..., ceil(K/128)] as `empty_tma_aligned` says."""
     *rows, k = x.shape
-    padded = F.pad(x.float(), (0, -k % BLOCK)) if k % BLOCK else x.float()
+    padded = zero_padded(x.float(), len(rows))
     blocks = rearrange(padded, "... (k_blocks block) -> ... k_blocks block", block=BLOCK)
     scale_inv = empty_tma_aligned([*(rows or [1]), num_blocks(k)], x.device)
     scale_inv = scale_inv if rows else scale_inv[0]
@@ -53,9 +53,7 @@ def quantize_128x128(
 
 def blocks_128x128(x: torch.Tensor) -> torch.Tensor:
     """[N, K] -> [row blocks, 128, column blocks, 128], with zeros at the edges."""
-    n, k = x.shape
-    if n % BLOCK or k % BLOCK:
-        x = F.pad(x, (0, -k % BLOCK, 0, -n % BLOCK))
+    x = zero_padded(zero_padded(x, 1), 0)
     return rearrange(x, "(nb r) (kb c) -> nb r kb c", r=BLOCK, c=BLOCK)
 
 

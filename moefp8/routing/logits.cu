@@ -116,6 +116,8 @@ __device__ void consume(Shared<kTokens, kExperts>& shared, const Arguments& args
   for (uint32_t index = blockIdx.x; index < args.num_items; index += gridDim.x) {
     const Item<kTokens, kExperts, kChunks> item(args, index);
     float total[kTokens / 2];
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) total[i] = 0;  // were it `sum` at first, NVRTC 12.8 would wait for each WGMMA
 #pragma unroll 1
     for (uint32_t chunk = item.first_chunk; chunk < item.end_chunk; ++chunk) {
       float sum[kTokens / 2];
@@ -149,7 +151,7 @@ __device__ void consume(Shared<kTokens, kExperts>& shared, const Arguments& args
       pin_registers(sum);
       release(read);
 #pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) total[i] = chunk == item.first_chunk ? sum[i] : __fadd_rn(total[i], sum[i]);
+      for (int i = 0; i < kTokens / 2; ++i) total[i] = __fadd_rn(total[i], sum[i]);
     }
     const int64_t first_row = static_cast<int64_t>(item.part) * args.num_tokens + item.first_token;
     float* sums = args.sums + first_row * args.num_experts + item.first_expert;

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import kernels, quant
+from ...kernels.common.blocks import zero_padded
 
 __all__ = [
     "align",
@@ -108,7 +109,7 @@ def _cast_blocks(x: torch.Tensor, rows: int, columns: int, use_ue8m0: bool) -> C
     """One scale for each block of `rows` and `columns`; the last ones may be smaller."""
     m, n = x.shape
     num_blocks = ceil_div(m, rows), ceil_div(n, columns)
-    padded = torch.nn.functional.pad(x, (0, -n % columns, 0, -m % rows))
+    padded = zero_padded(zero_padded(x, 1, columns), 0, rows)
     blocks = padded.reshape(num_blocks[0], rows, num_blocks[1], columns)
     data, scale_inv = per_custom_dims_cast_to_fp8(blocks, (0, 2), use_ue8m0)
     return data.view(padded.shape)[:m, :n].contiguous(), scale_inv.view(num_blocks)

@@ -191,7 +191,7 @@ def _with_bf16_weights(
         product = grouped_outer(of_y, weighted, offsets)
         found["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
     if needs["hidden_states"]:
-        of_rows = trained_dgrad(*through[:2], gate_up_proj, offsets, 2)
+        of_rows = trained_dgrad(through.codes, through.scale_inv, gate_up_proj, offsets, 2)
         found["hidden_states"] = sum_rows(of_rows, to_row, through.is_first)
     if needs["gate_up_proj"]:
         of_x = dispatch_rows(x.bfloat16(), to_token)

@@ -13,7 +13,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ...kernels.common.blocks import (
     BLOCK,
@@ -22,6 +21,7 @@ from ...kernels.common.blocks import (
     empty_tma_aligned,
     num_blocks,
     round_up,
+    zero_padded,
 )
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import layout_of, prepared
@@ -152,7 +152,7 @@ def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
     *of_halves, activated = swiglu_grad(grad, gate, up, limit)
     of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
-    padded = F.pad(of_gate_up, (0, -size % BLOCK)).flatten(1)
+    padded = zero_padded(of_gate_up, 2).flatten(1)
     weighted = weight_of_row[:, None] * activated
     of_rows = (grad * activated).sum(-1)
     values = (

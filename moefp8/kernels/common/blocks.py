@@ -35,6 +35,19 @@ def num_blocks(size: int) -> int:
     return ceil_div(size, BLOCK)
 
 
+def zero_padded(x: torch.Tensor, axis: int, multiple: int = BLOCK) -> torch.Tensor:
+    """x with zeros behind, so that the axis is a multiple long; x itself if it is.
+
+    Any axis may be empty, which `torch.nn.functional.pad` of torch 2.8 refuses.
+    """
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    shape = [*x.shape]
+    shape[axis] = missing
+    return torch.cat([x, x.new_zeros(shape)], axis)
+
+
 def empty_tma_aligned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """An uninitialised fp32 tensor [..., M, K/128] in the order that a TMA load wants.
 

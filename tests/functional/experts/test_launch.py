@@ -14,6 +14,7 @@ from moefp8.functional.expert_configs import (
     Sizes,
     choose_experts_configs,
     experts_configs,
+    matrix_of,
     mean_load,
 )
 from moefp8.functional.workspace import Workspace
@@ -370,7 +371,7 @@ class Region(NamedTuple):
 
 
 def regions(shape: Sizes) -> dict[str, Region]:
-    at, (matrices, rows) = Workspace.of(shape), shape.matrix
+    at, (matrices, rows) = Workspace.of(shape), matrix_of(shape)
     h, i, pitch = shape.hidden_size, shape.intermediate_size, round_up(rows, 4)
     every = matrices * rows
     lengths = {  # bytes, first kernel, last kernel; those that count and dispatch are one
