@@ -1,6 +1,7 @@
 """What the tests of kernels share: what needs a GPU, and how arguments reach a kernel."""
 
 import ctypes
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ def on_gpu(test):
     for mark in NEEDS_GPU:
         test = mark(test)
     return test
+
+
+def allocated() -> int:
+    """Bytes of all tensors on the GPU; their blocks may be larger, by up to a MiB."""
+    gc.collect()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def places_of(device: str) -> list[str]:

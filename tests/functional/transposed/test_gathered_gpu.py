@@ -1,6 +1,5 @@
 """Transposed weights that are kept on a GPU, where memory is freed and filled as FSDP does it."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moefp8 import FP8Linear
 from tests.functional.layer_cases import KINDS, change, codes_of, make_layer, pass_of
-from tests.gpu import NEEDS_GPU
+from tests.gpu import NEEDS_GPU, allocated
 
 pytestmark = NEEDS_GPU
 
@@ -22,11 +21,6 @@ def gradient(linear: FP8Linear) -> torch.Tensor:
     linear(x).backward(torch.ones(16, linear.out_features, device="cuda", dtype=torch.bfloat16))
     assert x.grad is not None
     return x.grad
-
-
-def allocated() -> int:
-    gc.collect()
-    return torch.cuda.memory_allocated()
 
 
 def gather_anew(weight: torch.Tensor, codes: torch.Tensor) -> None:

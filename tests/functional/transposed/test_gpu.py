@@ -1,7 +1,6 @@
 """Transposed weights that a GPU keeps: when they are made, seen to be old, and freed."""
 
 import copy
-import gc
 import io
 import pickle
 
@@ -13,7 +12,7 @@ from moefp8.functional.transposed import transposed, transposed_side_by_side
 from moefp8.quant.transpose import transpose_codes
 from tests.functional.gpu_cases import poison
 from tests.functional.layer_cases import KINDS, change, codes_of, make_layer, pass_of
-from tests.gpu import NEEDS_GPU, no_synchronisation
+from tests.gpu import NEEDS_GPU, allocated, no_synchronisation
 from tests.quant.transpose_cases import codes
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
@@ -36,11 +35,6 @@ def calls(monkeypatch) -> list[str]:
     watch("transpose_codes")
     watch("transpose_codes_into")
     return made
-
-
-def allocated() -> int:
-    gc.collect()
-    return torch.cuda.memory_allocated()
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import cuda.pathfinder
@@ -136,6 +137,8 @@ for major in majors:
 
 @pytest.mark.parametrize("package", ["cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13"])
 def test_nvrtc_is_of_the_cuda_of_torch(tmp_path, package):
+    if (installed := find_spec("nvidia")) and installed.origin:
+        pytest.skip("the installed nvidia is one folder, beside which no other is seen")
     real, path = kernel._compiler().path, tmp_path / "nvidia" / package
     path.parent.mkdir(parents=True)
     path.symlink_to(real)
