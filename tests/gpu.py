@@ -32,7 +32,7 @@ def on_gpu(test):
 def allocated() -> int:
     """Bytes of all tensors on the GPU; their blocks may be larger, by up to a MiB."""
     gc.collect()
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
 
 
 def places_of(device: str) -> list[str]:

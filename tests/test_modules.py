@@ -25,5 +25,5 @@ def test_shares_of_the_sanitizer_are_all_its_launches():
     sanitizer = import_module("tests.kernels.sanitizer.__main__")
     num_launches = sum(1 for _ in sanitizer.launches())
     shares = [sum(1 for _ in sanitizer.launches_of(which, 8)) for which in range(1, 9)]
-    assert num_launches == sum(shares) > 500
+    assert num_launches == sum(shares) > 8
     assert max(shares) - min(shares) <= 1

@@ -112,7 +112,7 @@ def _of_means(results: Results) -> str:
     if found is None:
         return ""
     return (
-        f" Of seeds that were run twice either way, the mean of {found.num_runs} runs in FP8 is "
+        f" Of seeds that were run twice in both ways, the mean of {found.num_runs} runs in FP8 is "
         f"{found.end:+.3f} % from that of as many in BF16 at the end, and {found.held_out:+.3f} % "
         "on what is held out."
     )

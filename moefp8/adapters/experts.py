@@ -13,9 +13,9 @@ from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
 from ..functional.swiglu import empty_gate_up
 from ..functional.swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
-from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks
+from ..kernels.common.blocks import BLOCK, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
-from ..quant.quantize import quantize_1x128
+from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
 from ..routing import RoutingPlan, build_plan, combine
 
 
@@ -123,10 +123,8 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     if of_gate_up is not None:
         u_of_gate_up = of_gate_up.add_to(gate_up, rows.bfloat16(), offsets)
     activated = swiglu_rows(gate_up, inputs.swiglu_limit)
-    y, down = (
-        x.new_empty((len(rows), h), dtype=torch.bfloat16),
-        (inputs.down_proj, inputs.down_proj_scale_inv),
-    )
+    y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
+    down = inputs.down_proj, inputs.down_proj_scale_inv
     multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
     if of_down is not None:
         u_of_down = of_down.add_to(y, activated, offsets)
@@ -168,7 +166,7 @@ def _backward(
     of_gate_up, of_down = _low_ranks(inputs)
     offsets, rows, found = plan.expert_offsets, _rows(grad, plan), {}
     dy = rows.bfloat16()
-    quantized = quantize_1x128(rows, False, MIN_GRADIENT_AMAX)
+    quantized = quantize_gradient_1x128(rows)
     of_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keeps)
     if of_down is not None:
         v_of_down = of_down.add_gradient_to(of_activated, dy, offsets)
@@ -224,7 +222,8 @@ class _AdaptedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: checkpointing gives them no second time
         inputs, others = Inputs(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
-        saved, plan = Saved(*others[:3]), RoutingPlan(*others[3:])
+        num_saved = len(Saved._fields)
+        saved, plan = Saved(*others[:num_saved]), RoutingPlan(*others[num_saved:])
         needs = dict(zip(Inputs._fields, ctx.needs_input_grad[1:], strict=True))
         names = Inputs._fields[3:7]
         of_weights = no_gradients(grad, ctx.layer, [needs[x] for x in names], tensors[3:7])

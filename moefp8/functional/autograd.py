@@ -33,7 +33,7 @@ def records(layer: str, *inputs: Any) -> bool:
             f"{layer}: gradients through torch.vmap are not supported; give the layer the whole "
             "batch at once, or run it under torch.no_grad()"
         )
-    return any(getattr(x, "requires_grad", False) for x in inputs)
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
 def _hides_gradient(x: Any) -> bool:

@@ -3,6 +3,7 @@
 PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ..kernels.common.registry import Written, register_inputs
 
 _ADD, _OUTER = "add_low_rank", "grouped_bf16_outer"
 _ALIGNED = 8  # elements of BF16 in 16 bytes
+_padded = partial(zero_padded, multiple=_ALIGNED)
 
 
 class AddInputs(NamedTuple):
@@ -147,10 +149,6 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
     multiply: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the latter before 2.10
     product: torch.Tensor = multiply(a, b, offs=offsets[1:])
     return product
-
-
-def _padded(x: torch.Tensor, axis: int) -> torch.Tensor:
-    return zero_padded(x, axis, _ALIGNED)
 
 
 def _fitting(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ The numerics are those of `numerics.py`.
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, empty_tma_aligned, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, empty_tma_aligned, num_blocks
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..kernels.common.registry import register
 from . import numerics
@@ -72,6 +72,14 @@ quantize_1x128 = register(
     _allocate_1x128,
     launch_quantize_1x128,
 )
+quantize_gradient_1x128 = register(
+    "quantize_gradient_1x128(Tensor grad) -> (Tensor, Tensor)",
+    lambda grad: _quantize_1x128(grad, False, MIN_GRADIENT_AMAX),
+    lambda grad: _allocate_1x128(grad, False),
+    lambda grad: launch_quantize_1x128(grad, False, MIN_GRADIENT_AMAX),
+)
+"""`quantize_1x128` with `MIN_GRADIENT_AMAX`, for gradients that are traced: with dynamic shapes, a
+float that Dynamo of torch 2.8 finds there takes the place of another argument."""
 quantize_128x128 = register(
     "quantize_128x128(Tensor w, bool ue8m0) -> (Tensor, Tensor)",
     _quantize_128x128,

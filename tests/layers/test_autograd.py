@@ -279,6 +279,21 @@ def test_compiled_modules_have_the_same_bits(name, device):
     assert_compiled_equals(module.to(device), *on(device, tokens_of(T, H), *others))
 
 
+@pytest.mark.parametrize("name", ["shared", "experts", "moe"])
+def test_compiled_modules_take_a_limit_where_nothing_asks_for_a_gradient(name):
+    """The trace may have a symbol for the number, which is no tensor."""
+    module, others = MODULES[name]()
+    for each in module.modules():
+        if hasattr(each, "swiglu_limit"):
+            each.swiglu_limit = 0.5
+    for x in module.parameters():
+        x.requires_grad_(False)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = tokens_of(T, H)
+    assert torch.equal(compiled(x, *others), module(x, *others))
+
+
 def assert_compiled_equals(module, x, *others) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -152,19 +152,21 @@ def test_a_compiled_linear_has_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize("wgrad", WGRADS)
-def test_compiled_experts_have_the_same_bits(wgrad):
-    assert_compiled_is_eager("experts", wgrad=wgrad)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_experts_have_the_same_bits(wgrad, dynamic):
+    assert_compiled_is_eager("experts", dynamic=dynamic, wgrad=wgrad)
 
 
-def test_a_compiled_layer_has_the_same_bits():
-    assert_compiled_is_eager("moe")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_layer_has_the_same_bits(dynamic):
+    assert_compiled_is_eager("moe", dynamic=dynamic)
 
 
-def assert_compiled_is_eager(name: str, dtype=torch.float32, **options) -> None:
+def assert_compiled_is_eager(name: str, dtype=torch.float32, dynamic=None, **options) -> None:
     """Also after a step, which the compiled code cannot see."""
     torch._dynamo.reset()
     module, arguments = make(name, dtype, **options), given(name)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     for _ in range(2):
         expected = found_by(module, arguments)

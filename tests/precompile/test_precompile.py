@@ -26,7 +26,7 @@ from tests.kernels.jit.cases import forget
 from tests.routing.cases import ids_of
 
 MAX_TOKENS = 3000
-MULTIPLIES_GROUPS = pytest.mark.skipif(
+NEEDS_GROUPED_MM_ON_A_CPU = pytest.mark.skipif(
     not hasattr(nn.functional, "grouped_mm"), reason="torch's grouped_mm runs on a CPU from 2.10 on"
 )
 
@@ -157,7 +157,7 @@ def test_it_lists_what_gradients_need(model, dtype):
 
 
 @pytest.mark.parametrize(
-    "wgrad", ["128x1", "128x128", pytest.param("bf16", marks=MULTIPLIES_GROUPS)]
+    "wgrad", ["128x1", "128x128", pytest.param("bf16", marks=NEEDS_GROUPED_MM_ON_A_CPU)]
 )
 @pytest.mark.parametrize(
     ("dtype", "master"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
@@ -196,7 +196,7 @@ def test_master_weights_that_get_no_gradient_need_no_kernels_for_it():
     assert any(kernel.source.name == "columns.cu" for kernel in trained - frozen)
 
 
-@MULTIPLIES_GROUPS
+@NEEDS_GROUPED_MM_ON_A_CPU
 @pytest.mark.parametrize("num_experts", [1, 12])
 @pytest.mark.parametrize(("h", "i"), [(256, 144), (100, 256)])
 def test_it_lists_what_adapted_experts_need(num_experts, h, i):

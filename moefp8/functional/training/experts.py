@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, ceil_div
+from ...kernels.common.blocks import E4M3, ceil_div
 from ...kernels.common.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
@@ -177,7 +177,7 @@ def _with_bf16_weights(
         values = dequantize(BlockScaled(gate_up, gate_up_scales), torch.bfloat16)
         gate_up = values.unflatten(0, (-1, 2))
     rank = options.expert_offset, options.num_global_experts
-    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     through = SwigluGradients(

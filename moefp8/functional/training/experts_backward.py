@@ -119,7 +119,7 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
     grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, of_gate_up, of_down = inputs[:10]
     limit, expert_offset, num_global_experts, blocks = inputs[12:]
     num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
-    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank, MIN_GRADIENT_AMAX)
+    *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     of_swiglu = SwigluColumnsGradients(

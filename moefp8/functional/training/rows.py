@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to the experts: quantized once a token, and a plan of where they lie.
+"""Gradients on their way to the experts: quantized once a token, and a plan of where rows lie.
 
 T tokens, k choices each, E experts, H hidden, R = T k rows.
 """
@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks, round_up
+from ...kernels.common.blocks import (
+    E4M3,
+    MIN_GRADIENT_AMAX,
+    empty_tma_aligned,
+    num_blocks,
+    round_up,
+)
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.registry import register_inputs
@@ -25,17 +31,15 @@ _OP = "quantized_rows"
 class RowsInputs(NamedTuple):
     """What `quantized_rows` takes.
 
-    x: [T, H] bf16, fp16 or fp32. top_k_index: int32 or int64 [T, k].
+    grad: [T, H] bf16, fp16 or fp32. top_k_index: int32 or int64 [T, k].
     num_experts, expert_offset, num_global_experts: as in `build_plan`.
-    min_amax: as in `quantize_1x128`.
     """
 
-    x: torch.Tensor
+    grad: torch.Tensor
     top_k_index: torch.Tensor
     num_experts: int
     expert_offset: int
     num_global_experts: int | None
-    min_amax: float
 
 
 class Rows(NamedTuple):
@@ -55,16 +59,16 @@ class Rows(NamedTuple):
 
 def _allocate(inputs: RowsInputs) -> Rows:
     """Check, then allocate; this is also the fake body."""
-    x, ids = inputs.x, inputs.top_k_index
-    check_same_device(_OP, x=x, top_k_index=ids)
-    check_tensor(_OP, "x", x, FLOATS, 2)
+    grad, ids = inputs.grad, inputs.top_k_index
+    check_same_device(_OP, grad=grad, top_k_index=ids)
+    check_tensor(_OP, "grad", grad, FLOATS, 2)
     check_tensor(_OP, "top_k_index", ids, (torch.int32, torch.int64), 2)
-    check_shape(_OP, "top_k_index", ids, [len(x), ids.shape[1]], "[T, k] for x [T, H]")
-    num_rows, h = ids.numel(), x.shape[1]
-    data = x.new_empty((num_rows, round_up(h, 16)), dtype=E4M3)[:, :h]
+    check_shape(_OP, "top_k_index", ids, [len(grad), ids.shape[1]], "[T, k] for grad [T, H]")
+    num_rows, h = ids.numel(), grad.shape[1]
+    data = grad.new_empty((num_rows, round_up(h, 16)), dtype=E4M3)[:, :h]
     return Rows(
         data,
-        empty_tma_aligned((num_rows, num_blocks(h)), x.device),
+        empty_tma_aligned((num_rows, num_blocks(h)), grad.device),
         ids.new_empty(inputs.num_experts + 1, dtype=torch.int32),
         ids.new_empty(ids.shape, dtype=torch.int32),
     )
@@ -72,13 +76,12 @@ def _allocate(inputs: RowsInputs) -> Rows:
 
 def _body(inputs: RowsInputs) -> Rows:
     found = _allocate(inputs)
-    x, ids, num_experts, expert_offset, num_global_experts, min_amax = inputs
+    grad, ids, num_experts, expert_offset, num_global_experts = inputs
     plan = build_plan(
         ids, num_experts, expert_offset=expert_offset, num_global_experts=num_global_experts
     )
-    codes, scales = (
-        dispatch_rows(y, plan.row_to_token) for y in quantize_1x128(x, False, min_amax)
-    )
+    quantized = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
+    codes, scales = (dispatch_rows(y, plan.row_to_token) for y in quantized)
     for y, value in zip(
         found, (codes, scales, plan.expert_offsets, plan.token_to_row), strict=True
     ):
@@ -89,29 +92,29 @@ def _body(inputs: RowsInputs) -> Rows:
     return found
 
 
-_X, _IDS, _ROWS, _SCALES, _OFFSETS, _TO_ROW, _MEMORY = map(Source, range(7))
+_GRAD, _IDS, _ROWS, _SCALES, _OFFSETS, _TO_ROW, _MEMORY = map(Source, range(7))
 
 
 def _launch(inputs: RowsInputs) -> Rows:
     found = _allocate(inputs)
     data, scale_inv = found[:2]
-    x, ids, num_experts, expert_offset, _, min_amax = inputs
+    grad, ids, num_experts, expert_offset, _ = inputs
     if data.numel() == 0:
         return _body(inputs)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
     num_tokens, top_k = ids.shape
 
     def prepare() -> Launches:
         memory = Memory(_MEMORY)
         launches = prepare_dispatch(
-            x,
+            grad,
             ids,
             num_experts,
             None,
             row_pitch=data.stride(0),
             scale_pitch=scale_inv.stride(1),
             sources=DispatchSources(
-                x=_X,
+                x=_GRAD,
                 rows=_ROWS,
                 row_scales=_SCALES,
                 counts=memory.take(most_count_bytes(num_tokens, top_k, num_experts)),
@@ -124,13 +127,13 @@ def _launch(inputs: RowsInputs) -> Rows:
                 ),
             ),
             expert_offset=expert_offset,
-            min_amax=min_amax,
+            min_amax=MIN_GRADIENT_AMAX,
         )
         return Launches(launches, memory.size)
 
-    key = (_OP, layout_of(x), layout_of(ids), x.data_ptr() % 16, *inputs[2:])
-    addresses = tuple([y.data_ptr() for y in (x, ids, *found)])
-    prepared(key, prepare)(x.get_device(), addresses)
+    key = (_OP, layout_of(grad), layout_of(ids), grad.data_ptr() % 16, *inputs[2:])
+    addresses = tuple([y.data_ptr() for y in (grad, ids, *found)])
+    prepared(key, prepare)(grad.get_device(), addresses)
     return found
 
 
@@ -142,8 +145,8 @@ quantized_rows = register_inputs(
     fake=_allocate,
     hopper=_launch,
 )
-"""`RowsInputs` -> `Rows`: a plan of the rows, and each row's token quantized. Raises TypeError,
-ValueError."""
+"""`RowsInputs` -> `Rows`: a plan of the rows, and the gradient of each row's token quantized, with
+`MIN_GRADIENT_AMAX`. Raises TypeError, ValueError."""
 
 
 def tokens_of_rows(token_to_row: torch.Tensor, num_rows: int) -> torch.Tensor:

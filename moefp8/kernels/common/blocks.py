@@ -38,7 +38,7 @@ def num_blocks(size: int) -> int:
 def zero_padded(x: torch.Tensor, axis: int, multiple: int = BLOCK) -> torch.Tensor:
     """x with zeros behind, so that the axis is a multiple long; x itself if it is.
 
-    Any axis may be empty, which `torch.nn.functional.pad` of torch 2.8 refuses.
+    Any axis may be empty; `torch.nn.functional.pad` of torch 2.8 refuses one that it adds 0 to.
     """
     missing = -x.shape[axis] % multiple
     if not missing:

@@ -101,10 +101,9 @@ def cubins_of(tmp_path_factory) -> Callable[[str], dict[Variant, jit.Cubin]]:
 def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
     problems = {variant: cubin.problems() for variant, cubin in cubins_of(which).items()}
     found = {variant: each for variant, each in problems.items() if each}
-    if (
-        "V12.6" in Nvrtc().version
-    ):  # a few bytes, of dense GEMMs of this width: it costs speed alone
-        found = {x: each for x, each in found.items() if x.layout or x.config.wgmma_n != 176}
+    if "V12.6" in Nvrtc().version:
+        for variant in [x for x in found if x.layout is None and x.config.wgmma_n == 176]:
+            assert all("spill" in line for line in found.pop(variant))  # it costs speed alone
     assert found == {}
 
 
