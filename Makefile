@@ -61,7 +61,7 @@ sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-
 	done
 
 # A version that passes belongs into `kIsVerifiedCompiler` in moefp8/kernels/gemm/pipeline.cuh.
-verify-compilers: .venv/ready  ## read the machine code of the GEMMs as each NVRTC makes it
+verify-compilers: .venv/ready  ## read the machine code of GEMMs and router as each NVRTC makes it
 	for nvrtc in $(NVRTCS); do \
 		$(BIN)/pip install --quiet --no-deps --target ".nvrtc/$$nvrtc" "$$nvrtc" || exit 1; \
 		MOEFP8_TEST_ALL_KERNELS=1 MOEFP8_NVRTC="$$(find ".nvrtc/$$nvrtc" -name 'libnvrtc.so.*' | head -1)" \

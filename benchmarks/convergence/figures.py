@@ -112,7 +112,7 @@ class Means(NamedTuple):
 
 
 def means(results: Results) -> Means | None:
-    """Of the seeds that were run twice either way; None: there is none."""
+    """Of the seeds that were run twice in both ways; None: there is none."""
     of_bf16, of_fp8 = (
         [runs_of(results, variant) for variant in pair]
         for pair in ((BF16, BF16_AGAIN), (FP8, FP8_AGAIN))

@@ -80,6 +80,7 @@ quantize_gradient_1x128 = register(
 )
 """`quantize_1x128` with `MIN_GRADIENT_AMAX`, for gradients that are traced: with dynamic shapes, a
 float that Dynamo of torch 2.8 finds there takes the place of another argument."""
+
 quantize_128x128 = register(
     "quantize_128x128(Tensor w, bool ue8m0) -> (Tensor, Tensor)",
     _quantize_128x128,
