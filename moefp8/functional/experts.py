@@ -14,6 +14,7 @@ from ..kernels.common.blocks import E4M3, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_choices,
+    check_quantized_or_not,
     check_rank,
     check_rows_contiguous,
     check_same_device,
@@ -36,7 +37,8 @@ class ExpertsInputs(NamedTuple):
     """What `experts` takes.
 
     hidden_states: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated
-        values, which are FP32 before.
+        values, which are FP32 before. Or e4m3, codes as `quantize_1x128` gives them, whose result
+        is bit for bit that of the tokens that were quantized.
     top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice held elsewhere, which has score
         0. Values are checked on the CPU; on a GPU other ids count as E. A rank of expert
         parallelism takes the ids of the whole model.
@@ -54,6 +56,8 @@ class ExpertsInputs(NamedTuple):
     addend: bf16 [T, H], such as the output of shared experts, or None. The result is bit for bit
         that of an addition behind the op: the sum over the choices is rounded to BF16, then the
         sum with `addend` is.
+    hidden_states_scale_inv: fp32 [T, ceil(H/128)], the scales of e4m3 hidden states, in any
+        strides; None for others.
     """
 
     hidden_states: torch.Tensor
@@ -68,15 +72,18 @@ class ExpertsInputs(NamedTuple):
     expert_offset: int = 0
     num_global_experts: int | None = None
     addend: torch.Tensor | None = None
+    hidden_states_scale_inv: torch.Tensor | None = None
 
 
 def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
     hidden_states, down, addend = inputs.hidden_states, inputs.down_proj, inputs.addend
     fp32, ids = (torch.float32,), (torch.int32, torch.int64)
-    dtypes = (FLOATS, ids, FLOATS, (E4M3,), fp32, (E4M3,), fp32)
+    dtypes = ((hidden_states.dtype,), ids, FLOATS, (E4M3,), fp32, (E4M3,), fp32)
     named = dict(zip(inputs._fields, inputs[:7], strict=False))
-    check_same_device(_OP, **named, addend=addend)
+    scale_inv = inputs.hidden_states_scale_inv
+    check_same_device(_OP, **named, addend=addend, hidden_states_scale_inv=scale_inv)
+    check_quantized_or_not(_OP, "hidden_states", hidden_states, scale_inv)
     for (name, x), allowed in zip(named.items(), dtypes, strict=True):
         check_tensor(_OP, name, x, allowed, 3 if "proj" in name else 2)
     (num_tokens, _), (e, h, i) = hidden_states.shape, down.shape
@@ -117,7 +124,10 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     _, expert_offsets, row_to_token, _, token_to_row = maps
     if len(row_to_token) == 0:
         return y
-    data, scale_inv = (dispatch_rows(x, row_to_token) for x in quantize_1x128(hidden_states))
+    data, scale_inv = hidden_states, inputs.hidden_states_scale_inv
+    if scale_inv is None:
+        data, scale_inv = quantize_1x128(hidden_states)
+    data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
     rows = y.new_zeros(len(row_to_token), h)
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:

@@ -18,7 +18,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, num_blocks
-from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ..kernels.common.checks import (
+    check_quantized_or_not,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..quant.block_scaled import BlockScaled, dequantize
@@ -40,10 +45,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor]  # of hidden states, of top_k_weig
 class ExpertsBackwardInputs(NamedTuple):
     """What `experts_backward` takes.
 
-    grad: [T, H] bf16, fp16 or fp32, that of the result; it is quantized to 1x128.
+    grad: [T, H] bf16, fp16 or fp32, that of the result; it is quantized to 1x128. Or e4m3, codes as
+        `quantize_gradient_1x128` gives them, with the same bits as of what was quantized.
     gate_up: what `experts_saving` gave, bf16 [T k, 2, I], or its codes e4m3 [2 T k, I].
     gate_up_scale_inv: fp32 [2 T k, ceil(I/128)], those of the codes; None for bf16.
     keeps: whether transposed weights are kept on a GPU, see `transposed`.
+    grad_scale_inv: fp32 [T, ceil(H/128)], the scales of an e4m3 `grad`, in any strides; None for
+        others.
     The others: as in `ExpertsInputs`.
     """
 
@@ -60,13 +68,16 @@ class ExpertsBackwardInputs(NamedTuple):
     keeps: bool | None
     expert_offset: int = 0
     num_global_experts: int | None = None
+    grad_scale_inv: torch.Tensor | None = None
 
 
 def _check(inputs: ExpertsBackwardInputs) -> None:
     grad, ids, weights, gate_up, *_ = inputs
     (num_tokens, top_k), (_, h, i) = ids.shape, inputs.down_proj.shape
-    check_same_device(_OP, grad=grad, top_k_index=ids, gate_up=gate_up, down_proj=inputs.down_proj)
-    check_tensor(_OP, "grad", grad, FLOATS, 2)
+    scale_inv = inputs.grad_scale_inv
+    named = {"grad": grad, "top_k_index": ids, "gate_up": gate_up, "down_proj": inputs.down_proj}
+    check_same_device(_OP, **named, grad_scale_inv=scale_inv)
+    check_quantized_or_not(_OP, "grad", grad, scale_inv)
     check_shape(_OP, "grad", grad, [num_tokens, h], "[T, H]")
     check_shape(_OP, "top_k_weights", weights, [num_tokens, top_k], "[T, k] as top_k_index")
     num_rows, saved = num_tokens * top_k, [num_tokens * top_k, 2, i]
@@ -103,8 +114,10 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
     if gate_up_scales is not None:
         gate_up = dequantize(BlockScaled(gate_up, gate_up_scales)).view(num_rows, 2, i)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    data, scale_inv = (dispatch_rows(x, row_to_token) for x in quantized)
+    data, scale_inv = grad, inputs.grad_scale_inv
+    if scale_inv is None:
+        data, scale_inv = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
+    data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
     rows, of_rows = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
@@ -152,7 +165,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, layer: str, saved_dtype: torch.dtype, keeps: bool | None, *inputs: Any
     ) -> torch.Tensor:
         told = ExpertsInputs(*inputs)
-        ctx.saves = any(ctx.needs_input_grad[3:-1])
+        ctx.saves = any(ctx.needs_input_grad[3:-2])
         if not ctx.saves:  # the addend alone asks
             return cast(torch.Tensor, experts(*inputs))
         y, gate_up = experts_saving(*inputs)
@@ -211,6 +224,11 @@ def routed_experts(
     keeps: see `transposed`.
     """
     y: torch.Tensor
+    scale_inv = inputs.hidden_states_scale_inv
+    if scale_inv is not None and records(layer, inputs.hidden_states, scale_inv):
+        raise NotImplementedError(
+            f"{layer}: codes of hidden states and their scales have no gradient; detach them"
+        )
     if records(layer, *inputs):  # an autograd function costs as much as a launch
         check_saved_dtype(layer, saved_dtype)
         y = _Experts.apply(layer, saved_dtype, keeps, *inputs)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .blocks import E4M3, num_blocks
+
 # The float types that kernels read, and their names in `Input` of device/input.cuh.
 INPUTS = {
     torch.bfloat16: "Input::kBFloat16",
@@ -26,6 +28,27 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be {allowed}, got {came}")
     if ndim is not None and x.ndim != ndim:
         raise ValueError(f"{op}: {name} must have {ndim} dimensions, got shape {list(x.shape)}")
+
+
+def check_quantized_or_not(
+    op: str, name: str, x: torch.Tensor, scale_inv: torch.Tensor | None
+) -> None:
+    """Check that `x` [T, H] has its 1x128 scales, fp32 [T, ceil(H/128)], just if it is e4m3."""
+    of_codes, came = f"{name}_scale_inv", str(x.dtype).removeprefix("torch.")
+    if scale_inv is None and x.dtype == E4M3:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise TypeError(f"{op}: {name} must be {allowed}, or come with {of_codes}, got {came}")
+    if scale_inv is None:
+        check_tensor(op, name, x, FLOATS, 2)
+        return
+    if x.dtype != E4M3:
+        raise TypeError(
+            f"{op}: {name} must be float8_e4m3fn where {of_codes} is given, got {came}; give None"
+        )
+    check_tensor(op, name, x, (E4M3,), 2)
+    check_tensor(op, of_codes, scale_inv, (torch.float32,), 2)
+    (num_tokens, hidden_size), rule = x.shape, f"[T, ceil(H/128)] for {name} [T, H]"
+    check_shape(op, of_codes, scale_inv, [num_tokens, num_blocks(hidden_size)], rule)
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], rule: str) -> None:

@@ -1,0 +1,159 @@
+"""Tokens and gradients that come as codes: the bits are those of what was quantized."""
+
+import pytest
+import torch
+
+from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
+from moefp8.functional.experts_backward import experts_backward, routed_experts
+from tests.functional.cases import tokens_of, weights_of
+from tests.functional.experts.quantized_cases import (
+    SHAPES,
+    Codes,
+    Floats,
+    backward,
+    case_of,
+    forward,
+)
+from tests.gpu import same_bits
+
+E, H, I, K = 5, 144, 200, 2
+NAN, INF = float("nan"), float("inf")
+ops = torch.ops.moefp8
+
+
+# ---- The bits ----
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["distinct", "out of range", "nowhere"])
+def test_codes_give_the_bits_of_their_tokens(shape, kind):
+    made = case_of(SHAPES[shape], kind)
+    for masked in (False, True):
+        y, expected = (forward(made, given, masked) for given in (Codes(), Floats()))
+        assert (y.dtype, y.shape, y.is_contiguous()) == (torch.bfloat16, made.x.shape, True)
+        assert same_bits(y, expected)
+        addend = tokens_of(*made.x.shape)
+        added = forward(made, Codes(), masked, addend)
+        assert same_bits(added, forward(made, Floats(), masked, addend))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["distinct", "out of range", "nowhere"])
+def test_codes_give_the_gradients_of_what_was_quantized(shape, kind):
+    made = case_of(SHAPES[shape], kind)
+    found, expected = (backward(made, given) for given in (Codes(), Floats()))
+    assert [x.dtype for x in found] == [*[torch.bfloat16] * 3, torch.float32]
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_bad_scales_stay_with_their_token(bad):
+    made = case_of((6, 2, E, H, I))
+    codes, scales = ops.quantize_1x128(made.x, False)
+    rest = made.ids, made.top_k_weights, *made.weights, None, False, 0, None, None
+    clean = experts(codes, *rest, scales)
+    scales[2, 1] = bad
+    y = experts(codes, *rest, scales)
+    others = [0, 1, 3, 4, 5]
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[others], clean[others])
+
+
+# ---- What is refused ----
+
+
+def arguments() -> dict:
+    """Of all three ops; each takes what it knows."""
+    ids, x = torch.zeros(4, K, dtype=torch.int64), tokens_of(4, H)
+    codes, scales = ops.quantize_1x128(x, False)
+    weights = dict(zip(WEIGHTS, weights_of(E, H, I), strict=True))
+    rest = {"top_k_index": ids, "top_k_weights": torch.ones(4, K), **weights}
+    gate_up = torch.zeros(4 * K, 2, I).bfloat16()
+    return {
+        **rest,
+        "hidden_states": codes,
+        "hidden_states_scale_inv": scales,
+        "grad": codes,
+        "grad_scale_inv": scales,
+        "gate_up": gate_up,
+        "gate_up_scale_inv": None,
+        "swiglu_limit": None,
+        "masked": False,
+        "keeps": False,
+    }
+
+
+WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+OPS = {"hidden_states": (experts, experts_saving), "grad": (experts_backward,)}
+
+
+def call(op, given: dict):
+    told = {x.name: x.default_value for x in op.overload._schema.arguments}
+    return op(*(given.get(name, default) for name, default in told.items()))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(
+    ("error", "part", "change", "message"),
+    [
+        (TypeError, "", torch.Tensor.bfloat16, "{} must be float8_e4m3fn where {}_scale_inv is"
+         " given, got bfloat16; give None"),
+        (TypeError, "", lambda x: x.view(torch.float8_e5m2), "{} must be float8_e4m3fn where"),
+        (TypeError, "_scale_inv", lambda x: None, "{} must be bfloat16 or float16 or float32, or"
+         " come with {}_scale_inv, got float8_e4m3fn"),
+        (TypeError, "_scale_inv", torch.Tensor.half, "{}_scale_inv must be float32, got float16"),
+        (ValueError, "_scale_inv", lambda x: x[0], "{}_scale_inv must have 2 dimensions"),
+        (ValueError, "_scale_inv", lambda x: x[1:], r"{}_scale_inv must be \[T, ceil\(H/128\)\] "
+         r"for {} \[T, H\] = \[4, 2\], got \[3, 2\]"),
+        (ValueError, "_scale_inv", lambda x: x[:, :1], r"= \[4, 2\], got \[4, 1\]"),
+        (ValueError, "_scale_inv", lambda x: x.to("meta"), "on one device, got .*_inv on meta"),
+        (ValueError, "", lambda x: x[None], "{} must have 2 dimensions"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(request, launched, name, error, part, change, message):
+    """Kernels that have been prepared for what is right are no excuse."""
+    if launched and "on meta" in message:
+        pytest.skip("the emulated GPU has the index of `meta`")
+    if launched:
+        request.getfixturevalue("gpu")
+    for op in OPS[name]:
+        given = arguments()
+        call(op, given)
+        given[name + part] = change(given[name + part])
+        for _ in range(2):
+            with pytest.raises(error, match=f"^experts.*: .*{message.format(name, name)}"):
+                call(op, given)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_other_operations_take_no_codes(name):
+    codes = arguments()[name]
+    for op in (ops.quantize_gradient_1x128, lambda x: ops.quantize_1x128(x, False)):
+        with pytest.raises(TypeError, match=r"must be bfloat16 or .*got float8_e4m3fn"):
+            op(codes)
+
+
+# ---- Gradients, and as an op ----
+
+
+def test_codes_have_no_gradient_and_weights_of_choices_have():
+    made = case_of((6, 2, E, H, I))
+    codes, scales = ops.quantize_1x128(made.x, False)
+    leaves = [made.top_k_weights.clone().requires_grad_() for _ in range(2)]
+    rest = *made.weights, None, False, 0, None, None
+    for x, scale_inv, leaf in ((codes, scales, leaves[0]), (made.x, None, leaves[1])):
+        given = ExpertsInputs(x, made.ids, leaf, *rest, scale_inv)
+        routed_experts("a layer", given).backward(made.grad)
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    given = ExpertsInputs(codes, made.ids, leaf, *rest, scales.requires_grad_())
+    with pytest.raises(NotImplementedError, match=r"^a layer: codes of hidden states .* detach"):
+        routed_experts("a layer", given)
+
+
+@pytest.mark.parametrize("op", [experts, experts_saving, experts_backward])
+def test_ops_agree_with_their_fake_bodies(op):
+    given, told = arguments(), op.overload._schema.arguments
+    values = tuple(given.get(x.name, x.default_value) for x in told)
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
+    torch.library.opcheck(op.overload, values, test_utils=checks)
