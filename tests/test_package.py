@@ -26,7 +26,7 @@ ALLOWED = {
     "functional": {"kernels", "quant", "routing", "functional"},
     "layers": {"kernels", "quant", "routing", "functional", "layers", "system"},
     "adapters": {"kernels", "quant", "routing", "functional", "layers", "system", "adapters"},
-    "distributed": {"kernels", "quant", "functional", "layers", "distributed"},
+    "distributed": {"kernels", "quant", "routing", "functional", "layers", "distributed"},
     "deep_gemm": {"kernels", "quant", "deep_gemm"},
     "testing": {"kernels", "quant", "routing", "functional", "layers", "testing"},
     "checkpoint/errors": set(),

@@ -44,19 +44,18 @@ class LoRAGroupedExperts(GroupedExperts):
 
     runs_in_steps = True
 
-    def forward(
+    def compute(
         self,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        *,
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As in `GroupedExperts`."""
         check_tensor("GroupedExperts", "hidden_states", hidden_states, FLOATS)
         weights: dict[str, Any] = {name: self._look_up(name) for name in WEIGHTS}
         inputs = Inputs(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            hidden_states,
             top_k_index,
             top_k_weights,
             **weights,
@@ -67,7 +66,7 @@ class LoRAGroupedExperts(GroupedExperts):
             expert_offset=self.expert_offset,
             num_global_experts=self.num_global_experts,
         )
-        y = adapted_experts("GroupedExperts", inputs).view(hidden_states.shape)
+        y = adapted_experts("GroupedExperts", inputs)
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
 

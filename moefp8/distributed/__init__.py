@@ -1,7 +1,18 @@
-"""A rank's part of a model, and what PyTorch's data parallel wrappers are told of FP8 modules."""
+"""A rank's part of a model, and what PyTorch's data parallel wrappers are told of FP8 modules.
+
+`ExpertParallel` lets the ranks of a group share experts.
+"""
 
 from .data_parallel import frozen_parameters, prepare_ddp
+from .expert_parallel import ExpertParallel, expert_parallel
 from .fully_sharded import prepare_fsdp
 from .shard import shard
 
-__all__ = ["frozen_parameters", "prepare_ddp", "prepare_fsdp", "shard"]
+__all__ = [
+    "ExpertParallel",
+    "expert_parallel",
+    "frozen_parameters",
+    "prepare_ddp",
+    "prepare_fsdp",
+    "shard",
+]

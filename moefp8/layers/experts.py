@@ -3,6 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,8 @@ from .parts import note_parts, parts_of_plain, without_padding
 from .trainable import TrainableModule, check_own_weights, check_whole, master_parameter
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
+# `moefp8.distributed` puts here what lets experts lie on the ranks of a mesh: (experts, mesh).
+PARALLELIZERS: list[Callable[["GroupedExperts", Any], None]] = []
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
 
@@ -46,6 +49,8 @@ class GroupedExperts(TrainableModule):
     Attributes:
         expert_offset, num_global_experts: the id of its first expert, and how many the whole model
             has, by which tiles are chosen on a GPU; 0 and None unless `shard` left a part.
+        parallel: how tokens travel to the experts of other ranks, which
+            `moefp8.distributed.ExpertParallel` sets; None: they do not.
         gate_up_proj: e4m3 [E, 2I, H], gate rows first; or the master weights, as down_proj, and
             then there are no scales.
         gate_up_proj_scale_inv: fp32 [E, 2 * ceil(I/128), ceil(H/128)]; gate and up are cut into
@@ -61,6 +66,7 @@ class GroupedExperts(TrainableModule):
     runs_in_steps = False  # as those with adapters do: each step is an op of its own
     expert_offset = 0
     num_global_experts: int | None = None
+    parallel: Any = None
     keep_transposed: bool | None = None
     saved_dtype = torch.bfloat16
 
@@ -258,6 +264,8 @@ class GroupedExperts(TrainableModule):
         Returns:
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
 
+        With `parallel`, tokens are those of this rank, and results as `ExpertParallel` says.
+
         Raises TypeError or ValueError for other inputs; `backward()` raises NotImplementedError if
         a frozen weight asks for a gradient.
         """
@@ -266,6 +274,21 @@ class GroupedExperts(TrainableModule):
             added = {} if addend is None else {"addend": addend.reshape(-1, addend.shape[-1])}
             y = self.forward(rows, top_k_index, top_k_weights, **added)
             return y.view(hidden_states.shape)
+        if self.parallel is not None:
+            exchanged: torch.Tensor = self.parallel(
+                self, hidden_states, top_k_index, top_k_weights, addend
+            )
+            return exchanged
+        return self.compute(hidden_states, top_k_index, top_k_weights, addend)
+
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` of tokens [T, H] with the experts held here, whatever other ranks hold."""
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.swiglu_limit, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts

@@ -15,7 +15,7 @@ from ..functional.feed_forward_backward import shared_experts
 from ..functional.swiglu import swiglu
 from ..functional.training.linear import Wgrad
 from ..kernels.common.checks import FLOATS, check_tensor
-from .experts import ExpertLayout, GroupedExperts
+from .experts import PARALLELIZERS, ExpertLayout, GroupedExperts
 from .linear import FP8Linear
 from .module import is_wrapped
 from .router import TopKRouter
@@ -92,6 +92,8 @@ class MoE(nn.Module):
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
         swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
         trainable, wgrad, dtype: as in `GroupedExperts`, for all experts.
+        expert_mesh: the `DeviceMesh` of one dimension, or process group, whose ranks share the
+            routed experts, each with tokens of its own: see `moefp8.distributed.ExpertParallel`.
         router: further arguments of `TopKRouter`, such as scoring.
 
     Attributes:
@@ -115,6 +117,7 @@ class MoE(nn.Module):
         trainable: bool = False,
         wgrad: Wgrad = "128x1",
         dtype: torch.dtype = torch.bfloat16,
+        expert_mesh: Any = None,
         **router: Any,
     ) -> None:
         super().__init__()
@@ -126,6 +129,9 @@ class MoE(nn.Module):
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
         sizes = num_experts, hidden_size, intermediate_size
         self.experts = GroupedExperts(*sizes, layout=layout, **options)
+        if expert_mesh is not None:
+            for distribute in PARALLELIZERS:
+                distribute(self.experts, expert_mesh)
         self.shared_experts: SharedExperts | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_intermediate_size:

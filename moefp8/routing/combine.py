@@ -77,7 +77,7 @@ def combine_rows(
     """
     num_tokens, top_k = token_to_row.shape
     result = torch.zeros(num_tokens, rows.shape[-1], dtype=torch.float32, device=rows.device)
-    for choice in range(top_k):
+    for choice in range(top_k if len(rows) else 0):
         row = token_to_row[:, choice]
         weight = top_k_weights[:, choice, None].float()
         term = weight * rows.index_select(0, row.clamp(min=0)).float()

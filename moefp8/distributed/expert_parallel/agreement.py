@@ -1,0 +1,107 @@
+"""What the ranks of a group tell each other before each exchange, so that none works on a guess.
+
+T tokens of a rank, H hidden, k choices, E experts of the whole model. It is told by the hosts, over
+gloo, and no GPU is waited for. A rank that has ended, or does not come within the timeout, is an
+error on all others, and so is one that comes with something else.
+"""
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_ALIKE = "phase", "layer", "num_experts", "hidden_size", "top_k", "is_fp8", "is_captured"
+PHASES = "forward", "backward"
+
+
+class Call(NamedTuple):
+    """What a rank is about to do.
+
+    phase: an index into `PHASES`. layer: which layer of the group, by the order they were made in.
+    num_experts: E. is_fp8: whether tokens travel as FP8 codes. is_captured: whether a CUDA graph
+    is being captured. asks: 1 if hidden states ask for a gradient, plus 2 if scores do, plus 4 if
+    weights do. num_tokens: T. has_failed: whether this rank's arguments are wrong.
+
+    Ranks may differ in the last three.
+    """
+
+    phase: int
+    layer: int
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    is_fp8: int
+    is_captured: int
+    asks: int
+    num_tokens: int
+    has_failed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{PHASES[self.phase]} of layer {self.layer}"
+
+
+class Agreement:
+    """The hosts of a group's ranks, over gloo."""
+
+    def __init__(self, group: Any, timeout: timedelta) -> None:
+        self.ranks, self.timeout = dist.get_process_group_ranks(group), timeout
+        self.group: Any = dist.new_group(
+            self.ranks, timeout, backend="gloo", use_local_synchronization=True
+        )
+
+    def agree(self, call: Call) -> list[Call]:
+        """The calls of all ranks, by rank.
+
+        Raises:
+            RuntimeError: a rank has ended, does not come in time, or had wrong arguments.
+            ValueError: ranks are at different calls. All ranks raise it.
+        """
+        own = torch.tensor(call)
+        everyone = [torch.empty_like(own) for _ in self.ranks]
+        with self.explaining(call.name):
+            dist.all_gather(everyone, own, self.group)
+        calls = [Call(*x.tolist()) for x in everyone]
+        failed = [rank for rank, x in enumerate(calls) if x.has_failed]
+        if failed and not call.has_failed:
+            raise RuntimeError(
+                f"ExpertParallel: {call.name} cannot go on, since rank {failed[0]} of the group "
+                "was given wrong arguments; that rank's error tells which"
+            )
+        for name in () if failed else _ALIKE:
+            came = [getattr(x, name) for x in calls]
+            if len(set(came)) > 1:
+                raise ValueError(
+                    "ExpertParallel: all ranks must make the same calls in the same order, but "
+                    f"{_told(name, came)}; call the layers in one order on all ranks, with tokens "
+                    "of one width and as many choices"
+                )
+        return calls
+
+    def explaining(self, what: str) -> "_Explaining":
+        """A context in which errors of gloo are told in our words."""
+        return _Explaining(self, what)
+
+
+class _Explaining:
+    def __init__(self, agreement: Agreement, what: str) -> None:
+        self.agreement, self.what = agreement, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            seconds = self.agreement.timeout.total_seconds()
+            raise RuntimeError(
+                f"ExpertParallel: in {self.what}, a rank of the group {self.agreement.ranks} has "
+                f"ended or did not come within {seconds:g} s (timeout=); see what that rank says, "
+                f"and whether all ranks run the same layers ({error})"
+            ) from error
+
+
+def _told(name: str, came: list[int]) -> str:
+    values = [PHASES[x] for x in came] if name == "phase" else came
+    each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+    return f"{name} is {each}"

@@ -1,0 +1,97 @@
+"""Exchange of tokens by collectives of `torch.distributed`, on any backend.
+
+T tokens of this rank, k choices each, P ranks, R tokens received, H hidden. A token goes once to
+each rank that holds one of its experts. The sizes of what is sent are those of Python, so on a GPU
+each call waits for the choices.
+"""
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...routing.combine import sum_rows
+from .agreement import Call
+
+if TYPE_CHECKING:
+    from .group import ExpertGroup
+
+
+class CollectiveExchange:
+    """One call's exchange. What a rank receives lies by source rank, then by token.
+
+    Attributes:
+        ids: int32 [R, k], the choices of what is received, as they were given.
+    """
+
+    def __init__(self, group: "ExpertGroup", calls: list[Call], ids: torch.Tensor) -> None:
+        self._group, self._name, device = group, calls[0].name, ids.device
+        num_experts = calls[0].num_experts
+        self._gpu_group = _gpu_group(group.group) if device.type == "cuda" else None
+        everyone = self._gather(ids.int().cpu(), [call.num_tokens for call in calls])
+        sent = _reached(everyone[group.rank], num_experts, group.size)  # [T, P]
+        received = [_reached(x, num_experts, group.size)[:, group.rank] for x in everyone]
+        self._tokens = sent.T.nonzero()[:, 1].to(device)  # of all that is sent, rank by rank
+        self._num_sent = sent.sum(0).tolist()
+        self._num_received = [int(x.sum()) for x in received]
+        self.ids = torch.cat([x[y] for x, y in zip(everyone, received, strict=True)]).to(device)
+        begins = torch.tensor([0, *accumulate(self._num_sent)][:-1], dtype=torch.int32)
+        to_row = (sent.cumsum(0) - 1 + begins).where(sent, -1)
+        self._token_to_row = to_row.int().to(device)  # [T, P]: where in what comes back
+
+    def dispatch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """[T, ...] of this rank's tokens -> [R, ...] of those that this rank has experts for."""
+        received = []
+        for x in tensors:
+            values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few operations
+            rows = values.index_select(0, self._tokens)
+            came = self._travel(rows, self._num_sent, self._num_received)
+            received.append(came.view(x.dtype))
+        return received
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [T, H]: the FP32 sum of what each rank gives for a token, in their order."""
+        back = self._travel(rows, self._num_received, self._num_sent)
+        ones = back.new_ones(self._token_to_row.shape, dtype=torch.float32)
+        return sum_rows(back, self._token_to_row, ones)
+
+    def collect(self, of_choices: torch.Tensor) -> torch.Tensor:
+        """fp32 [R, k] -> [T, k]; of a choice all ranks but that of its expert give 0."""
+        return self.combine(of_choices)
+
+    def _travel(
+        self, x: torch.Tensor, num_sent: list[int], num_received: list[int]
+    ) -> torch.Tensor:
+        data = x.contiguous().view(torch.uint8)
+        came = data.new_empty((sum(num_received), *data.shape[1:]))
+        agreement, on_gpu = self._group.agreement, self._gpu_group is not None
+        group = self._gpu_group if on_gpu else agreement.group
+        given, taken = (data, came) if on_gpu else (data.cpu(), came.cpu())
+        with agreement.explaining(self._name):
+            dist.all_to_all_single(taken, given, num_received, num_sent, group=group)
+        return (taken if on_gpu else came.copy_(taken)).view(x.dtype)
+
+    def _gather(self, ids: torch.Tensor, num_tokens: list[int]) -> list[torch.Tensor]:
+        """The choices of all ranks, by rank."""
+        most, agreement = max(num_tokens), self._group.agreement
+        padded = ids.new_zeros(most, ids.shape[1])
+        padded[: len(ids)] = ids
+        everyone = [torch.empty_like(padded) for _ in num_tokens]
+        with agreement.explaining(self._name):
+            dist.all_gather(everyone, padded, agreement.group)
+        return [x[:n] for x, n in zip(everyone, num_tokens, strict=True)]
+
+
+def _reached(ids: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
+    """bool [T, P]: whether a rank holds one of a token's experts; ids of no one reach nobody."""
+    bounds = [rank * num_experts // num_ranks for rank in range(num_ranks + 1)]
+    ranks = torch.tensor(bounds)
+    here = ids[:, None, :]
+    return ((here >= ranks[:-1, None]) & (here < ranks[1:, None])).any(-1)
+
+
+def _gpu_group(group: Any) -> Any:
+    """The group, if it moves tensors of GPUs; else they travel over the hosts."""
+    backend = dist.get_backend_config(group) if hasattr(dist, "get_backend_config") else ""
+    return group if "nccl" in str(backend) else None

@@ -1,0 +1,278 @@
+"""What a layer of a group does with tokens: they travel, experts compute, and results travel back.
+
+T tokens of this rank, k choices each, R tokens received, H hidden, I intermediate.
+
+1. The ranks agree on the call.
+2. Each token goes to the ranks that hold its experts, once to each, with its choices and scores.
+   For frozen experts it is quantized to 1x128 before, for others it goes as it is.
+3. A rank runs its experts on what it received: the weighted sum of a token's experts there is FP32,
+   and is rounded to BF16.
+4. These go back, and a token's are summed in FP32 in the order of the ranks.
+
+The backward does the same with the gradient of the result, and brings back those of hidden states
+and of scores.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...functional.autograd import first_order, no_gradients, records
+from ...functional.experts import experts, experts_saving
+from ...functional.experts_backward import experts_backward
+from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
+from ...layers.experts import WEIGHTS, GroupedExperts
+from ...quant.quantize import quantize_1x128, quantize_gradient_1x128
+from .agreement import Call
+
+if TYPE_CHECKING:
+    from .group import ExpertGroup
+
+_LAYER = "ExpertParallel"
+_TOKENS, _WEIGHTS, _NO_GRADIENTS = 1, 2, 4  # bits of `Call.asks`
+
+
+class ParallelExperts:
+    """What a `GroupedExperts` of a group calls in place of its own forward."""
+
+    def __init__(self, group: "ExpertGroup", num_experts: int) -> None:
+        self.group, self.num_experts, self.number = group, num_experts, group.number_layer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelExperts":
+        return ParallelExperts(self.group, self.num_experts)  # a layer of its own
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{_LAYER}: a layer of a group of processes cannot be pickled; save its state_dict(), "
+            "or moefp8.save_checkpoint(model, path)"
+        )
+
+    @torch.compiler.disable(reason="the ranks' hosts agree on each call")
+    def __call__(
+        self,
+        layer: GroupedExperts,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        addend: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Arguments and result as in `GroupedExperts.forward`, with tokens [T, H]."""
+        given = hidden_states, top_k_index, top_k_weights
+        call = self._call(layer, *given)
+        try:
+            self._check(layer, *given, addend)
+        except (TypeError, ValueError):
+            self.group.agreement.agree(call._replace(has_failed=1))  # so that no rank waits
+            raise
+        calls = self.group.agreement.agree(call)
+        asks = _agreed(calls)
+        exchange = self.group.exchange(calls, top_k_index)
+        backward = _Backward(self.group, call._replace(phase=1, asks=0))
+        scores = top_k_weights.float()
+        if call.is_fp8:
+            y = _frozen_experts(layer, exchange, backward, hidden_states, scores, asks)
+        else:
+            y = _any_experts(layer, exchange, backward, hidden_states, scores, asks)
+        y = y if addend is None else y + addend
+        return y.to(hidden_states.dtype)
+
+    def _call(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
+        asks = _NO_GRADIENTS
+        if torch.is_grad_enabled():
+            tokens = x.requires_grad or scores.requires_grad
+            weights = any(p.requires_grad for p in layer.parameters())
+            asks = _TOKENS * tokens | _WEIGHTS * weights
+        captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        width, top_k = x.shape[-1] if x.ndim else 0, ids.shape[-1] if ids.ndim else 0
+        is_fp8 = not (layer.trainable or layer.runs_in_steps)
+        sizes = self.num_experts, width, top_k
+        return Call(0, self.number, *sizes, is_fp8, captures, asks, len(x) if x.ndim else 0)
+
+    def _check(
+        self,
+        layer: GroupedExperts,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        scores: torch.Tensor,
+        addend: torch.Tensor | None,
+    ) -> None:
+        records(_LAYER, x, scores)
+        check_tensor(_LAYER, "hidden_states", x, FLOATS, 2)
+        check_tensor(_LAYER, "top_k_index", ids, (torch.int32, torch.int64), 2)
+        check_tensor(_LAYER, "top_k_weights", scores, FLOATS, 2)
+        num_tokens, top_k = len(x), ids.shape[1]
+        check_shape(_LAYER, "hidden_states", x, [num_tokens, layer.hidden_size], "[T, H]")
+        check_shape(_LAYER, "top_k_index", ids, [num_tokens, top_k], "[T, k]")
+        check_shape(_LAYER, "top_k_weights", scores, [num_tokens, top_k], "[T, k] as top_k_index")
+        if addend is not None:
+            check_tensor(_LAYER, "addend", addend, (torch.bfloat16,), 2)
+            check_shape(_LAYER, "addend", addend, x.shape, "[T, H] as hidden_states")
+        if ids.device.type == "cpu":
+            check_choices(_LAYER, ids, self.num_experts)
+
+
+class _Backward:
+    """The agreement of a call's backward."""
+
+    def __init__(self, group: "ExpertGroup", call: Call) -> None:
+        self._group, self._call = group, call
+
+    def agree(self) -> None:
+        self._group.agreement.agree(self._call)
+
+
+def _agreed(calls: list[Call]) -> int:
+    """What asks for gradients on any rank: then all take part in the backward."""
+    asks = 0
+    for call in calls:
+        asks |= call.asks
+    if asks & _NO_GRADIENTS and asks & (_TOKENS | _WEIGHTS):
+        disabled = [bool(call.asks & _NO_GRADIENTS) for call in calls]
+        raise ValueError(
+            f"{_LAYER}: all ranks must run {calls[0].name} with gradients, or all without, but "
+            f"torch.no_grad() holds on rank {disabled.index(True)} alone, not on rank "
+            f"{disabled.index(False)}"
+        )
+    return asks & (_TOKENS | _WEIGHTS)
+
+
+def _anchor(x: torch.Tensor, asks: int) -> torch.Tensor | None:
+    """What asks for a gradient on each rank if something does on any."""
+    return x.new_empty(0, dtype=torch.float32).requires_grad_() if asks else None
+
+
+# ---- Frozen experts: codes travel ----
+
+
+def _frozen_experts(
+    layer: GroupedExperts,
+    exchange: Any,
+    backward: _Backward,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    asks: int,
+) -> torch.Tensor:
+    weights = [layer._look_up(name) for name in WEIGHTS]
+    anchor = _anchor(x, asks)
+    y: torch.Tensor
+    if anchor is None:
+        y, _ = _forward(layer, exchange, x, scores, weights, saves=False)
+    else:
+        y = _FrozenExperts.apply(layer, exchange, backward, anchor, x, scores, *weights)
+    return y
+
+
+def _forward(
+    layer: GroupedExperts,
+    exchange: Any,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    weights: list[torch.Tensor],
+    *,
+    saves: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The result [T, H] bf16, and what the backward takes."""
+    codes, scale_inv, scores = exchange.dispatch(*quantize_1x128(x, False), scores)
+    rank, addend = (layer.expert_offset, layer.num_global_experts), None
+    options = layer.swiglu_limit, layer.layout == "masked", *rank, addend, scale_inv
+    inputs: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
+    if not saves:
+        return exchange.combine(experts(*inputs)), ()
+    y, gate_up = experts_saving(*inputs)
+    scale_inv = None
+    if layer.saved_dtype != torch.bfloat16:
+        gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
+    return exchange.combine(y), (exchange.ids.clone(), scores.clone(), gate_up, scale_inv)
+
+
+class _FrozenExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: GroupedExperts,
+        exchange: Any,
+        backward: _Backward,
+        anchor: torch.Tensor,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        y, saved = _forward(layer, exchange, x, scores, list(weights), saves=True)
+        ctx.save_for_backward(*saved, *weights)
+        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
+        ctx.options = (
+            layer.swiglu_limit,
+            layer.keep_transposed,
+            layer.expert_offset,
+            layer.num_global_experts,
+        )
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.agreement.agree()
+        exchange, saved = ctx.exchange, ctx.saved_tensors
+        needs = ctx.needs_input_grad[6:]
+        of_weights = no_gradients(grad, _LAYER, needs, saved[4:])
+        codes, scale_inv = exchange.dispatch(*quantize_gradient_1x128(grad))
+        dx, of_scores = experts_backward(codes, *saved, *ctx.options, scale_inv)
+        dx, of_scores = exchange.combine(dx), exchange.collect(of_scores)
+        return None, None, None, None, dx.to(ctx.dtype), of_scores, *of_weights
+
+
+# ---- Any experts: tokens travel as they are ----
+
+
+def _any_experts(
+    layer: GroupedExperts,
+    exchange: Any,
+    backward: _Backward,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    asks: int,
+) -> torch.Tensor:
+    of_tokens, anchor = _anchor(x, asks & _TOKENS), _anchor(x, asks)
+    if of_tokens is None:
+        tokens, of_choices = exchange.dispatch(x, scores)
+    else:
+        tokens, of_choices = _Dispatch.apply(exchange, of_tokens, x, scores)
+    rows = layer.compute(tokens, exchange.ids.clone(), of_choices).bfloat16()
+    if anchor is None:
+        return exchange.combine(rows)
+    y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
+    return y
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Any, anchor: torch.Tensor, x: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(y.clone() for y in exchange.dispatch(x, scores))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: torch.Tensor, of_scores: torch.Tensor) -> tuple[Any, ...]:
+        exchange = ctx.exchange
+        summed = exchange.combine(dx.bfloat16()).to(dx.dtype)
+        return None, None, summed, exchange.collect(of_scores)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Any, backward: _Backward, anchor: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.agreement = exchange, backward
+        y: torch.Tensor = exchange.combine(rows)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.agreement.agree()
+        (of_rows,) = ctx.exchange.dispatch(grad)
+        return None, None, None, of_rows.clone()

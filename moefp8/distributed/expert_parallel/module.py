@@ -1,0 +1,115 @@
+"""`ExpertParallel` and `expert_parallel`: experts that the ranks of a group share.
+
+T tokens of a rank, k choices each, E experts of the whole model, H hidden.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layers.experts import PARALLELIZERS, GroupedExperts
+from ..shard import shard
+from .experts import ParallelExperts
+from .group import ExpertGroup
+
+
+class ExpertParallel(nn.Module):
+    """`GroupedExperts` whose experts lie on all ranks of a group, each of which has its own tokens.
+
+    Every rank calls it with its own tokens, as many as it has, none included, and the ids of the
+    whole model; it gets its own tokens' outputs. All ranks make the same calls in the same order,
+    backwards included. What a token gives depends on no other token, on no timing and not on which
+    rank it is on: it is the FP32 sum, in the order of the ranks, of what its experts on each rank
+    give together, rounded to BF16. A token whose experts are all on one rank gives the same bits as
+    one process with all experts; else each further rank adds a rounding, of 2**-9 of its part.
+
+    Args:
+        experts: all E experts, of which this rank's part is kept, in place; or that part already,
+            as `shard(model, {...: "experts"}, rank, num_ranks)` leaves it. On the meta device it
+            may be filled afterwards: `load_checkpoint` reads this rank's experts and no others.
+        mesh: a `DeviceMesh` of one dimension, or a process group. All ranks make the same layers in
+            the same order.
+        timeout: how long a rank waits for the others, for all layers of a group; None: 5 minutes.
+
+    Attributes:
+        experts: this rank's part, which has the exchange. It may be called itself.
+
+    Raises ValueError if the experts are another rank's part, or this rank would hold none.
+    """
+
+    def __init__(
+        self, experts: GroupedExperts, mesh: Any, *, timeout: timedelta | None = None
+    ) -> None:
+        super().__init__()
+        _distribute(experts, mesh, timeout)
+        self.experts = experts
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `GroupedExperts.forward`, with this rank's tokens [T, H] and ids in [0, E].
+
+        Raises:
+            TypeError, ValueError: arguments are wrong. The other ranks raise a RuntimeError.
+            ValueError: ranks are at different layers, or at forward and backward.
+            RuntimeError: a rank has ended, or does not come within the timeout.
+        """
+        tokens = hidden_states, top_k_index, top_k_weights
+        y: torch.Tensor = self.experts(*tokens, addend=addend)
+        return y
+
+
+def expert_parallel(model: nn.Module, mesh: Any, *, timeout: timedelta | None = None) -> nn.Module:
+    """Let all `GroupedExperts` of a model lie on the ranks of `mesh`, in place; returns the model.
+
+    It is `ExpertParallel` for each of them, but names of modules and parameters stay. Call it after
+    `convert`, on the meta device to load this rank's experts alone:
+
+        with torch.device("meta"): model = Model(config)
+        moefp8.convert(model)
+        moefp8.distributed.expert_parallel(model, mesh)
+        moefp8.load_checkpoint(model, path)
+
+    Raises ValueError if there are no `GroupedExperts`; otherwise as `ExpertParallel`.
+    """
+    found = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    if not found:
+        raise ValueError(
+            "expert_parallel: the model has no GroupedExperts; call moefp8.convert(model) first"
+        )
+    for experts in found:
+        _distribute(experts, mesh, timeout)
+    return model
+
+
+def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = None) -> None:
+    """Keep this rank's part, and let it exchange tokens with the others."""
+    if not isinstance(experts, GroupedExperts):
+        raise TypeError(
+            f"ExpertParallel: experts must be a GroupedExperts, got {type(experts).__name__}; "
+            "moefp8.convert(model) makes them of experts modules"
+        )
+    if experts.parallel is not None:
+        raise ValueError("ExpertParallel: these experts are those of a group already")
+    group = ExpertGroup.of(mesh, timeout)
+    if experts.num_global_experts is None and group.size > 1:
+        shard(experts, {"": "experts"}, group.rank, group.size)
+    total = experts.num_global_experts or experts.num_experts
+    begin, end = (rank * total // group.size for rank in (group.rank, group.rank + 1))
+    held = experts.expert_offset, experts.expert_offset + experts.num_experts
+    if held != (begin, end):
+        raise ValueError(
+            f"ExpertParallel: rank {group.rank} of {group.size} must hold experts [{begin}, {end}) "
+            f"of {total}, got [{held[0]}, {held[1]}); shard by the rank in the mesh"
+        )
+    experts.parallel = ParallelExperts(group, total)
+
+
+PARALLELIZERS.append(_distribute)

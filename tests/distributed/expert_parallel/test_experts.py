@@ -1,0 +1,103 @@
+"""Experts on several ranks give what one process gives that has all of them, to the bit."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from moefp8.testing import row_errors
+from tests.distributed.expert_parallel.cases import (
+    BF16,
+    Kind,
+    Tokens,
+    draw,
+    expected,
+    run,
+    run_parallel,
+    whole,
+)
+from tests.distributed.ranks import Ranks, ranks
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+FROZEN, TRAINED, ADAPTED = Kind(), Kind(what="trained"), Kind(what="adapted")
+IN_CODES = Kind(saved_dtype=torch.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(request, tmp_path_factory) -> Iterator[Ranks]:
+    with ranks(request.param, tmp_path_factory.mktemp("ranks")) as made:
+        yield made
+
+
+def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients: bool) -> None:
+    came = group.run(run_parallel, [(kind, z, with_gradients) for z in tokens])
+    wanted = expected(kind, tokens, with_gradients=with_gradients)
+    for rank, (ours, theirs) in enumerate(zip(came, wanted, strict=True)):
+        assert not isinstance(ours, str), ours
+        for name, x, y in zip(ours._fields, ours, theirs, strict=True):
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name, r=rank: f"{n} {r}: {m}"
+            )
+
+
+@given(data=st.data())
+@settings(max_examples=25, phases=[Phase.generate])  # ranks that failed answer no more
+def test_any_routing_gives_what_one_process_gives(group, data):
+    num_ranks = len(group.pipes)
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))
+    kind = data.draw(st.sampled_from([FROZEN, TRAINED, ADAPTED, IN_CODES]))
+    first = data.draw(st.integers(0, kind.num_experts))
+    last = data.draw(st.integers(first + 1, kind.num_experts + 1))
+    tokens = draw(
+        kind,
+        sizes,
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(0, 2**16)),
+        dtype=data.draw(st.sampled_from([BF16, torch.float32, torch.float16])),
+        first=first,
+        last=last,
+        has_addend=data.draw(st.booleans()),
+    )
+    assert_right(group, kind, tokens, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED, ADAPTED], ids=lambda kind: kind.what)
+@pytest.mark.parametrize(
+    "ids",
+    [(0, 1), (5, 6), (6, 7)],
+    ids=["all on the first expert", "all on the last", "of no one"],
+)
+def test_skewed_routings(group, kind, ids):
+    sizes = [3 * rank for rank in range(len(group.pipes))]
+    tokens = draw(kind, sizes, 2, 0, first=ids[0], last=ids[1])
+    assert_right(group, kind, tokens, True)
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED, ADAPTED], ids=lambda kind: kind.what)
+def test_nobody_has_tokens(group, kind):
+    assert_right(group, kind, draw(kind, [0] * len(group.pipes), 2, 0), True)
+
+
+def test_masked_layout_and_sizes_of_whole_blocks(group):
+    for kind in (Kind(layout="masked"), Kind(9, 256, 128), Kind(4, 8, 8)):
+        tokens = draw(kind, range(2, 2 + len(group.pipes)), 3, 1)
+        assert_right(group, kind, tokens, False)
+
+
+def test_it_is_near_one_process_with_all_experts(group):
+    """Each rank's part is rounded once more, to 2**-9 of itself; equal where one has all."""
+    sizes = [20] * len(group.pipes)
+    tokens = draw(FROZEN, sizes, 3, 5)
+    came = group.run(run_parallel, [(FROZEN, z, False) for z in tokens])
+    for ours, z in zip(came, tokens, strict=True):
+        with torch.no_grad():
+            wanted = run(whole(FROZEN), z, with_gradients=False).y
+        assert row_errors(ours.y, wanted).max() < 2**-8
+        assert ours.y.abs().max() > 0.05
+    tokens = draw(FROZEN, sizes, 1, 5)
+    came = group.run(run_parallel, [(FROZEN, z, False) for z in tokens])
+    for ours, z in zip(came, tokens, strict=True):
+        assert torch.equal(ours.y, run(whole(FROZEN), z, with_gradients=False).y)
