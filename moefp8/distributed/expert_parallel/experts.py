@@ -38,6 +38,8 @@ class ParallelExperts:
 
     def __init__(self, group: "ExpertGroup", num_experts: int) -> None:
         self.group, self.num_experts, self.number = group, num_experts, group.number_layer()
+        # Not a decorator, which would import Dynamo with this module.
+        self._run = torch.compiler.disable(self._call, reason="the ranks' hosts agree on each call")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelExperts":
         return ParallelExperts(self.group, self.num_experts)  # a layer of its own
@@ -48,7 +50,6 @@ class ParallelExperts:
             "or moefp8.save_checkpoint(model, path)"
         )
 
-    @torch.compiler.disable(reason="the ranks' hosts agree on each call")
     def __call__(
         self,
         layer: GroupedExperts,
@@ -58,8 +59,19 @@ class ParallelExperts:
         addend: torch.Tensor | None,
     ) -> torch.Tensor:
         """Arguments and result as in `GroupedExperts.forward`, with tokens [T, H]."""
+        y: torch.Tensor = self._run(layer, hidden_states, top_k_index, top_k_weights, addend)
+        return y
+
+    def _call(
+        self,
+        layer: GroupedExperts,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        addend: torch.Tensor | None,
+    ) -> torch.Tensor:
         given = hidden_states, top_k_index, top_k_weights
-        call = self._call(layer, *given)
+        call = self._told(layer, *given)
         try:
             self._check(layer, *given, addend)
         except (TypeError, ValueError):
@@ -77,7 +89,7 @@ class ParallelExperts:
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
 
-    def _call(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
+    def _told(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
         asks = _NO_GRADIENTS
         if torch.is_grad_enabled():
             tokens = x.requires_grad or scores.requires_grad
