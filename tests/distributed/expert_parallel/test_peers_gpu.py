@@ -67,9 +67,9 @@ def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[
 
     def one(rank: int, group: ExpertGroup) -> Results:
         # A backward in the engine's thread of the GPU would keep that of the other ranks waiting.
-        with torch.autograd.set_multithreading_enabled(False):
-            with torch.set_grad_enabled(with_gradients):
-                found = run(layer(kind, group), on_gpu[rank], with_gradients=with_gradients)
+        here = torch.autograd.set_multithreading_enabled(False)
+        with here, torch.set_grad_enabled(with_gradients):
+            found = run(layer(kind, group), on_gpu[rank], with_gradients=with_gradients)
         weights = [x.cpu() for x in found.of_weights]
         return Results(*(x.cpu() for x in found[:3]), weights)
 
