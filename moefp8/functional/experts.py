@@ -27,8 +27,10 @@ from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
-from .experts_launch import launch_experts
+from .expert_configs import Sizes
+from .experts_launch import Combine, launch_experts
 from .swiglu import check_limit, empty_gate_up, swiglu
+from .workspace import num_parts_of
 
 _OP = "experts"
 
@@ -146,14 +148,19 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
-def _launch(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
+def _launch(
+    inputs: ExpertsInputs,
+    gate_up: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    combine: Combine | None = None,
+) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
     limit = math.inf if limit is None else limit
     tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
     check = partial(_allocate, inputs)
     scale_inv = inputs.hidden_states_scale_inv
-    others = inputs.addend, None, gate_up, scale_inv
+    others = inputs.addend, y, gate_up, scale_inv, combine
     return launch_experts(check, tokens, projections, options, *others)
 
 
@@ -204,3 +211,31 @@ experts_saving = register_inputs(
 """`experts`, the same to the bit, and what `experts_backward` takes: gate and up of each row, as
 they are before SwiGLU, rounded to BF16: [T k, 2, I]. Rows lie expert by expert; behind the last
 expert's they are not defined."""
+
+
+# ---- On one GPU of several ----
+
+
+def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
+    """Whether a Hopper GPU computes all tokens in one part, as `launch_combining` needs.
+
+    saves: whether it is `experts_saving`.
+    """
+    (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
+    sizes = Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves)
+    return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=saves) == 1
+
+
+def launch_combining(
+    inputs: ExpertsInputs, combine: Combine, y: torch.Tensor, *, saves: bool
+) -> torch.Tensor | None:
+    """`experts` on a Hopper GPU, where `combine` sums the rows of tokens and brings them elsewhere.
+
+    y: what the kernel of `combine` takes for the result. It knows no addend.
+    saves: whether to return gate and up as `experts_saving` does; else None.
+    """
+    gate_up = _empty_gate_up(inputs) if saves else None
+    if saves:
+        inputs = inputs._replace(masked=False)
+    _launch(inputs, gate_up, y, combine)
+    return gate_up

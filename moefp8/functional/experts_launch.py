@@ -15,7 +15,7 @@ in one workspace. Its size grows with T; a large T is split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -63,6 +63,14 @@ _X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _X_SCALES, _MEMORY = map(S
 _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES = _OF_WEIGHTS
 
 
+class Combine(Protocol):
+    """What sums the rows of each token: a hashable that holds all which that depends on."""
+
+    @property
+    def prepare(self) -> Callable[..., Launch]:
+        """Called as `prepare_combine`."""
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What is kept for one layout of a layer and its tokens.
@@ -89,6 +97,7 @@ def launch_experts(
     y: torch.Tensor | None = None,
     gate_up: torch.Tensor | None = None,
     x_scale_inv: torch.Tensor | None = None,
+    combine: Combine | None = None,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
 
@@ -98,6 +107,8 @@ def launch_experts(
     y: contiguous memory for the result; None: it is allocated.
     gate_up: memory for what `experts_saving` gives beside the result; the layout is contiguous.
     x_scale_inv: the scales of tokens that come as codes.
+    combine: stands for `prepare_combine`; `y` is then what it needs, and neither tokens nor weights
+        may be such that they are split or copied.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])
@@ -109,14 +120,14 @@ def launch_experts(
         scales, of_scales = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
     alignment = x_address % 16, gate % 16, down % 16, y_alignment, added % 16
     layouts = tuple([layout_of(z) for z in tensors])
-    saves, of_others = gate_up is not None, (of_addend, of_scales)
+    saves, of_others = gate_up is not None, (of_addend, of_scales, combine)
     key = (_OP, layouts, of_others, alignment, options, saves, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()
         is_aligned = y_alignment == 0 and added % 16 == 0
         given = tokens, projections, options, addend, x_scale_inv
-        found = driver.keep(key, _prepare(*given, is_aligned, saves))
+        found = driver.keep(key, _prepare(*given, is_aligned, saves, combine))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     if found.launches is None:
@@ -176,6 +187,7 @@ def _prepare(
     x_scale_inv: torch.Tensor | None,
     is_aligned: bool,
     saves: bool,
+    combine: Combine | None,
 ) -> _Prepared:
     x, ids, _ = tokens
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, projections[2].shape
@@ -187,6 +199,8 @@ def _prepare(
     num_parts = num_parts_of(sizes, has_backward=saves)
     is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
     if num_parts > 1 or is_copied:
+        if combine is not None:
+            raise ValueError(f"{_OP}: what combine brings elsewhere must be computed in one part")
         return _Prepared(num_parts)
     split = split_weights(projections)
     fitting = fitting_weights(split)
@@ -225,6 +239,7 @@ def prepare_experts(
     is_aligned: bool = True,
     saves: bool = False,
     x_scale_inv: torch.Tensor | None = None,
+    combine: Combine | None = None,
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
     the tokens, `Weights`, y [T, H], the addend [T, H] or 0, memory for gate and up [T k, 2, I] or
@@ -234,6 +249,7 @@ def prepare_experts(
     is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
     saves: whether gate and up are saved for a backward.
     x_scale_inv: the scales of tokens that come as codes, whose layout counts.
+    combine: stands for `prepare_combine`.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, matrix_of(sizes)
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -264,7 +280,8 @@ def prepare_experts(
     if saves:
         configs = saving_config(configs[0], sizes, sms.busy), configs[1]
     gemms = _prepare_gemms(sizes, weights, limit, configs, sms)
-    combine = prepare_combine(
+    prepare = prepare_combine if combine is None else combine.prepare
+    last = prepare(
         scores,
         h,
         y_row_pitch=round_up(h, 8),
@@ -278,7 +295,7 @@ def prepare_experts(
         ),
         programmatic=True,
     )
-    return Launches((*dispatch, *gemms, combine), at.size)
+    return Launches((*dispatch, *gemms, last), at.size)
 
 
 def _in_memory(offset: int) -> Source:

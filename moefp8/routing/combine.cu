@@ -3,6 +3,7 @@
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
+#include "weighted_sum.cuh"
 
 struct Arguments {
   const uint8_t* y;         // bf16 [R, H]
@@ -24,12 +25,9 @@ struct Arguments {
 // Alignment: y and its rows are at multiples of 16 B; vectorized if out and addend are too and H is one of 8; else any.
 template <Input kWeights, bool kVectorized>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Arguments args) {
-  constexpr int kAtOnce = 8;  // choices whose rows are in flight together
   const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, token = args.units.quotient(index);
   const uint32_t column = (index - token * args.units.value) * 8;
   if (token >= args.num_tokens) return;
-  const int* token_to_row = args.token_to_row + static_cast<int64_t>(token) * args.top_k;
-  const uint8_t* token_weights = args.weights + token * args.weight_token_bytes;
   const int64_t target_row = static_cast<int64_t>(token) * args.hidden_size * 2;
 
   Eight<Input::kBFloat16> addend;
@@ -41,32 +39,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
     }
   }
   float sums[8] = {};
-  for (uint32_t first = 0; first < args.top_k; first += kAtOnce) {
-    int rows[kAtOnce];
-    float weights[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t choice = min(first + i, args.top_k - 1);
-      rows[i] = token_to_row[choice];
-      weights[i] = load_float<kWeights>(token_weights + choice * args.weight_choice_bytes);
-    }
-    if (first == 0) {  // plan and top_k_weights are older than the previous kernel
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-    Eight<Input::kBFloat16> values[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      // A choice without a row reads any row: no load has a condition, so that all are in flight at once.
-      values[i].load_once(args.y + max(rows[i], 0) * args.y_row_bytes, column);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (rows[i] < 0 || first + i >= args.top_k) continue;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], __fmul_rn(weights[i], values[i][j]));
-    }
-  }
+  weighted_sum<kWeights>(args, token, column, sums);
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

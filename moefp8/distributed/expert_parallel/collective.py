@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...functional.experts import ExpertsInputs, experts, experts_saving
 from ...quant.quantize import quantize_1x128, quantize_gradient_1x128
 from ...routing.combine import sum_rows
 from .agreement import Call
@@ -59,6 +60,12 @@ class CollectiveExchange:
         codes, scale_inv = map(self._send, quantized)
         return [codes, scale_inv, *([] if scores is None else [self._send(scores)])]
 
+    def experts(
+        self, inputs: ExpertsInputs, *, saves: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `combine` gives of the experts' results, and what a backward needs if it `saves`."""
+        return run_experts(self, inputs, saves=saves)
+
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 [R, H] -> [T, H]: the FP32 sum of what each rank gives for a token, in order."""
         back = self._travel(rows, self._num_received, self._num_sent)
@@ -103,6 +110,16 @@ class CollectiveExchange:
         with agreement.explaining(self._name):
             dist.all_gather(everyone, padded, agreement.group)
         return [x[:n] for x, n in zip(everyone, num_tokens, strict=True)]
+
+
+def run_experts(
+    exchange: Any, inputs: ExpertsInputs, *, saves: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run experts, then combine what they give."""
+    if not saves:
+        return exchange.combine(experts(*inputs)), None
+    y, gate_up = experts_saving(*inputs)
+    return exchange.combine(y), gate_up
 
 
 def _reached(ids: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:

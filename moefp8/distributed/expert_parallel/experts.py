@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...functional.autograd import first_order, no_gradients, records
-from ...functional.experts import experts, experts_saving
+from ...functional.experts import ExpertsInputs
 from ...functional.experts_backward import experts_backward
 from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
 from ...layers.experts import WEIGHTS, GroupedExperts
@@ -183,20 +183,21 @@ def _forward(
     weights: list[torch.Tensor],
     *,
     saves: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The result [T, H] bf16, and what the backward takes."""
     codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
     rank, addend = (layer.expert_offset, layer.num_global_experts), None
     options = layer.swiglu_limit, layer.layout == "masked", *rank, addend, scale_inv
-    inputs: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
+    given: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
+    inputs = ExpertsInputs(*given)
     if not saves:
-        return exchange.combine(experts(*inputs)), ()
-    y, gate_up = experts_saving(*inputs)
+        return exchange.experts(inputs, saves=False)[0], ()
     exchange.keep_choices()
-    scores, scale_inv = scores.clone(), None
+    scores, saved_scales = scores.clone(), None
+    y, gate_up = exchange.experts(inputs, saves=True)
     if layer.saved_dtype != torch.bfloat16:
-        gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
-    return exchange.combine(y), (exchange.ids, scores, gate_up, scale_inv)
+        gate_up, saved_scales = quantize_1x128(gate_up.flatten(0, 1), False)
+    return y, (exchange.ids, scores, gate_up, saved_scales)
 
 
 class _FrozenExperts(torch.autograd.Function):

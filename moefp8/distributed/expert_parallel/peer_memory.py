@@ -16,7 +16,7 @@ from ...kernels.common.blocks import num_blocks, round_up
 MAX_RANKS = 16
 _ALIGNMENT, _GRANULE = 256, 2 << 20
 _ARRIVALS = MAX_RANKS * 8  # a word of each rank
-PUSH_ARRIVALS, GIVE_BACK_ARRIVALS, _AREAS = 0, _ARRIVALS, 2 * _ARRIVALS
+_AREAS = 2 * _ARRIVALS  # those behind a push of tokens, and behind one of results
 
 
 class Received(NamedTuple):
@@ -65,9 +65,9 @@ class PeerMemory:
     The two never share a byte, since pushes into one may overtake reads of the other.
 
     Attributes:
-        addresses: where the memory of each rank begins, as this GPU addresses it.
         receiving, returning: how many bytes of each area there are.
-        state: this rank's own: two counts, and two counters of CTAs.
+        state: `State` of ranks.cuh: two counts, two counters of CTAs in a word, the signature, the
+            address of `error`, and `addresses`.
         error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
             rank did not come, 2 if it is at something else; that rank; what it told.
     """
@@ -75,10 +75,11 @@ class PeerMemory:
     def __init__(
         self, tensor: torch.Tensor, addresses: Sequence[int], receiving: int, returning: int
     ) -> None:
-        self.tensor, self.addresses = tensor, tuple(addresses)
-        self.receiving, self.returning = receiving, returning
-        self.state = torch.zeros(4, dtype=torch.int64, device=tensor.device)
+        self.tensor, self.receiving, self.returning = tensor, receiving, returning
         self.error = torch.zeros(4, dtype=torch.int32).pin_memory()
+        others = [0] * (MAX_RANKS - len(addresses))
+        words = [0, 0, 0, 0, self.error.data_ptr(), *addresses, *others]
+        self.state = torch.tensor(words, dtype=torch.int64).to(tensor.device)
 
     @staticmethod
     def sizes(receiving: int, returning: int, old: "PeerMemory | None") -> tuple[int, int]:

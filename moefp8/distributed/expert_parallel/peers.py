@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...functional.experts import ExpertsInputs, launch_combining, runs_as_a_whole
 from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from ...routing.combine import sum_rows
 from .agreement import Call
-from .peer_memory import GivenBack, PeerMemory, Received
-from .peers_launch import Place, Sizes, give_back, push
+from .collective import run_experts
+from .peer_memory import GivenBack, Received
+from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
+
+
+_MOST_ELEMENTS = 2**31  # that a kernel counts
 
 
 class PeerExchange:
@@ -80,6 +85,18 @@ class PeerExchange:
             found.append(memory.view(at + received.scores, shape, torch.float32))
         return found
 
+    def experts(
+        self, inputs: ExpertsInputs, *, saves: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last kernel of the experts gives their sums back, where it can take all slots."""
+        num_slots, h = inputs.hidden_states.shape
+        if h % 8 or num_slots * h >= _MOST_ELEMENTS or not runs_as_a_whole(inputs, saves=saves):
+            return run_experts(self, inputs, saves=saves)
+        memory = self._group.memory
+        combine = CombineAndGiveBack(self._place, self._sizes, memory.returning_at)
+        gate_up = launch_combining(inputs, combine, memory.state, saves=saves)
+        return self._sum_of_ranks(), gate_up
+
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         return self._take_back(rows, None)[0]
 
@@ -98,32 +115,33 @@ class PeerExchange:
         """Own the choices, which the group's memory holds until the next dispatch."""
         self.ids = self.ids.clone()
 
-    def _give_back(self, rows: torch.Tensor | None, of_scores: torch.Tensor | None) -> PeerMemory:
-        memory: PeerMemory = self._group.memory
+    def _give_back(self, rows: torch.Tensor | None, of_scores: torch.Tensor | None) -> None:
         given = rows, self.ids, of_scores
-        give_back(memory, self._place, self._sizes, self._given_back, self._signature, *given)
-        return memory
+        give_back(self._group.memory, self._place, self._sizes, *given)
 
     def _take_back(
         self, rows: torch.Tensor, of_scores: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._sizes.max_tokens == 0:
             return rows, of_scores
-        given = rows.contiguous(), None if of_scores is None else of_scores.contiguous()
-        memory = self._give_back(*given)
-        sizes, num_ranks = self._sizes, self._place.num_ranks
-        num_slots, at = num_ranks * sizes.max_tokens, memory.returning_at
-        back = memory.view(
-            at + self._given_back.rows, (num_slots, sizes.hidden_size), torch.bfloat16
-        )
-        ones = self._group.one(rows.device).expand(len(self._token_to_row), num_ranks)
-        y = sum_rows(back, self._token_to_row, ones)
-        if of_scores is None:
-            return y, None
-        place = at + self._given_back.of_scores
-        every = memory.view(place, (num_slots, sizes.top_k), torch.float32)
-        each = every.view(num_ranks, sizes.max_tokens, sizes.top_k)
-        return y, each[:, : len(y)].sum(0)
+        self._give_back(rows.contiguous(), None if of_scores is None else of_scores.contiguous())
+        return self._sum_of_ranks(), None if of_scores is None else self._scores_of_ranks()
+
+    def _sum_of_ranks(self) -> torch.Tensor:
+        """[T, H] of what all ranks have given back."""
+        memory, num_ranks = self._group.memory, self._place.num_ranks
+        shape = num_ranks * self._sizes.max_tokens, self._sizes.hidden_size
+        back = memory.view(memory.returning_at + self._given_back.rows, shape, torch.bfloat16)
+        ones = self._group.one(back.device).expand(len(self._token_to_row), num_ranks)
+        return sum_rows(back, self._token_to_row, ones)
+
+    def _scores_of_ranks(self) -> torch.Tensor:
+        """fp32 [T, k]"""
+        memory, sizes, num_ranks = self._group.memory, self._sizes, self._place.num_ranks
+        place = memory.returning_at + self._given_back.of_scores
+        shape = num_ranks * sizes.max_tokens, sizes.top_k
+        each = memory.view(place, shape, torch.float32).view(num_ranks, -1, sizes.top_k)
+        return each[:, : len(self._token_to_row)].sum(0)
 
 
 def _signature_of(call: Call, num_tokens: list[int]) -> int:

@@ -12,16 +12,11 @@ import torch
 
 from ...kernels.common.blocks import BLOCK, ceil_div, num_blocks
 from ...kernels.common.checks import INPUTS
+from ...kernels.common.divisor import Divisor
 from ...kernels.common.prepared import layout_of, prepared
 from ...kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
-from .peer_memory import (
-    GIVE_BACK_ARRIVALS,
-    MAX_RANKS,
-    PUSH_ARRIVALS,
-    GivenBack,
-    PeerMemory,
-    Received,
-)
+from ...routing.combine_launch import CombineSources
+from .peer_memory import GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
@@ -30,16 +25,7 @@ _CTAS_PER_SM = 8
 
 
 class _Ranks(ctypes.Structure):
-    _fields_ = fields((c_void_p * MAX_RANKS, "memory"), (c_uint32, "rank num_ranks"))
-
-
-class _Meeting(ctypes.Structure):
-    _fields_ = fields(
-        (c_void_p, "count num_ended"),
-        (c_int64, "arrivals"),
-        (c_uint64, "signature deadline_ns"),
-        (c_void_p, "error"),
-    )
+    _fields_ = fields((c_void_p, "state"), (c_uint64, "deadline_ns"), (c_uint32, "rank num_ranks"))
 
 
 class _Choices(ctypes.Structure):
@@ -64,7 +50,7 @@ class PushArguments(ctypes.Structure):
 
     _fields_ = fields(
         (_Ranks, "ranks"),
-        (_Meeting, "meeting"),
+        (c_uint64, "signature"),
         (_Choices, "choices"),
         (_Tokens, "tokens"),
         (c_float, "min_amax"),
@@ -72,11 +58,17 @@ class PushArguments(ctypes.Structure):
 
 
 class _Results(ctypes.Structure):
+    _fields_ = fields((c_void_p, "y"), (c_uint32, "row_bytes"))
+
+
+class _Rows(ctypes.Structure):
     _fields_ = fields(
         (c_void_p, "y"),
-        (c_uint32, "row_bytes"),
-        (c_void_p, "of_choices"),
-        (c_int64, "rows of_scores"),
+        (c_int64, "y_row_bytes"),
+        (c_void_p, "token_to_row weights"),
+        (c_int64, "weight_token_bytes weight_choice_bytes"),
+        (c_uint32, "top_k"),
+        (Divisor, "units"),
     )
 
 
@@ -85,9 +77,12 @@ class GiveBackArguments(ctypes.Structure):
 
     _fields_ = fields(
         (_Ranks, "ranks"),
-        (_Meeting, "meeting"),
         (_Choices, "choices"),
         (_Results, "results"),
+        (_Rows, "rows"),
+        (c_void_p, "of_choices"),
+        (c_int64, "to scores_to"),
+        (c_uint32, "hidden_size"),
     )
 
 
@@ -101,6 +96,10 @@ def push_rows_kernel_of(unit_bytes: int) -> Kernel:
 
 def give_back_kernel_of(unit_bytes: int) -> Kernel:
     return Kernel(_GIVE_BACK, f"give_back_kernel<{_UNITS[unit_bytes]}>")
+
+
+def combine_kernel_of(weights_dtype: torch.dtype) -> Kernel:
+    return Kernel(_GIVE_BACK, f"combine_and_give_back_kernel<{INPUTS[weights_dtype]}>")
 
 
 _UNITS = {16: "uint4", 2: "uint16_t"}
@@ -128,41 +127,18 @@ class Sizes(NamedTuple):
     hidden_size: int
 
 
-# Addresses of a launch, in this order; the signature of the meeting counts as one.
-_FIRST, _IDS, _SECOND, _TO_ROW, _SIGNATURE, _STATE, _ERROR, *_MEMORY = map(
-    Source, range(7 + MAX_RANKS)
-)
+def _ranks_of(place: Place) -> _Ranks:
+    return _Ranks(deadline_ns=place.deadline_ns, rank=place.rank, num_ranks=place.num_ranks)
 
 
-def _common(place: Place, arrivals: int, number: int) -> tuple[_Ranks, _Meeting, list[Pointer]]:
-    """The structures that both kernels begin with, and their addresses."""
-    ranks = _Ranks(rank=place.rank, num_ranks=place.num_ranks)
-    meeting = _Meeting(arrivals=arrivals, deadline_ns=place.deadline_ns)
-    at, word = PushArguments.meeting.offset, ctypes.sizeof(c_uint64)
-    found = pointers(
-        _Meeting,
-        at=at,
-        count=_STATE._replace(plus=number * word),
-        num_ended=_STATE._replace(plus=(2 + number) * word),
-        signature=_SIGNATURE,
-        error=_ERROR,
-    )
-    memory = PushArguments.ranks.offset + _Ranks.memory.offset
-    found += [Pointer(0, memory + i * word, _MEMORY[i]) for i in range(place.num_ranks)]
-    return ranks, meeting, found
+def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple([0 if x is None else x.data_ptr() for x in given])
 
 
-def _addresses(
-    memory: PeerMemory,
-    signature: int,
-    first: torch.Tensor | None,
-    ids: torch.Tensor,
-    second: torch.Tensor | None,
-    to_row: torch.Tensor | None,
-) -> tuple[int, ...]:
-    given = [0 if x is None else x.data_ptr() for x in (first, ids, second, to_row)]
-    own = signature, memory.state.data_ptr(), memory.error.data_ptr()
-    return (*given, *own, *memory.addresses)
+# ---- Pushing tokens ----
+
+# The addresses of a push, in this order; the signature counts as one.
+_X, _IDS, _SCORES, _TO_ROW, _STATE, _SIGNATURE = map(Source, range(6))
 
 
 def push(
@@ -196,10 +172,8 @@ def push(
         at, word = memory.receiving_at, x.element_size()
         num_tokens, h, top_k = len(x), sizes.hidden_size, sizes.top_k
         pitch = x.stride(0) * word if num_tokens > 1 else h * word
-        ranks, meeting, found = _common(place, PUSH_ARRIVALS, 0)
         arguments = PushArguments(
-            ranks=ranks,
-            meeting=meeting,
+            ranks=_ranks_of(place),
             choices=_Choices(
                 num_tokens=num_tokens,
                 max_tokens=sizes.max_tokens,
@@ -221,16 +195,18 @@ def push(
             ),
             min_amax=min_amax or 0.0,
         )
+        found = pointers(PushArguments, signature=_SIGNATURE)
+        found += pointers(_Ranks, at=PushArguments.ranks.offset, state=_STATE)
         found += pointers(
             _Choices,
             at=PushArguments.choices.offset,
             ids=_IDS,
-            scores=None if scores is None else _SECOND,
+            scores=None if scores is None else _SCORES,
         )
         found += pointers(
             _Tokens,
             at=PushArguments.tokens.offset,
-            x=_FIRST,
+            x=_X,
             token_to_row=None if token_to_row is None else _TO_ROW,
         )
         if min_amax is not None:
@@ -243,16 +219,19 @@ def push(
             num_threads = num_tokens * ceil_div(h * word, unit * _AT_ONCE * _WARP) * _WARP
         return _launch(kernel, arguments, found, x.get_device(), num_threads)
 
-    addresses = _addresses(memory, signature, x, ids, scores, token_to_row)
-    prepared(key, prepare).on(x.get_device(), addresses)
+    addresses = _addresses(x, ids, scores, token_to_row, memory.state)
+    prepared(key, prepare).on(x.get_device(), (*addresses, signature))
+
+
+# ---- Giving back ----
+
+_Y, _SLOT_IDS, _OF_CHOICES, _OWN_STATE = map(Source, range(4))
 
 
 def give_back(
     memory: PeerMemory,
     place: Place,
     sizes: Sizes,
-    given_back: GivenBack,
-    signature: int,
     y: torch.Tensor | None,
     ids: torch.Tensor,
     of_choices: torch.Tensor | None,
@@ -268,43 +247,86 @@ def give_back(
     key = (
         "give_back",
         (y is None, of_choices is None, 0 if y is None else y.data_ptr() % 16, ids.get_device()),
-        (place, sizes, given_back, memory.receiving),
+        (place, sizes, memory.receiving),
     )
 
     def prepare() -> Launch:
-        at, row_bytes = memory.returning_at, sizes.hidden_size * 2
-        num_slots = place.num_ranks * sizes.max_tokens
-        ranks, meeting, found = _common(place, GIVE_BACK_ARRIVALS, 1)
-        arguments = GiveBackArguments(
-            ranks=ranks,
-            meeting=meeting,
-            choices=_Choices(
-                num_tokens=num_slots,
-                max_tokens=sizes.max_tokens,
-                top_k=sizes.top_k,
-                num_experts=sizes.num_experts,
-                id_bytes=4,
-            ),
-            results=_Results(
-                row_bytes=row_bytes,
-                rows=at + given_back.rows,
-                of_scores=at + given_back.of_scores,
-            ),
-        )
-        found += pointers(_Choices, at=GiveBackArguments.choices.offset, ids=_IDS)
-        found += pointers(
-            _Results,
-            at=GiveBackArguments.results.offset,
-            y=None if y is None else _FIRST,
-            of_choices=None if of_choices is None else _SECOND,
-        )
+        row_bytes, num_slots = sizes.hidden_size * 2, place.num_ranks * sizes.max_tokens
+        arguments = _give_back_arguments(memory.returning_at, place, sizes)
+        arguments.results = _Results(row_bytes=row_bytes)
+        found = pointers(GiveBackArguments, of_choices=None if of_choices is None else _OF_CHOICES)
+        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
+        found += pointers(_Choices, at=GiveBackArguments.choices.offset, ids=_SLOT_IDS)
+        source = None if y is None else _Y
+        found += pointers(_Results, at=GiveBackArguments.results.offset, y=source)
         unit = _unit_of(0 if y is None else y.data_ptr(), row_bytes)
         pieces = 0 if y is None else ceil_div(row_bytes, unit * _AT_ONCE * _WARP)
         kernel = give_back_kernel_of(unit)
         return _launch(kernel, arguments, found, ids.get_device(), num_slots * pieces * _WARP)
 
-    addresses = _addresses(memory, signature, y, ids, of_choices, None)
-    prepared(key, prepare).on(ids.get_device(), addresses)
+    prepared(key, prepare).on(ids.get_device(), _addresses(y, ids, of_choices, memory.state))
+
+
+def _give_back_arguments(returning_at: int, place: Place, sizes: Sizes) -> GiveBackArguments:
+    num_slots = place.num_ranks * sizes.max_tokens
+    given_back = GivenBack.of(num_slots, sizes.hidden_size, sizes.top_k)
+    return GiveBackArguments(
+        ranks=_ranks_of(place),
+        choices=_Choices(
+            num_tokens=num_slots,
+            max_tokens=sizes.max_tokens,
+            top_k=sizes.top_k,
+            num_experts=sizes.num_experts,
+            id_bytes=4,
+        ),
+        to=returning_at + given_back.rows,
+        scores_to=returning_at + given_back.of_scores,
+        hidden_size=sizes.hidden_size,
+    )
+
+
+class CombineAndGiveBack(NamedTuple):
+    """What stands for `prepare_combine` where results are given back at once.
+
+    The address of the result is then that of `PeerMemory.state`.
+    """
+
+    place: Place
+    sizes: Sizes
+    returning_at: int
+
+    def prepare(
+        self,
+        weights: torch.Tensor,
+        hidden_size: int,
+        *,
+        y_row_pitch: int,
+        is_aligned: bool,
+        sources: CombineSources,
+        programmatic: bool,
+    ) -> Launch:
+        """As `prepare_combine`, of the slots' choices."""
+        num_slots, top_k = weights.shape
+        units = hidden_size // 8
+        token_stride, choice_stride = weights.stride()
+        arguments = _give_back_arguments(self.returning_at, self.place, self.sizes)
+        arguments.rows = _Rows(
+            y_row_bytes=y_row_pitch * 2,
+            weight_token_bytes=token_stride * weights.element_size(),
+            weight_choice_bytes=choice_stride * weights.element_size(),
+            top_k=top_k,
+            units=Divisor.of(units),
+        )
+        found = pointers(
+            _Rows,
+            at=GiveBackArguments.rows.offset,
+            y=sources.y,
+            token_to_row=sources.token_to_row,
+            weights=sources.weights,
+        )
+        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=sources.out)
+        kernel = combine_kernel_of(weights.dtype)
+        return _launch(kernel, arguments, found, weights.get_device(), num_slots * units)
 
 
 def _launch(

@@ -4,7 +4,6 @@
 
 constexpr int kBlock = 128;
 constexpr int kLanes = 8;  // threads that hold a block
-constexpr int kColumns = kBlock / kLanes;
 
 struct Tokens {
   const uint8_t* x;     // [T, H]
@@ -19,16 +18,17 @@ struct Tokens {
 
 struct Arguments {
   Ranks ranks;
-  Meeting meeting;
+  uint64_t signature;  // what all ranks must be at
   Choices choices;
   Tokens tokens;
   float min_amax;  // a block's largest magnitude counts as at least this
 };
 
 // Every rank gets the choices of all slots of this rank: those without a token are of no one.
-__device__ inline void push_choices(const Arguments& args) {
-  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
+__device__ inline void push_choices(const Arguments& args, const Memories& memories) {
+  const auto& [ranks, signature, choices, tokens, min_amax] = args;
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  if (first == 0) ranks.state->signature = signature;
   if (choices.scores != nullptr) {
     const uint32_t begin = ranks.rank * choices.max_tokens * choices.top_k;
     for (uint32_t i = first; i < choices.max_tokens * choices.top_k; i += step) {
@@ -36,8 +36,8 @@ __device__ inline void push_choices(const Arguments& args) {
       const int id = exists ? choices.expert(i) : choices.num_experts;
       const float score = exists ? choices.scores[i] : 0;
       for (uint32_t d = 0; d < ranks.num_ranks; ++d) {
-        reinterpret_cast<int*>(ranks.memory[d] + tokens.ids)[begin + i] = id;
-        reinterpret_cast<float*>(ranks.memory[d] + tokens.scores)[begin + i] = score;
+        reinterpret_cast<int*>(memories.of[d] + tokens.ids)[begin + i] = id;
+        reinterpret_cast<float*>(memories.of[d] + tokens.scores)[begin + i] = score;
       }
     }
   }
@@ -52,15 +52,17 @@ __device__ inline void push_choices(const Arguments& args) {
 
 // rows[slot], scales[slot] = quantize_1x128(x[t]) in the memory of each rank that has an expert of token t.
 // Grid: 8 threads hold a block of 128 elements; all CTAs go along the tokens' blocks, row by row.
-// Shared memory: a word. Barriers: the meeting's.
+// Shared memory: an address for each rank, and a word. Barriers: those are complete; the meeting's.
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its pitch are too and H is one of 8; else any.
 template <Input kInput, bool kVectorized>
 __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__ Arguments args) {
-  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
-  const uint32_t column = threadIdx.x % kLanes * kColumns, num_blocks = choices.num_tokens * tokens.num_k_blocks;
-  const uint32_t step = gridDim.x * blockDim.x / kLanes;
+  const auto& [ranks, signature, choices, tokens, min_amax] = args;
+  const uint32_t column = threadIdx.x % kLanes * (kBlock / kLanes);
+  const uint32_t num_blocks = choices.num_tokens * tokens.num_k_blocks, step = gridDim.x * blockDim.x / kLanes;
+  __shared__ Memories memories;
+  memories.load(ranks);
   wait_for_previous_kernel();
-  push_choices(args);
+  push_choices(args, memories);
   struct Held {
     uint32_t token, k_block, width;
     Eight<kInput> low, high;
@@ -96,25 +98,28 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
       const int64_t code_at = tokens.rows + slot * tokens.row_pitch + held.k_block * kBlock + column;
       const int64_t scale_at = tokens.scales + slot * tokens.scale_pitch + held.k_block * 4;
       for (uint32_t bits = choices.ranks_of<kLanes>(held.token, ranks.num_ranks); bits != 0; bits &= bits - 1) {
-        uint8_t* memory = ranks.memory[__ffs(bits) - 1];
+        uint8_t* memory = memories.of[__ffs(bits) - 1];
         if (column < held.width) *reinterpret_cast<uint4*>(memory + code_at) = codes;
         if (column == 0) *reinterpret_cast<float*>(memory + scale_at) = scale.scale_inv;
       }
     }
   }
-  meet(meeting, ranks);
+  meet<Push::kTokens>(ranks, memories, signature);
 }
 
 // rows[slot] = x[t] in the memory of each rank that has an expert of token t.
-// Grid: a warp moves a piece of a row at a time. Shared memory: a word. Barriers: the meeting's.
+// Grid: a warp moves a piece of a row at a time.
+// Shared memory: an address for each rank, and a word. Barriers: those are complete; the meeting's.
 // Alignment: that of Unit, for all rows and their length.
 template <class Unit>
 __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ Arguments args) {
-  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
+  const auto& [ranks, signature, choices, tokens, min_amax] = args;
   const uint32_t num_units = tokens.row_bytes / sizeof(Unit), num_pieces = ceil_div(num_units, Piece<Unit>::kUnits);
   const uint32_t warps = gridDim.x * blockDim.x / kWarp, end = choices.num_tokens * num_pieces;
+  __shared__ Memories memories;
+  memories.load(ranks);
   wait_for_previous_kernel();
-  push_choices(args);
+  push_choices(args, memories);
 #pragma unroll 1
   for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; i < end; i += warps) {
     const uint32_t token = i / num_pieces, first = (i - token * num_pieces) * Piece<Unit>::kUnits;
@@ -124,8 +129,8 @@ __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ 
     piece.load(tokens.x + token * tokens.x_row_bytes, first, num_units);
     const int64_t slot = ranks.rank * choices.max_tokens + token;
     for (; bits != 0; bits &= bits - 1) {
-      piece.store(ranks.memory[__ffs(bits) - 1] + tokens.rows + slot * tokens.row_pitch, first, num_units);
+      piece.store(memories.of[__ffs(bits) - 1] + tokens.rows + slot * tokens.row_pitch, first, num_units);
     }
   }
-  meet(meeting, ranks);
+  meet<Push::kTokens>(ranks, memories, signature);
 }

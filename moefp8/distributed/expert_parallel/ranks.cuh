@@ -4,28 +4,31 @@
 // layout, which all others can write. Token t of rank s has slot s * M + t in what a rank receives; what rank d gives
 // back for it has slot d * M + t. So each place has one writer, whatever the timing, and nothing has to be counted.
 //
-// A kernel pushes, tells all ranks that it has, and waits until all have told: then the memory of this rank is complete,
-// and the next kernel may read it. Pushes of tokens and of results take turns, and nobody pushes before all have told of
-// the push before. So what is read of one kind is no longer written: the others wait for this rank's push of the other.
+// A kernel pushes, tells all ranks that it has, and waits until all have told: then the memory of this rank is
+// complete, and the next kernel may read it. Pushes of tokens and of results take turns, and nobody pushes before all
+// have told of the push before. So what is read of one kind is no longer written: the others wait for this rank's push
+// of the other kind, which comes behind the read.
 #pragma once
 #include "base.cuh"
 
 constexpr int kMaxRanks = 16;
 
-struct Ranks {
-  uint8_t* memory[kMaxRanks];  // that of each
-  uint32_t rank, num_ranks;    // this one, P
+// What a rank knows of the others, in the memory of its GPU.
+struct State {
+  uint64_t counts[2];            // how often they have met behind a push of tokens, and of results
+  uint32_t num_ended[2];         // CTAs that have pushed; 0 between kernels
+  uint64_t signature;            // what all ranks must be at, below 2^32: that of the last push of tokens
+  uint32_t* error;               // [4] in the host's memory: kind, rank, what it told
+  uint8_t* memory[kMaxRanks];    // that of each rank
 };
 
-// How ranks meet at the end of a kernel.
-struct Meeting {
-  uint64_t* count;       // how many there were, on this GPU
-  uint32_t* num_ended;   // CTAs that have pushed, on this GPU; 0 between kernels
-  int64_t arrivals;      // where in a memory [P] words lie, in which each rank tells
-  uint64_t signature;    // what all ranks must be at, below 2^32
-  uint64_t deadline_ns;  // how long to wait
-  uint32_t* error;       // [4] in the host's memory: kind, rank, what it told
+struct Ranks {
+  State* state;
+  uint64_t deadline_ns;      // how long to wait for the others
+  uint32_t rank, num_ranks;  // this one, P
 };
+
+enum class Push { kTokens, kResults };
 
 struct Choices {
   const uint8_t* ids;   // int32 or int64 [T, k]
@@ -75,35 +78,52 @@ __device__ inline uint64_t now_ns() {
 }
 
 // Writes down what is wrong, and ends all work of this process on the GPU, so that no result is taken for right.
-__device__ inline void fail(const Meeting& meeting, uint32_t kind, uint32_t rank, uint64_t told) {
-  meeting.error[1] = rank, meeting.error[2] = static_cast<uint32_t>(told >> 32), meeting.error[3] = told;
+__device__ inline void fail(const Ranks& ranks, uint32_t kind, uint32_t rank, uint64_t told) {
+  uint32_t* error = ranks.state->error;
+  error[1] = rank, error[2] = static_cast<uint32_t>(told >> 32), error[3] = static_cast<uint32_t>(told);
   fence_system();
-  meeting.error[0] = kind;
+  error[0] = kind;
   fence_system();
   asm volatile("trap;");
 }
 
+// The memory of each rank, where all threads of the CTA find it at once.
+struct Memories {
+  uint8_t* of[kMaxRanks];
+
+  // All threads of the CTA call it.
+  __device__ void load(const Ranks& ranks) {
+    if (threadIdx.x < kMaxRanks) of[threadIdx.x] = ranks.state->memory[threadIdx.x];
+    __syncthreads();
+  }
+};
+
 // All threads of the CTA call it when they have pushed. The last CTA tells all ranks, and waits for each of them.
-__device__ inline void meet(const Meeting& meeting, const Ranks& ranks) {
+// A memory begins with [2, kMaxRanks] words, in which each rank tells what it has pushed.
+template <Push kPush>
+__device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64_t signature) {
+  constexpr int kWhich = static_cast<int>(kPush);
   __shared__ uint64_t value;
   __syncthreads();
   if (threadIdx.x == 0) {
     fence_system();  // what the CTA has pushed comes before what the last CTA tells
     value = 0;
-    if (atomicAdd(meeting.num_ended, 1u) == gridDim.x - 1) {
+    State& state = *ranks.state;
+    if (atomicAdd(&state.num_ended[kWhich], 1u) == gridDim.x - 1) {
       fence_system();
-      *meeting.num_ended = 0;
-      value = ++*meeting.count << 32 | meeting.signature;
+      state.num_ended[kWhich] = 0;
+      value = ++state.counts[kWhich] << 32 | signature;
     }
   }
   __syncthreads();
   if (value == 0 || threadIdx.x >= ranks.num_ranks) return;
-  tell(reinterpret_cast<uint64_t*>(ranks.memory[threadIdx.x] + meeting.arrivals) + ranks.rank, value);
-  const uint64_t* word = reinterpret_cast<uint64_t*>(ranks.memory[ranks.rank] + meeting.arrivals) + threadIdx.x;
+  const auto words = [&](uint32_t rank) { return reinterpret_cast<uint64_t*>(memories.of[rank]) + kWhich * kMaxRanks; };
+  tell(words(threadIdx.x) + ranks.rank, value);
+  const uint64_t* word = words(ranks.rank) + threadIdx.x;
   const uint64_t begin = now_ns();
   for (uint64_t told = heard(word); told != value; told = heard(word)) {
-    if (told >> 32 == value >> 32) fail(meeting, 2, threadIdx.x, told);  // it is at something else
-    if (now_ns() - begin > meeting.deadline_ns) fail(meeting, 1, threadIdx.x, told);
+    if (told >> 32 == value >> 32) fail(ranks, 2, threadIdx.x, told);  // it is at something else
+    if (now_ns() - begin > ranks.deadline_ns) fail(ranks, 1, threadIdx.x, told);
   }
 }
 

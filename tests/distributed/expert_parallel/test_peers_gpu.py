@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -12,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import moefp8
+from moefp8 import GroupedExperts
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from tests.distributed.expert_parallel.cases import (
@@ -49,15 +51,21 @@ def local(num_ranks: int) -> LocalRanks:
     return LocalRanks(num_ranks)
 
 
-@lru_cache(maxsize=16)
-def layer(kind: Kind, group: ExpertGroup):
+_one_at_a_time = threading.Lock()  # weights are drawn by the generator of the process
+_layers: dict[tuple[Kind, ExpertGroup], GroupedExperts] = {}
+
+
+def layer(kind: Kind, group: ExpertGroup) -> GroupedExperts:
     """The rank's part, in the group."""
-    experts = copy.deepcopy(whole(kind))
-    if group.size > 1:
-        moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
-    adapt(experts, kind)
-    experts.parallel = ParallelExperts(group, kind.num_experts)
-    return experts.cuda()
+    with _one_at_a_time:
+        if (kind, group) not in _layers:
+            experts = copy.deepcopy(whole(kind))
+            if group.size > 1:
+                moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
+            adapt(experts, kind)
+            experts.parallel = ParallelExperts(group, kind.num_experts)
+            _layers[kind, group] = experts.cuda()
+        return _layers[kind, group]
 
 
 def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[Results]:
