@@ -222,6 +222,7 @@ def _prepare(
             is_aligned=is_aligned,
             saves=saves,
             x_scale_inv=x_scale_inv,
+            combine=combine,
         ),
     )
 
