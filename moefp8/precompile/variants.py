@@ -281,7 +281,8 @@ class ExpertsInSteps(NamedTuple):
         yield from demand.quantize_rows(torch.bfloat16, max_rows, i)
         of_weights = {*demand.dtypes, torch.float32}
         if h % 8 == 0:
-            yield from (combine_launch.kernel_of(dtype, True) for dtype in of_weights)
+            at_once = combine_launch.at_once_of(self.top_k)
+            yield from (combine_launch.kernel_of(dtype, True, at_once) for dtype in of_weights)
         products = [(2 * i if i % BLOCK == 0 else i, h), (h, i)]  # gate and up may have one each
         if demand.backward:
             for k in {h, i}:

@@ -23,7 +23,7 @@ struct Arguments {
 // Shared memory: none.
 // Barriers: none.
 // Alignment: y and its rows are at multiples of 16 B; vectorized if out and addend are too and H is one of 8; else any.
-template <Input kWeights, bool kVectorized>
+template <Input kWeights, bool kVectorized, int kAtOnce = 8>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Arguments args) {
   const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, token = args.units.quotient(index);
   const uint32_t column = (index - token * args.units.value) * 8;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
     }
   }
   float sums[8] = {};
-  weighted_sum<kWeights>(args, token, column, sums);
+  weighted_sum<kWeights, kAtOnce>(args, token, column, sums);
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

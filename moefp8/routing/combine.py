@@ -13,7 +13,7 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_shape, chec
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.jit import Source
-from .combine_launch import CombineSources, prepare_combine
+from .combine_launch import CombineSources, at_once_of, prepare_combine
 from .plan import RoutingPlan
 
 _OP = "combine"
@@ -157,6 +157,7 @@ def _launch(inputs: CombineInputs) -> torch.Tensor:
                 y_row_pitch=rows.stride(0),
                 is_aligned=True,
                 sources=_SOURCES,
+                at_once=at_once_of(weights.shape[1]),
             ),
         )
         addresses = tuple([x.data_ptr() for x in (*inputs, out)])

@@ -17,6 +17,7 @@ from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointe
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
+MOST_AT_ONCE, _FEW_AT_ONCE = 8, 2
 _COLUMNS = 8  # a thread owns as many: 16 B of BF16
 _MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
 
@@ -40,9 +41,19 @@ def threads_of(num_units: int, num_sms: int) -> int:
     return next((n for n in (256, 128, 64) if num_units >= n * num_sms), 32)
 
 
-def kernel_of(weights_dtype: torch.dtype, vectorized: bool) -> Kernel:
-    """vectorized: eight elements of the result can be stored at once, and of the addend loaded."""
-    return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {str(vectorized).lower()}>")
+def kernel_of(weights_dtype: torch.dtype, vectorized: bool, at_once: int = MOST_AT_ONCE) -> Kernel:
+    """vectorized: eight elements of the result can be stored at once, and of the addend loaded.
+
+    at_once: choices whose rows are loaded together, as many for all tokens.
+    """
+    more = "" if at_once == MOST_AT_ONCE else f", {at_once}"
+    flag = str(vectorized).lower()
+    return Kernel(_SOURCE, f"combine_kernel<{INPUTS[weights_dtype]}, {flag}{more}>")
+
+
+def at_once_of(top_k: int) -> int:
+    """As many as there are, if few: else a token loads the row of its last choice again."""
+    return _FEW_AT_ONCE if top_k <= _FEW_AT_ONCE else MOST_AT_ONCE
 
 
 class CombineSources(NamedTuple):
@@ -63,6 +74,7 @@ def prepare_combine(
     is_aligned: bool,
     sources: CombineSources,
     programmatic: bool = False,
+    at_once: int = MOST_AT_ONCE,
 ) -> Launch:
     """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine` does.
 
@@ -80,6 +92,7 @@ def prepare_combine(
         is_aligned: whether out, and addend if there is one, lie at multiples of 16 bytes.
         programmatic: it may be launched before the stream's previous kernel ends. It waits before
             it reads `y`, but all else that it reads must be older than that kernel.
+        at_once: as in `kernel_of`.
 
     Raises:
         ValueError: there are more elements than a kernel can count.
@@ -107,7 +120,7 @@ def prepare_combine(
     vectorized = hidden_size % _COLUMNS == 0 and is_aligned
     threads = threads_of(num_units, driver.num_sms(device_index))
     return Launch(
-        driver.load(kernel_of(weights.dtype, vectorized), device_index),
+        driver.load(kernel_of(weights.dtype, vectorized, at_once), device_index),
         ceil_div(num_units, threads),
         threads,
         (arguments,),

@@ -85,11 +85,8 @@ __global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __g
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
     const uint32_t slot = rows.units.quotient(i), column = (i - slot * rows.units.value) * 8;
-    bool has_row = false;
-    for (uint32_t j = 0; j < rows.top_k; ++j) has_row |= rows.token_to_row[slot * rows.top_k + j] >= 0;
-    if (!has_row) continue;
     float sums[8] = {};
-    weighted_sum<kWeights, false>(rows, slot, column, sums);
+    if (!weighted_sum<kWeights>(rows, slot, column, sums)) continue;
     const uint32_t source = slot / max_tokens;
     const int64_t there = ranks.rank * max_tokens + slot - source * max_tokens;
     uint8_t* target = memories.of[source] + args.to + (there * args.hidden_size + column) * 2;

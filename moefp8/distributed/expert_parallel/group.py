@@ -1,5 +1,6 @@
 """The ranks that share the experts of layers, and how tokens travel between them."""
 
+import atexit
 import sys
 import time
 import warnings
@@ -182,28 +183,37 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 def _watch(memory: PeerMemory, agreement: Agreement) -> None:
     """Say what a kernel has found, as PyTorch only says that a launch has failed.
 
-    A thread looks, since a process that waits for the GPU runs nothing else of ours.
+    A thread looks, since a process that waits for the GPU runs nothing else of ours; and once more
+    when the process ends.
     """
-    watched, ranks, seconds = ref(memory), agreement.ranks, agreement.timeout.total_seconds()
+    error, ranks, seconds = memory.error, agreement.ranks, agreement.timeout.total_seconds()
+    is_used, has_said = ref(memory), False
 
     def look() -> None:
-        while (found := watched()) is not None:
-            kind, rank = found.error[:2].tolist()
-            if kind:
-                what = (
-                    f"did not come within {seconds:g} s (timeout=); it may have ended"
-                    if kind == 1
-                    else "is at another layer, or has another number of tokens, as when ranks "
-                    "replay CUDA graphs that were not captured together"
-                )
-                print(
-                    f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been "
-                    "ended, and the next call of CUDA raises an error",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return
-            del found
+        nonlocal has_said
+        kind, rank = error[:2].tolist()
+        if has_said or not kind:
+            return
+        has_said, what = True, f"did not come within {seconds:g} s (timeout=); it may have ended"
+        if kind == _IS_ELSEWHERE:
+            what = (
+                "is at another layer, or has another number of tokens, as when ranks replay CUDA "
+                "graphs that were not captured together"
+            )
+        print(
+            f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been ended, and "
+            "the next call of CUDA raises an error",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def keep_looking() -> None:
+        while not has_said and is_used() is not None:
+            look()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
-    Thread(target=look, name="moefp8 ExpertParallel", daemon=True).start()
+    atexit.register(look)
+    Thread(target=keep_looking, name="moefp8 ExpertParallel", daemon=True).start()
+
+
+_IS_ELSEWHERE = 2  # what `fail` in ranks.cuh writes; 1: it did not come
