@@ -15,3 +15,11 @@ def check() -> None:
 
     if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < OLDEST:
         raise ImportError(f"moefp8.hf needs transformers >= {needed}, got {found}: {way_out}")
+
+
+def has_ep_implementations() -> bool:
+    """Whether transformers asks for implementations of expert parallelism by name, as 5.23 does."""
+    from transformers.utils import is_torch_distributed_available
+
+    name = "transformers.distributed.expert_parallel"
+    return is_torch_distributed_available() and find_spec(name) is not None
