@@ -13,9 +13,8 @@ from ..distributed.expert_parallel.group import ExpertGroup
 from ..distributed.expert_parallel.local import LocalExperts
 from ..distributed.expert_parallel.shared_batch import SharedBatch
 from ..layers import GroupedExperts
+from .distributed import NAME
 from .experts import experts_of, with_frozen_weights
-
-NAME = "moefp8"
 
 
 class FP8ExpertParallel(EPImplementation):
@@ -42,6 +41,8 @@ class FP8ExpertParallel(EPImplementation):
         batch = SharedBatch(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
         self.parallel = ParallelExperts(group, group.size * num_experts, batch)
         self.module: Any = experts
+        if isinstance(experts, GroupedExperts):  # of an FP8 checkpoint
+            experts.parallel = self.parallel
         self.rank = group.rank * num_experts, num_experts
         self._run = torch.compiler.disable(self._call, reason="the ranks' hosts agree on each call")
 

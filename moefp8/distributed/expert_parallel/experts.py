@@ -108,11 +108,9 @@ class ParallelExperts:
         top_k_weights: torch.Tensor,
         addend: torch.Tensor | None,
     ) -> torch.Tensor:
-        given = hidden_states, top_k_index, top_k_weights
-        if addend is None:
-            y = self._call(layer, *batch.own(*given), None)
-        else:
-            y = self._call(layer, *batch.own(*given, addend))
+        own = batch.own(hidden_states, top_k_index, top_k_weights)
+        own_addend = None if addend is None else batch.own(addend)[0]
+        y = self._call(layer, own[0], own[1], own[2], own_addend)
         return batch.whole(y, len(hidden_states))
 
     def _told(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:

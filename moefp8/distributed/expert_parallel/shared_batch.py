@@ -25,15 +25,13 @@ class SharedBatch:
 
     def own(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """This rank's part of each [T, ...]. Gradients are those of all ranks' parts."""
-        if self.size == 1:
-            return list(tensors)
-        floats = [x for x in tensors if x.is_floating_point()]
-        parts = iter(_Own.apply(self, *floats))
-        return [next(parts) if x.is_floating_point() else self.part_of(x) for x in tensors]
+        if not torch.is_grad_enabled():
+            return [self.part_of(x) for x in tensors]
+        return list(_Own.apply(self, *tensors))
 
     def whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[T, H] of all ranks' parts. The gradient is this rank's part."""
-        whole: torch.Tensor = y if self.size == 1 else _Whole.apply(self, y, num_tokens)
+        whole: torch.Tensor = _Whole.apply(self, y, num_tokens)
         return whole
 
     def part_of(self, x: torch.Tensor) -> torch.Tensor:
