@@ -3,6 +3,8 @@
 import re
 from importlib.util import find_spec
 
+import torch
+
 OLDEST = (5, 10)  # as pyproject.toml says: since then it asks a quantizer for conversions
 
 
@@ -19,7 +21,5 @@ def check() -> None:
 
 def has_ep_implementations() -> bool:
     """Whether transformers asks for implementations of expert parallelism by name, as 5.23 does."""
-    from transformers.utils import is_torch_distributed_available
-
     name = "transformers.distributed.expert_parallel"
-    return is_torch_distributed_available() and find_spec(name) is not None
+    return torch.distributed.is_available() and find_spec(name) is not None
