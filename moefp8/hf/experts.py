@@ -133,9 +133,9 @@ def _states_of(module: nn.Module) -> list[Any]:
 def _identity(x: torch.Tensor) -> int:
     """Of a parameter, or of its storage where transformers shows each call a new view of it.
 
-    That is a rank's part of a DTensor, in expert parallelism.
+    That is a rank's part of a DTensor, in expert parallelism; torch 2.13 marks it as a parameter.
     """
-    return id(x) if isinstance(x, nn.Parameter) else x.untyped_storage()._cdata
+    return x.untyped_storage()._cdata if type(x) is torch.Tensor else id(x)
 
 
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
