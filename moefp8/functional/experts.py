@@ -152,7 +152,9 @@ def _launch(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch
     limit = math.inf if limit is None else limit
     tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
     check = partial(_allocate, inputs)
-    return launch_experts(check, tokens, projections, options, inputs.addend, gate_up=gate_up)
+    scale_inv = inputs.hidden_states_scale_inv
+    others = inputs.addend, None, gate_up, scale_inv
+    return launch_experts(check, tokens, projections, options, *others)
 
 
 experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
 1. `routing/dispatch.cu` plans the routing as the forward did, quantizes the gradient of every token
-   once, and copies it to its rows.
+   once, unless it comes as codes, and copies it to its rows.
 2. `gemm.cu` with W_down^T.
 3. `swiglu_backward.cu`: the activation again, the gradients of weights, of gate and of up.
 4. `gemm.cu` with W_gate_up^T.
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _OP = "experts_backward"
 # The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
 # forward saved and its scales or 0, both transposed weights and their scales, both results, the
-# workspace.
-_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(12))
-_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, _MEMORY = _REST
+# scales of the tokens' gradients or 0, the workspace.
+_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(13))
+_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, _GRAD_SCALES, _MEMORY = _REST
 
 
 def launch_experts_backward(
@@ -95,15 +95,18 @@ def _launch_parts(
     by_token = (inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
     rows, scales = split * sizes.top_k, inputs.gate_up_scale_inv
     saved = inputs.gate_up.split(rows if scales is None else 2 * rows)
-    of_saved = [None] * len(saved) if scales is None else scales.split(2 * rows)
-    parts = zip(*(x.split(split) for x in by_token), saved, of_saved, strict=True)
-    for *tokens, part_dx, part_of_weights, gate_up, gate_up_scales in parts:
+    none, grad_scales = [None] * len(saved), inputs.grad_scale_inv
+    of_saved = none if scales is None else scales.split(2 * rows)
+    of_grad = none if grad_scales is None else grad_scales.split(split)
+    parts = zip(*(x.split(split) for x in by_token), saved, of_saved, of_grad, strict=True)
+    for *tokens, part_dx, part_of_weights, gate_up, gate_up_scales, grad_scale_inv in parts:
         part = inputs._replace(
             grad=tokens[0],
             top_k_index=tokens[1],
             top_k_weights=tokens[2],
             gate_up=gate_up,
             gate_up_scale_inv=gate_up_scales,
+            grad_scale_inv=grad_scale_inv,
         )
         _launch_parts(check, part, weights, part_dx, part_of_weights)
 
@@ -121,12 +124,14 @@ def _launch(
     of_weights: torch.Tensor,
 ) -> None:
     grad, ids, top_k_weights, gate_up, scales = inputs[:5]
+    grad_scales = inputs.grad_scale_inv
     driver = current_driver()
     tensors = grad, ids, top_k_weights, gate_up, *weights
     key = (
         _OP,
         tuple([layout_of(x) for x in tensors]),
         None if scales is None else layout_of(scales),
+        None if grad_scales is None else layout_of(grad_scales),
         grad.data_ptr() % 16,
         dx.data_ptr() % 16,
         inputs.swiglu_limit,
@@ -139,10 +144,11 @@ def _launch(
         check()
         found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0))
     saved_scales = 0 if scales is None else scales.data_ptr()
+    of_grad = 0 if grad_scales is None else grad_scales.data_ptr()
     addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
     saved = gate_up.data_ptr(), saved_scales
     tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
-    found(grad.get_device(), (*tokens, *saved, *addresses))
+    found(grad.get_device(), (*tokens, *saved, *addresses, of_grad))
 
 
 def _prepare(
@@ -172,9 +178,11 @@ def _prepare(
                 expert_offsets=_in_memory(at.offsets),
                 token_to_row=token_to_row,
             ),
+            x_scales=None if inputs.grad_scale_inv is None else _GRAD_SCALES,
         ),
         expert_offset=inputs.expert_offset,
         min_amax=MIN_GRADIENT_AMAX,
+        x_scale_inv=inputs.grad_scale_inv,
     )
     first, second = _prepare_gemms(sizes, at, weights, configs)
     limit = inputs.swiglu_limit

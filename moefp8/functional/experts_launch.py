@@ -2,8 +2,8 @@
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 
-1. `routing/dispatch.cu` plans the routing, quantizes every token once, and copies it to its rows:
-   one kernel, or two for many choices.
+1. `routing/dispatch.cu` plans the routing, quantizes every token once, unless it comes as codes,
+   and copies it to its rows: one kernel, or two for many choices.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
 4. `routing/combine.cu`: the weighted sum of every token's rows, to which `addend` is added.
@@ -58,8 +58,8 @@ Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choic
 Options = tuple[float, bool, int, int | None]
 
 # The addresses of a call, in order: the tokens, the six of `Weights`, the result, the addend or 0,
-# what a backward needs or 0, the workspace.
-_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _MEMORY = map(Source, range(13))
+# what a backward needs or 0, the scales of the tokens or 0, the workspace.
+_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _X_SCALES, _MEMORY = map(Source, range(14))
 _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES = _OF_WEIGHTS
 
 
@@ -88,6 +88,7 @@ def launch_experts(
     addend: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
     gate_up: torch.Tensor | None = None,
+    x_scale_inv: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
 
@@ -96,25 +97,30 @@ def launch_experts(
     check: raises if the arguments are wrong; called for layouts that are new.
     y: contiguous memory for the result; None: it is allocated.
     gate_up: memory for what `experts_saving` gives beside the result; the layout is contiguous.
+    x_scale_inv: the scales of tokens that come as codes.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])
     x_address, _, _, gate, gate_scales, down, _ = addresses
     y_alignment = 0 if y is None else y.data_ptr() % 16
     added, of_addend = (0, None) if addend is None else (addend.data_ptr(), layout_of(addend))
+    scales, of_scales = 0, None
+    if x_scale_inv is not None:
+        scales, of_scales = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
     alignment = x_address % 16, gate % 16, down % 16, y_alignment, added % 16
     layouts = tuple([layout_of(z) for z in tensors])
-    key = (_OP, layouts, of_addend, alignment, options, gate_up is not None, driver.max_sms)
+    saves, of_others = gate_up is not None, (of_addend, of_scales)
+    key = (_OP, layouts, of_others, alignment, options, saves, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()
         is_aligned = y_alignment == 0 and added % 16 == 0
-        saves = gate_up is not None
-        found = driver.keep(key, _prepare(tokens, projections, options, addend, is_aligned, saves))
+        given = tokens, projections, options, addend, x_scale_inv
+        found = driver.keep(key, _prepare(*given, is_aligned, saves))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     if found.launches is None:
-        parts = tokens, addend, y, gate_up
+        parts = tokens, addend, y, gate_up, x_scale_inv
         _launch_parts(found.num_parts, check, projections, options, *parts)
         return y
     if found.fits:
@@ -124,7 +130,8 @@ def launch_experts(
         copies = fitting_weights(split_weights(projections))
         weights = tuple([z.data_ptr() for z in copies])
     saved = 0 if gate_up is None else gate_up.data_ptr()
-    found.launches(x.get_device(), (*addresses[:3], *weights, y.data_ptr(), added, saved))
+    others = y.data_ptr(), added, saved, scales
+    found.launches(x.get_device(), (*addresses[:3], *weights, *others))
     return y
 
 
@@ -137,6 +144,7 @@ def _launch_parts(
     addend: torch.Tensor | None,
     y: torch.Tensor,
     gate_up: torch.Tensor | None,
+    x_scale_inv: torch.Tensor | None,
 ) -> None:
     """Launch part by part, or as a whole with hidden states and addend made contiguous."""
     x, ids, scores = tokens
@@ -147,16 +155,17 @@ def _launch_parts(
     elif num_parts == 1:
         addend = None if addend is None else addend.contiguous()
         whole = x.contiguous(), ids, scores
-        launch_experts(check, whole, projections, options, addend, y, gate_up)
+        launch_experts(check, whole, projections, options, addend, y, gate_up, x_scale_inv)
     else:
         split = ceil_div(x.shape[0], num_parts)
-        parts = [z.split(split) for z in (*tokens, y)]
-        none = [None] * len(parts[0])
+        parts = list(zip(*(z.split(split) for z in tokens), strict=True))
+        none = [None] * len(parts)
         addends = none if addend is None else addend.split(split)
         saved = none if gate_up is None else gate_up.split(split * ids.shape[1])
-        for *some, part, added, rows in zip(*parts, addends, saved, strict=True):
-            some_tokens = cast(Tokens, tuple(some))
-            launch_experts(check, some_tokens, projections, options, added, part, rows)
+        scales = none if x_scale_inv is None else x_scale_inv.split(split)
+        others = addends, y.split(split), saved, scales
+        for part, *rest in zip(parts, *others, strict=True):
+            launch_experts(check, cast(Tokens, part), projections, options, *rest)
 
 
 def _prepare(
@@ -164,6 +173,7 @@ def _prepare(
     projections: Projections,
     options: Options,
     addend: torch.Tensor | None,
+    x_scale_inv: torch.Tensor | None,
     is_aligned: bool,
     saves: bool,
 ) -> _Prepared:
@@ -197,6 +207,7 @@ def _prepare(
             has_addend=addend is not None,
             is_aligned=is_aligned,
             saves=saves,
+            x_scale_inv=x_scale_inv,
         ),
     )
 
@@ -213,14 +224,16 @@ def prepare_experts(
     has_addend: bool = False,
     is_aligned: bool = True,
     saves: bool = False,
+    x_scale_inv: torch.Tensor | None = None,
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
     the tokens, `Weights`, y [T, H], the addend [T, H] or 0, memory for gate and up [T k, 2, I] or
-    0, the workspace.
+    0, the scales of the tokens or 0, the workspace.
 
     weights: TMA must be able to address them.
     is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
     saves: whether gate and up are saved for a backward.
+    x_scale_inv: the scales of tokens that come as codes, whose layout counts.
     """
     at, (x, ids, scores), (_, rows) = Workspace.of(sizes), tokens, matrix_of(sizes)
     h, max_m = sizes.hidden_size, sizes.num_tokens if sizes.masked else None
@@ -243,8 +256,10 @@ def prepare_experts(
                 expert_offsets=_in_memory(at.offsets),
                 token_to_row=_in_memory(at.token_to_row),
             ),
+            x_scales=None if x_scale_inv is None else _X_SCALES,
         ),
         expert_offset=expert_offset,
+        x_scale_inv=x_scale_inv,
     )
     if saves:
         configs = saving_config(configs[0], sizes, sms.busy), configs[1]

@@ -1,8 +1,8 @@
 // Plan, quantize and dispatch on Hopper: each token goes to the rows of its experts.
 //
 // Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and quantize it once, and
-// write its codes and its scale to each row of the token. Where a warp can hold the choices of all tokens, a kernel of
-// its own finds their rows without counts.
+// write its codes and its scale to each row of the token. Where tokens come as codes, these and their scales are copied.
+// Where a warp can hold the choices of all tokens, a kernel of its own finds their rows without counts.
 #include "fp8.cuh"
 #include "plan.cuh"
 
@@ -27,16 +27,21 @@ struct Arguments {
   uint32_t* counts;  // [chunks, slots / 2], if an earlier kernel has counted
   int* zeros;        // [2], for the kernels that follow
   float min_amax;    // a block's largest magnitude counts as at least this
+  const uint8_t* x_scales;                           // float [T, H/128], where x is of codes
+  int64_t x_scale_token_bytes, x_scale_block_bytes;  // the distances from one to the next
 };
 
-// What a thread holds of a block. All threads of a warp call its functions.
+// What a thread holds of a block of floats, which are quantized. All threads of a warp call its functions.
 template <Input kInput>
-struct Share {
+struct Floats {
+  static constexpr bool kAreCodes = false;
   Eight<kInput> x[2];
 
-  // The block begins at `block`, and has `width` elements.
+  // The block has `width` elements.
   template <bool kVectorized>
-  __device__ void load(const uint8_t* block, uint32_t column, uint32_t width) {
+  __device__ void load(const Arguments& args, uint32_t token, uint32_t k_block, uint32_t column, uint32_t width) {
+    const int64_t first_byte = static_cast<int64_t>(k_block) * kBlock * Eight<kInput>::kElementBytes;
+    const uint8_t* block = args.x + token * args.x_row_bytes + first_byte;
     x[0].template load<kVectorized>(block, column, width);
     x[1].template load<kVectorized>(block, column + 8, width);
   }
@@ -52,6 +57,36 @@ struct Share {
     const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
     return {low.x, low.y, high.x, high.y};
   }
+};
+
+// The same of a block of codes, which pass with their scale as they are.
+struct Codes {
+  static constexpr bool kAreCodes = true;
+  struct Given {
+    float scale_inv;
+  };
+  uint4 x;
+  Given given;
+
+  // Past the end of the block come its last codes again.
+  template <bool kVectorized>
+  __device__ void load(const Arguments& args, uint32_t token, uint32_t k_block, uint32_t column, uint32_t width) {
+    const uint8_t* block = args.x + token * args.x_row_bytes + static_cast<int64_t>(k_block) * kBlock;
+    const uint8_t* scale = args.x_scales + token * args.x_scale_token_bytes + k_block * args.x_scale_block_bytes;
+    given.scale_inv = *reinterpret_cast<const float*>(scale);
+    if constexpr (kVectorized) {
+      x = *reinterpret_cast<const uint4*>(block + min(column, width - kColumns));
+    } else {
+      uint32_t words[kColumns / 4] = {};
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        words[i / 4] |= static_cast<uint32_t>(block[min(column + i, width - 1)]) << i % 4 * 8;
+      }
+      x = {words[0], words[1], words[2], words[3]};
+    }
+  }
+  __device__ Given scale(float) const { return given; }
+  __device__ uint4 codes(const Given&) const { return x; }
 };
 
 // The block that a thread has a share in. All CTAs work along K, on some k-blocks of all their tokens at a time, so
@@ -85,13 +120,15 @@ __global__ void __launch_bounds__(128) count_kernel(const __grid_constant__ Argu
   plan.count_chunk(args.counts, blockIdx.x);
 }
 
-// rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t. The kernel writes the plan, too.
+// rows[r], row_scales[r] = quantize_1x128(x[t]) for each row r of token t; if Share is Codes, x[t] and its scales. The
+// kernel writes the plan, too.
 // Grid: a CTA of up to 1024 threads owns some k-blocks of a chunk of tokens; neighbours the next ones along K.
 // Shared memory: 8 B for each slot, 4 B for each place of a row in the chunk, and if kMerges 4 B more; if kRanks 2 B for
 // each slot and warp that ranks choices.
 // Barriers: zeros, ranks, counts, experts and rows are each complete before they are read; 8 lanes meet in shuffles.
-// Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is a multiple of 8; else any.
-template <Input kInput, bool kVectorized, bool kMerges, bool kIsCounted>
+// Alignment: rows and row_pitch of 16 B; vectorized if x and its stride are too and H is a multiple of 8, or of 16 if
+// Share is Codes, which ends no load behind a row's last code; else any.
+template <class Share, bool kVectorized, bool kMerges, bool kIsCounted>
 __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant__ Arguments args) {
   constexpr bool kRanks = kIsCounted && !kMerges;  // ranking few choices takes longer than one warp takes for all
   extern __shared__ __align__(16) int memory[];
@@ -106,20 +143,21 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
 
   struct Held {
     Block block;
-    Share<kInput> share;
+    Share share;
   };
-  const auto load = [&](uint32_t index) {
+  const auto load = [&](uint32_t index, bool is_planned) {
     Held held{Block(args, index, num_tokens, part)};
-    const int64_t first_byte = static_cast<int64_t>(held.block.k_block) * kBlock * Eight<kInput>::kElementBytes;
-    const uint8_t* x = args.x + (plan.begin + held.block.token) * args.x_row_bytes + first_byte;
-    held.share.template load<kVectorized>(x, column, held.block.width);
+    const auto [token, k_block, width] = held.block;
+    // A rank that receives codes may have room for many more tokens than come, which then have no row.
+    if (Share::kAreCodes && is_planned && !plan.has_row(token)) return held;
+    held.share.template load<kVectorized>(args, plan.begin + token, k_block, column, width);
     return held;
   };
 
   if (!kIsCounted) wait_for_previous_kernel();  // tokens and choices are older than counts
 
   uint32_t index = threadIdx.x / kLanes;
-  Held next = load(index);  // while the plan is made
+  Held next = load(index, false);  // while the plan is made
   if (!kIsCounted) let_next_kernel_start();
   plan.clear();
   if constexpr (kRanks) plan.rank();
@@ -149,8 +187,8 @@ __global__ void __launch_bounds__(1024, 1) dispatch_kernel(const __grid_constant
 #pragma unroll 1
   for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
     const auto [block, share] = next;
-    next = load(index + step);
-    const Scale scale = share.scale(args.min_amax);
+    next = load(index + step, true);
+    const auto scale = share.scale(args.min_amax);
     const uint4 codes = share.codes(scale);
     const int* rows = plan.rows + block.token * routing.rows_of_token;
     uint8_t* target = args.rows + static_cast<int64_t>(block.k_block) * kBlock + column;
@@ -197,7 +235,7 @@ struct FewChoices {
 // Shared memory: none.
 // Barriers: none. Each warp finds all rows for itself.
 // Alignment: as above.
-template <Input kInput, bool kVectorized>
+template <class Share, bool kVectorized>
 __global__ void __launch_bounds__(128) dispatch_few_kernel(const __grid_constant__ Arguments args) {
   const Routing& routing = args.routing;
   const uint32_t token = args.parts.quotient(blockIdx.x), part = blockIdx.x - token * args.num_parts;
@@ -208,11 +246,10 @@ __global__ void __launch_bounds__(128) dispatch_few_kernel(const __grid_constant
     const uint32_t in_part = min(threadIdx.x / kLanes, args.part_blocks - 1);
     const uint32_t k_block = min(part * args.part_blocks + in_part, args.num_k_blocks - 1);
     const uint32_t width = min(args.hidden_size - k_block * kBlock, kBlock);
-    const int64_t first_byte = static_cast<int64_t>(k_block) * kBlock * Eight<kInput>::kElementBytes;
-    Share<kInput> share;
-    share.template load<kVectorized>(args.x + token * args.x_row_bytes + first_byte, column, width);
+    Share share;
+    share.template load<kVectorized>(args, token, k_block, column, width);
     const FewChoices choices(routing, lane);
-    const Scale scale = share.scale(args.min_amax);
+    const auto scale = share.scale(args.min_amax);
     const uint4 codes = share.codes(scale);
     uint8_t* const target = args.rows + static_cast<int64_t>(k_block) * kBlock + column;
     float* const scales = args.row_scales + static_cast<int64_t>(k_block) * args.scale_pitch;

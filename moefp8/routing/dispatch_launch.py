@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import MIN_AMAX, ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import E4M3, MIN_AMAX, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
 from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
@@ -27,6 +27,8 @@ from .plan_launch import (
 )
 
 _OP = "dispatch"
+# What kernels take, and their names for it in dispatch.cu.
+SHARES = {**{dtype: f"Floats<{name}>" for dtype, name in INPUTS.items()}, E4M3: "Codes"}
 _SOURCE = Path(__file__).with_name("dispatch.cu")
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _LANES = 8  # so many threads hold a block of 128 elements
@@ -52,6 +54,8 @@ class _Arguments(ctypes.Structure):
         (c_uint32, "num_chunks"),
         (c_void_p, "counts zeros"),
         (c_float, "min_amax"),
+        (c_void_p, "x_scales"),
+        (c_int64, "x_scale_token_bytes x_scale_block_bytes"),
     )
 
 
@@ -96,13 +100,13 @@ def is_few(num_choices: int, *, masked: bool) -> bool:
 
 
 def few_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
-    return Kernel(_SOURCE, f"dispatch_few_kernel<{INPUTS[dtype]}, {str(vectorized).lower()}>")
+    return Kernel(_SOURCE, f"dispatch_few_kernel<{SHARES[dtype]}, {str(vectorized).lower()}>")
 
 
 def kernel_of(dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool) -> Kernel:
-    """vectorized: elements lie such that eight can be loaded at once."""
+    """vectorized: elements lie such that eight can be loaded at once, or 16 codes."""
     flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
-    return Kernel(_SOURCE, f"dispatch_kernel<{INPUTS[dtype]}, {flags}>")
+    return Kernel(_SOURCE, f"dispatch_kernel<{SHARES[dtype]}, {flags}>")
 
 
 def count_kernel_of(*, masked: bool) -> Kernel:
@@ -112,9 +116,12 @@ def count_kernel_of(*, masked: bool) -> Kernel:
 def needed_kernels(
     dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
 ) -> list[Kernel]:
-    """The kernels for up to `max_choices` choices; tokens may lie anywhere."""
+    """The kernels for up to `max_choices` choices; tokens may lie anywhere.
+
+    dtype: of the tokens; e4m3 if they come with scales.
+    """
     counts = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
-    flags = (True, False) if hidden_size % 8 == 0 else (False,)
+    flags = (True, False) if hidden_size % _columns_at_once(dtype) == 0 else (False,)
     few = [] if masked else [few_kernel_of(dtype, vectorized=vectorized) for vectorized in flags]
     if is_few(max_choices, masked=masked):
         return few
@@ -127,6 +134,15 @@ def needed_kernels(
             for is_counted in ((True, False) if counts else (False,))
         ]
     )
+
+
+def _columns_at_once(dtype: torch.dtype) -> int:
+    """What H is a multiple of where kernels are vectorized.
+
+    A thread loads its 16 codes at once. If only the pitch of rows were a multiple of 16, that would
+    end behind the last row, where x may end.
+    """
+    return 16 if dtype == E4M3 else 8
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -145,6 +161,7 @@ class DispatchSources(NamedTuple):
     counts: Source
     zeros: Source
     routing: RoutingSources
+    x_scales: Source | None = None
 
     def pointers(self) -> list[Pointer]:
         named = self._asdict()
@@ -163,8 +180,11 @@ def prepare_dispatch(
     sources: DispatchSources,
     expert_offset: int = 0,
     min_amax: float = MIN_AMAX,
+    x_scale_inv: torch.Tensor | None = None,
 ) -> tuple[Launch, ...]:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
+
+    Where x is e4m3, its codes and scales are copied as they are.
 
     That is one kernel, or two for many tokens: the first counts choices. It may start before the
     stream's previous kernel ends, and waits for it. What `sources` name:
@@ -178,12 +198,14 @@ def prepare_dispatch(
         zeros: int32 [2], which become zeros: counters of the kernels that follow.
         routing: ids [T, k] like the tensor `ids`; one of no expert here has no row. expert_offsets,
             tokens_per_expert, token_to_row are int32 [E + 1], [E], [T, k], contiguous.
+        x_scales: fp32 [T, ceil(H/128)] like the tensor `x_scale_inv`, if x is e4m3.
 
     Args:
         max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
         row_pitch: in bytes, a multiple of 16 and at least H.
         expert_offset: the id of the first of the E experts.
         min_amax: as in `quantize_1x128`.
+        x_scale_inv: the scales of an e4m3 `x`, whose layout counts; None for others.
 
     Raises:
         ValueError: there are more choices or rows than a kernel can count.
@@ -221,7 +243,11 @@ def prepare_dispatch(
         num_chunks=num_chunks,
         min_amax=min_amax,
     )
-    vectorized = hidden_size % 8 == 0 and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
+    if x_scale_inv is not None:
+        strides = [4 * stride for stride in x_scale_inv.stride()]
+        arguments.x_scale_token_bytes, arguments.x_scale_block_bytes = strides
+    fits = hidden_size % _columns_at_once(x.dtype) == 0
+    vectorized = fits and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
     masked = max_m is not None
     shared = shared_bytes(routing, 2 if masked else 1)
 

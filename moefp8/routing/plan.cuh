@@ -236,6 +236,17 @@ struct Plan {
     }
   }
 
+  // 6. Any thread, after a barrier: whether a token of the chunk has a row.
+  __device__ bool has_row(uint32_t token) const {
+    int largest = -1;
+#pragma unroll 1
+    for (uint32_t i = 0; i < routing.rows_of_token; i += 4) {
+      const int4 v = *reinterpret_cast<const int4*>(rows + token * routing.rows_of_token + i);
+      largest = max(largest, max(max(v.x, v.y), max(v.z, v.w)));
+    }
+    return largest >= 0;
+  }
+
  private:
   __device__ uint32_t place(uint32_t index) const {
     return index + routing.of_k.quotient(index) * (routing.rows_of_token - routing.top_k);

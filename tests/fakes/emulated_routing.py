@@ -9,7 +9,7 @@ import torch
 
 from moefp8 import kernels
 from moefp8.quant import numerics
-from moefp8.routing import logits_launch
+from moefp8.routing import dispatch_launch, logits_launch
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, dtype_of, memory
 from tests.routing.cases import plan_of
@@ -105,11 +105,13 @@ class RoutingEmulator(GemmEmulator):
         memory(x.counts, torch.int16, [*counts.shape], [counts.shape[1], 1]).copy_(counts)
 
     def dispatch(self, made, parameters):
-        x, dtype = made.arguments, dtype_of(made.kernel)
+        x, dtype = made.arguments, _dtype_of_tokens(made.kernel)
         routing, h, blocks = x.routing, x.hidden_size, kernels.num_blocks(x.hidden_size)
         assert x.num_k_blocks == blocks
         flags = re.search(r"<(.*)>", made.kernel.name)[1].split(", ")[1:]
-        _, merges, is_counted = ([flag == "true" for flag in flags] + [False] * 2)[:3]
+        vectorized, merges, is_counted = ([flag == "true" for flag in flags] + [False] * 2)[:3]
+        fits = h % (16 if dtype == kernels.E4M3 else 8) == 0
+        assert vectorized == (fits and (x.x | x.x_row_bytes) % 16 == 0)
         assert merges == (routing.max_m > 0)
         if "few" in made.kernel.name:
             assert routing.num_tokens * routing.top_k <= 32
@@ -125,7 +127,13 @@ class RoutingEmulator(GemmEmulator):
         assert made.programmatic
         source_strides = [x.x_row_bytes // dtype.itemsize, 1]
         source = memory(x.x, dtype, [routing.num_tokens, h], source_strides)
-        data, scale_inv = numerics.quantize_1x128(source, False, x.min_amax)
+        if dtype == kernels.E4M3:
+            pitches = [y // 4 for y in (x.x_scale_token_bytes, x.x_scale_block_bytes)]
+            scale_inv = memory(x.x_scales, torch.float32, [routing.num_tokens, blocks], pitches)
+            data = source
+        else:
+            assert not x.x_scales
+            data, scale_inv = numerics.quantize_1x128(source, False, x.min_amax)
         plan = self.plan(routing)
         (rows,) = torch.nonzero(plan.row_to_token >= 0, as_tuple=True)
         tokens, num_rows = plan.row_to_token[rows], len(plan.row_to_token)
@@ -157,6 +165,11 @@ class RoutingEmulator(GemmEmulator):
             out.copy_(out.float() + memory(x.addend, torch.bfloat16, [x.num_tokens, h], [h, 1]))
         if made.kernel.name.endswith("true>"):
             assert (h * 2 | x.out | (x.addend or 0)) % 16 == 0
+
+
+def _dtype_of_tokens(kernel) -> torch.dtype:
+    share = re.search(r"<(Codes|Floats<[^>]*>)", kernel.name)[1]
+    return next(dtype for dtype, name in dispatch_launch.SHARES.items() if name == share)
 
 
 def _check_warps(x, made, items: int, parts: int) -> None:

@@ -288,6 +288,10 @@ def test_experts(device, case, choices, others):
         y = experts(*make(place), case.limit, masked, first, num_global)
         check(y.to(device), expected)
         results.append(y.cpu())
+        tokens, *rest = make(place)
+        codes, scale_inv = quantize.quantize_1x128(tokens, False)
+        options = case.limit, masked, first, num_global, None
+        assert same_bits(experts(codes, *rest, *options, scale_inv), y)
         addend = fuzz.floats(case.x.kind, torch.bfloat16, num_tokens, hidden_size).to(place)
         added = experts(*make(place), case.limit, masked, first, num_global, addend)
         assert same_bits(added, y + addend)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moefp8.kernels import num_blocks
 from moefp8.routing import (
     RoutingPlan,
     build_plan,
@@ -87,10 +88,15 @@ def test_dispatch_and_combine(device, x, choices, num_experts, layout):
 
 @on_gpu
 @given(
-    x=fuzz.matrices(), choices=fuzz_layers.choices(40), num_experts=EXPERTS, masked=st.booleans()
+    x=fuzz.matrices(),
+    choices=fuzz_layers.choices(40),
+    num_experts=EXPERTS,
+    masked=st.booleans(),
+    kinds=st.tuples(st.sampled_from(fuzz.CODES), st.sampled_from(fuzz.SCALES)),
+    scale_place=fuzz.place_in(fuzz.SCALE_PLACES),
 )
-def test_the_kernels_of_layers(x, choices, num_experts, masked):
-    """Layers quantize what they dispatch, and sum rows of BF16."""
+def test_the_kernels_of_layers(x, choices, num_experts, masked, kinds, scale_place):
+    """Layers quantize what they dispatch, unless it comes as codes, and sum rows of BF16."""
     num_tokens, hidden_size = x.shape[-2:]
     if num_tokens * hidden_size == 0 or num_tokens * num_experts > 2**16:
         return
@@ -100,6 +106,13 @@ def test_the_kernels_of_layers(x, choices, num_experts, masked):
     max_m = num_tokens + choices.seed % 3 if masked else None
     done = run_dispatch(tokens, ids, num_experts, max_m)
     check_dispatch(done, tokens, ids, num_experts, max_m)
+    codes = fuzz.codes(kinds[0], num_tokens, hidden_size).cuda()
+    if x.place in fuzz.OPERAND_PLACES:
+        codes = fuzz.placed(fuzz.OPERAND_PLACES, x.place, codes)
+    scales = fuzz.scales(kinds[1], num_tokens, num_blocks(hidden_size)).cuda()
+    scales = fuzz.placed(fuzz.SCALE_PLACES, scale_place, scales)
+    done = run_dispatch(codes, ids, num_experts, max_m, x_scale_inv=scales)
+    check_dispatch(done, codes, ids, num_experts, max_m, x_scale_inv=scales)
     plan, weights = plan_of(ids, num_experts, max_m), choices.make_weights(num_tokens, "cuda")
     y = fuzz.floats(x.kind, torch.bfloat16, len(plan.row_to_token), (hidden_size + 15) // 8 * 8)
     y[plan.row_to_token < 0] = torch.nan

@@ -1,10 +1,11 @@
 """Inputs of dispatch and combine, the buffers that they fill, and what these must hold."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from moefp8.kernels import num_blocks, round_up
+from moefp8.kernels import E4M3, num_blocks, round_up
 from moefp8.kernels.jit import Launch, Source
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
@@ -77,10 +78,46 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.T
     return torch.full((size,), POISON, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
+def codes_of(num_tokens: int, hidden_size: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [T, H] and fp32 [T, ceil(H/128)] of any bits, NaN and infinities among them."""
+    codes = torch.randint(0, 256, (num_tokens, hidden_size), dtype=torch.uint8)
+    shape = num_tokens, num_blocks(hidden_size)
+    bits = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+    bits.view(-1)[::3] = torch.tensor([0x7F800000, 0x7FC00001, -1], dtype=torch.int32)[
+        torch.arange(bits.view(-1)[::3].numel()) % 3
+    ]
+    return codes.to(device).view(E4M3), bits.to(device).view(torch.float32)
+
+
+def _in_rows(x: torch.Tensor, pitch: int, first: int = 0) -> torch.Tensor:
+    """A copy in rows of a pitch, which begin so many elements behind an aligned place."""
+    num_rows, size = x.shape
+    memory = torch.zeros(first + num_rows * pitch + size, dtype=x.dtype, device=x.device)
+    return memory[first:][: num_rows * pitch].view(num_rows, pitch)[:, :size].copy_(x)
+
+
+# Where codes, as uint8, and scales may lie: `zip` has a place of scales for each place of codes.
+CODE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "own": lambda x: x,
+    "wide rows": lambda x: _in_rows(x, round_up(x.shape[1], 16) + 16),
+    "unaligned": lambda x: _in_rows(x, round_up(x.shape[1], 16), 1),
+    "odd rows": lambda x: _in_rows(x, round_up(x.shape[1], 2) + 1),
+    "one row": lambda x: x[:1].expand(x.shape),
+}
+SCALE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "own": lambda x: x,
+    "rows": lambda x: x.contiguous(),
+    "columns": lambda x: x.mT.contiguous().mT,
+    "apart": lambda x: torch.stack([x, x], 2)[..., 1],
+    "one row": lambda x: x[:1].expand(x.shape),
+}
+
+
 # In this order a call gives the addresses.
 DISPATCH_SOURCES = DispatchSources(
     *map(Source, range(5)), routing=RoutingSources(*map(Source, range(5, 9)))
 )
+X_SCALES = Source(9)
 COMBINE_SOURCES = CombineSources(*map(Source, range(4)))
 
 
@@ -96,6 +133,7 @@ class Dispatched(NamedTuple):
     tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
     token_to_row: torch.Tensor
+    x_scale_inv: torch.Tensor  # empty if x is of floats
     launches: tuple[Launch, ...]
 
     def launch(self, launches: tuple[Launch, ...]) -> None:
@@ -111,6 +149,7 @@ def run_dispatch(
     num_experts: int,
     max_m: int | None,
     expert_offset: int = 0,
+    x_scale_inv: torch.Tensor | None = None,
 ) -> Dispatched:
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
@@ -119,6 +158,9 @@ def run_dispatch(
     matrices = () if max_m is None else (num_experts,)
     count_bytes = most_count_bytes(num_tokens, top_k, num_experts)
     options = {"row_pitch": pitch, "scale_pitch": scale_pitch, "expert_offset": expert_offset}
+    sources = DISPATCH_SOURCES
+    if x_scale_inv is not None:
+        sources = sources._replace(x_scales=X_SCALES)
     done = Dispatched(
         x,
         poisoned((num_rows, pitch), torch.uint8, x.device),
@@ -129,7 +171,10 @@ def run_dispatch(
         poisoned((num_experts,), torch.int32, x.device),
         poisoned((num_experts + 1,), torch.int32, x.device),
         poisoned((num_tokens, top_k), torch.int32, x.device),
-        prepare_dispatch(x, ids, num_experts, max_m, **options, sources=DISPATCH_SOURCES),
+        torch.empty(0) if x_scale_inv is None else x_scale_inv,
+        prepare_dispatch(
+            x, ids, num_experts, max_m, **options, sources=sources, x_scale_inv=x_scale_inv
+        ),
     )
     done.launch(done.launches)
     return done
@@ -142,12 +187,15 @@ def check_dispatch(
     num_experts: int,
     max_m: int | None,
     expert_offset: int = 0,
+    x_scale_inv: torch.Tensor | None = None,
 ) -> None:
     """Bit for bit; nothing else is written."""
     plan = plan_of(ids, num_experts, max_m, expert_offset)
     for name in ("expert_offsets", "tokens_per_expert", "token_to_row"):
         assert torch.equal(getattr(done, name), getattr(plan, name).to(x.device)), name
-    data, scale_inv = quantize_1x128.overload(x, False)
+    data, scale_inv = x, x_scale_inv
+    if scale_inv is None:
+        data, scale_inv = quantize_1x128.overload(x, False)
     hidden_size, unit_end = x.shape[1], round_up(x.shape[1], 16)
     row_to_token = plan.row_to_token.to(x.device)
     row_to_token = row_to_token[: done.rows.shape[0]]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.kernels import jit
+from moefp8.kernels import E4M3, jit
 from moefp8.kernels.jit import compile_kernels
 from moefp8.routing import combine_launch, dispatch_launch, plan_launch
 from moefp8.routing.plan import build_maps
@@ -18,10 +18,13 @@ from tests.fakes.emulator import FakeDriver
 from tests.functional.cases import ids_here
 from tests.gpu import NUM_SMS, assert_arguments_fit
 from tests.routing.cases import (
+    CODE_PLACES,
     DTYPES,
     KINDS,
     RANKS,
+    SCALE_PLACES,
     check_dispatch,
+    codes_of,
     expected_combine,
     ids_of,
     ids_of_whole,
@@ -35,9 +38,9 @@ from tests.routing.cases import (
 FLAGS = True, False
 OF_DISPATCH = [
     kernel
-    for dtype, masked in product(DTYPES, FLAGS)
+    for dtype, masked in product((*DTYPES, E4M3), FLAGS)
     for kernel in dispatch_launch.needed_kernels(
-        dtype, hidden_size=8, masked=masked, num_experts=8, max_choices=2**20
+        dtype, hidden_size=16, masked=masked, num_experts=8, max_choices=2**20
     )
 ]
 MODULES = {
@@ -250,6 +253,63 @@ def test_dispatch_equals_its_parts(
         pytest.skip("too much memory")
     done = run_dispatch(x, ids, num_experts, max_m)
     check_dispatch(done, x, ids, num_experts, max_m)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "hidden_size", "num_sms"),
+    [
+        (1, 2, 8, 128, 4), (4, 8, 5, 131, 1), (1, 32, 300, 4112, 9),
+        (3, 10, 5, 200, 2), (37, 1, 8, 333, 6), (50, 40, 64, 8, 3),
+        (130, 8, 256, 272, 3), (20, 3, 4, 1504, 30), (70, 5, 20, 16, 1),
+        (274, 30, 8, 32, 2), (274, 30, 1030, 24, 3),
+    ],
+)  # fmt: skip
+def test_codes_and_scales_pass_as_they_are(
+    on_cpu, kind, masked, num_tokens, top_k, num_experts, hidden_size, num_sms
+):
+    on_cpu.sms = num_sms
+    codes, scales = codes_of(num_tokens, hidden_size, "cpu")
+    ids = ids_of(kind, num_tokens, top_k, num_experts)
+    max_m = num_tokens + 1 if masked else None
+    if masked and num_experts * num_tokens > 2**18:
+        pytest.skip("too much memory")
+    for place, of_scales in zip(CODE_PLACES.values(), SCALE_PLACES.values(), strict=True):
+        given = place(codes.view(torch.uint8)).view(E4M3), of_scales(scales)
+        done = run_dispatch(given[0], ids, num_experts, max_m, x_scale_inv=given[1])
+        check_dispatch(done, given[0], ids, num_experts, max_m, x_scale_inv=given[1])
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_sms"), [(2, 4, 4), (70, 5, 3), (1400, 6, 2)])
+def test_codes_of_a_rank(on_cpu, rank, masked, num_tokens, top_k, num_sms):
+    on_cpu.sms = num_sms
+    codes, scales = codes_of(num_tokens, 272, "cpu")
+    ids = ids_of_whole("out of range", num_tokens, top_k, rank, True)
+    (num_experts, first, _), max_m = rank, num_tokens if masked else None
+    done = run_dispatch(codes, ids, num_experts, max_m, first, scales)
+    check_dispatch(done, codes, ids, num_experts, max_m, first, scales)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "place", "vectorized"),
+    [
+        (128, "own", True), (144, "own", True), (144, "wide rows", True),
+        (144, "unaligned", False), (144, "odd rows", False),
+        (136, "own", False), (136, "wide rows", False),  # a load would end behind x
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_codes_are_loaded_16_at_once_where_they_fit(
+    on_cpu, hidden_size, place, vectorized, num_tokens
+):
+    codes, scales = codes_of(num_tokens, hidden_size, "cpu")
+    codes = CODE_PLACES[place](codes.view(torch.uint8)).view(E4M3)
+    run_dispatch(codes, ids_of("distinct", num_tokens, 2, 5), 5, None, x_scale_inv=scales)
+    (made,) = on_cpu.launched
+    assert f"<Codes, {str(vectorized).lower()}" in made.kernel.name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,16 +5,19 @@ from itertools import product
 import pytest
 import torch
 
-from moefp8.kernels import jit
+from moefp8.kernels import E4M3, jit
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, dispatch
 from moefp8.routing.plan import build_maps
 from tests.gpu import NEEDS_GPU, no_synchronisation
 from tests.routing.cases import (
+    CODE_PLACES,
     DTYPES,
     KINDS,
     RANKS,
+    SCALE_PLACES,
     check_dispatch,
+    codes_of,
     expected_combine,
     ids_of,
     ids_of_whole,
@@ -136,6 +139,23 @@ def test_dispatch_of_many_choices(num_tokens, top_k, num_experts, masked):
                 done = run_dispatch(x, ids, num_experts, max_m)
             assert len(done.launches) == 1 + (num_tokens * top_k > 2**13 and num_experts < 1024)
             check_dispatch(done, x, ids, num_experts, max_m)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), EXPERTS_AND_K)
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("hidden_size", [16, 200, 333, 1152])
+def test_codes_and_scales_pass_as_they_are(hidden_size, num_tokens, num_experts, top_k, masked):
+    codes, scales = codes_of(num_tokens, hidden_size, "cuda")
+    max_m = num_tokens if masked else None
+    if masked and num_experts * num_tokens > 2**18:
+        pytest.skip("too much memory")
+    places = zip(CODE_PLACES.values(), SCALE_PLACES.values(), KINDS, strict=True)
+    for place, of_scales, kind in places:
+        ids = ids_of(kind, num_tokens, top_k, num_experts).cuda()
+        x, scale_inv = place(codes.view(torch.uint8)).view(E4M3), of_scales(scales)
+        done = run_dispatch(x, ids, num_experts, max_m, x_scale_inv=scale_inv)
+        check_dispatch(done, x, ids, num_experts, max_m, x_scale_inv=scale_inv)
 
 
 def test_dispatch_equals_the_routing_room():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...quant.quantize import quantize_1x128, quantize_gradient_1x128
 from ...routing.combine import sum_rows
 from .agreement import Call
 
@@ -28,7 +29,7 @@ class CollectiveExchange:
     def __init__(self, group: "ExpertGroup", calls: list[Call], ids: torch.Tensor) -> None:
         self._group, self._name, device = group, calls[0].name, ids.device
         num_experts = calls[0].num_experts
-        self._gpu_group = gpu_group(group.group) if device.type == "cuda" else None
+        self._gpu_group = gpu_group(group.process_group) if device.type == "cuda" else None
         everyone = self._gather(ids.int().cpu(), [call.num_tokens for call in calls])
         sent = _reached(everyone[group.rank], num_experts, group.size)  # [T, P]
         received = [_reached(x, num_experts, group.size)[:, group.rank] for x in everyone]
@@ -40,25 +41,46 @@ class CollectiveExchange:
         to_row = (sent.cumsum(0) - 1 + begins).where(sent, -1)
         self._token_to_row = to_row.int().to(device)  # [T, P]: where in what comes back
 
-    def dispatch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """[T, ...] of this rank's tokens -> [R, ...] of those that this rank has experts for."""
-        received = []
-        for x in tensors:
-            values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few operations
-            rows = values.index_select(0, self._tokens)
-            came = self._travel(rows, self._num_sent, self._num_received)
-            received.append(came.view(x.dtype))
-        return received
+    def dispatch(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """[T, ...] of this rank's tokens -> [R, ...] of those that this rank has experts for.
+
+        scores: fp32 [T, k], which travel with them.
+        """
+        return [self._send(x), *([] if scores is None else [self._send(scores)])]
+
+    def dispatch_codes(
+        self, x: torch.Tensor, scores: torch.Tensor | None = None, *, are_gradients: bool = False
+    ) -> list[torch.Tensor]:
+        """The same of tokens that are quantized to 1x128 before: codes, scales, maybe scores.
+
+        are_gradients: `quantize_gradient_1x128` does it.
+        """
+        quantized = quantize_gradient_1x128(x) if are_gradients else quantize_1x128(x, False)
+        codes, scale_inv = map(self._send, quantized)
+        return [codes, scale_inv, *([] if scores is None else [self._send(scores)])]
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> [T, H]: the FP32 sum of what each rank gives for a token, in their order."""
+        """bf16 [R, H] -> [T, H]: the FP32 sum of what each rank gives for a token, in order."""
         back = self._travel(rows, self._num_received, self._num_sent)
         ones = back.new_ones(self._token_to_row.shape, dtype=torch.float32)
         return sum_rows(back, self._token_to_row, ones)
 
-    def collect(self, of_choices: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, k] -> [T, k]; of a choice all ranks but that of its expert give 0."""
-        return self.combine(of_choices)
+    def combine_gradients(
+        self, rows: torch.Tensor, of_scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`combine`, and fp32 [R, k] -> [T, k]: of a choice only its expert's rank gives not 0."""
+        return self.combine(rows), self.combine(of_scores)
+
+    def release(self) -> None:
+        """Tell the others that what `dispatch` gave has been read, where no `combine` does."""
+
+    def keep_choices(self) -> None:
+        """Own `ids`, for a backward."""
+
+    def _send(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few operations
+        rows = values.index_select(0, self._tokens)
+        return self._travel(rows, self._num_sent, self._num_received).view(x.dtype)
 
     def _travel(
         self, x: torch.Tensor, num_sent: list[int], num_received: list[int]

@@ -24,7 +24,7 @@ from ...functional.experts import experts, experts_saving
 from ...functional.experts_backward import experts_backward
 from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
 from ...layers.experts import WEIGHTS, GroupedExperts
-from ...quant.quantize import quantize_1x128, quantize_gradient_1x128
+from ...quant.quantize import quantize_1x128
 from .agreement import Call
 from .local import LocalExperts
 from .shared_batch import SharedBatch
@@ -39,8 +39,7 @@ _TOKENS, _WEIGHTS, _NO_GRADIENTS = 1, 2, 4  # bits of `Call.asks`
 class ParallelExperts:
     """What a `GroupedExperts` of a group calls in place of its own forward.
 
-    `LocalExperts` may be called through it, too: tokens and results then travel in their own dtype.
-    Ranks that have the same tokens share a `batch`.
+    `LocalExperts` may be called through it, too. Ranks that have the same tokens share a `batch`.
     """
 
     def __init__(
@@ -209,17 +208,18 @@ def _forward(
     saves: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The result [T, H] bf16, and what the backward takes."""
-    codes, scale_inv, scores = exchange.dispatch(*quantize_1x128(x, False), scores)
+    codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
     rank, addend = (layer.expert_offset, layer.num_global_experts), None
     options = layer.swiglu_limit, layer.layout == "masked", *rank, addend, scale_inv
     inputs: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
     if not saves:
         return exchange.combine(experts(*inputs)), ()
     y, gate_up = experts_saving(*inputs)
-    scale_inv = None
+    exchange.keep_choices()
+    scores, scale_inv = scores.clone(), None
     if layer.saved_dtype != torch.bfloat16:
         gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
-    return exchange.combine(y), (exchange.ids.clone(), scores.clone(), gate_up, scale_inv)
+    return exchange.combine(y), (exchange.ids, scores, gate_up, scale_inv)
 
 
 class _FrozenExperts(torch.autograd.Function):
@@ -252,9 +252,9 @@ class _FrozenExperts(torch.autograd.Function):
         exchange, saved = ctx.exchange, ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
         of_weights = no_gradients(grad, _LAYER, needs, saved[4:])
-        codes, scale_inv = exchange.dispatch(*quantize_gradient_1x128(grad))
-        dx, of_scores = experts_backward(codes, *saved, *ctx.options, scale_inv)
-        dx, of_scores = exchange.combine(dx), exchange.collect(of_scores)
+        codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
+        gradients = experts_backward(codes, *saved, *ctx.options, scale_inv)
+        dx, of_scores = exchange.combine_gradients(*gradients)
         return None, None, None, None, dx.to(ctx.dtype), of_scores, *of_weights
 
 
@@ -270,45 +270,44 @@ def _any_experts(
     asks: int,
 ) -> torch.Tensor:
     of_tokens, anchor = _anchor(x, asks & _TOKENS), _anchor(x, asks)
-    dtype = x.dtype if isinstance(layer, LocalExperts) else torch.bfloat16
     if of_tokens is None:
-        tokens, of_choices = exchange.dispatch(x, scores)
+        tokens, of_choices = (z.clone() for z in exchange.dispatch(x, scores))
     else:
-        tokens, of_choices = _Dispatch.apply(exchange, dtype, of_tokens, x, scores)
-    rows = layer.compute(tokens, exchange.ids.clone(), of_choices).to(dtype)
+        tokens, of_choices = _Dispatch.apply(exchange, of_tokens, x, scores)
+    exchange.keep_choices()
+    rows = layer.compute(tokens, exchange.ids, of_choices).bfloat16()
     if anchor is None:
         return exchange.combine(rows)
-    y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
+    y: torch.Tensor = _Combine.apply(exchange, backward, of_tokens is not None, anchor, rows)
     return y
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        exchange: Any,
-        dtype: torch.dtype,
-        anchor: torch.Tensor,
-        x: torch.Tensor,
-        scores: torch.Tensor,
+        ctx: Any, exchange: Any, anchor: torch.Tensor, x: torch.Tensor, scores: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.dtype = exchange, dtype
+        ctx.exchange = exchange
         return tuple(y.clone() for y in exchange.dispatch(x, scores))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, of_scores: torch.Tensor) -> tuple[Any, ...]:
-        exchange = ctx.exchange
-        summed = exchange.combine(dx.to(ctx.dtype)).to(dx.dtype)
-        return None, None, None, summed, exchange.collect(of_scores)
+        summed, of_scores = ctx.exchange.combine_gradients(dx.bfloat16(), of_scores)
+        return None, None, summed.to(dx.dtype), of_scores
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Any, backward: _Backward, anchor: torch.Tensor, rows: torch.Tensor
+        ctx: Any,
+        exchange: Any,
+        backward: _Backward,
+        of_tokens: bool,
+        anchor: torch.Tensor,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.exchange, ctx.agreement = exchange, backward
+        ctx.exchange, ctx.agreement, ctx.of_tokens = exchange, backward, of_tokens
         y: torch.Tensor = exchange.combine(rows)
         return y
 
@@ -316,5 +315,7 @@ class _Combine(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
-        (of_rows,) = ctx.exchange.dispatch(grad)
-        return None, None, None, of_rows.clone()
+        (of_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
+        if not ctx.of_tokens:  # else `_Dispatch` brings gradients back, which tells as much
+            ctx.exchange.release()
+        return None, None, None, None, of_rows

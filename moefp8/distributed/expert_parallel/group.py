@@ -1,54 +1,168 @@
 """The ranks that share the experts of layers, and how tokens travel between them."""
 
+import sys
+import time
+import warnings
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary
+from threading import Thread
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement, Call
 from .collective import CollectiveExchange
+from .peer_memory import PeerMemory, Peers
+from .peers import PeerExchange
 
 TIMEOUT = timedelta(minutes=5)
+Transport = Literal["auto", "peers", "collective"]
+TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()  # keyed by process group
 
 
 class ExpertGroup:
     """The ranks of a process group; rank r of P holds [r E // P, (r + 1) E // P) of E experts.
 
-    All layers of a process group share one, with all that it owns. Each rank makes the same layers
-    in the same order.
+    All layers of a process group share one, with the memory that it owns. Each rank makes the same
+    layers in the same order.
     """
 
-    def __init__(self, group: Any, timeout: timedelta) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.agreement, self._num_layers = Agreement(group, timeout), 0
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        agreement: Agreement,
+        peers: Peers,
+        *,
+        transport: Transport = "auto",
+        process_group: Any = None,
+    ) -> None:
+        self.rank, self.size, self.agreement, self.peers = rank, size, agreement, peers
+        self.transport, self.process_group, self._num_layers = transport, process_group, 0
+        self._memory: PeerMemory | None = None
+        self._kept: list[PeerMemory] = []  # that captured graphs may write
+        self._has_peers: bool | None = None
+        self._ones: dict[torch.device, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
-    def of(cls, mesh: Any, timeout: timedelta | None = None) -> "ExpertGroup":
+    def of(
+        cls, mesh: Any, timeout: timedelta | None = None, transport: Transport | None = None
+    ) -> "ExpertGroup":
         """The one of a mesh of one dimension, or of a process group, made at the first call.
 
-        Raises ValueError if it was made with another timeout, or this rank is not in the mesh.
+        Raises ValueError if it was made with another timeout or transport.
         """
         group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of(mesh)
+        if transport is not None and transport not in TRANSPORTS:
+            raise ValueError(
+                f"ExpertParallel: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
+            )
         found = _GROUPS.get(group)
         if found is None:
-            found = _GROUPS[group] = cls(group, timeout or TIMEOUT)
-        if timeout not in (None, found.agreement.timeout):
-            raise ValueError(
-                f"ExpertParallel: timeout must be one for all layers of a group, got {timeout}, "
-                f"and {found.agreement.timeout} before"
+            agreement = Agreement(group, timeout or TIMEOUT)
+            found = _GROUPS[group] = cls(
+                dist.get_rank(group),
+                dist.get_world_size(group),
+                agreement,
+                Peers(group, agreement.group),
+                transport=transport or "auto",
+                process_group=group,
             )
+        for name, asked, known in (
+            ("timeout", timeout, found.agreement.timeout),
+            ("transport", transport, found.transport),
+        ):
+            if asked not in (None, known):
+                raise ValueError(
+                    f"ExpertParallel: {name} must be one for all layers of a group, got {asked}, "
+                    f"and {known} before"
+                )
         return found
 
     def number_layer(self) -> int:
         self._num_layers += 1
         return self._num_layers - 1
 
-    def exchange(self, calls: list[Call], ids: torch.Tensor) -> CollectiveExchange:
+    def exchange(self, calls: list[Call], ids: torch.Tensor) -> CollectiveExchange | PeerExchange:
         """The exchange of a call that all ranks have agreed on; ids: [T, k] of this rank's."""
+        if ids.is_cuda and self._uses_peers(ids.device):
+            return PeerExchange(self, calls, ids)
+        if calls[0].is_captured:
+            raise RuntimeError(
+                "ExpertParallel: a CUDA graph needs GPUs that write each other's memory; without, "
+                "sizes of what travels are read by the host"
+            )
         return CollectiveExchange(self, calls, ids)
+
+    # ---- What the exchange of peers needs ----
+
+    def _uses_peers(self, device: torch.device) -> bool:
+        if self._has_peers is None:
+            problem: str | None = "transport='collective' was asked for"
+            if self.transport != "collective":
+                problem = self.peers.why_not(device)
+                if problem is not None and self.transport == "peers":
+                    raise RuntimeError(
+                        "ExpertParallel: transport='peers' needs GPUs of one host that can write "
+                        f"each other's memory, but {problem}; take transport='auto'"
+                    )
+                if problem is not None:
+                    warnings.warn(
+                        "ExpertParallel: tokens travel by all_to_all_single, which is slower and "
+                        f"waits for the GPU in each call, since {problem}",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+            self._has_peers = problem is None
+        return self._has_peers
+
+    @property
+    def memory(self) -> PeerMemory:
+        assert self._memory is not None, "it is made by the first dispatch"
+        return self._memory
+
+    def memory_for(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
+        """The group's memory, with areas of at least so many bytes.
+
+        All ranks ask for the same, so that they make a new one together where it is too small.
+        """
+        old = self._memory
+        if old is None or old.receiving < receiving or old.returning < returning:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "ExpertParallel: the group's memory cannot grow while a CUDA graph is "
+                    "captured; run the layers once before, with as many tokens and a backward if "
+                    "the graph has one"
+                )
+            torch.cuda.synchronize(device)  # what has been pushed is read
+            self._memory = None
+            sizes = PeerMemory.sizes(receiving, returning, old)
+            if old is not None and old.was_captured:
+                self._kept.append(old)
+            del old
+            self._memory = self.peers.make(device, *sizes)
+            _watch(self._memory, self.agreement)
+        memory = self.memory
+        if torch.cuda.is_current_stream_capturing():
+            memory.was_captured = True
+        self._follow(device)
+        return memory
+
+    def _follow(self, device: torch.device) -> None:
+        """Exchanges of a group run one after the other, whatever their streams."""
+        current = torch.cuda.current_stream(device)
+        if self._stream not in (None, current) and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._stream)
+        self._stream = current
+
+    def one(self, device: torch.device) -> torch.Tensor:
+        """fp32 [1, 1]"""
+        if device not in self._ones:
+            self._ones[device] = torch.ones(1, 1, device=device)
+        return self._ones[device]
 
 
 def _group_of(mesh: Any) -> Any:
@@ -58,3 +172,38 @@ def _group_of(mesh: Any) -> Any:
             f"{mesh!r}; take one dimension of a larger mesh by its name: mesh['experts']"
         )
     return mesh.get_group()
+
+
+# ---- What went wrong on the GPU ----
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def _watch(memory: PeerMemory, agreement: Agreement) -> None:
+    """Say what a kernel has found, as PyTorch only says that a launch has failed.
+
+    A thread looks, since a process that waits for the GPU runs nothing else of ours.
+    """
+    watched, ranks, seconds = ref(memory), agreement.ranks, agreement.timeout.total_seconds()
+
+    def look() -> None:
+        while (found := watched()) is not None:
+            kind, rank = found.error[:2].tolist()
+            if kind:
+                what = (
+                    f"did not come within {seconds:g} s (timeout=); it may have ended"
+                    if kind == 1
+                    else "is at another layer, or has another number of tokens, as when ranks "
+                    "replay CUDA graphs that were not captured together"
+                )
+                print(
+                    f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been "
+                    "ended, and the next call of CUDA raises an error",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            del found
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    Thread(target=look, name="moefp8 ExpertParallel", daemon=True).start()

@@ -39,7 +39,10 @@ class LocalExperts:
     ) -> torch.Tensor:
         """The function, with the ids of the whole model and any number of tokens."""
         ids, scores = own_choices(self, top_k_index, top_k_weights)
-        if len(hidden_states):
-            return self.function(hidden_states, ids, scores)
-        x, scores = (torch.cat([z, z.new_zeros(1, z.shape[1])]) for z in (hidden_states, scores))
-        return self.function(x, ids.new_zeros(1, ids.shape[1]), scores)[:0]
+        x = hidden_states
+        if len(x) == 0:
+            x, scores = (torch.cat([z, z.new_zeros(1, z.shape[1])]) for z in (x, scores))
+            return self.function(x, ids.new_zeros(1, ids.shape[1]), scores)[:0]
+        is_nobody = (ids == self.num_experts).all(1, keepdim=True)  # whatever lies there
+        y = self.function(x.masked_fill(is_nobody, 0), ids, scores)
+        return y.masked_fill(is_nobody, 0)

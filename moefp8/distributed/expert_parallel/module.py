@@ -12,7 +12,7 @@ from torch import nn
 from ...layers.experts import PARALLELIZERS, GroupedExperts
 from ..shard import shard
 from .experts import ParallelExperts
-from .group import ExpertGroup
+from .group import ExpertGroup, Transport
 
 
 class ExpertParallel(nn.Module):
@@ -32,6 +32,9 @@ class ExpertParallel(nn.Module):
         mesh: a `DeviceMesh` of one dimension, or a process group. All ranks make the same layers in
             the same order.
         timeout: how long a rank waits for the others, for all layers of a group; None: 5 minutes.
+        transport: "peers", kernels that write into the memory of other GPUs of the host;
+            "collective", `all_to_all_single`; "auto" takes the first where it can, and says so if
+            GPUs cannot. One for all layers of a group. Results are the same.
 
     Attributes:
         experts: this rank's part, which has the exchange. It may be called itself.
@@ -40,10 +43,15 @@ class ExpertParallel(nn.Module):
     """
 
     def __init__(
-        self, experts: GroupedExperts, mesh: Any, *, timeout: timedelta | None = None
+        self,
+        experts: GroupedExperts,
+        mesh: Any,
+        *,
+        timeout: timedelta | None = None,
+        transport: Transport | None = None,
     ) -> None:
         super().__init__()
-        _distribute(experts, mesh, timeout)
+        _distribute(experts, mesh, timeout, transport)
         self.experts = experts
 
     def forward(
@@ -66,7 +74,13 @@ class ExpertParallel(nn.Module):
         return y
 
 
-def expert_parallel(model: nn.Module, mesh: Any, *, timeout: timedelta | None = None) -> nn.Module:
+def expert_parallel(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    timeout: timedelta | None = None,
+    transport: Transport | None = None,
+) -> nn.Module:
     """Let all `GroupedExperts` of a model lie on the ranks of `mesh`, in place; returns the model.
 
     It is `ExpertParallel` for each of them, but names of modules and parameters stay. Call it after
@@ -85,11 +99,16 @@ def expert_parallel(model: nn.Module, mesh: Any, *, timeout: timedelta | None = 
             "expert_parallel: the model has no GroupedExperts; call moefp8.convert(model) first"
         )
     for experts in found:
-        _distribute(experts, mesh, timeout)
+        _distribute(experts, mesh, timeout, transport)
     return model
 
 
-def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = None) -> None:
+def _distribute(
+    experts: GroupedExperts,
+    mesh: Any,
+    timeout: timedelta | None = None,
+    transport: Transport | None = None,
+) -> None:
     """Keep this rank's part, and let it exchange tokens with the others."""
     if not isinstance(experts, GroupedExperts):
         raise TypeError(
@@ -98,7 +117,7 @@ def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = 
         )
     if experts.parallel is not None:
         raise ValueError("ExpertParallel: these experts are those of a group already")
-    group = ExpertGroup.of(mesh, timeout)
+    group = ExpertGroup.of(mesh, timeout, transport)
     if experts.num_global_experts is None and group.size > 1:
         shard(experts, {"": "experts"}, group.rank, group.size)
     total = experts.num_global_experts or experts.num_experts

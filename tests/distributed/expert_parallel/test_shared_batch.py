@@ -114,6 +114,11 @@ def run_scaled(num_experts: int, tokens: Tokens, is_shared: bool) -> Results:
     return Results(y.detach(), grads[0], grads[1], [grads[2]])
 
 
+def assert_near(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert x.shape == y.shape
+    assert (x - y).norm() <= 2**-7 * y.norm()
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "first", "last"),
@@ -121,7 +126,7 @@ def run_scaled(num_experts: int, tokens: Tokens, is_shared: bool) -> Results:
     ids=["any", "one token", "no tokens", "all on the first expert", "of no one"],
 )
 def test_any_function_as_experts(group, is_shared, num_tokens, first, last):
-    """In FP32, which is not rounded on the way; each rank's weights see all tokens once."""
+    """Results and gradients are rounded to BF16 on the way; weights see all tokens once."""
     size, kind = len(group.pipes), Kind(6, 40, 8)
     sizes = [num_tokens] if is_shared else [num_tokens + 2 * rank for rank in range(size)]
     tokens = draw(kind, sizes, 2, 3, dtype=torch.float32, first=first, last=last)
@@ -140,6 +145,6 @@ def test_any_function_as_experts(group, is_shared, num_tokens, first, last):
     for rank, ours in enumerate(came):
         assert not isinstance(ours, str), ours
         for x, y in zip(ours[:3], wanted[0 if is_shared else rank], strict=True):
-            torch.testing.assert_close(x, y.detach(), rtol=1e-6, atol=1e-6)
+            assert_near(x, y.detach())
         own = of_weights[rank * 6 // size : (rank + 1) * 6 // size]
-        torch.testing.assert_close(ours.of_weights[0], own, rtol=1e-5, atol=1e-5)
+        assert_near(ours.of_weights[0], own)

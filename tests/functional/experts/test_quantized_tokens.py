@@ -3,18 +3,25 @@
 import pytest
 import torch
 
+from moefp8.functional import workspace
+from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward, routed_experts
+from moefp8.functional.workspace import Workspace
+from moefp8.kernels import E4M3
+from moefp8.routing import dispatch_launch
 from tests.functional.cases import tokens_of, weights_of
 from tests.functional.experts.quantized_cases import (
     SHAPES,
     Codes,
     Floats,
+    Placed,
     backward,
     case_of,
     forward,
 )
 from tests.gpu import same_bits
+from tests.routing.cases import CODE_PLACES, SCALE_PLACES
 
 E, H, I, K = 5, 144, 200, 2
 NAN, INF = float("nan"), float("inf")
@@ -57,6 +64,82 @@ def test_bad_scales_stay_with_their_token(bad):
     others = [0, 1, 3, 4, 5]
     assert not y[2].isfinite().any()
     assert torch.equal(y[others], clean[others])
+
+
+# ---- As they are launched ----
+
+
+KINDS = "distinct", "repeated", "out of range", "nowhere"
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "no token"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_take_codes(gpu, shape, kind):
+    """They are as many as of tokens, and each is one that `needed_kernels` tells."""
+    made = case_of(SHAPES[shape], kind)
+    (num_tokens, h), top_k, e = made.x.shape, made.ids.shape[1], made.num_experts
+    for masked in (False, True):
+        assert same_bits(forward(made, Codes(), masked), forward(made, Floats(), masked))
+        ours, theirs = gpu.launched[-8:-4], gpu.launched[-4:]
+        assert [x.kernel for x in ours[1:]] == [x.kernel for x in theirs[1:]]
+        sizes = {"hidden_size": h, "num_experts": e, "max_choices": num_tokens * top_k}
+        needed = dispatch_launch.needed_kernels(E4M3, masked=masked, **sizes)
+        assert ours[0].kernel in needed
+    for ours, theirs in zip(backward(made, Codes()), backward(made, Floats()), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_choices_of_codes_may_be_counted_before(gpu):
+    made = case_of((1025, 8, 10, 16, 32))
+    ours, theirs = (backward(made, given) for given in (Codes(), Floats()))
+    assert all(map(same_bits, ours, theirs))
+    counted = [x for x in gpu.launched if x.kernel.name.startswith("dispatch")]
+    assert [x.kernel.name for x in counted[:2]] == ["dispatch_kernel<Codes, true, false, true>"] * 2
+
+
+PLACES: dict[str, Placed] = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "one number": lambda x: x[:1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("h", [144, 136, 129])
+def test_codes_and_scales_may_lie_anywhere(gpu, h):
+    """One layout after the other: what was prepared for one serves no other."""
+    made = case_of((6, 3, 4, h, 160))
+    for place in (CODE_PLACES | PLACES).values():
+        for scale_place in (SCALE_PLACES | PLACES).values():
+            found = [backward(made, Codes(place, scale_place)) for _ in range(2)]
+            copied = (lambda x, f=f: f(x).contiguous() for f in (place, scale_place))
+            expected = backward(made, Codes(*copied))
+            for ours in found:
+                assert all(map(same_bits, ours, expected))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [20, 97])
+@pytest.mark.parametrize("scale_place", ["own", "rows", "apart"])
+def test_many_codes_go_in_parts(gpu, monkeypatch, masked, num_tokens, scale_place):
+    made = case_of((num_tokens, 2, 4, 144, 272), "repeated")
+    codes, addend = Codes(scale_place=SCALE_PLACES[scale_place]), tokens_of(num_tokens, 144)
+    size = Workspace.of(Sizes(num_tokens, 2, 4, 144, 272, masked)).size
+    for parts in (2, 5):
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        gpu.prepared().clear()
+        gpu.launched.clear()
+        y = forward(made, codes, masked, addend)
+        assert len(gpu.launched) >= 4 * parts
+        assert same_bits(y, forward(made, Floats(), masked, addend))
+        assert all(map(same_bits, backward(made, codes), backward(made, Floats())))
+
+
+@pytest.mark.parametrize(("num_tokens", "h", "i"), [(0, 144, 128), (5, 0, 128), (5, 128, 0)])
+def test_without_work_no_codes_are_read(gpu, num_tokens, h, i):
+    made = case_of((num_tokens, 2, 3, h, i))
+    y, _, *gradients = backward(made, Codes())
+    expected = forward(made, Floats()), *(torch.zeros_like(x) for x in gradients)
+    assert all(map(same_bits, (y, *gradients), expected))
+    assert gpu.launched == []
 
 
 # ---- What is refused ----

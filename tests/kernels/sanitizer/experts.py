@@ -67,6 +67,11 @@ def of_several_sizes() -> Iterator[Launch]:
         name = f"experts, {num_tokens} tokens"
         yield partial(run_experts_backward, name, num_tokens, h, i, fp8=True, limit=limit)
     yield partial(run_experts_backward, "experts of a rank", 77, 136, 144, **rank)
+    for num_tokens, h in ((3, 256), (77, 136), (2731, 144)):
+        name = f"experts, {num_tokens} tokens as codes"
+        for masked in (False, True):
+            yield partial(run_experts, name, num_tokens, h, 144, masked=masked, codes=True, **rank)
+        yield partial(run_experts_backward, name, num_tokens, h, 144, codes=True, **rank)
 
 
 def run_experts(
@@ -78,14 +83,19 @@ def run_experts(
     first: int = 0,
     num_global: int = 4,
     limit: int | None = None,
+    codes: bool = False,
 ) -> None:
     """Gate and up are 1, so every choice that is held here gives its top_k_weight times silu(1).
 
     The addend is 1 where H is 264; else there is none. limit: how many SMs may be used.
+    codes: whether tokens come as codes.
     """
     x, ids, is_here = tokens_of_ones(num_tokens, h, first, num_global)
     adds = h == 264
     options = 100.0, masked, first, num_global, x if adds else None
+    if codes:
+        x, scale_inv = codes_of_ones(num_tokens, h)
+        options = *options, scale_inv
     top_k_weights = torch.ones(num_tokens, 3, device="cuda")
     set_num_sms(limit)
     y = experts(x, ids, top_k_weights, *weights_of_ones(h, i), *options)
@@ -103,21 +113,25 @@ def run_experts_backward(
     first: int = 0,
     num_global: int = 4,
     limit: int | None = None,
+    codes: bool = False,
 ) -> None:
     """The gradient of the result is 1 as well; so that of `a` is H / I, and weights are 1 / H."""
     x, ids, is_here = tokens_of_ones(num_tokens, h, first, num_global)
     weights, scales = weights_of_ones(h, i), None
     top_k_weights = torch.ones(num_tokens, 3, device="cuda")
-    rank = first, num_global
+    rank, scale_inv = (first, num_global), None
+    if codes:
+        x, scale_inv = codes_of_ones(num_tokens, h)
     set_num_sms(limit)
-    y, gate_up = experts_saving(x, ids, top_k_weights, *weights, 100.0, False, *rank, None)
+    options = 100.0, False, *rank
+    y, gate_up = experts_saving(x, ids, top_k_weights, *weights, *options, None, scale_inv)
     num_rows = int(is_here.sum())
     num_choices, row = is_here.sum(1, keepdim=True), gate_up[:num_rows].flatten(0, 1)
     wrong = num_far(y, SILU * num_choices) + num_far(row, torch.ones(()))
     if fp8:
         gate_up, scales = launch_quantize_1x128(gate_up.flatten(0, 1), False)
     saved = gate_up, scales
-    found = experts_backward(x, ids, top_k_weights, *saved, *weights, 100.0, False, *rank)
+    found = experts_backward(x, ids, top_k_weights, *saved, *weights, *options, scale_inv)
     set_num_sms(None)
     slope = SILU + SILU * (1 - SILU)
     wrong += num_far(found[0], (slope + SILU) * num_choices)
@@ -172,6 +186,10 @@ def tokens_of_ones(
     x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
     ids = torch.arange(num_tokens * 3).view(num_tokens, 3) % (num_global + 1)
     return x, ids.cuda(), (ids >= first) & (ids < first + 4)
+
+
+def codes_of_ones(num_tokens: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return ones(num_tokens, h), torch.ones(num_tokens, num_blocks(h), device="cuda")
 
 
 def weights_of_ones(h: int, i: int) -> tuple[torch.Tensor, ...]:

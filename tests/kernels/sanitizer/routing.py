@@ -12,7 +12,14 @@ from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
 from moefp8.routing.route import route
 from moefp8.routing.route_backward import route_backward
 from tests.kernels.sanitizer.judge import Launch, tell
-from tests.routing.cases import check_dispatch, ids_of, plan_of, run_combine, run_dispatch
+from tests.routing.cases import (
+    check_dispatch,
+    codes_of,
+    ids_of,
+    plan_of,
+    run_combine,
+    run_dispatch,
+)
 
 
 def launches() -> Iterator[Launch]:
@@ -30,6 +37,8 @@ def launches() -> Iterator[Launch]:
         with jit.using(jit.Driver()), few:
             for kind in ("out of range", "one expert", "nowhere"):
                 yield partial(run_routing, kind, num_tokens, top_k, hidden_size)
+                for width in (hidden_size, hidden_size // 16 * 16):  # bytes, and 16 at once
+                    yield partial(run_codes, kind, num_tokens, top_k, width)
 
 
 def run_top_k(dtype: torch.dtype, num_experts: int, k: int, num_groups: int) -> None:
@@ -94,3 +103,13 @@ def run_routing(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> Non
             out = run_combine(y, hidden_size, plan, weights, addend=addend).cpu()
             wrong += int((out != expected + (addend is not None)).sum())
         tell(f"routing, {kind}, {num_tokens} tokens", wrong)
+
+
+def run_codes(kind: str, num_tokens: int, top_k: int, hidden_size: int) -> None:
+    """Check dispatch of codes and scales of any bits."""
+    codes, scales = codes_of(num_tokens, hidden_size, "cuda")
+    ids = ids_of(kind, num_tokens, top_k, 9).cuda()
+    for max_m in (None, num_tokens):
+        done = run_dispatch(codes, ids, 9, max_m, x_scale_inv=scales)
+        check_dispatch(done, codes, ids, 9, max_m, x_scale_inv=scales)
+    print(f"codes, {kind}, {num_tokens} tokens of {hidden_size}", flush=True)

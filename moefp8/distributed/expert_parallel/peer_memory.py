@@ -1,0 +1,173 @@
+"""Memory of each GPU of a host that all ranks of a group can write, and where things lie in it.
+
+P ranks, M tokens of a rank at most, k choices each, H hidden. It stands on
+`torch.distributed._symmetric_memory` (its CUDA backend: peers' memory as plain addresses), which is
+private to PyTorch and used here alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...kernels.common.blocks import num_blocks, round_up
+
+MAX_RANKS = 16
+_ALIGNMENT, _GRANULE = 256, 2 << 20
+_ARRIVALS = MAX_RANKS * 8  # a word of each rank
+PUSH_ARRIVALS, GIVE_BACK_ARRIVALS, _AREAS = 0, _ARRIVALS, 2 * _ARRIVALS
+
+
+class Received(NamedTuple):
+    """Where what a rank receives lies, in bytes: rows of slots, their scales, choices, scores."""
+
+    rows: int
+    row_pitch: int
+    scales: int
+    scale_pitch: int
+    ids: int
+    scores: int
+    size: int
+
+    @classmethod
+    def of(cls, num_slots: int, row_bytes: int, hidden_size: int, top_k: int) -> "Received":
+        row_pitch = round_up(row_bytes, 16)
+        scale_pitch = round_up(num_blocks(hidden_size) * 4, 16)
+        lengths = row_pitch, scale_pitch, top_k * 4, top_k * 4
+        places = _places([num_slots * x for x in lengths])
+        return cls(places[0], row_pitch, places[1], scale_pitch, *places[2:])
+
+
+class GivenBack(NamedTuple):
+    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32."""
+
+    rows: int
+    of_scores: int
+    size: int
+
+    @classmethod
+    def of(cls, num_slots: int, hidden_size: int, top_k: int) -> "GivenBack":
+        return cls(*_places([num_slots * hidden_size * 2, num_slots * top_k * 4]))
+
+
+def _places(lengths: Sequence[int]) -> list[int]:
+    """Where each part begins in its area, and how long the area has to be."""
+    places = [0]
+    for length in lengths:
+        places.append(round_up(places[-1] + length, _ALIGNMENT))
+    return places
+
+
+class PeerMemory:
+    """The memory of all ranks: the words in which they tell, then two areas.
+
+    The two never share a byte, since pushes into one may overtake reads of the other.
+
+    Attributes:
+        addresses: where the memory of each rank begins, as this GPU addresses it.
+        receiving, returning: how many bytes of each area there are.
+        state: this rank's own: two counts, and two counters of CTAs.
+        error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
+            rank did not come, 2 if it is at something else; that rank; what it told.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, addresses: Sequence[int], receiving: int, returning: int
+    ) -> None:
+        self.tensor, self.addresses = tensor, tuple(addresses)
+        self.receiving, self.returning = receiving, returning
+        self.state = torch.zeros(4, dtype=torch.int64, device=tensor.device)
+        self.error = torch.zeros(4, dtype=torch.int32).pin_memory()
+
+    @staticmethod
+    def sizes(receiving: int, returning: int, old: "PeerMemory | None") -> tuple[int, int]:
+        """What to allocate for areas of at least so many bytes: no smaller than before."""
+        least = (0, 0) if old is None else (old.receiving, old.returning)
+        asked = max(receiving, least[0]), max(returning, least[1])
+        return round_up(asked[0], _GRANULE), round_up(asked[1], _GRANULE)
+
+    @staticmethod
+    def num_bytes(receiving: int, returning: int) -> int:
+        return _AREAS + receiving + returning
+
+    handle: Any = None
+    was_captured = False  # whether a CUDA graph may use it
+
+    @property
+    def receiving_at(self) -> int:
+        return _AREAS
+
+    @property
+    def returning_at(self) -> int:
+        return _AREAS + self.receiving
+
+    def view(
+        self, at: int, shape: Sequence[int], dtype: torch.dtype, pitch: int = 0
+    ) -> torch.Tensor:
+        """A tensor in this rank's memory; pitch: bytes from row to row, if not as they follow."""
+        *_, columns = shape
+        elements = (pitch // dtype.itemsize) or columns
+        data = self.tensor[at : at + shape[0] * elements * dtype.itemsize].view(dtype)
+        return data.view(shape[0], elements)[:, :columns]
+
+
+class Peers:
+    """The GPUs of a process group, one of each rank.
+
+    agreement_group: the same ranks, over gloo. The methods are called by all ranks together.
+    """
+
+    def __init__(self, group: Any, agreement_group: Any) -> None:
+        self.group, self.agreement_group = group, agreement_group
+
+    def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
+        """Memory with areas of so many bytes on each rank."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        num_bytes = PeerMemory.num_bytes(receiving, returning)
+        tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle: Any = symmetric.rendezvous(tensor, self.group.group_name)
+        tensor.zero_()
+        made = PeerMemory(tensor, handle.buffer_ptrs, receiving, returning)
+        made.handle = handle  # it keeps what it has mapped
+        torch.cuda.synchronize(device)
+        dist.barrier(self.agreement_group)  # nobody tells before all have zeros
+        return made
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why the GPUs cannot write each other's memory, the same on all; None: they can.
+
+        It tries.
+        """
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, _who(device), group=self.agreement_group)
+        hosts, gpus, kinds = ({x[i] for x in everyone} for i in range(3))
+        if len(everyone) > MAX_RANKS:
+            return f"there are {len(everyone)} ranks, and at most {MAX_RANKS} can"
+        if len(hosts) > 1:
+            return "they are GPUs of several hosts"
+        if len(gpus) < len(everyone):
+            return "several ranks have one GPU"
+        if kinds != {(9, 0)}:
+            return f"kernels of ours need Hopper GPUs, and their compute capabilities are {kinds}"
+        problem = None
+        try:
+            self.make(device, _GRANULE, _GRANULE)
+        except Exception as error:  # of the driver, of rights, of what PyTorch was built with
+            problem = f"{type(error).__name__}: {error}"
+        dist.all_gather_object(everyone, problem, group=self.agreement_group)
+        return next((x for x in everyone if x is not None), None)
+
+
+def _who(device: torch.device) -> tuple[str, str, tuple[int, int]]:
+    """(host, GPU, compute capability)"""
+    host = "one"
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            host = file.read().strip()
+    except OSError:
+        pass
+    properties = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", device.index))
+    return host, uuid, torch.cuda.get_device_capability(device)

@@ -1,0 +1,131 @@
+// Push tokens on Hopper: each one, with its choices, once to each rank that holds one of its experts.
+#include "fp8.cuh"
+#include "ranks.cuh"
+
+constexpr int kBlock = 128;
+constexpr int kLanes = 8;  // threads that hold a block
+constexpr int kColumns = kBlock / kLanes;
+
+struct Tokens {
+  const uint8_t* x;     // [T, H]
+  int64_t x_row_bytes;  // the pitch of its rows
+  uint32_t row_bytes;   // of which so many are a row
+  uint32_t hidden_size, num_k_blocks;
+  int64_t rows, row_pitch;      // where in a memory the slots' rows lie, and how far from one another
+  int64_t scales, scale_pitch;  // those of scales, if tokens are quantized
+  int64_t ids, scores;          // of choices: int32 and fp32 [P M, k]
+  int* token_to_row;            // [T, P]: the slot of what a rank gives back, -1 if it gives nothing; or null
+};
+
+struct Arguments {
+  Ranks ranks;
+  Meeting meeting;
+  Choices choices;
+  Tokens tokens;
+  float min_amax;  // a block's largest magnitude counts as at least this
+};
+
+// Every rank gets the choices of all slots of this rank: those without a token are of no one.
+__device__ inline void push_choices(const Arguments& args) {
+  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  if (choices.scores != nullptr) {
+    const uint32_t begin = ranks.rank * choices.max_tokens * choices.top_k;
+    for (uint32_t i = first; i < choices.max_tokens * choices.top_k; i += step) {
+      const bool exists = i < choices.num_tokens * choices.top_k;
+      const int id = exists ? choices.expert(i) : choices.num_experts;
+      const float score = exists ? choices.scores[i] : 0;
+      for (uint32_t d = 0; d < ranks.num_ranks; ++d) {
+        reinterpret_cast<int*>(ranks.memory[d] + tokens.ids)[begin + i] = id;
+        reinterpret_cast<float*>(ranks.memory[d] + tokens.scores)[begin + i] = score;
+      }
+    }
+  }
+  if (tokens.token_to_row == nullptr) return;
+  for (uint32_t i = first; i < choices.num_tokens * ranks.num_ranks; i += step) {
+    const uint32_t token = i / ranks.num_ranks, d = i - token * ranks.num_ranks;
+    uint32_t bits = 0;
+    for (uint32_t j = 0; j < choices.top_k; ++j) bits |= choices.rank_bit(token * choices.top_k + j, ranks.num_ranks);
+    tokens.token_to_row[i] = bits >> d & 1 ? static_cast<int>(d * choices.max_tokens + token) : -1;
+  }
+}
+
+// rows[slot], scales[slot] = quantize_1x128(x[t]) in the memory of each rank that has an expert of token t.
+// Grid: 8 threads hold a block of 128 elements; all CTAs go along the tokens' blocks, row by row.
+// Shared memory: a word. Barriers: the meeting's.
+// Alignment: rows and row_pitch of 16 B; vectorized if x and its pitch are too and H is one of 8; else any.
+template <Input kInput, bool kVectorized>
+__global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__ Arguments args) {
+  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
+  const uint32_t column = threadIdx.x % kLanes * kColumns, num_blocks = choices.num_tokens * tokens.num_k_blocks;
+  const uint32_t step = gridDim.x * blockDim.x / kLanes;
+  wait_for_previous_kernel();
+  push_choices(args);
+  struct Held {
+    uint32_t token, k_block, width;
+    Eight<kInput> low, high;
+  };
+  const auto load = [&](uint32_t index) {  // past the last block comes the last one again
+    index = min(index, num_blocks - 1);
+    Held held{index / tokens.num_k_blocks};
+    held.k_block = index - held.token * tokens.num_k_blocks;
+    held.width = min(tokens.hidden_size - held.k_block * kBlock, kBlock);
+    const int64_t first_byte = static_cast<int64_t>(held.k_block) * kBlock * Eight<kInput>::kElementBytes;
+    const uint8_t* block = tokens.x + held.token * tokens.x_row_bytes + first_byte;
+    held.low.template load<kVectorized>(block, column, held.width);
+    held.high.template load<kVectorized>(block, column + 8, held.width);
+    return held;
+  };
+  uint32_t index = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
+  constexpr uint32_t kInWarp = kWarp / kLanes;
+  if (num_blocks > 0) {
+    Held next = load(index);
+#pragma unroll 1
+    for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
+      const Held held = next;
+      next = load(index + step);
+      uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(held.low.largest(), held.high.largest()));
+#pragma unroll
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
+      }
+      const Scale scale(amax, false, min_amax);
+      const uint2 low = held.low.e4m3(scale), high = held.high.e4m3(scale);
+      const uint4 codes = {low.x, low.y, high.x, high.y};
+      const int64_t slot = ranks.rank * choices.max_tokens + held.token;
+      const int64_t code_at = tokens.rows + slot * tokens.row_pitch + held.k_block * kBlock + column;
+      const int64_t scale_at = tokens.scales + slot * tokens.scale_pitch + held.k_block * 4;
+      for (uint32_t bits = choices.ranks_of<kLanes>(held.token, ranks.num_ranks); bits != 0; bits &= bits - 1) {
+        uint8_t* memory = ranks.memory[__ffs(bits) - 1];
+        if (column < held.width) *reinterpret_cast<uint4*>(memory + code_at) = codes;
+        if (column == 0) *reinterpret_cast<float*>(memory + scale_at) = scale.scale_inv;
+      }
+    }
+  }
+  meet(meeting, ranks);
+}
+
+// rows[slot] = x[t] in the memory of each rank that has an expert of token t.
+// Grid: a warp moves a piece of a row at a time. Shared memory: a word. Barriers: the meeting's.
+// Alignment: that of Unit, for all rows and their length.
+template <class Unit>
+__global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ Arguments args) {
+  const auto& [ranks, meeting, choices, tokens, min_amax] = args;
+  const uint32_t num_units = tokens.row_bytes / sizeof(Unit), num_pieces = ceil_div(num_units, Piece<Unit>::kUnits);
+  const uint32_t warps = gridDim.x * blockDim.x / kWarp, end = choices.num_tokens * num_pieces;
+  wait_for_previous_kernel();
+  push_choices(args);
+#pragma unroll 1
+  for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; i < end; i += warps) {
+    const uint32_t token = i / num_pieces, first = (i - token * num_pieces) * Piece<Unit>::kUnits;
+    uint32_t bits = choices.ranks_of<kWarp>(token, ranks.num_ranks);
+    if (bits == 0) continue;
+    Piece<Unit> piece;
+    piece.load(tokens.x + token * tokens.x_row_bytes, first, num_units);
+    const int64_t slot = ranks.rank * choices.max_tokens + token;
+    for (; bits != 0; bits &= bits - 1) {
+      piece.store(ranks.memory[__ffs(bits) - 1] + tokens.rows + slot * tokens.row_pitch, first, num_units);
+    }
+  }
+  meet(meeting, ranks);
+}

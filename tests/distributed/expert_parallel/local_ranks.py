@@ -1,0 +1,87 @@
+"""Ranks that are threads of one process, with one GPU: its memory stands for that of several.
+
+So any number of ranks is tested where there is one GPU, and by compute-sanitizer.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from moefp8.distributed.expert_parallel.agreement import Call
+from moefp8.distributed.expert_parallel.group import ExpertGroup
+from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+
+
+class LocalAgreement:
+    """Threads that tell each other what they are about to do."""
+
+    def __init__(self, num_ranks: int, timeout: timedelta) -> None:
+        self.ranks, self.timeout = list(range(num_ranks)), timeout
+        self.barrier = threading.Barrier(num_ranks, timeout=timeout.total_seconds())
+        self.told: list[Any] = [None] * num_ranks
+        self.own = threading.local()
+
+    def gather(self, told: Any) -> list[Any]:
+        self.barrier.wait()
+        self.told[self.own.rank] = told
+        self.barrier.wait()
+        return list(self.told)
+
+    def agree(self, call: Call) -> list[Call]:
+        return self.gather(call)
+
+
+class LocalPeers:
+    """All ranks' memory on one GPU."""
+
+    def __init__(self, agreement: LocalAgreement) -> None:
+        self.agreement = agreement
+
+    def why_not(self, device: torch.device) -> None:
+        return None
+
+    def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
+        size = PeerMemory.num_bytes(receiving, returning)
+        tensor = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+        tensor[:256].zero_()
+        torch.cuda.synchronize(device)
+        addresses = self.agreement.gather(tensor.data_ptr())
+        return PeerMemory(tensor, addresses, receiving, returning)
+
+
+class LocalRanks:
+    """`run` calls a function of (rank, group) on all ranks, each in a thread and a stream."""
+
+    def __init__(self, num_ranks: int, seconds: float = 60) -> None:
+        self.agreement: Any = LocalAgreement(num_ranks, timedelta(seconds=seconds))
+        peers: Any = LocalPeers(self.agreement)
+        self.groups = [
+            ExpertGroup(rank, num_ranks, self.agreement, peers) for rank in range(num_ranks)
+        ]
+        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+
+    def run(self, function: Callable[[int, ExpertGroup], Any]) -> list[Any]:
+        found: list[Any] = [None] * len(self.groups)
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            self.agreement.own.rank = rank
+            try:
+                with torch.cuda.stream(self.streams[rank]):
+                    found[rank] = function(rank, self.groups[rank])
+                    self.streams[rank].synchronize()
+            except BaseException as error:
+                errors.append(error)
+                self.agreement.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(found))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return found

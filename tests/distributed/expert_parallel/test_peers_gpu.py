@@ -1,0 +1,238 @@
+"""The exchange by kernels that write into other ranks' memory, on one GPU and on several."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import moefp8
+from moefp8.distributed.expert_parallel.experts import ParallelExperts
+from moefp8.distributed.expert_parallel.group import ExpertGroup
+from tests.distributed.expert_parallel.cases import (
+    BF16,
+    Kind,
+    Results,
+    Tokens,
+    adapt,
+    draw,
+    expected,
+    run,
+    run_parallel,
+    whole,
+)
+from tests.distributed.expert_parallel.local_ranks import LocalRanks
+from tests.distributed.ranks import Ranks, ranks
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
+
+pytestmark = NEEDS_GPU
+NUM_RANKS = (1, 2, 3, 8)
+KINDS = {
+    "frozen": Kind(8, 256, 128),
+    "odd": Kind(9, 200, 72),
+    "very odd": Kind(9, 201, 71),
+    "trained": Kind(8, 256, 128, "trained"),
+    "adapted": Kind(8, 264, 136, "adapted"),
+    "in codes": Kind(8, 256, 128, saved_dtype=torch.float8_e4m3fn),
+    "masked": Kind(8, 256, 128, layout="masked"),
+    "like Qwen3": Kind(16, 2048, 768),
+}
+
+
+@lru_cache(maxsize=1)
+def local(num_ranks: int) -> LocalRanks:
+    return LocalRanks(num_ranks)
+
+
+@lru_cache(maxsize=16)
+def layer(kind: Kind, group: ExpertGroup):
+    """The rank's part, in the group."""
+    experts = copy.deepcopy(whole(kind))
+    if group.size > 1:
+        moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
+    adapt(experts, kind)
+    experts.parallel = ParallelExperts(group, kind.num_experts)
+    return experts.cuda()
+
+
+def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[Results]:
+    """What the ranks of one GPU give."""
+    on_gpu = [Tokens(*(None if x is None else x.cuda() for x in z)) for z in tokens]
+    torch.cuda.synchronize()
+
+    def one(rank: int, group: ExpertGroup) -> Results:
+        # A backward in the engine's thread of the GPU would keep that of the other ranks waiting.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with here, torch.set_grad_enabled(with_gradients):
+            found = run(layer(kind, group), on_gpu[rank], with_gradients=with_gradients)
+        weights = [x.cpu() for x in found.of_weights]
+        return Results(*(x.cpu() for x in found[:3]), weights)
+
+    return local(len(tokens)).run(one)
+
+
+def assert_same(came: Sequence[Results], wanted: Sequence[Results]) -> None:
+    for rank, (ours, theirs) in enumerate(zip(came, wanted, strict=True)):
+        assert not isinstance(ours, str), ours
+        for name, x, y in zip(ours._fields, ours, theirs, strict=True):
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name, r=rank: f"{n} {r}: {m}"
+            )
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_ranks_give_what_one_process_gives(num_ranks, name, with_gradients):
+    kind = KINDS[name]
+    for seed, most in ((0, 40), (1, 3), (2, 300)):
+        sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
+        sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
+        tokens = draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
+        came = compute(kind, tokens, with_gradients)
+        assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+
+
+@given(data=st.data())
+@settings(max_examples=60, phases=[Phase.generate])
+def test_any_routing(data):
+    num_ranks = 4
+    sizes = data.draw(st.lists(st.integers(0, 30), min_size=num_ranks, max_size=num_ranks))
+    kind = KINDS[data.draw(st.sampled_from(["frozen", "odd", "trained", "adapted"]))]
+    first = data.draw(st.integers(0, kind.num_experts))
+    last = data.draw(st.integers(first + 1, kind.num_experts + 1))
+    tokens = draw(
+        kind,
+        sizes,
+        data.draw(st.integers(1, 8)),
+        data.draw(st.integers(0, 2**16)),
+        dtype=data.draw(st.sampled_from([BF16, torch.float32, torch.float16])),
+        first=first,
+        last=last,
+        has_addend=data.draw(st.booleans()),
+    )
+    with_gradients = data.draw(st.booleans())
+    came = compute(kind, tokens, with_gradients)
+    assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_timing_changes_no_bit(num_ranks):
+    """Ranks are slowed in turns, and calls follow one another without a wait."""
+    kind, rounds = KINDS["frozen"], 30
+    tokens = [draw(kind, [17 + rank for rank in range(num_ranks)], 3, i) for i in range(rounds)]
+    wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
+    on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
+    torch.cuda.synchronize()
+
+    def loop(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
+        experts, found = layer(kind, group), []
+        with torch.no_grad():
+            for i in range(rounds):
+                if i % num_ranks == rank:
+                    torch.cuda._sleep(200_000)
+                x, ids, scores, *_ = on_gpu[i][rank]
+                found.append(experts(x, ids, scores))
+        return [y.cpu() for y in found]
+
+    came = local(num_ranks).run(loop)
+    for i in range(rounds):
+        for rank in range(num_ranks):
+            assert torch.equal(came[rank][i], wanted[i][rank].y), (i, rank)
+
+
+def test_one_graph_serves_every_routing():
+    num_ranks, kind, sizes = 2, KINDS["frozen"], (12, 7)
+    tokens = [draw(kind, sizes, 3, i, first=i % 8) for i in range(6)]
+    wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
+    on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
+    torch.cuda.synchronize()
+
+    def replay(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
+        experts, static = layer(kind, group), [x.clone() for x in on_gpu[0][rank][:3]]
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            experts(*static)
+            torch.cuda.current_stream().synchronize()
+            group.agreement.gather(None)
+            with torch.cuda.graph(
+                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                y = experts(*static)
+        found = []
+        for z in on_gpu:
+            for x, new in zip(static, z[rank], strict=False):
+                x.copy_(new)
+            graph.replay()
+            found.append(y.clone())
+        return [y.cpu() for y in found]
+
+    came = local(num_ranks).run(replay)
+    for i, each in enumerate(wanted):
+        for rank in range(num_ranks):
+            assert torch.equal(came[rank][i], each[rank].y), (i, rank)
+
+
+ALONE = """
+import torch
+from tests.distributed.expert_parallel.local_ranks import LocalRanks
+from tests.distributed.expert_parallel.test_peers_gpu import KINDS, layer, draw
+made = LocalRanks(2, seconds={seconds})
+kind = KINDS["frozen"]
+z = [x.cuda() if x is not None else x for x in draw(kind, [3], 2, 0)[0]]
+def call(rank, group):
+    calls = {{}}
+    real = group.exchange
+    if rank == 1 and {skips}:
+        def none(*args):
+            raise SystemExit
+        group.exchange = none
+    if rank == 1 and not {skips}:
+        def other(calls, ids):
+            return real([calls[0]._replace(layer=5), *calls[1:]], ids)
+        group.exchange = other
+    with torch.no_grad():
+        layer(kind, group)(*z[:3])
+    torch.cuda.synchronize()
+made.run(call)
+"""
+
+
+@pytest.mark.parametrize(
+    ("skips", "says"), [(True, "did not come within 1 s"), (False, "is at another layer")]
+)
+def test_a_rank_that_does_not_come_is_an_error(skips, says):
+    """In a process of its own, since all work on the GPU is ended."""
+    code = ALONE.format(seconds=1, skips=skips)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert says in done.stderr, done.stderr[-2000:]
+
+
+# ---- Several GPUs ----
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory) -> Iterator[Ranks]:
+    with ranks(torch.cuda.device_count(), tmp_path_factory.mktemp("ranks"), "nccl") as made:
+        yield made
+
+
+@NEEDS_TWO_GPUS
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_gpus_give_what_one_gives(group, name, with_gradients):
+    kind, num_ranks = KINDS[name], len(group.pipes)
+    for seed, most in ((0, 40), (1, 3), (2, 300)):
+        sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
+        sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
+        tokens = draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
+        came = group.run(run_parallel, [(kind, z, with_gradients, "cuda") for z in tokens])
+        assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
