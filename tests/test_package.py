@@ -44,7 +44,10 @@ ALLOWED = {
         *("kernels", "layers", "distributed", "checkpoint", "precompile", "tuning", "cli"),
         "__version__",
     },
-    "hf": {"kernels", "quant", "routing", "functional", "layers", "checkpoint", "hf"},
+    "hf": {
+        *("kernels", "quant", "routing", "functional", "layers", "distributed", "checkpoint"),
+        "hf",
+    },
     "__main__": {"cli"},
 }
 OUTSIDE = {"torch", "cuda", "einops", "safetensors", "hypothesis"}

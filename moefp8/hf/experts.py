@@ -50,15 +50,25 @@ def experts_forward(
     quantized have none: `backward()` raises NotImplementedError if one asks; they train in FP8
     after `moefp8.convert(model, trainable=True)`.
     """
+    # Autograd sees what was quantized, so that none of it trains in vain.
+    y = experts_of(module)(hidden_states, top_k_index, top_k_weights)
+    return with_frozen_weights(module, y)
+
+
+def experts_of(module: nn.Module) -> _Experts:
+    """The module's experts in FP8, a `GroupedExperts` if they are SwiGLU experts."""
     if "parametrizations" in module._modules:
         _refuse_parametrized(module)
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
         cached = module.__dict__[_CACHE] = _prepare(module)
-    y = cached.experts(hidden_states, top_k_index, top_k_weights)
-    # Autograd sees what was quantized, so that none of it trains in vain.
-    weights = [module.get_parameter(name) for name in _weight_names(module)]
+    return cached.experts
+
+
+def with_frozen_weights(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """y, whose backward raises if a weight that was quantized for it asks for a gradient."""
+    weights = [_weight(module, name) for name in _weight_names(module)]
     return frozen(type(module).__name__, y, weights)
 
 
@@ -103,9 +113,10 @@ _CACHES: WeakSet[_Cache] = WeakSet()
 def _see_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Note which weights a fused optimizer changed, since it gives them no new `_version`."""
     fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
-    if stepped := {id(x) for params in fused for x in params if x.grad is not None}:
+    changed = (x for params in fused for x in params if x.grad is not None)
+    if stepped := {_identity(getattr(x, "_local_tensor", x)) for x in changed}:
         for cache in tuple(_CACHES):
-            cache.is_stale |= any(id(x) in stepped for x in cache.made_of)
+            cache.is_stale |= any(_identity(x) in stepped for x in cache.made_of)
 
 
 register_optimizer_step_post_hook(_see_step)
@@ -114,9 +125,24 @@ register_optimizer_step_post_hook(_see_step)
 def _states_of(module: nn.Module) -> list[Any]:
     """What changes when a parameter does, unless made in inference mode or set through `.data`."""
     return [
-        (id(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
+        (_identity(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
         for x in module.parameters(recurse=False)
     ]
+
+
+def _identity(x: torch.Tensor) -> int:
+    """Of a parameter, or of its storage where transformers shows each call a new view of it.
+
+    That is a rank's part of a DTensor, in expert parallelism; torch 2.13 marks it as a parameter.
+    """
+    return x.untyped_storage()._cdata if type(x) is torch.Tensor else id(x)
+
+
+def _weight(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter, or what transformers puts in its place for the time of a call."""
+    found: Any = module._parameters[name]
+    weight: torch.Tensor = found
+    return weight
 
 
 @torch.compiler.disable(reason="weights are quantized once, outside of graphs")
@@ -142,7 +168,7 @@ def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
     F is divided into so many `halves` before it is cut into blocks.
     """
     name, _ = names = _weight_names(module)
-    first, second = (module.get_parameter(x).detach() for x in names)
+    first, second = (_weight(module, x).detach() for x in names)
     if first.dtype == E4M3:
         return _stored(module, name, first, halves), _stored(module, "down_proj", second, 1)
     if module.is_transposed:
@@ -173,7 +199,7 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
             f"{data.shape[1] // 2}: nothing tells scales of gate and up, one after the other, from "
             "those of 2I rows, since there are as many"
         )
-    scale_inv = module.get_parameter(f"{name}_scale_inv").detach().float()
+    scale_inv = _weight(module, f"{name}_scale_inv").detach().float()
     wanted = [halves * num_blocks(data.shape[1] // halves), num_blocks(data.shape[2])]
     if list(scale_inv.shape[1:]) != wanted:
         raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 from zipfile import is_zipfile
 
@@ -26,7 +26,7 @@ from ..checkpoint.files.reading import open_files
 from ..checkpoint.files.safe_read import check_inside
 from ..checkpoint.files.source import Source, open_shards
 from ..checkpoint.inspect.fp8 import fp8_modules_of
-from ..checkpoint.load.assign import assign_fp8, widens
+from ..checkpoint.load.assign import Copy, assign_fp8, widens
 from ..checkpoint.load.load import check_scales
 from ..checkpoint.model.slots import Inventory
 from ..checkpoint.quantize.skeleton import renaming
@@ -35,12 +35,15 @@ from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize,
 from ..layers.adapter import check_no_adapters
 from ..layers.conversion.choose import OFFLOADED
 from ..layers.module import FixedDtypeModule
+from ..layers.parts import parts_of
 from ..layers.saving import ADOPTERS, KNOWERS
 from ..layers.trainable import TrainableModule
 from .config import METHOD, FP8Config
+from .distributed import add_scales, check_distributed, held_experts, keep_parts, refuse_parallel
 from .filled import check_filled
 from .merge import SCALE, copying_once, is_target, with_scales
 from .placement import unhooked
+from .versions import has_ep_implementations
 
 
 @register_quantizer(METHOD)
@@ -92,6 +95,8 @@ class FP8Quantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._see(model)
+        if not self.pre_quantized:
+            check_distributed(model, pre_quantized=False)
         files = [Path(file) for file in checkpoint_files or ()]
         _check_places(model, files)
         is_safetensors = bool(files) and all(file.suffix == ".safetensors" for file in files)
@@ -116,9 +121,14 @@ class FP8Quantizer(HfQuantizer):
         self._scale_leaves = {key.rpartition(".")[2] for key in scales} & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
         self._see(model)
+        check_distributed(model, pre_quantized=True)
         rename = _rename_of(model, self)
         _check(source, model, rename)
         _widen(source, model, rename)
+
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """transformers calls this with the plans of tensor and of expert parallelism."""
+        add_scales(model, plan)
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
@@ -142,8 +152,10 @@ class FP8Quantizer(HfQuantizer):
         self._scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if (getattr(model, "_tp_size", None) or 1) > 1:  # parts may be plain tensors
-            _refuse_parallel(f"{type(model).__name__}: in {model._tp_size} parts")
+        if (getattr(model, "_tp_size", None) or 1) > 1 and not has_ep_implementations():
+            # Parts may be plain tensors.
+            refuse_parallel(f"{type(model).__name__}: in {model._tp_size} parts")
+        keep_parts(model)
         check_filled(model)
         if self.pre_quantized:
             for name, module in model.named_modules():
@@ -159,6 +171,11 @@ class FP8Quantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
         """`save_pretrained` calls this before it writes config.json: modules may have changed."""
+        if parts := [name for name, module in model.named_modules() if parts_of(module)]:
+            raise CheckpointError(
+                f"save_pretrained: {len(parts)} modules hold one rank's part alone ({parts[0]}, "
+                "...); save a model that is loaded in one process"
+            )
         check_no_adapters("save_pretrained", model, "whose keys from_pretrained does not know")
         if _weights_of(model):
             self.prepare_to_save(model)
@@ -293,9 +310,16 @@ def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
 def _check(source: Source, model: nn.Module, rename: Rename) -> None:
     """Hold headers against the model, and look at the values of scales."""
     assignment = assign_fp8(source, Inventory(model), rename)
+    assignment.copies = [copy for copy in assignment.copies if _is_held(copy, model)]
     with ExitStack() as stack:
         files = open_files(stack, [copy.entry for copy in assignment.copies], source.shards)
         check_scales(assignment, files, source)
+
+
+def _is_held(copy: Copy, model: nn.Module) -> bool:
+    """Whether it is not an expert of another rank."""
+    index = copy.slot.index
+    return not index or index[0] in held_experts(model, len(copy.slot.owner.tensor))
 
 
 def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
@@ -308,18 +332,11 @@ def _widen(source: Source, model: nn.Module, rename: Rename) -> None:
             owner.replace(torch.empty_like(owner.tensor, dtype=torch.float32))
 
 
-def _refuse_parallel(what: str) -> NoReturn:
-    raise ValueError(
-        f"{what}, but transformers' tensor and expert parallelism cannot cut FP8 blocks; use "
-        "moefp8.shard and moefp8.load_checkpoint"
-    )
-
-
 def _complete(name: str, module: FixedDtypeModule) -> None:
     """Make scales FP32 and parameters frozen; refuse what transformers' loader left unfilled."""
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         if is_traceable_wrapper_subclass(parameter):
-            _refuse_parallel(f"{name}.{leaf}: a {type(parameter).__name__}")
+            refuse_parallel(f"{name}.{leaf}: a {type(parameter).__name__}")
         if parameter.is_meta:
             raise ValueError(f"{name}.{leaf}: {OFFLOADED}")
         if not getattr(parameter, "_is_hf_initialized", False):

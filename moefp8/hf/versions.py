@@ -3,6 +3,8 @@
 import re
 from importlib.util import find_spec
 
+import torch
+
 OLDEST = (5, 10)  # as pyproject.toml says: since then it asks a quantizer for conversions
 
 
@@ -15,3 +17,9 @@ def check() -> None:
 
     if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < OLDEST:
         raise ImportError(f"moefp8.hf needs transformers >= {needed}, got {found}: {way_out}")
+
+
+def has_ep_implementations() -> bool:
+    """Whether transformers asks for implementations of expert parallelism by name, as 5.23 does."""
+    name = "transformers.distributed.expert_parallel"
+    return torch.distributed.is_available() and find_spec(name) is not None

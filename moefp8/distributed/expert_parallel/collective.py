@@ -30,7 +30,7 @@ class CollectiveExchange:
     def __init__(self, group: "ExpertGroup", calls: list[Call], ids: torch.Tensor) -> None:
         self._group, self._name, device = group, calls[0].name, ids.device
         num_experts = calls[0].num_experts
-        self._gpu_group = _gpu_group(group.process_group) if device.type == "cuda" else None
+        self._gpu_group = gpu_group(group.process_group) if device.type == "cuda" else None
         everyone = self._gather(ids.int().cpu(), [call.num_tokens for call in calls])
         sent = _reached(everyone[group.rank], num_experts, group.size)  # [T, P]
         received = [_reached(x, num_experts, group.size)[:, group.rank] for x in everyone]
@@ -130,7 +130,7 @@ def _reached(ids: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tenso
     return ((here >= ranks[:-1, None]) & (here < ranks[1:, None])).any(-1)
 
 
-def _gpu_group(group: Any) -> Any:
+def gpu_group(group: Any) -> Any:
     """The group, if it moves tensors of GPUs; else they travel over the hosts."""
     backend = dist.get_backend_config(group) if hasattr(dist, "get_backend_config") else ""
     return group if "nccl" in str(backend) else None

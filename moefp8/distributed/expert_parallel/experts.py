@@ -13,6 +13,7 @@ The backward does the same with the gradient of the result, and brings back thos
 and of scores.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_t
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
 from .agreement import Call
+from .local import LocalExperts
+from .shared_batch import SharedBatch
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
@@ -34,15 +37,21 @@ _TOKENS, _WEIGHTS, _NO_GRADIENTS = 1, 2, 4  # bits of `Call.asks`
 
 
 class ParallelExperts:
-    """What a `GroupedExperts` of a group calls in place of its own forward."""
+    """What a `GroupedExperts` of a group calls in place of its own forward.
 
-    def __init__(self, group: "ExpertGroup", num_experts: int) -> None:
+    `LocalExperts` may be called through it, too. Ranks that have the same tokens share a `batch`.
+    """
+
+    def __init__(
+        self, group: "ExpertGroup", num_experts: int, batch: SharedBatch | None = None
+    ) -> None:
         self.group, self.num_experts, self.number = group, num_experts, group.number_layer()
+        self.batch, call = batch, partial(self._share, batch) if batch else self._call
         # Not a decorator, which would import Dynamo with this module.
-        self._run = torch.compiler.disable(self._call, reason="the ranks' hosts agree on each call")
+        self._run = torch.compiler.disable(call, reason="the ranks' hosts agree on each call")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelExperts":
-        return ParallelExperts(self.group, self.num_experts)  # a layer of its own
+        return ParallelExperts(self.group, self.num_experts, self.batch)  # a layer of its own
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -52,7 +61,7 @@ class ParallelExperts:
 
     def __call__(
         self,
-        layer: GroupedExperts,
+        layer: GroupedExperts | LocalExperts,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
@@ -64,7 +73,7 @@ class ParallelExperts:
 
     def _call(
         self,
-        layer: GroupedExperts,
+        layer: GroupedExperts | LocalExperts,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
@@ -82,12 +91,26 @@ class ParallelExperts:
         exchange = self.group.exchange(calls, top_k_index)
         backward = _Backward(self.group, call._replace(phase=1, asks=0))
         scores = top_k_weights.float()
-        if call.is_fp8:
+        if call.is_fp8 and isinstance(layer, GroupedExperts):
             y = _frozen_experts(layer, exchange, backward, hidden_states, scores, asks)
         else:
             y = _any_experts(layer, exchange, backward, hidden_states, scores, asks)
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
+
+    def _share(
+        self,
+        batch: SharedBatch,
+        layer: GroupedExperts | LocalExperts,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        addend: torch.Tensor | None,
+    ) -> torch.Tensor:
+        own = batch.own(hidden_states, top_k_index, top_k_weights)
+        own_addend = None if addend is None else batch.own(addend)[0]
+        y = self._call(layer, own[0], own[1], own[2], own_addend)
+        return batch.whole(y, len(hidden_states))
 
     def _told(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
         asks = _NO_GRADIENTS
@@ -103,7 +126,7 @@ class ParallelExperts:
 
     def _check(
         self,
-        layer: GroupedExperts,
+        layer: GroupedExperts | LocalExperts,
         x: torch.Tensor,
         ids: torch.Tensor,
         scores: torch.Tensor,
@@ -240,7 +263,7 @@ class _FrozenExperts(torch.autograd.Function):
 
 
 def _any_experts(
-    layer: GroupedExperts,
+    layer: GroupedExperts | LocalExperts,
     exchange: Any,
     backward: _Backward,
     x: torch.Tensor,
