@@ -36,13 +36,15 @@ class ExpertParallel(nn.Module):
     Attributes:
         experts: this rank's part, which has the exchange. It may be called itself.
 
-    Raises ValueError if the experts are another rank's part, or this rank would hold none.
+    Raises ValueError if the experts are another rank's part, have adapters, or are fewer than
+    ranks; RuntimeError if a rank makes no layer within the timeout.
     """
 
     def __init__(
         self, experts: GroupedExperts, mesh: Any, *, timeout: timedelta | None = None
     ) -> None:
         super().__init__()
+        _check_experts(experts)
         _distribute(experts, mesh, timeout)
         self.experts = experts
 
@@ -85,12 +87,13 @@ def expert_parallel(model: nn.Module, mesh: Any, *, timeout: timedelta | None = 
             "expert_parallel: the model has no GroupedExperts; call moefp8.convert(model) first"
         )
     for experts in found:
+        _check_experts(experts)
+    for experts in found:
         _distribute(experts, mesh, timeout)
     return model
 
 
-def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = None) -> None:
-    """Keep this rank's part, and let it exchange tokens with the others."""
+def _check_experts(experts: Any) -> None:
     if not isinstance(experts, GroupedExperts):
         raise TypeError(
             f"ExpertParallel: experts must be a GroupedExperts, got {type(experts).__name__}; "
@@ -98,10 +101,19 @@ def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = 
         )
     if experts.parallel is not None:
         raise ValueError("ExpertParallel: these experts are those of a group already")
+
+
+def _distribute(experts: GroupedExperts, mesh: Any, timeout: timedelta | None = None) -> None:
+    """Keep this rank's part, and let it exchange tokens with the others."""
     group = ExpertGroup.of(mesh, timeout)
+    total = experts.num_global_experts or experts.num_experts
+    if total < group.size:  # all ranks raise it
+        raise ValueError(
+            f"ExpertParallel: each rank must hold an expert, got {total} experts for {group.size} "
+            "ranks; use a smaller mesh"
+        )
     if experts.num_global_experts is None and group.size > 1:
         shard(experts, {"": "experts"}, group.rank, group.size)
-    total = experts.num_global_experts or experts.num_experts
     begin, end = (rank * total // group.size for rank in (group.rank, group.rank + 1))
     held = experts.expert_offset, experts.expert_offset + experts.num_experts
     if held != (begin, end):
