@@ -4,6 +4,7 @@ Each process has a GPU of its own, if there are any; else they share the process
 rank, E experts, k of them for a token.
 """
 
+import os
 import statistics
 import tempfile
 import time
@@ -128,6 +129,7 @@ def _serve(
             queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # threads that torch leaves behind may abort a process that ends as usual
 
 
 def _choices(

@@ -11,6 +11,7 @@ from moefp8.testing import relative_error
 from tests.distributed.expert_parallel.train_cases import (
     RANKS_OF_EXPERTS,
     Together,
+    clipped,
     is_of_experts,
     loss_of,
     of_ranks,
@@ -71,6 +72,17 @@ def test_experts_are_sharded_over_the_other_ranks(four, wrap):
     assert_right(came, Together().gradients(4), {True: 0.0, False: 1e-6})
     came = run(four, wrap, (2, 2), True)
     assert_right(came, Together().steps(4), {True: 1e-4, False: 1e-4})
+
+
+def test_gradients_are_clipped_by_the_norm_of_all(four):
+    wanted = Together().gradients(4)
+    norm = torch.stack([x.norm() for x in wanted.values()]).norm()
+    came = four.run(clipped, [(0.1,)] * 4)
+    for _, total in came:
+        torch.testing.assert_close(total, norm, rtol=1e-5, atol=0)
+    assert norm > 0.2
+    scaled = {name: x * 0.1 / norm for name, x in wanted.items()}
+    assert_right([found for found, _ in came], scaled, {True: 1e-5, False: 1e-5})
 
 
 def test_the_one_process_is_near_any_other():

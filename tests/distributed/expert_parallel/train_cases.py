@@ -161,6 +161,24 @@ def of_ranks(wrap: str, sizes: tuple[int, ...], steps: bool) -> Any:
     return found
 
 
+def clipped(max_norm: float) -> tuple[Gradients, torch.Tensor]:
+    """Gradients of experts and of others are those of two meshes, so norms are taken of each."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("data", "experts"))
+    model = with_fsdp(rank, mesh, gathers_codes=False)
+    loss_of(model(tokens_of(rank, 0))).backward()
+    named = dict(model.named_parameters())
+    experts = [x for name, x in named.items() if is_of_experts(name)]
+    others = [x for name, x in named.items() if not is_of_experts(name)]
+    norms = [nn.utils.get_total_norm([x.grad for x in some]) for some in (experts, others)]
+    of_experts, of_others = (norm.full_tensor() ** 2 for norm in norms)
+    dist.all_reduce(of_experts, group=mesh["experts"].get_group())  # each rank has its own
+    total = (of_experts + of_others).sqrt()
+    for some in (experts, others):
+        nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    return {name: x.grad.full_tensor() for name, x in named.items()}, total
+
+
 WRAPS: dict[str, Callable[[int, Any], nn.Module]] = {
     "plain": plain,
     "fsdp": lambda rank, mesh: with_fsdp(rank, mesh, gathers_codes=False),
