@@ -105,19 +105,32 @@ def run_line(line: str) -> None:
         assert {*words[1:]} <= {*targets}, line
     elif words[:1] == ["moefp8"]:
         run_command(words[1:], line)
+    elif words[:1] == ["torchrun"]:
+        run_ranks(words[1:], line)
     elif words:
         pytest.fail(f"{line}: this test knows no such command")
 
 
 def run_command(arguments: list[str], line: str) -> None:
     """`bench` goes as far as it goes without a GPU: its layers are known then."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "moefp8", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if arguments[0] == "bench":
+    done = run_module(["moefp8", *arguments])
+    if arguments[0] == "bench" and "--ranks" not in arguments:
         assert "needs a Hopper GPU" in done.stderr, f"{line}\n{done.stderr}"
     else:
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def run_ranks(arguments: list[str], line: str) -> None:
+    """Scripts of this repository; `--standalone` finds a port that is free."""
+    in_place = [str(REPOSITORY / x) if x.startswith("examples/") else x for x in arguments]
+    done = run_module(["torch.distributed.run", "--standalone", *in_place])
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def run_module(command: list[str]) -> Any:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", *command]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.usefixtures("_in_an_empty_folder")
@@ -144,6 +157,7 @@ def test_blocks_run_on_a_gpu(page):
         (ON_GPU, "no python\n"),
         (BASH, "python -m moefp8 inspect nowhere\n"),
         (BASH, "python -m moefp8 bench CHECKPOINT --no-such-option\n"),
+        (BASH, "torchrun --nproc-per-node 1 examples/no_such_example.py\n"),
         (BASH, "make coffee\n"),
         (BASH, "ls\n"),
     ],

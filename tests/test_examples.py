@@ -119,6 +119,31 @@ def test_moe_block(run):
     assert "output [2, 64, 512] torch.bfloat16" in run("moe_block.py")
 
 
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_serve_parallel_reads_a_part_of_the_checkpoint_on_each_rank(tmp_path):
+    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "examples/serve_parallel.py", str(tmp_path / "fp8")]
+    command += ["--max-new-tokens", "3", "--device", "cpu"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = re.findall(r"^rank .*", result.stdout, re.MULTILINE)
+    size = sum(file.stat().st_size for file in (tmp_path / "fp8").glob("*.safetensors"))
+    for rank, line in enumerate(lines):
+        assert f"rank {rank} of 2 on cpu: read " in line
+        assert f"experts {4 * rank} to {4 * rank + 3} of each layer" in line
+        assert f"{3 * (rank + 1)} tokens, {rank + 1} at a time, at " in line
+        assert len(line.rpartition(": ")[2].split()) == 3
+        assert 0.5 < float(re.findall(r"read (\S+) MiB", line)[0]) * 2**20 / size < 0.62
+    assert len(lines) == 2
+
+
+def test_serve_parallel_is_started_by_torchrun(run, capsys):
+    with pytest.raises(SystemExit):
+        run("serve_parallel.py")
+    assert "start it with torchrun" in capsys.readouterr().err
+
+
 def test_the_tables_of_pages_are_those_of_the_results():
     for page in report.PAGES:
         assert report.with_tables(page.read_text()) == page.read_text()

@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "checkpoint": {"checkpoint"},
     "precompile": {"kernels", "quant", "routing", "functional", "layers", "system", "precompile"},
-    "tuning": {"kernels", "functional", "layers", "quant", "system", "tuning"},
+    "tuning": {"kernels", "functional", "layers", "quant", "system", "distributed", "tuning"},
     "cli": {
         *("kernels", "layers", "distributed", "checkpoint", "precompile", "tuning", "cli"),
         "__version__",

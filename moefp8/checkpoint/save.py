@@ -74,8 +74,8 @@ def _check_whole(model: nn.Module) -> None:
     if sharded:
         raise CheckpointError(
             f"the model cannot be saved: {len(sharded)} modules hold one rank's part alone "
-            f"({sharded[0]}, ...); a checkpoint is of a whole model: save it before shard, or keep "
-            "the state_dict() of every rank"
+            f"({sharded[0]}, ...); a checkpoint is of a whole model: save it before shard or "
+            "expert_parallel, or keep the state_dict() of every rank"
         )
 
 

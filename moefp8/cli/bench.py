@@ -1,7 +1,8 @@
 """Time the GEMMs of a model's layers on this GPU; with --tune, keep what beats the default.
 
 What is kept lies beside the compiled kernels and serves every process that starts later; remove the
-file to be without it. Times are of random data, with nothing in the L2 cache.
+file to be without it. Times are of random data, with nothing in the L2 cache. With --ranks, layers
+of experts are timed that several processes share, on GPUs or, where there are none, on CPUs.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
 from ..kernels.jit import current_driver
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep
+from ..tuning.ranks import RanksTime, check_ranks, time_ranks
 from ..tuning.tune import time_layer, tune_layer
 from .precompile import add_sizes_to, layers_of, num_ranks_of
 
@@ -31,6 +33,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         **several,
     )
     parser.add_argument("--tune", action="store_true", help="compare configurations, keep the best")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="start N processes that share the experts, each with up to --max-tokens of its own",
+    )
     add_sizes_to(parser)
 
 
@@ -41,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     for layer in layers:
         if min(size for size in layer if size is not None) < 1:
             raise ValueError(f"all sizes must be at least 1, got {layer}")
+    if arguments.ranks is not None:
+        return _run_ranks(arguments, [x for x in layers if isinstance(x, Experts)])
     has_gpu, driver = torch.cuda.is_available(), current_driver()
     if not (has_gpu and driver.runs_our_kernels(torch.cuda.current_device())):
         found = torch.cuda.get_device_name() if has_gpu else "none"
@@ -50,6 +60,32 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\n{_title(layer)}")
         (_tune if arguments.tune else _time)(layer, arguments.max_tokens)
     return 0
+
+
+def _run_ranks(arguments: argparse.Namespace, layers: list[Experts]) -> int:
+    num_ranks, max_tokens = arguments.ranks, arguments.max_tokens
+    if arguments.tune or arguments.expert_parallel_size != 1:
+        raise ValueError("--ranks goes with neither --tune nor --expert-parallel-size")
+    if not layers or max_tokens < 1:
+        raise ValueError("--ranks times experts, of at least 1 token: --experts E k H I")
+    check_ranks(layers, num_ranks)
+    has_gpu = torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if has_gpu else "CPUs that they share"
+    print(f"{num_ranks} ranks on {where}, times of host and device", flush=True)
+    for found in time_ranks(layers, num_ranks, max_tokens):
+        _show_ranks(found)
+    return 0
+
+
+def _show_ranks(found: list[RanksTime]) -> None:
+    print(f"\n{_title(found[0].layer)}")
+    print(f"{'tokens a rank':>14} {'ms':>10} {'tokens/s':>12} {'one process, ms':>16} {'ratio':>8}")
+    for x in found:
+        print(
+            f"{x.tokens:14d} {x.ms:10.3f} {x.tokens_per_s:12,.0f} {x.alone_ms:16.3f} "
+            f"{x.alone_ms / x.ms:8.2f}",
+            flush=True,
+        )
 
 
 def _layers(arguments: argparse.Namespace) -> Iterator[Layer]:

@@ -198,6 +198,14 @@ class GroupedExperts(TrainableModule):
         gate_up = without_padding(self, "gate_up_proj", gate_up)
         return gate_up, without_padding(self, "down_proj", down)
 
+    def check_alone(self, op: str, name: str = "the module") -> None:
+        """Raise ValueError if other ranks have experts to which tokens travel from here."""
+        if self.parallel is not None and self.num_global_experts is not None:
+            raise ValueError(
+                f"{op}: {name} has experts on other ranks, and what takes its place would send "
+                "them no tokens; load the whole model into one process, without expert_parallel"
+            )
+
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
         """`PlainExperts` with the dequantized weights, otherwise as `FP8Linear.to_linear`."""
@@ -208,6 +216,7 @@ class GroupedExperts(TrainableModule):
         return self._plain_of(self.gate_up_proj, self.down_proj)
 
     def _plain_of(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> PlainExperts:
+        self.check_alone("dequantize")
         experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
         experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
         note_parts(experts, parts_of_plain(self))

@@ -5,14 +5,17 @@ gloo, and no GPU is waited for. A rank that has ended, or does not come within t
 error on all others, and so is one that comes with something else.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 _ALIKE = "phase", "layer", "num_experts", "hidden_size", "top_k", "is_fp8", "is_captured"
 PHASES = "forward", "backward"
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -20,21 +23,22 @@ class Call(NamedTuple):
 
     phase: an index into `PHASES`. layer: which layer of the group, by the order they were made in.
     num_experts: E. is_fp8: whether tokens travel as FP8 codes. is_captured: whether a CUDA graph
-    is being captured. asks: 1 if hidden states ask for a gradient, plus 2 if scores do, plus 4 if
-    weights do. num_tokens: T. has_failed: whether this rank's arguments are wrong.
+    is being captured. asks: 1 if hidden states or scores ask for a gradient, plus 2 if weights do,
+    plus 4 under torch.no_grad(). num_tokens: T. has_failed: whether this rank's arguments are
+    wrong, and then only phase and layer mean something.
 
     Ranks may differ in the last three.
     """
 
     phase: int
     layer: int
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    is_fp8: int
-    is_captured: int
-    asks: int
-    num_tokens: int
+    num_experts: int = 0
+    hidden_size: int = 0
+    top_k: int = 0
+    is_fp8: int = 0
+    is_captured: int = 0
+    asks: int = 0
+    num_tokens: int = 0
     has_failed: int = 0
 
     @property
@@ -47,9 +51,19 @@ class Agreement:
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self.ranks, self.timeout = dist.get_process_group_ranks(group), timeout
-        self.group: Any = dist.new_group(
-            self.ranks, timeout, backend="gloo", use_local_synchronization=True
-        )
+        with self.explaining("the first layer of a group"):
+            self.group: Any = dist.new_group(
+                self.ranks, timeout, backend="gloo", use_local_synchronization=True
+            )
+
+    def checked(self, failed: Call, check: Callable[[], T]) -> T:
+        """What `check` gives. If it raises, the others are told first, so that none waits."""
+        try:
+            return check()
+        except Exception:
+            with suppress(RuntimeError):  # what this rank was given is what it tells
+                self.agree(failed._replace(has_failed=1))
+            raise
 
     def agree(self, call: Call) -> list[Call]:
         """The calls of all ranks, by rank.
@@ -67,7 +81,7 @@ class Agreement:
         if failed and not call.has_failed:
             raise RuntimeError(
                 f"ExpertParallel: {call.name} cannot go on, since rank {failed[0]} of the group "
-                "was given wrong arguments; that rank's error tells which"
+                "was given something wrong; that rank's error tells what"
             )
         for name in () if failed else _ALIKE:
             came = [getattr(x, name) for x in calls]

@@ -31,7 +31,8 @@ class CollectiveExchange:
         self._group, self._name, device = group, calls[0].name, ids.device
         num_experts = calls[0].num_experts
         self._gpu_group = gpu_group(group.process_group) if device.type == "cuda" else None
-        everyone = self._gather(ids.int().cpu(), [call.num_tokens for call in calls])
+        own = ids.clamp(-1, num_experts).int().cpu()  # those of no expert count as E
+        everyone = self._gather(own, [call.num_tokens for call in calls])
         sent = _reached(everyone[group.rank], num_experts, group.size)  # [T, P]
         received = [_reached(x, num_experts, group.size)[:, group.rank] for x in everyone]
         self._tokens = sent.T.nonzero()[:, 1].to(device)  # of all that is sent, rank by rank

@@ -13,6 +13,7 @@ The backward does the same with the gradient of the result, and brings back thos
 and of scores.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ...functional.experts_backward import experts_backward
 from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
-from .agreement import Call
+from .agreement import Call, T
 from .local import LocalExperts
 from .shared_batch import SharedBatch
 
@@ -55,8 +56,8 @@ class ParallelExperts:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{_LAYER}: a layer of a group of processes cannot be pickled; save its state_dict(), "
-            "or moefp8.save_checkpoint(model, path)"
+            f"{_LAYER}: a layer of a group of processes cannot be pickled; save the state_dict() "
+            "of every rank"
         )
 
     def __call__(
@@ -80,13 +81,10 @@ class ParallelExperts:
         addend: torch.Tensor | None,
     ) -> torch.Tensor:
         given = hidden_states, top_k_index, top_k_weights
+        agreement, unknown = self.group.agreement, Call(0, self.number)
+        agreement.checked(unknown, lambda: self._check(layer, *given, addend))
         call = self._told(layer, *given)
-        try:
-            self._check(layer, *given, addend)
-        except (TypeError, ValueError):
-            self.group.agreement.agree(call._replace(has_failed=1))  # so that no rank waits
-            raise
-        calls = self.group.agreement.agree(call)
+        calls = agreement.agree(call)
         asks = _agreed(calls)
         exchange = self.group.exchange(calls, top_k_index)
         backward = _Backward(self.group, call._replace(phase=1, asks=0))
@@ -119,10 +117,9 @@ class ParallelExperts:
             weights = any(p.requires_grad for p in layer.parameters())
             asks = _TOKENS * tokens | _WEIGHTS * weights
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        width, top_k = x.shape[-1] if x.ndim else 0, ids.shape[-1] if ids.ndim else 0
         is_fp8 = not (layer.trainable or layer.runs_in_steps)
-        sizes = self.num_experts, width, top_k
-        return Call(0, self.number, *sizes, is_fp8, captures, asks, len(x) if x.ndim else 0)
+        sizes = self.num_experts, x.shape[1], ids.shape[1]
+        return Call(0, self.number, *sizes, is_fp8, captures, asks, len(x))
 
     def _check(
         self,
@@ -155,6 +152,9 @@ class _Backward:
 
     def agree(self) -> None:
         self._group.agreement.agree(self._call)
+
+    def checked(self, check: Callable[[], T]) -> T:
+        return self._group.agreement.checked(self._call, check)
 
 
 def _agreed(calls: list[Call]) -> int:
@@ -249,10 +249,10 @@ class _FrozenExperts(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.agreement.agree()
         exchange, saved = ctx.exchange, ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
-        of_weights = no_gradients(grad, _LAYER, needs, saved[4:])
+        of_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
+        ctx.agreement.agree()
         codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
         gradients = experts_backward(codes, *saved, *ctx.options, scale_inv)
         dx, of_scores = exchange.combine_gradients(*gradients)

@@ -39,7 +39,8 @@ class ExpertParallel(nn.Module):
     Attributes:
         experts: this rank's part, which has the exchange. It may be called itself.
 
-    Raises ValueError if the experts are another rank's part, or this rank would hold none.
+    Raises ValueError if the experts are another rank's part, have adapters, or are fewer than
+    ranks; RuntimeError if a rank makes no layer within the timeout.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ExpertParallel(nn.Module):
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
+        _check_experts(experts)
         _distribute(experts, mesh, timeout, transport)
         self.experts = experts
 
@@ -99,8 +101,20 @@ def expert_parallel(
             "expert_parallel: the model has no GroupedExperts; call moefp8.convert(model) first"
         )
     for experts in found:
+        _check_experts(experts)
+    for experts in found:
         _distribute(experts, mesh, timeout, transport)
     return model
+
+
+def _check_experts(experts: Any) -> None:
+    if not isinstance(experts, GroupedExperts):
+        raise TypeError(
+            f"ExpertParallel: experts must be a GroupedExperts, got {type(experts).__name__}; "
+            "moefp8.convert(model) makes them of experts modules"
+        )
+    if experts.parallel is not None:
+        raise ValueError("ExpertParallel: these experts are those of a group already")
 
 
 def _distribute(
@@ -110,17 +124,15 @@ def _distribute(
     transport: Transport | None = None,
 ) -> None:
     """Keep this rank's part, and let it exchange tokens with the others."""
-    if not isinstance(experts, GroupedExperts):
-        raise TypeError(
-            f"ExpertParallel: experts must be a GroupedExperts, got {type(experts).__name__}; "
-            "moefp8.convert(model) makes them of experts modules"
-        )
-    if experts.parallel is not None:
-        raise ValueError("ExpertParallel: these experts are those of a group already")
     group = ExpertGroup.of(mesh, timeout, transport)
+    total = experts.num_global_experts or experts.num_experts
+    if total < group.size:  # all ranks raise it
+        raise ValueError(
+            f"ExpertParallel: each rank must hold an expert, got {total} experts for {group.size} "
+            "ranks; use a smaller mesh"
+        )
     if experts.num_global_experts is None and group.size > 1:
         shard(experts, {"": "experts"}, group.rank, group.size)
-    total = experts.num_global_experts or experts.num_experts
     begin, end = (rank * total // group.size for rank in (group.rank, group.rank + 1))
     held = experts.expert_offset, experts.expert_offset + experts.num_experts
     if held != (begin, end):

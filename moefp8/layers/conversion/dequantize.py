@@ -43,8 +43,9 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a module, or `dtype` is another.
-        ValueError: hooks on an FP8 module, which would be lost, a parametrized weight, or adapters
-            of `moefp8.adapters`; the model is unchanged.
+        ValueError: hooks on an FP8 module, which would be lost, a parametrized weight, adapters
+            of `moefp8.adapters`, or experts of which other ranks hold some (`expert_parallel`); the
+            model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -82,6 +83,8 @@ def _names_of_fp8(model: nn.Module) -> list[list[str]]:
                 "first, and add them again"
             )
         check_own_weights("dequantize", module, name or "the model")
+        if isinstance(module, GroupedExperts):
+            module.check_alone("dequantize", name or "the model")
         names.setdefault(id(module), []).append(name)
     return list(names.values())
 

@@ -6,13 +6,15 @@ So any number of ranks is tested where there is one GPU, and by compute-sanitize
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+
+T = TypeVar("T")
 
 
 class LocalAgreement:
@@ -32,6 +34,9 @@ class LocalAgreement:
 
     def agree(self, call: Call) -> list[Call]:
         return self.gather(call)
+
+    def checked(self, failed: Call, check: Callable[[], T]) -> T:
+        return check()
 
 
 class LocalPeers:

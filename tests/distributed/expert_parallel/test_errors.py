@@ -1,0 +1,220 @@
+"""Ranks that do not do the same: each is told, none waits for ever, and the next call is right."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.expert_parallel import error_cases as cases
+from tests.distributed.expert_parallel.cases import BF16, Kind, Tokens, draw, expected, run_parallel
+from tests.distributed.ranks import Ranks, ranks
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+FROZEN, TRAINED = Kind(), Kind(what="trained")
+E, H = FROZEN.num_experts, FROZEN.hidden_size
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory) -> Iterator[Ranks]:
+    with ranks(2, tmp_path_factory.mktemp("ranks")) as made:
+        yield made
+
+
+def tokens_of(kind: Kind = FROZEN, top_k: int = 2, seed: int = 0) -> list[Tokens]:
+    return draw(kind, [5, 4], top_k, seed)
+
+
+def assert_works(group: Ranks, kind: Kind = FROZEN) -> None:
+    tokens = tokens_of(kind, seed=1)
+    came = group.run(run_parallel, [(kind, x) for x in tokens])
+    for ours, theirs in zip(came, expected(kind, tokens), strict=True):
+        assert not isinstance(ours, str), ours
+        assert torch.equal(ours.y, theirs.y)
+        assert torch.equal(ours.dx, theirs.dx)
+
+
+X, IDS, SCORES = torch.zeros(4, H, dtype=BF16), torch.zeros(4, 2).long(), torch.zeros(4, 2)
+CALL = Tokens(X, IDS, SCORES, None, X)
+WRONG = {
+    "TypeError: ExpertParallel: hidden_states must be": {"x": torch.zeros(4, H, dtype=torch.int)},
+    "TypeError: ExpertParallel: top_k_index must be": {"ids": torch.zeros(4, 2)},
+    "TypeError: ExpertParallel: top_k_weights must be": {"scores": torch.zeros(4, 2).int()},
+    "TypeError: ExpertParallel: addend must be bfloat16": {"addend": torch.zeros(4, H)},
+    "ValueError: ExpertParallel: hidden_states must be [T, H]": {"x": torch.zeros(4, H - 8)},
+    "ValueError: ExpertParallel: top_k_index must be [T, k]": {"ids": torch.zeros(3, 2).long()},
+    "ValueError: ExpertParallel: top_k_index must have 2": {"ids": torch.zeros(4).long()},
+    "ValueError: ExpertParallel: top_k_weights must be [T, k]": {"scores": torch.zeros(4, 3)},
+    "ValueError: ExpertParallel: top_k_index must be in [0, E]": {"ids": torch.full((4, 2), E + 1)},
+    "AttributeError: ": {"ids": None},
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+@pytest.mark.parametrize("rank", range(2))
+def test_wrong_arguments_of_one_rank_are_errors_of_both(group, error, rank):
+    given = [CALL._replace(**WRONG[error]) if rank == i else CALL for i in range(2)]
+    came = group.run(run_parallel, [(FROZEN, x, False) for x in given])
+    assert came[rank].startswith(error)
+    assert came[1 - rank].startswith(
+        f"RuntimeError: ExpertParallel: forward of layer 0 cannot go on, since rank {rank} of"
+    )
+    assert_works(group)
+
+
+def test_wrong_arguments_of_both_ranks_are_told_by_each(group):
+    given = CALL._replace(ids=torch.full((4, 2), -1)), CALL._replace(ids=torch.zeros(4, 2))
+    first, second = group.run(run_parallel, [(FROZEN, x, False) for x in given])
+    assert first.startswith("ValueError: ExpertParallel: top_k_index must be in [0, E] for E = 6")
+    assert second.startswith("TypeError: ExpertParallel: top_k_index must be int32 or int64")
+    assert_works(group)
+
+
+def assert_all(came: list[Any], error: str) -> None:
+    for each in came:
+        assert isinstance(each, str)
+        assert each.startswith(error), each
+
+
+def test_as_many_choices_on_each_rank(group):
+    given = tokens_of(top_k=2)[0], tokens_of(top_k=3)[1]
+    came = group.run(run_parallel, [(FROZEN, x, False) for x in given])
+    assert_all(came, "ValueError: ExpertParallel: all ranks must make the same calls in the same ")
+    assert "top_k is 2 on rank 0, 3 on rank 1" in came[0]
+    assert_works(group)
+
+
+def test_layers_come_in_one_order(group):
+    kinds, tokens = (FROZEN, TRAINED), tokens_of()
+    assert_works(group, TRAINED)  # so that it is made behind the other one
+    given = (kinds, tokens[0]), (kinds[::-1], tokens[1])
+    for calls in zip(*group.run(cases.in_order, given), strict=True):
+        assert_all(list(calls), "ValueError: ExpertParallel: all ranks must make the same calls")
+        assert "layer is " in calls[0]
+    assert_works(group)
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED], ids=lambda kind: kind.what)
+def test_a_forward_does_not_meet_a_backward(group, kind):
+    ways = zip(("forward", "backward"), tokens_of(), strict=True)
+    came = group.run(cases.forward_and, [(way, kind, x) for way, x in ways])
+    assert_all(came, "ValueError: ExpertParallel: all ranks must make the same calls")
+    assert "phase is forward on rank 0, backward on rank 1" in came[0]
+    assert_works(group, kind)
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED], ids=lambda kind: kind.what)
+def test_gradients_are_off_on_all_ranks_or_on_none(group, kind):
+    came = group.run(run_parallel, [(kind, x, rank > 0) for rank, x in enumerate(tokens_of())])
+    assert_all(came, "ValueError: ExpertParallel: all ranks must run forward of layer")
+    assert "torch.no_grad() holds on rank 0 alone, not on rank 1" in came[0]
+    assert_works(group, kind)
+
+
+def test_a_backward_that_fails_on_one_rank_fails_on_both(group):
+    given = [(FROZEN, x, rank > 0) for rank, x in enumerate(tokens_of())]
+    first, second = group.run(cases.asks_for_weights, given)
+    assert second.startswith("NotImplementedError: ExpertParallel: FP8 weights and their scales")
+    assert first.startswith("RuntimeError: ExpertParallel: backward of layer 0 cannot go on, since")
+    assert_works(group)
+
+
+def test_a_rank_that_does_not_call_is_waited_for_until_the_timeout(group):
+    """Then the group is done for: the later rank is told so at once."""
+    came = group.run(cases.never_called, [(True,), (False,)])
+    ((first, waited), (again, after)), ((late, late_after), _) = came
+    message = r"RuntimeError: ExpertParallel: in forward of layer 0, a rank of the group [0, 1] has"
+    for error in (first, again, late):
+        assert error.startswith(message)
+        assert "did not come within 2 s" in error
+    assert cases.SECONDS - 0.1 < waited < cases.SECONDS + 10
+    assert max(after, late_after) < cases.SECONDS
+    assert_works(group)  # of another group
+
+
+def test_a_rank_that_makes_no_layer_is_waited_for_until_the_timeout(group):
+    (error, waited), _ = group.run(cases.never_made, [(True,), (False,)])
+    assert error.startswith("RuntimeError: ExpertParallel: in the first layer of a group, a rank")
+    assert cases.SECONDS - 0.1 < waited < cases.SECONDS + 10
+    assert_works(group)
+
+
+def test_layers_that_cannot_be(group):
+    assert_works(group)
+    for rank, came in enumerate(group.run(cases.wrong_layers, [(0,), (1,)])):
+        held = f"got [{2 * (1 - rank)}, {2 * (1 - rank) + 2})"
+        assert came["this rank's part"] is came["one of two"] is True
+        assert came["another rank's part"].startswith("ValueError: ExpertParallel: rank ")
+        assert held in came["another rank's part"]
+        assert "are those of a group already" in came["twice"]
+        for name in ("fewer experts", "MoE of fewer experts"):
+            assert "must hold an expert, got 1 experts for 2 ranks" in came[name]
+        assert "got 0:00:09, and 0:00:20 before" in came["another timeout"]
+        assert came["no experts"].startswith("TypeError: ExpertParallel: experts must be a Group")
+        assert "the model has no GroupedExperts" in came["no experts in a model"]
+        for name in ("two dimensions", "no mesh"):
+            assert "mesh must be a DeviceMesh of one dimension" in came[name]
+        assert came["adapters"].startswith("ValueError: shard: the model must have no adapters")
+    assert_works(group)
+
+
+def test_a_copy_is_a_layer_of_its_own(group):
+    tokens = tokens_of()
+    came = group.run(cases.copied, [(FROZEN, x) for x in tokens])
+    for ours, theirs in zip(came, expected(FROZEN, tokens), strict=True):
+        assert not isinstance(ours, str), ours
+        assert torch.equal(ours.y, theirs.y)
+    assert_works(group)
+
+
+def test_a_layer_is_not_pickled(group):
+    assert_all(
+        group.run(cases.pickled, [(FROZEN,)] * 2),
+        "TypeError: ExpertParallel: a layer of a group of processes cannot be pickled; save the ",
+    )
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED], ids=lambda kind: kind.what)
+def test_compiled_and_checkpointed_models_give_the_same_bits(group, kind):
+    names = "plain", "compiled", "checkpointed"
+    for came in group.run(cases.ways, [(kind, x, names) for x in tokens_of(kind)]):
+        assert not isinstance(came, str), came
+        plain, *others = came
+        for other in others:
+            for x, y in zip(plain[:3], other[:3], strict=True):
+                assert torch.equal(x, y)
+            for x, y in zip(plain.of_weights, other.of_weights, strict=True):
+                assert torch.equal(x, y)
+
+
+def test_checkpointed_where_one_rank_gets_nothing(group):
+    tokens = draw(TRAINED, [6, 0], 1, 0, last=1)
+    for came in group.run(cases.ways, [(TRAINED, x, ("plain", "checkpointed")) for x in tokens]):
+        assert not isinstance(came, str), came
+        plain, other = came
+        assert torch.equal(plain.y, other.y)
+        assert torch.equal(plain.dx, other.dx)
+
+
+def test_a_layer_breaks_graphs(group):
+    for error in group.run(cases.fullgraph, [(FROZEN, x) for x in tokens_of()]):
+        assert error.startswith("Unsupported: ")
+        assert "the ranks' hosts agree on each call" in error
+    assert_works(group)
+
+
+def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path):
+    """Far from the timeout, which is 20 s."""
+    with ranks(2, tmp_path) as group:
+        assert_works(group)
+        for rank, x in enumerate(tokens_of()):
+            group.pipes[rank].send((cases.loops, (FROZEN, x)))
+        assert not group.pipes[0].poll(1)
+        killed = time.time()
+        group.processes[1].kill()
+        error, at = group.take(0)
+    assert error.startswith("RuntimeError: ExpertParallel: in ")
+    assert "has ended or did not come" in error
+    assert at - killed < 8
