@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import floors, gradient_tables, headlines, roofline, speedups
 from benchmarks.convergence import plot as convergence_plot
 from benchmarks.convergence import table as convergence_table
+from benchmarks.expert_parallel import table as expert_parallel_table
 from benchmarks.families import table as families
 from benchmarks.figures import Row, geomean
 from benchmarks.gemm_tables import gemm_tables, large_tables, power_table, sweep_table
@@ -154,6 +155,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "moe_layers": layers_tables,
     "gradients": gradient_tables.gradients_tables,
     "training": training_table.tables,
+    "expert_parallel": expert_parallel_table.tables,
     "model": model_table.tables,
     "families": families.table,
     "convergence": convergence_table.tables,
