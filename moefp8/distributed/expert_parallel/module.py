@@ -23,7 +23,7 @@ class ExpertParallel(nn.Module):
     backwards included. What a token gives depends on no other token, on no timing and not on which
     rank it is on: it is the FP32 sum, in the order of the ranks, of what its experts on each rank
     give together, rounded to BF16. A token whose experts are all on one rank gives the same bits as
-    one process with all experts; else each further rank adds a rounding, of 2**-9 of its part.
+    one process with all experts; else each rank's part is rounded once more, by at most 2**-8.
 
     Args:
         experts: all E experts, of which this rank's part is kept, in place; or that part already,
