@@ -1,14 +1,37 @@
-"""Memories of ranks that lie on the CPU, for kernels of the exchange that a stand-in launches."""
+"""The kernels of the exchange, and memories of ranks on the CPU, for a stand-in that launches them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import torch
 
 from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+from moefp8.distributed.expert_parallel.peers_launch import (
+    combine_kernel_of,
+    give_back_kernel_of,
+    push_codes_kernel_of,
+    push_rows_kernel_of,
+)
+from tests.routing.cases import DTYPES
 
+PUSH = [
+    *(push_codes_kernel_of(dtype, vectorized=x) for dtype, x in product(DTYPES, (True, False))),
+    *(push_rows_kernel_of(unit) for unit in (16, 2)),
+]
+GIVE_BACK = [
+    *(give_back_kernel_of(unit) for unit in (16, 2)),
+    *(combine_kernel_of(dtype) for dtype in DTYPES),
+]
 GUARD, POISON = 256, 0xFF
 WORDS = 256  # bytes in which ranks tell
+
+
+def placed(num_tokens: int, h: int, dtype: torch.dtype, pitch: int, offset: int) -> torch.Tensor:
+    """Rows that are `pitch` elements apart, `offset` elements behind a multiple of 16 bytes."""
+    whole = torch.zeros(offset + num_tokens * pitch + 16, dtype=dtype)
+    begin = -whole.data_ptr() % 16 // dtype.itemsize + offset
+    return whole[begin : begin + num_tokens * pitch].view(num_tokens, pitch)[:, :h]
 
 
 class HostMemories:

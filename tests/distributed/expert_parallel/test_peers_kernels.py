@@ -30,20 +30,18 @@ from moefp8.kernels.jit import Source, compile_kernels
 from moefp8.routing import combine_launch
 from moefp8.routing.combine_launch import CombineSources
 from moefp8.testing import sizes
-from tests.distributed.expert_parallel.peers_cases import WORDS, HostMemories
+from tests.distributed.expert_parallel.peers_cases import (
+    GIVE_BACK,
+    PUSH,
+    WORDS,
+    HostMemories,
+    placed,
+)
 from tests.fakes.emulator import Emulator, FakeDriver
 from tests.gpu import assert_arguments_fit
 from tests.routing.cases import DTYPES
 
 FLAGS = True, False
-PUSH = [
-    *(push_codes_kernel_of(dtype, vectorized=x) for dtype, x in product(DTYPES, FLAGS)),
-    *(push_rows_kernel_of(unit) for unit in (16, 2)),
-]
-GIVE_BACK = [
-    *(give_back_kernel_of(unit) for unit in (16, 2)),
-    *(combine_kernel_of(dtype) for dtype in DTYPES),
-]
 SUMS = [combine_launch.kernel_of(dtype, flag, 2) for dtype, flag in product(DTYPES, FLAGS)]
 
 # ---- Compiling ----
@@ -145,13 +143,6 @@ def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: i
     memory, ids = HostMemories(2, received.size, 0).of[1], torch.zeros(num_tokens, top_k).long()
     scores, to_row = torch.zeros(num_tokens, top_k), torch.zeros(num_tokens, 2).int()
     peers_launch.push(memory, PLACE, of, received, 5, x, ids, scores, to_row, min_amax)
-
-
-def placed(num_tokens: int, h: int, dtype: torch.dtype, pitch: int, offset: int) -> torch.Tensor:
-    """Rows that are `pitch` elements apart, `offset` elements behind a multiple of 16 bytes."""
-    whole = torch.zeros(offset + num_tokens * pitch + 16, dtype=dtype)
-    begin = -whole.data_ptr() % 16 // dtype.itemsize + offset
-    return whole[begin : begin + num_tokens * pitch].view(num_tokens, pitch)[:, :h]
 
 
 # H, pitch and offset in elements of 2 bytes -> (codes are vectorized, bytes of a unit of rows)
