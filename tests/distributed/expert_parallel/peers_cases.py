@@ -1,4 +1,4 @@
-"""The kernels of the exchange, and memories of ranks on the CPU, for a stand-in that launches them."""
+"""The exchange's kernels, and memories of ranks on the CPU for a stand-in that launches them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
