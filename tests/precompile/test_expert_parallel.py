@@ -17,13 +17,11 @@ from moefp8.adapters import add_lora
 from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
-from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
-from moefp8.distributed.expert_parallel.peers import PeerExchange
 from moefp8.distributed.expert_parallel.peers_launch import PushArguments
 from moefp8.kernels import E4M3, jit
 from moefp8.routing import combine_launch, dispatch_launch
 from tests.distributed.expert_parallel.local_ranks import LocalAgreement
-from tests.distributed.expert_parallel.peers_cases import HostMemories
+from tests.distributed.expert_parallel.peers_cases import HostGroup
 from tests.precompile.test_precompile import (
     NEEDS_GROUPED_MM_ON_A_CPU,
     Idle,
@@ -49,23 +47,13 @@ class Alike(LocalAgreement):
         return [call] * self.num_ranks
 
 
-class RankOfPeers(ExpertGroup):
-    """Rank 0 of P whose GPU runs nothing; its memory lies on the CPU."""
+class RankOfPeers(HostGroup):
+    """Rank 0 of P."""
 
     def __init__(self, num_ranks: int) -> None:
         nobody: Any = None
         agreement: Any = Alike(num_ranks)
         super().__init__(0, num_ranks, agreement, nobody, transport="peers")
-
-    def exchange(self, calls: list[Call], ids: torch.Tensor) -> PeerExchange:
-        return PeerExchange(self, calls, ids)
-
-    def memory_for(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
-        old = self._memory
-        if old is None or old.receiving < receiving or old.returning < returning:
-            sizes = PeerMemory.sizes(receiving, returning, old)
-            self._memory = HostMemories(1, *sizes).of[0]
-        return self.memory
 
 
 class IdlePeers(Idle):

@@ -30,6 +30,7 @@ from tests.distributed.expert_parallel.peers_cases import (
     GUARD,
     PUSH,
     HostMemories,
+    build,
     placed,
 )
 from tests.fakes import cuda_on_cpu
@@ -45,13 +46,7 @@ UNTOUCHED = -77
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    if not cuda_on_cpu.is_possible():
-        pytest.skip("needs g++")
-    made = {}
-    for kernels in (PUSH, GIVE_BACK):
-        folder = tmp_path_factory.mktemp(kernels[0].source.stem)
-        made |= cuda_on_cpu.build(kernels, folder, with_numerics=kernels is PUSH)
-    return made
+    return build([*PUSH, *GIVE_BACK], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
