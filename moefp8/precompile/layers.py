@@ -21,6 +21,7 @@ from .variants import (
     Demand,
     Experts,
     ExpertsInSteps,
+    ExpertsOfRank,
     FeedForward,
     Layer,
     Linear,
@@ -62,7 +63,7 @@ def precompile(
 
     Args:
         max_tokens: batch times sequence length of one call. A call with more works, too, and
-            compiles what it lacks.
+            compiles what it lacks. Where ranks share experts, of a call on any of them.
         dtype: of activations; None: those of the model's other parameters, or bf16 without any.
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
         backward: whether also for gradients through the layers, and in master weights that ask
@@ -138,15 +139,17 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
         elif isinstance(module, TopKRouter):
             yield Router(_OPS[module.scoring], module.num_experts, module.hidden_size)
         elif isinstance(module, GroupedExperts):
-            h, i = module.hidden_size, module.intermediate_size
-            choices = top_k or _top_k_of(model, modules, name)
-            masked, num_global = module.layout == "masked", module.num_global_experts
-            if module.runs_in_steps:
-                yield ExpertsInSteps(choices, module.num_experts, h, i)
-            else:
-                experts = Experts(choices, module.num_experts, h, i, masked, num_global)
-                is_trainable = module.trainable
-                yield TrainedExperts(experts, _master_of(module)) if is_trainable else experts
+            found = _experts_of(module, top_k or _top_k_of(model, modules, name))
+            parallel = module.parallel
+            yield found if parallel is None else ExpertsOfRank(found, parallel.needed())
+
+
+def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:
+    sizes = top_k, module.num_experts, module.hidden_size, module.intermediate_size
+    if module.runs_in_steps:
+        return ExpertsInSteps(*sizes)
+    experts = Experts(*sizes, module.layout == "masked", module.num_global_experts)
+    return TrainedExperts(experts, _master_of(module)) if module.trainable else experts
 
 
 def _master_of(module: TrainableModule) -> Master:

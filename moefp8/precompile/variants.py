@@ -6,7 +6,7 @@ Each layer chooses as the launchers of its op do; a test launches those and comp
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,7 +42,7 @@ class Demand(NamedTuple):
     """What layers are to be ready for.
 
     max_tokens: the most of one call, at least 1.
-    dtypes: those of activations: bf16, fp16 and fp32, or some of them.
+    dtypes: those of activations: bf16, fp16 and fp32, or some of them; or e4m3 alone, of codes.
     configs: which configs GEMMs have, on a GPU of so many SMs or as measured on one.
     backward: whether there are gradients through the layers, too.
     """
@@ -55,6 +55,16 @@ class Demand(NamedTuple):
     def taking(self, dtypes: frozenset[torch.dtype] | None) -> "Demand":
         """The same for activations of these dtypes, if they are given."""
         return self if dtypes is None else self._replace(dtypes=dtypes)
+
+    @property
+    def scores(self) -> frozenset[torch.dtype]:
+        """Our routers give FP32 scores; those of others have the dtype of activations."""
+        return self.dtypes - {E4M3} | {torch.float32}
+
+    @property
+    def gradients(self) -> frozenset[torch.dtype]:
+        """They are BF16 or as activations; of codes they are codes."""
+        return self.dtypes if E4M3 in self.dtypes else self.dtypes | {torch.bfloat16}
 
     def quantize_kernels(self, k: int) -> Iterator[Kernel]:
         for dtype in self.dtypes:
@@ -184,8 +194,7 @@ class Experts(NamedTuple):
             yield from self._replace(masked=False).forward_kernels(demand)
         for dtype in demand.dtypes:
             yield from self.dispatch_kernels(demand, dtype, self.masked)
-        # Our routers give FP32 scores; those of others have the dtype of activations.
-        for dtype in {*demand.dtypes, torch.float32}:
+        for dtype in demand.scores:
             for aligned in {h % 8 == 0, False}:  # an addend may lie anywhere
                 yield combine_launch.kernel_of(dtype, aligned)
 
@@ -202,8 +211,8 @@ class Experts(NamedTuple):
 
     def _backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         h, i = self.hidden_size, self.intermediate_size
-        yield from backward_kernels(h, i, {*demand.dtypes, torch.float32})
-        for dtype in {*demand.dtypes, torch.bfloat16}:  # gradients are BF16
+        yield from backward_kernels(h, i, demand.scores)
+        for dtype in demand.gradients:
             yield from self.dispatch_kernels(demand, dtype, masked=False)
         yield from demand.quantize_rows(torch.bfloat16, 2 * demand.max_tokens * self.top_k, i)
         yield from self.backward_gemms(demand)
@@ -305,13 +314,46 @@ def gate_up_kernels(
             yield kernel_of(each, None, GroupLayout.OFFSETS)
 
 
-def backward_kernels(h: int, i: int, weights_dtypes: set[torch.dtype]) -> Iterator[Kernel]:
+def backward_kernels(h: int, i: int, weights_dtypes: Iterable[torch.dtype]) -> Iterator[Kernel]:
     """Those of a backward of experts, but for its GEMMs."""
     for k in {h, i}:
         yield from transpose_launch.needed_kernels(k)
     for dtype in weights_dtypes:
         for is_fp8 in (False, True):
             yield swiglu_backward_launch.kernel_of(dtype, is_fp8=is_fp8)
+
+
+class Exchange(Protocol):
+    """How tokens reach the experts of a rank, as `ParallelExperts.needed` tells it."""
+
+    def most_received(self, max_tokens: int) -> int: ...
+
+    def kernels(
+        self,
+        hidden_size: int,
+        dtypes: Iterable[torch.dtype],
+        max_tokens: int,
+        num_sms: int,
+        *,
+        are_codes: bool,
+        backward: bool,
+    ) -> Iterator[Kernel]: ...
+
+
+class ExpertsOfRank(NamedTuple):
+    """A rank's part of experts, to which tokens of all ranks come; to frozen ones as codes."""
+
+    experts: Experts | TrainedExperts | ExpertsInSteps
+    exchange: Exchange
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        are_codes = isinstance(self.experts, Experts)
+        of = self.experts.frozen if isinstance(self.experts, TrainedExperts) else self.experts
+        told = of.hidden_size, demand.dtypes, demand.max_tokens, demand.configs.all_sms
+        yield from self.exchange.kernels(*told, are_codes=are_codes, backward=demand.backward)
+        received = demand.taking(frozenset({E4M3}) if are_codes else None)
+        most = self.exchange.most_received(demand.max_tokens)
+        yield from self.experts.kernels(received._replace(max_tokens=most))
 
 
 class Router(NamedTuple):
@@ -341,4 +383,13 @@ class Router(NamedTuple):
             yield top_k_backward_launch.kernel_of(*given, by_sigmoid=by_sigmoid)
 
 
-Layer = Linear | TrainedLinear | FeedForward | Experts | TrainedExperts | ExpertsInSteps | Router
+Layer = (
+    Linear
+    | TrainedLinear
+    | FeedForward
+    | Experts
+    | TrainedExperts
+    | ExpertsInSteps
+    | ExpertsOfRank
+    | Router
+)

@@ -1,7 +1,8 @@
 """Run simple kernels of ours on a CPU, thread by thread, as their launchers launch them.
 
 g++ compiles a kernel's own source. Threads are fibers that take turns where they meet; CTAs run one
-after the other. What is PTX is replaced, and so is `fp8.cuh` unless its numerics are asked for.
+after the other. What is PTX is replaced, and so is `fp8.cuh` unless its numerics are asked for. A
+trap ends its thread alone.
 """
 
 import ctypes
@@ -104,6 +105,7 @@ inline uint32_t larger_f32(uint32_t a, uint32_t b) {
   return larger_bits(a, b, 0x80000000, 0x7f800000);
 }
 inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
+inline uint32_t atomicAdd(uint32_t* x, uint32_t y) { return (*x += y) - y; }
 
 struct Meeting {
   unsigned size = 0, arrived = 0, round = 0;
@@ -117,6 +119,14 @@ inline void yield() {
   const Index index = threadIdx;
   swapcontext(&fibers[index.x], &scheduler);
   threadIdx = index;
+}
+inline void end_thread() {
+  ended[threadIdx.x] = true;
+  yield();
+}
+inline uint64_t now() {  // in ns: a microsecond later each time
+  static uint64_t ns;
+  return ns += 1000;
 }
 inline const uint32_t* meet(Meeting& meeting, uint32_t value) {
   const unsigned round = meeting.round;
@@ -275,6 +285,11 @@ PTX = {  # what is replaced, and by what
         r"\1 = encode(a) | encode(b) << 8 | encode(c) << 16 | encode(d) << 24;"
     ),
     r'asm\("cvt.rn.f16x2.e4m3x2[^:]*: "=r"\((\w+)\) : "h"\((.*)\)\);': r"\1 = decode_two(\2);",
+    r'asm volatile\("fence.acq_rel.sys;[^;]*;': "",
+    r'asm volatile\("st.release.sys[^;]*;[^;]*;': "*word = value;",
+    r'asm volatile\("ld.acquire.sys[^;]*;[^;]*;': "value = *word;",
+    r'asm volatile\("mov.u64 %0, %%globaltimer;[^;]*;': "ns = now();",
+    r'asm volatile\("trap;"\);': "end_thread();",
     r"(?<!extern )__shared__": "static",
 }
 MATRIX = r"""

@@ -112,8 +112,8 @@ class Idle(Emulator):
 class IdleDriver(FakeDriver):
     """Of a GPU that runs nothing and has no memory: workspaces of all sizes would be some GB."""
 
-    def __init__(self) -> None:
-        super().__init__(library=Idle())
+    def __init__(self, library: Idle | None = None) -> None:
+        super().__init__(library=library or Idle())
 
     def allocate(self, num_bytes: int, stream: int) -> int:
         return WORKSPACE

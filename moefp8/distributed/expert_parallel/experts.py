@@ -28,6 +28,7 @@ from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
 from .agreement import Call, T
 from .local import LocalExperts
+from .needed import NeededByExchange
 from .shared_batch import SharedBatch
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class ParallelExperts:
         """Arguments and result as in `GroupedExperts.forward`, with tokens [T, H]."""
         y: torch.Tensor = self._run(layer, hidden_states, top_k_index, top_k_weights, addend)
         return y
+
+    def needed(self) -> NeededByExchange:
+        """Which kernels may bring tokens to the experts and results back."""
+        num_sharing = self.batch.size if self.batch else 1
+        return NeededByExchange(self.group.size, num_sharing, *self.group.may_use)
 
     def _call(
         self,

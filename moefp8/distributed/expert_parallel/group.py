@@ -98,6 +98,13 @@ class ExpertGroup:
             )
         return CollectiveExchange(self, calls, ids)
 
+    @property
+    def may_use(self) -> tuple[bool, bool]:
+        """Whether tokens of GPUs may travel by peers, and by collectives; both: it is not known."""
+        if self._has_peers is None:
+            return self.transport != "collective", self.transport != "peers"
+        return self._has_peers, not self._has_peers
+
     # ---- What the exchange of peers needs ----
 
     def _uses_peers(self, device: torch.device) -> bool:

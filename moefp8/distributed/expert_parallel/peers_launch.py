@@ -31,7 +31,7 @@ class _Ranks(ctypes.Structure):
 class _Choices(ctypes.Structure):
     _fields_ = fields(
         (c_void_p, "ids scores"),
-        (c_uint32, "num_tokens max_tokens top_k num_experts id_bytes"),
+        (c_uint32, "num_tokens max_tokens top_k num_experts id_bytes are_sent"),
     )
 
 
@@ -180,6 +180,7 @@ def push(
                 top_k=top_k,
                 num_experts=sizes.num_experts,
                 id_bytes=ids.element_size(),
+                are_sent=scores is not None,
             ),
             tokens=_Tokens(
                 x_row_bytes=pitch,

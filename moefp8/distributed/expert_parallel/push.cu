@@ -29,7 +29,7 @@ __device__ inline void push_choices(const Arguments& args, const Memories& memor
   const auto& [ranks, signature, choices, tokens, min_amax] = args;
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   if (first == 0) ranks.state->signature = signature;
-  if (choices.scores != nullptr) {
+  if (choices.are_sent) {
     const uint32_t begin = ranks.rank * choices.max_tokens * choices.top_k;
     for (uint32_t i = first; i < choices.max_tokens * choices.top_k; i += step) {
       const bool exists = i < choices.num_tokens * choices.top_k;

@@ -32,9 +32,10 @@ enum class Push { kTokens, kResults };
 
 struct Choices {
   const uint8_t* ids;   // int32 or int64 [T, k]
-  const float* scores;  // [T, k], or null: they are not sent
+  const float* scores;  // [T, k]
   uint32_t num_tokens, max_tokens, top_k, num_experts;
   uint32_t id_bytes;
+  uint32_t are_sent;  // whether ids and scores are; without tokens, their addresses are null
 
   // The expert of choice i, or E for an id of no one.
   __device__ uint32_t expert(uint32_t i) const {

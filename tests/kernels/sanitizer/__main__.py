@@ -6,12 +6,12 @@ from itertools import chain, islice
 
 import torch
 
-from tests.kernels.sanitizer import experts, gemms, quant, routing
+from tests.kernels.sanitizer import experts, gemms, quant, ranks, routing
 from tests.kernels.sanitizer.judge import Launch
 
 
 def launches() -> Iterator[Launch]:
-    rooms = gemms, experts, quant, routing
+    rooms = gemms, experts, quant, routing, ranks
     return chain.from_iterable(room.launches() for room in rooms)
 
 

@@ -1,0 +1,256 @@
+"""The kernels by which ranks write each other's memory, without a GPU: how they are launched."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefp8.distributed.expert_parallel import peers_launch
+from moefp8.distributed.expert_parallel.peer_memory import (
+    MAX_RANKS,
+    GivenBack,
+    PeerMemory,
+    Received,
+)
+from moefp8.distributed.expert_parallel.peers_launch import (
+    CombineAndGiveBack,
+    GiveBackArguments,
+    Place,
+    PushArguments,
+    Sizes,
+    combine_kernel_of,
+    give_back_kernel_of,
+    push_codes_kernel_of,
+    push_rows_kernel_of,
+)
+from moefp8.kernels import E4M3, jit, num_blocks
+from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.routing import combine_launch
+from moefp8.routing.combine_launch import CombineSources
+from moefp8.testing import sizes
+from tests.distributed.expert_parallel.peers_cases import (
+    GIVE_BACK,
+    PUSH,
+    WORDS,
+    HostMemories,
+    placed,
+)
+from tests.fakes.emulator import Emulator, FakeDriver
+from tests.gpu import assert_arguments_fit
+from tests.routing.cases import DTYPES
+
+FLAGS = True, False
+SUMS = [combine_launch.kernel_of(dtype, flag, 2) for dtype, flag in product(DTYPES, FLAGS)]
+
+# ---- Compiling ----
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("kernels", [PUSH, GIVE_BACK, SUMS], ids=["push", "give back", "sums"])
+def test_every_variant_compiles_and_spills_nothing(kernels):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+        assert cubin.problems() == [], kernel
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("arguments", "kernel"), [(PushArguments, PUSH[0]), (GiveBackArguments, GIVE_BACK[0])]
+)
+def test_arguments_lie_in_memory_as_the_kernels_read_them(arguments, kernel, tmp_path):
+    assert_arguments_fit(arguments, kernel, tmp_path)
+
+
+# ---- Places ----
+
+
+@given(
+    num_slots=sizes(2**20, 1), h=sizes(2**14, 1), top_k=st.integers(1, 64),
+    dtype=st.sampled_from([E4M3, *DTYPES]),
+)  # fmt: skip
+def test_parts_of_an_area_do_not_overlap(num_slots, h, top_k, dtype):
+    row_bytes = h * dtype.itemsize
+    received = Received.of(num_slots, row_bytes, h, top_k)
+    assert row_bytes <= received.row_pitch < row_bytes + 16
+    assert num_blocks(h) * 4 <= received.scale_pitch < num_blocks(h) * 4 + 16
+    assert (received.row_pitch % 16, received.scale_pitch % 16) == (0, 0)
+    check_places(
+        received.size,
+        (received.rows, num_slots * received.row_pitch),
+        (received.scales, num_slots * received.scale_pitch),
+        (received.ids, num_slots * top_k * 4),
+        (received.scores, num_slots * top_k * 4),
+    )
+    back = GivenBack.of(num_slots, h, top_k)
+    check_places(back.size, (back.rows, num_slots * h * 2), (back.of_scores, num_slots * top_k * 4))
+
+
+def check_places(size: int, *parts: tuple[int, int]) -> None:
+    """(where a part begins, its length): whole sectors of memory, one behind the other."""
+    end = 0
+    for at, length in sorted(parts):
+        assert at % 256 == 0
+        assert at >= end
+        end = at + length
+    assert end <= size < end + 256
+
+
+def test_areas_do_not_overlap():
+    made = HostMemories(1, 512, 256).of[0]
+    assert made.receiving_at == WORDS == 2 * MAX_RANKS * 8
+    assert made.returning_at == made.receiving_at + 512
+    assert len(made.tensor) == made.returning_at + 256
+
+
+@given(least=st.tuples(sizes(2**24, 1), sizes(2**24, 1)))
+def test_areas_only_grow(least):
+    first = PeerMemory.sizes(*least, None)
+    assert all(x >= y for x, y in zip(first, least, strict=True))
+    made = HostMemories(1, 0, 0).of[0]
+    made.receiving, made.returning = first
+    assert PeerMemory.sizes(1, 1, made) == first
+    more = PeerMemory.sizes(first[0] + 1, 1, made)
+    assert (more[0] > first[0], more[1]) == (True, first[1])
+
+
+# ---- Launches ----
+
+
+class Recording(Emulator):
+    """It runs nothing."""
+
+    def compute(self, made, parameters):
+        of = PushArguments if made.kernel.source.stem == "push" else GiveBackArguments
+        made.arguments = of.from_buffer_copy(of.from_address(parameters[-1]))
+
+
+@pytest.fixture
+def gpu():
+    """A GPU of ten SMs that runs nothing."""
+    with jit.using(FakeDriver(10, library=Recording())) as driver:
+        yield driver
+
+
+PLACE = Place(1, 2, 10**9)
+
+
+def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: int = 0) -> None:
+    num_tokens, h = x.shape
+    of = Sizes(most or max(num_tokens, 1), top_k, 8, h)
+    word = 1 if min_amax else x.element_size()
+    received = Received.of(2 * of.max_tokens, h * word, h, top_k)
+    memory, ids = HostMemories(2, received.size, 0).of[1], torch.zeros(num_tokens, top_k).long()
+    scores, to_row = torch.zeros(num_tokens, top_k), torch.zeros(num_tokens, 2).int()
+    peers_launch.push(memory, PLACE, of, received, 5, x, ids, scores, to_row, min_amax)
+
+
+# H, pitch and offset in elements of 2 bytes -> (codes are vectorized, bytes of a unit of rows)
+LAYOUTS = {
+    (256, 256, 0): (True, 16),
+    (264, 264, 0): (True, 16),
+    (8, 8, 0): (True, 16),
+    (256, 264, 0): (True, 16),
+    (256, 260, 0): (False, 2),  # rows begin anywhere
+    (256, 256, 1): (False, 2),  # x does
+    (256, 256, 8): (True, 16),
+    (204, 208, 0): (False, 2),  # rows end anywhere
+    (1, 1, 0): (False, 2),
+    (201, 201, 3): (False, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_much_as_all_rows_allow_is_moved_at_once(gpu, layout):
+    x = placed(3, layout[0], torch.bfloat16, *layout[1:])
+    vectorized, unit = LAYOUTS[layout]
+    push(x, min_amax=1e-4)
+    push(x)
+    expected = push_codes_kernel_of(x.dtype, vectorized=vectorized), push_rows_kernel_of(unit)
+    assert [made.kernel for made in gpu.launched] == [*expected]
+    assert all(made.programmatic for made in gpu.launched)
+    assert gpu.launched[1].arguments.tokens.x_row_bytes == layout[1] * 2
+
+
+def test_the_pitch_of_a_single_row_does_not_count(gpu):
+    push(placed(1, 256, torch.bfloat16, 260, 0), min_amax=1e-4)
+    assert gpu.launched[0].kernel == push_codes_kernel_of(torch.bfloat16, vectorized=True)
+
+
+def test_rows_of_four_bytes_are_moved_as_they_lie(gpu):
+    for h, unit in ((4, 16), (6, 2), (8, 16)):
+        push(placed(3, h, torch.float32, h, 0))
+        assert gpu.launched[-1].kernel == push_rows_kernel_of(unit)
+        assert gpu.launched[-1].arguments.tokens.row_bytes == h * 4
+        push(placed(3, h, torch.float32, h, 0), min_amax=1e-4)
+        kernel = push_codes_kernel_of(torch.float32, vectorized=h == 8)
+        assert gpu.launched[-1].kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "h", "codes", "rows"),
+    [
+        (0, 256, 1, 1),
+        (1, 1, 1, 1),
+        (16, 256, 1, 2),
+        (17, 256, 2, 3),
+        (16, 1024, 4, 2),  # a piece of a row has 1024 elements, and a warp
+        (16, 1032, 5, 4),
+        (16, 1025, 5, 18),  # or 128
+        (4000, 1024, 80, 80),  # eight of each SM
+    ],
+)
+def test_ctas_are_as_many_as_there_is_work_for(gpu, num_tokens, h, codes, rows):
+    x = placed(num_tokens, h, torch.bfloat16, h, 0)
+    push(x, min_amax=1e-4, most=5000)
+    push(x, most=5000)
+    assert [(made.grid, made.block) for made in gpu.launched] == [(codes, 256), (rows, 256)]
+
+
+@pytest.mark.parametrize(
+    ("most", "h", "offset", "unit", "grid"),
+    [(3, 8, 0, 16, 1), (3, 9, 0, 2, 1), (3, 8, 1, 2, 1), (8, 1032, 0, 16, 4), (4000, 8, 0, 16, 80)],
+)
+def test_results_go_back_by_slots(gpu, most, h, offset, unit, grid):
+    of = Sizes(most, 2, 8, h)
+    back = GivenBack.of(2 * most, h, 2)
+    memory, ids = HostMemories(2, 0, back.size).of[1], torch.zeros(2 * most, 2).int()
+    y = placed(2 * most, h, torch.bfloat16, h, offset)
+    for rows in (y, None):
+        peers_launch.give_back(memory, PLACE, of, rows, ids, torch.zeros(2 * most, 2))
+    one, none = gpu.launched
+    assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 256)
+    assert (none.grid, none.block, none.arguments.results.y) == (1, 256, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("most", "h", "grid"), [(3, 8, 1), (64, 256, 16), (4000, 256, 80)])
+def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h, grid):
+    combine = CombineAndGiveBack(PLACE, Sizes(most, 3, 8, h), 512)
+    weights = torch.zeros(3, 2 * most, dtype=dtype).T
+    sources = CombineSources(*map(Source, range(4)))
+    launch = combine.prepare(
+        weights, h, y_row_pitch=h + 8, is_aligned=True, sources=sources, programmatic=True
+    )
+    launch.on(-1, (16, 32, 48, 64))
+    (made,) = gpu.launched
+    assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 256)
+    x = made.arguments
+    assert (x.rows.y, x.rows.token_to_row, x.rows.weights, x.ranks.state) == (16, 32, 48, 64)
+    word = dtype.itemsize
+    assert (x.rows.weight_token_bytes, x.rows.weight_choice_bytes) == (word, 2 * most * word)
+    assert (x.rows.y_row_bytes, x.rows.units.value, x.rows.top_k) == (2 * h + 16, h // 8, 3)
+    assert (x.choices.num_tokens, x.choices.max_tokens) == (2 * most, most)
+
+
+def test_what_stands_for_combine_is_part_of_a_key():
+    """A launch is kept by it."""
+    made = [CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 512) for _ in range(2)]
+    assert made[0] == made[1]
+    assert hash(made[0]) == hash(made[1])
+    for other in (
+        CombineAndGiveBack(Place(1, 2, 10), Sizes(3, 2, 8, 16), 512),
+        CombineAndGiveBack(Place(0, 2, 10), Sizes(4, 2, 8, 16), 512),
+        CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 1024),
+    ):
+        assert other != made[0]
