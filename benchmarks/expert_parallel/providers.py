@@ -1,17 +1,18 @@
 """Who computes a layer whose experts lie on all ranks, and who has them all on one GPU."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.expert_parallel.cases import Layer, Tokens, part_of
+from benchmarks.expert_parallel.peers import HF_BF16, PAIRS, PEERS, SGLANG, Weights, on_all
 from moefp8 import GroupedExperts
 from moefp8.distributed import ExpertParallel
 
 ONE, OURS, EAGER = "one GPU, all experts", "moefp8", "moefp8, without a graph"
-NCCL_ROWS, NCCL_PAIRS = "NCCL, FP8 rows", "NCCL, BF16 pairs"
+NCCL_ROWS = "NCCL, FP8 rows"
 Call = Callable[[], torch.Tensor]
 
 
@@ -47,35 +48,13 @@ def _parallel(transport: Any) -> Callable[[Given], Call]:
     return prepare
 
 
-def _pairs(given: Given) -> Call:
-    """Each choice of a token travels by itself in BF16, and sizes are read by the host.
+def _peer(name: str) -> Callable[[Given], Call]:
+    def prepare(given: Given) -> Call:
+        sizes = given.rank, given.num_ranks, len(given.tokens[0]), given.layer.top_k
+        call = on_all(lambda: PEERS[name](Weights.of(given.whole), *sizes))
+        return lambda: call(*given.tokens)
 
-    So `torch` users write it, and transformers does: sort by expert, exchange counts, then rows.
-    """
-    part = part_of(given.whole, given.rank, given.num_ranks)
-    (x, ids, scores), group = given.tokens, given.groups["collective"]
-    num_ranks, num_here = given.num_ranks, part.num_experts
-
-    def call() -> torch.Tensor:
-        flat, top_k = ids.reshape(-1), ids.shape[1]
-        order = torch.argsort(flat)
-        rows = x[order // top_k]
-        sent = torch.bincount(flat, minlength=given.layer.num_experts).view(num_ranks, num_here)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        came = rows.new_empty(sum(num_received), rows.shape[1])
-        dist.all_to_all_single(came, rows, num_received, num_sent, group=group)
-        experts = torch.arange(num_here, device=x.device).repeat(num_ranks) + part.expert_offset
-        of_rows = experts.repeat_interleave(received.reshape(-1), output_size=len(came))[:, None]
-        y = part(came, of_rows, torch.ones_like(of_rows, dtype=torch.float32))
-        back = torch.empty_like(rows)
-        dist.all_to_all_single(back, y, num_sent, num_received, group=group)
-        by_choice = torch.empty_like(back)
-        by_choice[order] = back
-        return (by_choice.view(*ids.shape, -1) * scores[:, :, None]).sum(1).bfloat16()
-
-    return call
+    return prepare
 
 
 PROVIDERS = {
@@ -87,9 +66,16 @@ PROVIDERS = {
         False,
         "moefp8's `all_to_all_single`: FP8 codes once for each token and rank, the same GEMMs",
     ),
-    NCCL_PAIRS: Provider(
-        _pairs,
+    PAIRS: Provider(
+        _peer(PAIRS),
         False,
         "`all_to_all_single` of each choice in BF16, as transformers does, the same GEMMs",
     ),
+    HF_BF16: Provider(
+        _peer(HF_BF16),
+        False,
+        "the same with experts in BF16, by PyTorch's grouped GEMM, as transformers has them",
+    ),
 }
+if find_spec("deep_gemm"):  # SGLang's builds of it have the mega-kernel
+    PROVIDERS[SGLANG] = Provider(_peer(SGLANG), True, "SGLang's fused kernel over NVLink")

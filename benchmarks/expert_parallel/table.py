@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.expert_parallel.providers import NCCL_PAIRS, NCCL_ROWS, ONE, OURS, PROVIDERS
+from benchmarks.expert_parallel.peers import PAIRS
+from benchmarks.expert_parallel.providers import NCCL_ROWS, ONE, OURS, PROVIDERS
 from benchmarks.expert_parallel.worker import COMBINE, DISPATCH
 from benchmarks.markdown import number, table
 from benchmarks.pages import Results
@@ -22,11 +23,11 @@ class Goal(NamedTuple):
 
 GOALS = (
     Goal(16, NCCL_ROWS, 1.5),
-    Goal(16, NCCL_PAIRS, 1.5),
+    Goal(16, PAIRS, 1.5),
     Goal(128, NCCL_ROWS, 1.5),
-    Goal(128, NCCL_PAIRS, 1.5),
+    Goal(128, PAIRS, 1.5),
     Goal(4096, NCCL_ROWS, 1.25),
-    Goal(4096, NCCL_PAIRS, 1.25),
+    Goal(4096, PAIRS, 1.25),
     Goal(4096, ONE, 1.85),
 )
 
