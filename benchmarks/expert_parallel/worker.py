@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,9 +193,19 @@ def _moves(given: Given) -> tuple[dict[str, Run], dict[str, int]]:
         DISPATCH: lambda: dispatch(num_tokens),
         COMBINE: dispatch_and_combine,
     }
+
+    def copy(n: int) -> None:
+        there[:n].copy_(own[:n])
+
     for name, n in num_bytes.items():
-        runs[f"{COPY} of {name}"] = lambda n=n: there[:n].copy_(own[:n])
-    return {name: _captured(run) for name, run in runs.items()}, num_bytes
+        runs[f"{COPY} of {name}"] = partial(copy, n)
+    captured = {name: _captured(run) for name, run in runs.items()}
+    return {name: _keeping(run, memory, handle) for name, run in captured.items()}, num_bytes
+
+
+def _keeping(run: Run, *kept: Any) -> Run:
+    """A graph knows addresses alone: what lies there has to live as long."""
+    return lambda kept=kept: run()
 
 
 def _moves_of(us: dict[str, float], num_bytes: dict[str, int]) -> dict[str, Any]:

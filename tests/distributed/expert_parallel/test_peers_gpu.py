@@ -34,8 +34,9 @@ from tests.distributed.ranks import Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
 # Ranks that are threads share a context: to load a kernel when it is first launched would wait for
-# the others' kernels, which wait for this rank.
+# the others' kernels, which wait for this rank. So would streams that share a queue of the GPU.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 pytestmark = NEEDS_GPU
 NUM_RANKS = (1, 2, 3, 8)
