@@ -184,7 +184,8 @@ def _moves(given: Given) -> tuple[dict[str, Run], dict[str, int]]:
     }
     import torch.distributed._symmetric_memory as symmetric
 
-    memory = symmetric.empty(max(num_bytes.values()), dtype=torch.uint8, device=x.device)
+    size = int(_most(max(num_bytes.values())))  # the same on all ranks
+    memory = symmetric.empty(size, dtype=torch.uint8, device=x.device)
     handle: Any = symmetric.rendezvous(memory, dist.group.WORLD)
     there = handle.get_buffer((given.rank + 1) % num_ranks, memory.shape, torch.uint8)
     own = torch.zeros_like(memory)

@@ -104,6 +104,8 @@ def assert_same(came: Sequence[Results], wanted: Sequence[Results]) -> None:
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_ranks_give_what_one_process_gives(num_ranks, name, with_gradients):
     kind = KINDS[name]
+    if name == "like Qwen3" and num_ranks > 3:
+        pytest.skip("so many ranks of large layers do not fit on one GPU beside each other")
     for seed, most in ((0, 40), (1, 3), (2, 300)):
         sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
         sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
