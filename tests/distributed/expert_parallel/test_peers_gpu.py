@@ -195,6 +195,7 @@ def test_one_graph_serves_every_routing():
 
 
 ALONE = """
+import time
 import torch
 from tests.distributed.expert_parallel.local_ranks import LocalRanks
 from tests.distributed.expert_parallel.test_peers_gpu import KINDS, layer, draw
@@ -209,6 +210,7 @@ def call(rank, group):
     real = group.exchange
     if rank == 1 and {skips}:
         def stop(calls, ids):
+            time.sleep(5)  # the other has pushed, and has waited for as long as it may
             raise RuntimeError("this rank stops")
         group.exchange = stop
     elif rank == 1:
