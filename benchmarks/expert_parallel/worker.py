@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.expert_parallel.cases import Layer, experts_of, tokens_of
-from benchmarks.expert_parallel.providers import ONE, OURS, PROVIDERS, Given
+from benchmarks.expert_parallel.providers import OURS, PROVIDERS, Given
 from benchmarks.peers import first_line
 from moefp8.distributed.expert_parallel.agreement import Call as Agreed
 from moefp8.distributed.expert_parallel.group import ExpertGroup
@@ -227,6 +227,3 @@ def _moves_of(us: dict[str, float], num_bytes: dict[str, int]) -> dict[str, Any]
             "share": round(copy / own[name], 3),
         }
     return found
-
-
-assert ONE in PROVIDERS
