@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -30,6 +31,7 @@ from tests.distributed.expert_parallel.cases import (
     whole,
 )
 from tests.distributed.expert_parallel.local_ranks import LocalRanks
+from tests.distributed.expert_parallel.looping_rank import SECONDS
 from tests.distributed.ranks import Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
@@ -255,3 +257,41 @@ def test_gpus_give_what_one_gives(group, name, with_gradients):
         tokens = draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
         came = group.run(run_parallel, [(kind, z, with_gradients, "cuda") for z in tokens])
         assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+
+
+@NEEDS_TWO_GPUS
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_a_process_that_is_killed_ends_the_others_in_time(way, tmp_path):
+    """They say why, and leave their GPUs as free as these were."""
+    num_ranks = torch.cuda.device_count()
+    torch.cuda.synchronize()
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(num_ranks)]
+    module = "tests.distributed.expert_parallel.looping_rank"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(num_ranks), str(tmp_path), way],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "loops\n", process.stderr.read()[-2000:]
+        processes[1].kill()
+        killed = time.monotonic()
+        processes[1].wait()
+        for process in processes[:1] + processes[2:]:
+            _, said = process.communicate(timeout=SECONDS + 20)
+            assert process.returncode != 0
+            if way == "graph":  # an eager call may be told so by its host before
+                assert f"rank 1 did not come within {SECONDS} s" in said, said[-2000:]
+            assert "ExpertParallel" in said, said[-2000:]
+        print(f"{way}: the others ended {time.monotonic() - killed:.1f} s after the kill")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, before in enumerate(free):
+        assert torch.cuda.mem_get_info(rank)[0] >= before - (64 << 20)
