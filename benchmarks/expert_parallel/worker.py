@@ -201,7 +201,8 @@ def _moves(given: Given) -> tuple[dict[str, Run], dict[str, int]]:
     for name, n in num_bytes.items():
         runs[f"{COPY} of {name}"] = partial(copy, n)
     captured = {name: _captured(run) for name, run in runs.items()}
-    return {name: _keeping(run, memory, handle) for name, run in captured.items()}, num_bytes
+    kept = memory, handle, own, y
+    return {name: _keeping(run, *kept) for name, run in captured.items()}, num_bytes
 
 
 def _keeping(run: Run, *kept: Any) -> Run:

@@ -120,18 +120,23 @@ inline void yield() {
   swapcontext(&fibers[index.x], &scheduler);
   threadIdx = index;
 }
-inline void end_thread() {
-  ended[threadIdx.x] = true;
-  yield();
-}
 inline uint64_t now() {  // in ns: a microsecond later each time
   static uint64_t ns;
   return ns += 1000;
 }
+inline void end_round_of(Meeting& meeting) {
+  if (meeting.size > 0 && meeting.arrived == meeting.size) meeting.arrived = 0, ++meeting.round;
+}
+inline void end_thread() {  // the others do not wait for it
+  ended[threadIdx.x] = true;
+  for (Meeting* meeting : {&cta, &warps[threadIdx.x / 32]}) --meeting->size, end_round_of(*meeting);
+  yield();
+}
 inline const uint32_t* meet(Meeting& meeting, uint32_t value) {
   const unsigned round = meeting.round;
   meeting.values[round % 2][threadIdx.x % 32] = value;
-  if (++meeting.arrived == meeting.size) meeting.arrived = 0, ++meeting.round;
+  ++meeting.arrived;
+  end_round_of(meeting);
   while (meeting.round == round) yield();
   return meeting.values[round % 2];
 }
@@ -287,7 +292,8 @@ PTX = {  # what is replaced, and by what
     r'asm\("cvt.rn.f16x2.e4m3x2[^:]*: "=r"\((\w+)\) : "h"\((.*)\)\);': r"\1 = decode_two(\2);",
     r'asm volatile\("fence.acq_rel.sys;[^;]*;': "",
     r'asm volatile\("st.release.sys[^;]*;[^;]*;': "*word = value;",
-    r'asm volatile\("ld.acquire.sys[^;]*;[^;]*;': "value = *word;",
+    r'asm volatile\("ld.(acquire|relaxed).sys[^;]*;[^;]*;': "value = *word;",
+    r'asm volatile\("nanosleep[^;]*;[^;]*;': "",
     r'asm volatile\("mov.u64 %0, %%globaltimer;[^;]*;': "ns = now();",
     r'asm volatile\("trap;"\);': "end_thread();",
     r"(?<!extern )__shared__": "static",

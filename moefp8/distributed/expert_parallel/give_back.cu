@@ -1,4 +1,10 @@
-// Give back results on Hopper: what the experts here give for a token, to the rank that it came from.
+// Give back results on Hopper: what the experts here give for a token goes to the rank that it came from, and what all
+// ranks give for the tokens here is summed. What this rank gives for its own tokens is added as it is computed.
+//
+// The tokens of a rank are cut into chunks, and all ranks cut alike. An item is a part of a chunk's push or of its sum.
+// The CTAs that start first take all pushes, and the others take sums, for which they wait until all ranks have pushed
+// the chunk: so sums are computed while later chunks travel. CTAs that push do not wait, and are there before any that
+// waits. So all that is waited for comes, however few CTAs run at once.
 #include "divisor.cuh"
 #include "matrix.cuh"
 #include "ranks.cuh"
@@ -6,8 +12,10 @@
 
 // Rows of slots that are there.
 struct Results {
-  const uint8_t* y;    // [P M, H], or null: nothing is given back
-  uint32_t row_bytes;  // of a row, which is its pitch, too
+  const uint8_t* y;         // bf16 [P M, H], or null: nothing is given back
+  const int* ids;           // [P M, k]
+  const float* of_choices;  // [P M, k], which go with the rows; or null
+  uint32_t first_expert, num_experts;  // of this rank
 };
 
 // Rows of experts, of which those of a slot are summed.
@@ -18,82 +26,223 @@ struct Rows {
   const uint8_t* weights;   // [P M, k]
   int64_t weight_token_bytes, weight_choice_bytes;
   uint32_t top_k;
-  Divisor units;  // how many units of eight columns a row has
+};
+
+// Where results lie in a memory, and their sums.
+struct Sums {
+  int64_t rows, of_choices;  // [P M, H] and [P M, k], of the other ranks
+  int64_t reached;           // [M]: a bit for each rank that gives something for a token of this rank
+  uint8_t* y;                // bf16 [T, H]
+  float* y_of_choices;       // [T, k]
+};
+
+struct Order {
+  uint32_t num_chunks, num_tokens;  // of a chunk, of each rank
+  uint32_t num_pushes, num_sums;    // items of a chunk
+  uint32_t units_of_item;
+  uint32_t num_pushing;             // CTAs
+};
+
+// A part of a chunk.
+struct Item {
+  uint32_t chunk, part;
 };
 
 struct Arguments {
   Ranks ranks;
-  Choices choices;          // of all slots: num_tokens is P M
-  Results results;          // what the first kernel gives back
-  Rows rows;                // what the second one sums
-  const float* of_choices;  // [P M, k], or null
-  int64_t to, scores_to;    // where in a memory [P M, H] and [P M, k] lie
-  uint32_t hidden_size;
+  Results results;  // what the first kernel gives back
+  Rows rows;        // what the second one sums
+  Sums sums;
+  Order order;
+  uint32_t num_tokens, max_tokens, top_k;  // T, M, k
+  Divisor units, num_others;               // how many units a row has; P - 1, or 1
 };
 
-// Each rank gets back of_choices of all its slots.
-__device__ inline void give_back_scores(const Arguments& args, const Memories& memories) {
-  if (args.of_choices == nullptr) return;
-  const uint32_t in_rank = args.choices.max_tokens * args.choices.top_k, end = in_rank * args.ranks.num_ranks;
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
-    const uint32_t source = i / in_rank, at = args.ranks.rank * in_rank + i - source * in_rank;
-    reinterpret_cast<float*>(memories.of[source] + args.scores_to)[at] = args.of_choices[i];
+// The columns of a unit: 8 of BF16, or one.
+template <class Unit>
+struct Columns {
+  static constexpr int kColumns = sizeof(Unit) / 2;
+  float values[kColumns];
+
+  __device__ void add(const Unit& unit) {
+    if constexpr (kColumns == 1) {
+      values[0] = __fadd_rn(values[0], __uint_as_float(static_cast<uint32_t>(unit) << 16));
+    } else {
+      const uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[2 * i] = __fadd_rn(values[2 * i], __uint_as_float(words[i] << 16));
+        values[2 * i + 1] = __fadd_rn(values[2 * i + 1], __uint_as_float(words[i] & 0xffff0000));
+      }
+    }
+  }
+  __device__ Unit rounded() const {
+    if constexpr (kColumns == 1) return bfloat16_bits(values[0]);
+    else return {pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
+                 pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7])};
+  }
+};
+
+// An item of a push to the other ranks: `give(slot, unit, value)` tells whether a slot has a result here, and what its
+// unit is.
+template <class Unit, class Give>
+__device__ inline void push(const Arguments& args, const Memories& memories, const Item& item, const Give& give) {
+  const Order& order = args.order;
+  const uint32_t max_tokens = args.max_tokens, num_others = args.num_others.value, top_k = args.top_k;
+  const uint32_t first_token = item.chunk * order.num_tokens;
+  const uint32_t num_tokens = min(order.num_tokens, max_tokens - first_token), begin = item.part * order.units_of_item;
+  const uint32_t end = min(num_tokens * num_others * args.units.value, begin + order.units_of_item);
+#pragma unroll 1
+  for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    // Neighbouring rows go to different ranks, so that all links are busy at all times.
+    const uint32_t row = args.units.quotient(i), unit = i - row * args.units.value;
+    const uint32_t in_chunk = args.num_others.quotient(row), token = first_token + in_chunk;
+    uint32_t source = row - in_chunk * num_others + args.ranks.rank + 1;
+    if (source >= args.ranks.num_ranks) source -= args.ranks.num_ranks;
+    const uint32_t slot = source * max_tokens + token;
+    Unit value;
+    if (!give(slot, unit, value)) continue;
+    const int64_t there = args.ranks.rank * max_tokens + token;
+    reinterpret_cast<Unit*>(memories.of[source] + args.sums.rows)[there * args.units.value + unit] = value;
+    if (unit != 0 || args.results.of_choices == nullptr) continue;
+    float* of_choices = reinterpret_cast<float*>(memories.of[source] + args.sums.of_choices) + there * top_k;
+    for (uint32_t j = 0; j < top_k; ++j) {
+      of_choices[j] = args.results.of_choices[static_cast<int64_t>(slot) * top_k + j];
+    }
   }
 }
 
-// to[rank * M + t] = y[s * M + t] in the memory of rank s, for each slot with an expert here; of_choices of all slots.
-// Grid: a warp moves a piece of a row at a time.
-// Shared memory: an address for each rank, and a word. Barriers: those are complete; the meeting's.
-// Alignment: that of Unit, for all rows and their length.
-template <class Unit>
-__global__ void __launch_bounds__(256) give_back_kernel(const __grid_constant__ Arguments args) {
-  const Ranks& ranks = args.ranks;
-  const Choices& choices = args.choices;
-  const Results& results = args.results;
-  const uint32_t num_units = results.row_bytes / sizeof(Unit), num_pieces = ceil_div(num_units, Piece<Unit>::kUnits);
-  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
-  const uint32_t end = results.y == nullptr ? 0 : choices.num_tokens * num_pieces;
-  __shared__ Memories memories;
-  memories.load(ranks);
-  wait_for_previous_kernel();
+// An item of a sum, in FP32 and in the order of ranks.
+template <class Unit, class Give>
+__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give) {
+  constexpr int kAtOnce = 2;  // ranks whose rows are in flight together
+  const Order& order = args.order;
+  const uint32_t first_token = item.chunk * order.num_tokens, rank = args.ranks.rank, top_k = args.top_k;
+  if (first_token >= args.num_tokens) return;
+  const uint32_t num_tokens = min(order.num_tokens, args.num_tokens - first_token);
+  const uint32_t begin = item.part * order.units_of_item;
+  const uint32_t end = min(num_tokens * args.units.value, begin + order.units_of_item);
+  const uint32_t* reached = reinterpret_cast<const uint32_t*>(memory + args.sums.reached);
 #pragma unroll 1
-  for (uint32_t i = thread / kWarp; i < end; i += num_threads / kWarp) {
-    const uint32_t slot = i / num_pieces, first = (i - slot * num_pieces) * Piece<Unit>::kUnits;
-    if ((choices.ranks_of<kWarp>(slot, ranks.num_ranks) >> ranks.rank & 1) == 0) continue;
-    const uint32_t source = slot / choices.max_tokens, token = slot - source * choices.max_tokens;
-    Piece<Unit> piece;
-    piece.load(results.y + static_cast<int64_t>(slot) * results.row_bytes, first, num_units);
-    const int64_t there = ranks.rank * choices.max_tokens + token;
-    piece.store(memories.of[source] + args.to + there * results.row_bytes, first, num_units);
+  for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const uint32_t in_chunk = args.units.quotient(i), unit = i - in_chunk * args.units.value;
+    const int64_t token = first_token + in_chunk, slot = rank * args.max_tokens + token;
+    const uint32_t bits = reached[token];
+    const Unit* rows = reinterpret_cast<const Unit*>(memory + args.sums.rows) + token * args.units.value + unit;
+    const int64_t of_rank = static_cast<int64_t>(args.max_tokens) * args.units.value;
+    Unit own;
+    give(slot, unit, own);
+    Columns<Unit> sums = {};
+    for (uint32_t first = 0; first < args.ranks.num_ranks; first += kAtOnce) {
+      Unit values[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        if (bits >> (first + r) & 1) values[r] = first + r == rank ? own : rows[(first + r) * of_rank];
+      }
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        if (bits >> (first + r) & 1) sums.add(values[r]);
+      }
+    }
+    reinterpret_cast<Unit*>(args.sums.y)[token * args.units.value + unit] = sums.rounded();
+    if (unit != 0 || args.results.of_choices == nullptr) continue;
+    const float* of_choices = reinterpret_cast<const float*>(memory + args.sums.of_choices);
+    for (uint32_t j = 0; j < top_k; ++j) {
+      float of_choice = 0;
+      for (uint32_t other = 0; other < args.ranks.num_ranks; ++other) {
+        const float* of_slots = other == rank ? args.results.of_choices : of_choices;
+        if (bits >> other & 1) of_choice += of_slots[(other * args.max_tokens + token) * top_k + j];
+      }
+      args.sums.y_of_choices[token * top_k + j] = of_choice;
+    }
   }
-  give_back_scores(args, memories);
-  meet<Push::kResults>(ranks, memories, ranks.state->signature);
+}
+
+// Calls work(i) for `first`, and then for numbers from `next` to `end` that this CTA takes, one by one. All threads call
+// both, and meet in `work`.
+template <class Work>
+__device__ inline void take_items(uint32_t first, uint32_t* num_taken, uint32_t next, uint32_t end, const Work& work) {
+  __shared__ uint32_t taken[2];  // another item and the one behind it, in turns
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (uint32_t i = first; i < end; i = taken[turn], turn ^= 1) {
+    if (threadIdx.x == 0) taken[turn] = next + atomicAdd(num_taken, 1u);  // it comes during this one
+    work(i);
+  }
+}
+
+// What the kernels before have told, and to whom, is older than the previous one.
+template <class Unit, class Give>
+__device__ inline void push_and_sum(const Arguments& args, const Give& give) {
+  __shared__ Memories memories;
+  __shared__ uint64_t value;
+  __shared__ uint32_t first;
+  const Ranks& ranks = args.ranks;
+  const Order& order = args.order;
+  const uint32_t num_pushing = order.num_pushing, num_summing = gridDim.x - num_pushing;
+  State& state = *ranks.state;
+  if (threadIdx.x == 0) {
+    value = next_value(state, Push::kResults, state.signature);
+    first = atomicAdd(&state.num_started, 1u);
+  }
+  memories.load(ranks);
+  const uint32_t number = first;
+  if (number < num_pushing) {
+    take_items(number, &state.num_pushes, num_pushing, order.num_chunks * order.num_pushes, [&](uint32_t i) {
+      const Item item = {i / order.num_pushes, i % order.num_pushes};
+      push<Unit>(args, memories, item, give);
+      __syncthreads();
+      // The other threads are at the next item meanwhile.
+      if (threadIdx.x == 0 && is_last(state, 1 + item.chunk, order.num_pushes)) {
+        for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
+          if (rank != ranks.rank) tell(words(memories.of[rank], 1 + item.chunk) + ranks.rank, value);
+        }
+      }
+    });
+    if (threadIdx.x == 0) first = num_summing + atomicAdd(&state.num_sums, 1u);
+    __syncthreads();
+  }
+  const uint32_t first_sum = number < num_pushing ? first : number - num_pushing;
+  take_items(first_sum, &state.num_sums, num_summing, order.num_chunks * order.num_sums, [&](uint32_t i) {
+    const Item item = {i / order.num_sums, i % order.num_sums};
+    wait_for_others(ranks, memories, 1 + item.chunk, value);
+    wait_for_previous_kernel();  // which may read the memory of y
+    sum<Unit>(args, memories.of[ranks.rank], item, give);
+    __syncthreads();
+  });
+  if (threadIdx.x == 0 && atomicAdd(&state.num_left, 1u) == gridDim.x - 1) {
+    state.num_started = state.num_pushes = state.num_sums = state.num_left = 0;
+    ++state.counts[static_cast<int>(Push::kResults)];
+  }
+}
+
+// The sums of y[d, slot] over the ranks d with an expert of a token of this rank, and those of of_choices.
+// Grid: any; a CTA works at an item at a time, a thread at a unit of a row.
+// Shared memory: an address for each rank, items, and a word. Barriers: all threads meet behind each item.
+// Alignment: that of Unit, for y, its rows and their length.
+template <class Unit>
+__global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant__ Arguments args) {
+  const Results& results = args.results;
+  wait_for_previous_kernel();
+  push_and_sum<Unit>(args, [&](uint32_t slot, uint32_t unit, Unit& value) {
+    const int* ids = results.ids + static_cast<int64_t>(slot) * args.top_k;
+    bool is_here = false;
+    for (uint32_t j = 0; j < args.top_k; ++j) is_here |= ids[j] - results.first_expert < results.num_experts;
+    if (is_here) value = reinterpret_cast<const Unit*>(results.y)[int64_t{slot} * args.units.value + unit];
+    return is_here;
+  });
 }
 
 // The same with y[slot] = sum of weights[slot, j] * rows.y[token_to_row[slot, j]] over j, rounded to BF16, as
 // `combine_kernel` has it.
-// Grid: a thread owns eight neighbouring columns of a slot at a time; neighbouring threads the next ones.
-// Shared memory and barriers: as above.
+// Grid, shared memory and barriers: as above, with units of eight columns.
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
 template <Input kWeights>
 __global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
-  const Ranks& ranks = args.ranks;
-  const Rows& rows = args.rows;
-  const uint32_t max_tokens = args.choices.max_tokens, end = args.choices.num_tokens * rows.units.value;
-  __shared__ Memories memories;
-  memories.load(ranks);
-#pragma unroll 1
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
-    const uint32_t slot = rows.units.quotient(i), column = (i - slot * rows.units.value) * 8;
-    float sums[8] = {};
-    if (!weighted_sum<kWeights>(rows, slot, column, sums)) continue;
-    const uint32_t source = slot / max_tokens;
-    const int64_t there = ranks.rank * max_tokens + slot - source * max_tokens;
-    uint8_t* target = memories.of[source] + args.to + (there * args.hidden_size + column) * 2;
-    *reinterpret_cast<uint4*>(target) = {pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]),
-                                         pack_bf16(sums[4], sums[5]), pack_bf16(sums[6], sums[7])};
-  }
-  wait_for_previous_kernel();  // also where a thread has summed nothing
-  give_back_scores(args, memories);
-  meet<Push::kResults>(ranks, memories, ranks.state->signature);
+  push_and_sum<uint4>(args, [&](uint32_t slot, uint32_t unit, uint4& value) {
+    Columns<uint4> sums = {};
+    if (!weighted_sum<kWeights, 4>(args.rows, slot, unit * 8, sums.values)) return false;
+    value = sums.rounded();
+    return true;
+  });
 }

@@ -45,7 +45,6 @@ class ExpertGroup:
         self._memory: PeerMemory | None = None
         self._kept: list[PeerMemory] = []  # that captured graphs may write
         self._has_peers: bool | None = None
-        self._ones: dict[torch.device, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -165,12 +164,6 @@ class ExpertGroup:
         if self._stream not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._stream)
         self._stream = current
-
-    def one(self, device: torch.device) -> torch.Tensor:
-        """fp32 [1, 1]"""
-        if device not in self._ones:
-            self._ones[device] = torch.ones(1, 1, device=device)
-        return self._ones[device]
 
 
 def _group_of(mesh: Any) -> Any:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from ...kernels.common.blocks import num_blocks, round_up
 
 MAX_RANKS = 16
+MAX_CHUNKS = 128  # in which results travel
 _ALIGNMENT, _GRANULE = 256, 2 << 20
-_ARRIVALS = MAX_RANKS * 8  # a word of each rank
-_AREAS = 2 * _ARRIVALS  # those behind a push of tokens, and behind one of results
+_NUM_WORDS = 1 + MAX_CHUNKS  # that each rank tells: of tokens, and of each chunk of results
+_AREAS = round_up(_NUM_WORDS * MAX_RANKS * 8, _ALIGNMENT)  # where they begin, behind the words
 
 
 class Received(NamedTuple):
@@ -40,15 +41,19 @@ class Received(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32."""
+    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32; and
+    which ranks give something for each of its tokens: a bit of each, uint32 [M]."""
 
     rows: int
     of_scores: int
+    reached: int
     size: int
 
     @classmethod
-    def of(cls, num_slots: int, hidden_size: int, top_k: int) -> "GivenBack":
-        return cls(*_places([num_slots * hidden_size * 2, num_slots * top_k * 4]))
+    def of(cls, num_ranks: int, max_tokens: int, hidden_size: int, top_k: int) -> "GivenBack":
+        num_slots = num_ranks * max_tokens
+        lengths = num_slots * hidden_size * 2, num_slots * top_k * 4, max_tokens * 4
+        return cls(*_places(lengths))
 
 
 def _places(lengths: Sequence[int]) -> list[int]:
@@ -66,8 +71,8 @@ class PeerMemory:
 
     Attributes:
         receiving, returning: how many bytes of each area there are.
-        state: `State` of ranks.cuh: two counts, two counters of CTAs in a word, the signature, the
-            address of `error`, and `addresses`.
+        state: `State` of ranks.cuh: two counts, the signature, the address of `error`, `addresses`,
+            and counters of 4 bytes: one of what each word tells of, and four of items and CTAs.
         error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
             rank did not come, 2 if it is at something else; that rank; what it told.
     """
@@ -78,7 +83,8 @@ class PeerMemory:
         self.tensor, self.receiving, self.returning = tensor, receiving, returning
         self.error = torch.zeros(4, dtype=torch.int32).pin_memory()
         others = [0] * (MAX_RANKS - len(addresses))
-        words = [0, 0, 0, 0, self.error.data_ptr(), *addresses, *others]
+        counters = [0] * ((_NUM_WORDS + 4 + 1) // 2)
+        words = [0, 0, 0, self.error.data_ptr(), *addresses, *others, *counters]
         self.state = torch.tensor(words, dtype=torch.int64).to(tensor.device)
 
     @staticmethod
@@ -117,7 +123,10 @@ class Peers:
     """The GPUs of a process group, one of each rank.
 
     agreement_group: the same ranks, over gloo. The methods are called by all ranks together.
+    most_ctas: of a kernel that wait for other ranks; None: as many as run at once.
     """
+
+    most_ctas: int | None = None
 
     def __init__(self, group: Any, agreement_group: Any) -> None:
         self.group, self.agreement_group = group, agreement_group

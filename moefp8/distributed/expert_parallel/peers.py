@@ -12,7 +12,6 @@ import torch
 
 from ...functional.experts import ExpertsInputs, launch_combining, runs_as_a_whole
 from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
-from ...routing.combine import sum_rows
 from .agreement import Call
 from .collective import run_experts
 from .peer_memory import GivenBack, Received
@@ -20,9 +19,6 @@ from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
-
-
-_MOST_ELEMENTS = 2**31  # that a kernel counts
 
 
 class PeerExchange:
@@ -38,11 +34,9 @@ class PeerExchange:
         self._group, self._choices = group, ids.contiguous()
         self._sizes = Sizes(most, call.top_k, call.num_experts, call.hidden_size)
         seconds = group.agreement.timeout.total_seconds()
-        self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
+        self._place = Place(group.rank, num_ranks, int(seconds * 1e9), group.peers.most_ctas)
         self._signature = _signature_of(call, [x.num_tokens for x in calls])
-        self._given_back = GivenBack.of(num_ranks * most, call.hidden_size, call.top_k)
-        self._token_to_row = ids.new_empty((len(ids), num_ranks), dtype=torch.int32)
-        self._knows_rows = False
+        self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
         self.ids = ids
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -68,11 +62,10 @@ class PeerExchange:
         dtype = E4M3 if is_codes else x.dtype
         received = Received.of(num_slots, h * dtype.itemsize, h, sizes.top_k)
         memory = self._group.memory_for(x.device, received.size, self._given_back.size)
-        to_row = None if self._knows_rows else self._token_to_row
         scores = None if scores is None else scores.contiguous()
-        given = x, self._choices, scores, to_row, min_amax
+        given = x, self._choices, scores, min_amax
         push(memory, self._place, sizes, received, self._signature, *given)
-        at, self._knows_rows = memory.receiving_at, True
+        at = memory.receiving_at
         rows = memory.view(at + received.rows, (num_slots, h), dtype, received.row_pitch)
         found = [rows]
         if is_codes:
@@ -89,13 +82,13 @@ class PeerExchange:
         self, inputs: ExpertsInputs, *, saves: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last kernel of the experts gives their sums back, where it can take all slots."""
-        num_slots, h = inputs.hidden_states.shape
-        if h % 8 or num_slots * h >= _MOST_ELEMENTS or not runs_as_a_whole(inputs, saves=saves):
+        h = self._sizes.hidden_size
+        if h % 8 or not runs_as_a_whole(inputs, saves=saves):
             return run_experts(self, inputs, saves=saves)
-        memory = self._group.memory
-        combine = CombineAndGiveBack(self._place, self._sizes, memory.returning_at)
-        gate_up = launch_combining(inputs, combine, memory.state, saves=saves)
-        return self._sum_of_ranks(), gate_up
+        memory, y = self._group.memory, self._empty_sum()
+        places = memory.returning_at, memory.state.data_ptr()
+        combine = CombineAndGiveBack(self._place, self._sizes, len(y), *places)
+        return y, launch_combining(inputs, combine, y, saves=saves)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         return self._take_back(rows, None)[0]
@@ -109,39 +102,34 @@ class PeerExchange:
 
     def release(self) -> None:
         if self._sizes.max_tokens > 0:
-            self._give_back(None, None)
+            self._give_back(None, None, None, None)
 
     def keep_choices(self) -> None:
         """Own the choices, which the group's memory holds until the next dispatch."""
         self.ids = self.ids.clone()
 
-    def _give_back(self, rows: torch.Tensor | None, of_scores: torch.Tensor | None) -> None:
-        given = rows, self.ids, of_scores
-        give_back(self._group.memory, self._place, self._sizes, *given)
-
     def _take_back(
         self, rows: torch.Tensor, of_scores: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums [T, H] and [T, k] of what all ranks give."""
         if self._sizes.max_tokens == 0:
             return rows, of_scores
-        self._give_back(rows.contiguous(), None if of_scores is None else of_scores.contiguous())
-        return self._sum_of_ranks(), None if of_scores is None else self._scores_of_ranks()
+        y, y_of_scores = self._empty_sum(), None
+        if of_scores is not None:
+            of_scores, y_of_scores = (
+                of_scores.contiguous(),
+                of_scores.new_empty(self._choices.shape),
+            )
+        self._give_back(rows.contiguous(), of_scores, y, y_of_scores)
+        return y, y_of_scores
 
-    def _sum_of_ranks(self) -> torch.Tensor:
-        """[T, H] of what all ranks have given back."""
-        memory, num_ranks = self._group.memory, self._place.num_ranks
-        shape = num_ranks * self._sizes.max_tokens, self._sizes.hidden_size
-        back = memory.view(memory.returning_at + self._given_back.rows, shape, torch.bfloat16)
-        ones = self._group.one(back.device).expand(len(self._token_to_row), num_ranks)
-        return sum_rows(back, self._token_to_row, ones)
+    def _give_back(self, rows: Any, of_scores: Any, y: Any, y_of_scores: Any) -> None:
+        given = rows, self.ids, of_scores, y, y_of_scores
+        give_back(self._group.memory, self._place, self._sizes, *given)
 
-    def _scores_of_ranks(self) -> torch.Tensor:
-        """fp32 [T, k]"""
-        memory, sizes, num_ranks = self._group.memory, self._sizes, self._place.num_ranks
-        place = memory.returning_at + self._given_back.of_scores
-        shape = num_ranks * sizes.max_tokens, sizes.top_k
-        each = memory.view(place, shape, torch.float32).view(num_ranks, -1, sizes.top_k)
-        return each[:, : len(self._token_to_row)].sum(0)
+    def _empty_sum(self) -> torch.Tensor:
+        shape = len(self._choices), self._sizes.hidden_size
+        return self._choices.new_empty(shape, dtype=torch.bfloat16)
 
 
 def _signature_of(call: Call, num_tokens: list[int]) -> int:

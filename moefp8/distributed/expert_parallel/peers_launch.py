@@ -16,12 +16,12 @@ from ...kernels.common.divisor import Divisor
 from ...kernels.common.prepared import layout_of, prepared
 from ...kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
 from ...routing.combine_launch import CombineSources
-from .peer_memory import GivenBack, PeerMemory, Received
+from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
 _THREADS, _LANES, _WARP, _AT_ONCE = 256, 8, 32, 4
-_CTAS_PER_SM = 8
+_PUSHING, _GIVING_BACK, _COMBINING = 8, 4, 3  # CTAs of a kernel that an SM has room for
 
 
 class _Ranks(ctypes.Structure):
@@ -40,8 +40,7 @@ class _Tokens(ctypes.Structure):
         (c_void_p, "x"),
         (c_int64, "x_row_bytes"),
         (c_uint32, "row_bytes hidden_size num_k_blocks"),
-        (c_int64, "rows row_pitch scales scale_pitch ids scores"),
-        (c_void_p, "token_to_row"),
+        (c_int64, "rows row_pitch scales scale_pitch ids scores reached"),
     )
 
 
@@ -58,7 +57,7 @@ class PushArguments(ctypes.Structure):
 
 
 class _Results(ctypes.Structure):
-    _fields_ = fields((c_void_p, "y"), (c_uint32, "row_bytes"))
+    _fields_ = fields((c_void_p, "y ids of_choices"), (c_uint32, "first_expert num_experts"))
 
 
 class _Rows(ctypes.Structure):
@@ -68,7 +67,16 @@ class _Rows(ctypes.Structure):
         (c_void_p, "token_to_row weights"),
         (c_int64, "weight_token_bytes weight_choice_bytes"),
         (c_uint32, "top_k"),
-        (Divisor, "units"),
+    )
+
+
+class _Sums(ctypes.Structure):
+    _fields_ = fields((c_int64, "rows of_choices reached"), (c_void_p, "y y_of_choices"))
+
+
+class Order(ctypes.Structure):
+    _fields_ = fields(
+        (c_uint32, "num_chunks num_tokens num_pushes num_sums units_of_item num_pushing")
     )
 
 
@@ -77,12 +85,12 @@ class GiveBackArguments(ctypes.Structure):
 
     _fields_ = fields(
         (_Ranks, "ranks"),
-        (_Choices, "choices"),
         (_Results, "results"),
         (_Rows, "rows"),
-        (c_void_p, "of_choices"),
-        (c_int64, "to scores_to"),
-        (c_uint32, "hidden_size"),
+        (_Sums, "sums"),
+        (Order, "order"),
+        (c_uint32, "num_tokens max_tokens top_k"),
+        (Divisor, "units num_others"),
     )
 
 
@@ -111,11 +119,15 @@ def _unit_of(*multiples: int) -> int:
 
 
 class Place(NamedTuple):
-    """Who this rank is among the others, and how long it waits for them."""
+    """Who this rank is among the others, how long it waits for them, and with how many CTAs.
+
+    most_ctas: None: as many as run at once.
+    """
 
     rank: int
     num_ranks: int
     deadline_ns: int
+    most_ctas: int | None = None
 
 
 class Sizes(NamedTuple):
@@ -138,7 +150,7 @@ def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
 # ---- Pushing tokens ----
 
 # The addresses of a push, in this order; the signature counts as one.
-_X, _IDS, _SCORES, _TO_ROW, _STATE, _SIGNATURE = map(Source, range(6))
+_X, _IDS, _SCORES, _STATE, _SIGNATURE = map(Source, range(5))
 
 
 def push(
@@ -150,7 +162,6 @@ def push(
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor | None,
-    token_to_row: torch.Tensor | None,
     min_amax: float | None,
 ) -> None:
     """Push tokens [T, H] on the current stream, and wait there for those of the other ranks.
@@ -158,19 +169,19 @@ def push(
     Args:
         x: [T, H], columns lie side by side. ids: int32 or int64 [T, k], contiguous.
         scores: fp32 [T, k], contiguous, which go with the ids to all slots of all ranks; or None.
-        token_to_row: int32 [T, P] to be written, or None.
         min_amax: tokens travel as codes, quantized with that; None: as they are.
     """
     key = (
         "push",
         (layout_of(x), x.data_ptr() % 16, ids.dtype),
-        (scores is None, token_to_row is None, min_amax),
+        (scores is None, min_amax),
         (place, sizes, received, memory.receiving),
     )
 
     def prepare() -> Launch:
         at, word = memory.receiving_at, x.element_size()
         num_tokens, h, top_k = len(x), sizes.hidden_size, sizes.top_k
+        given_back = _given_back(place, sizes)
         pitch = x.stride(0) * word if num_tokens > 1 else h * word
         arguments = PushArguments(
             ranks=_ranks_of(place),
@@ -193,6 +204,7 @@ def push(
                 scale_pitch=received.scale_pitch,
                 ids=at + received.ids,
                 scores=at + received.scores,
+                reached=memory.returning_at + given_back.reached,
             ),
             min_amax=min_amax or 0.0,
         )
@@ -204,12 +216,7 @@ def push(
             ids=_IDS,
             scores=None if scores is None else _SCORES,
         )
-        found += pointers(
-            _Tokens,
-            at=PushArguments.tokens.offset,
-            x=_X,
-            token_to_row=None if token_to_row is None else _TO_ROW,
-        )
+        found += pointers(_Tokens, at=PushArguments.tokens.offset, x=_X)
         if min_amax is not None:
             vectorized = h % 8 == 0 and not (x.data_ptr() | pitch) % 16
             kernel = push_codes_kernel_of(x.dtype, vectorized=vectorized)
@@ -218,15 +225,22 @@ def push(
             unit = _unit_of(x.data_ptr(), pitch, h * word)
             kernel = push_rows_kernel_of(unit)
             num_threads = num_tokens * ceil_div(h * word, unit * _AT_ONCE * _WARP) * _WARP
-        return _launch(kernel, arguments, found, x.get_device(), num_threads)
+        device_index = x.get_device()
+        most = current_driver().num_sms(device_index) * _PUSHING
+        grid = max(1, min(ceil_div(num_threads, _THREADS), most))
+        return _launch(kernel, arguments, found, device_index, grid)
 
-    addresses = _addresses(x, ids, scores, token_to_row, memory.state)
+    addresses = _addresses(x, ids, scores, memory.state)
     prepared(key, prepare).on(x.get_device(), (*addresses, signature))
 
 
 # ---- Giving back ----
 
-_Y, _SLOT_IDS, _OF_CHOICES, _OWN_STATE = map(Source, range(4))
+_CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
+_PUSHING_SHARE = 0.6  # of CTAs
+_USUAL_CTAS = 396  # that run at once, each with an item of a push
+_MOST_PASSES = 4  # units of an item for each thread
+_Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE = map(Source, range(6))
 
 
 def give_back(
@@ -236,65 +250,127 @@ def give_back(
     y: torch.Tensor | None,
     ids: torch.Tensor,
     of_choices: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_of_choices: torch.Tensor | None,
 ) -> None:
-    """Give results back on the current stream, and wait there for those of the other ranks.
+    """Give results back on the current stream, and sum there what all ranks give.
 
     Args:
         y: bf16 [P M, H], contiguous: the rows of slots; those without an expert here stay. None:
             nothing is given back, but all ranks know that what they pushed has been read.
         ids: int32 [P M, k], contiguous: the choices of all slots.
         of_choices: fp32 [P M, k], contiguous, or None.
+        out, out_of_choices: bf16 [T, H] and fp32 [T, k] for the sums, contiguous, as far as there
+            are `y` and `of_choices`.
     """
+    num_tokens = 0 if out is None else len(out)
     key = (
         "give_back",
         (y is None, of_choices is None, 0 if y is None else y.data_ptr() % 16, ids.get_device()),
-        (place, sizes, memory.receiving),
+        (place, sizes, num_tokens, memory.receiving),
     )
 
     def prepare() -> Launch:
-        row_bytes, num_slots = sizes.hidden_size * 2, place.num_ranks * sizes.max_tokens
-        arguments = _give_back_arguments(memory.returning_at, place, sizes)
-        arguments.results = _Results(row_bytes=row_bytes)
-        found = pointers(GiveBackArguments, of_choices=None if of_choices is None else _OF_CHOICES)
-        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
-        found += pointers(_Choices, at=GiveBackArguments.choices.offset, ids=_SLOT_IDS)
-        source = None if y is None else _Y
-        found += pointers(_Results, at=GiveBackArguments.results.offset, y=source)
+        row_bytes, has_scores = sizes.hidden_size * 2, of_choices is not None
         unit = _unit_of(0 if y is None else y.data_ptr(), row_bytes)
-        pieces = 0 if y is None else ceil_div(row_bytes, unit * _AT_ONCE * _WARP)
-        kernel = give_back_kernel_of(unit)
-        return _launch(kernel, arguments, found, ids.get_device(), num_slots * pieces * _WARP)
+        arguments = _give_back_arguments(memory.returning_at, place, sizes, num_tokens, unit)
+        if y is None:
+            arguments.order = Order(1, 0, 1, 1, 1)
+        first, end = (
+            r * sizes.num_experts // place.num_ranks for r in (place.rank, place.rank + 1)
+        )
+        arguments.results = _Results(first_expert=first, num_experts=end - first)
+        found = pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
+        found += pointers(
+            _Results,
+            at=GiveBackArguments.results.offset,
+            y=None if y is None else _Y,
+            ids=_SLOT_IDS,
+            of_choices=_OF_CHOICES if has_scores else None,
+        )
+        found += pointers(
+            _Sums,
+            at=GiveBackArguments.sums.offset,
+            y=None if out is None else _OUT,
+            y_of_choices=_OUT_OF_CHOICES if has_scores else None,
+        )
+        given = arguments, found, ids.get_device(), place
+        return _launch_giving(give_back_kernel_of(unit), *given, _GIVING_BACK)
 
-    prepared(key, prepare).on(ids.get_device(), _addresses(y, ids, of_choices, memory.state))
+    given = y, ids, of_choices, out, out_of_choices, memory.state
+    prepared(key, prepare).on(ids.get_device(), _addresses(*given))
 
 
-def _give_back_arguments(returning_at: int, place: Place, sizes: Sizes) -> GiveBackArguments:
-    num_slots = place.num_ranks * sizes.max_tokens
-    given_back = GivenBack.of(num_slots, sizes.hidden_size, sizes.top_k)
+def _given_back(place: Place, sizes: Sizes) -> GivenBack:
+    return GivenBack.of(place.num_ranks, sizes.max_tokens, sizes.hidden_size, sizes.top_k)
+
+
+def _give_back_arguments(
+    returning_at: int, place: Place, sizes: Sizes, num_tokens: int, unit_bytes: int
+) -> GiveBackArguments:
+    given_back, units = _given_back(place, sizes), sizes.hidden_size * 2 // unit_bytes
     return GiveBackArguments(
         ranks=_ranks_of(place),
-        choices=_Choices(
-            num_tokens=num_slots,
-            max_tokens=sizes.max_tokens,
-            top_k=sizes.top_k,
-            num_experts=sizes.num_experts,
-            id_bytes=4,
+        sums=_Sums(
+            rows=returning_at + given_back.rows,
+            of_choices=returning_at + given_back.of_scores,
+            reached=returning_at + given_back.reached,
         ),
-        to=returning_at + given_back.rows,
-        scores_to=returning_at + given_back.of_scores,
-        hidden_size=sizes.hidden_size,
+        order=order_of(place, sizes, units),
+        num_tokens=num_tokens,
+        max_tokens=sizes.max_tokens,
+        top_k=sizes.top_k,
+        units=Divisor.of(units),
+        num_others=Divisor.of(max(1, place.num_ranks - 1)),
     )
 
 
-class CombineAndGiveBack(NamedTuple):
-    """What stands for `prepare_combine` where results are given back at once.
+def order_of(place: Place, sizes: Sizes, units: int) -> Order:
+    """Chunks are of a MiB or more, and depend on nothing but what is the same on all ranks."""
+    num_others, most = place.num_ranks - 1, sizes.max_tokens
+    num_bytes = num_others * most * sizes.hidden_size * 2
+    num_chunks = max(1, min(MAX_CHUNKS, num_bytes // _CHUNK_BYTES, most))
+    num_tokens = ceil_div(most, num_chunks)
+    num_chunks = ceil_div(most, num_tokens)
+    passes = ceil_div((num_others + 1) * most * units, _THREADS * _USUAL_CTAS)
+    of_item = min(passes, _MOST_PASSES) * _THREADS
+    return Order(
+        num_chunks=num_chunks,
+        num_tokens=num_tokens,
+        num_pushes=ceil_div(num_tokens * num_others * units, of_item),
+        num_sums=ceil_div(num_tokens * units, of_item),
+        units_of_item=of_item,
+    )
 
-    The address of the result is then that of `PeerMemory.state`.
+
+def _launch_giving(
+    kernel: Kernel,
+    arguments: GiveBackArguments,
+    found: list[Pointer],
+    device_index: int,
+    place: Place,
+    ctas_per_sm: int,
+) -> Launch:
+    """As many CTAs as run at once, some of which push first."""
+    order = arguments.order
+    most = place.most_ctas or current_driver().num_sms(device_index) * ctas_per_sm
+    num_pushes = order.num_chunks * order.num_pushes
+    order.num_pushing = min(num_pushes, max(1, int(most * _PUSHING_SHARE)))
+    grid = min(most, order.num_pushing + order.num_chunks * order.num_sums)
+    return _launch(kernel, arguments, found, device_index, grid)
+
+
+class CombineAndGiveBack(NamedTuple):
+    """What stands for `prepare_combine` where results are given back at once, and summed.
+
+    num_tokens: T. returning_at, state: of the group's `PeerMemory`.
     """
 
     place: Place
     sizes: Sizes
+    num_tokens: int
     returning_at: int
+    state: int
 
     def prepare(
         self,
@@ -307,16 +383,15 @@ class CombineAndGiveBack(NamedTuple):
         programmatic: bool,
     ) -> Launch:
         """As `prepare_combine`, of the slots' choices."""
-        num_slots, top_k = weights.shape
-        units = hidden_size // 8
         token_stride, choice_stride = weights.stride()
-        arguments = _give_back_arguments(self.returning_at, self.place, self.sizes)
+        given = self.returning_at, self.place, self.sizes, self.num_tokens
+        arguments = _give_back_arguments(*given, unit_bytes=16)
+        arguments.ranks.state = self.state
         arguments.rows = _Rows(
             y_row_bytes=y_row_pitch * 2,
             weight_token_bytes=token_stride * weights.element_size(),
             weight_choice_bytes=choice_stride * weights.element_size(),
-            top_k=top_k,
-            units=Divisor.of(units),
+            top_k=weights.shape[1],
         )
         found = pointers(
             _Rows,
@@ -325,9 +400,9 @@ class CombineAndGiveBack(NamedTuple):
             token_to_row=sources.token_to_row,
             weights=sources.weights,
         )
-        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=sources.out)
-        kernel = combine_kernel_of(weights.dtype)
-        return _launch(kernel, arguments, found, weights.get_device(), num_slots * units)
+        found += pointers(_Sums, at=GiveBackArguments.sums.offset, y=sources.out)
+        kernel, device_index = combine_kernel_of(weights.dtype), weights.get_device()
+        return _launch_giving(kernel, arguments, found, device_index, self.place, _COMBINING)
 
 
 def _launch(
@@ -335,12 +410,9 @@ def _launch(
     arguments: ctypes.Structure,
     found: list[Pointer],
     device_index: int,
-    num_threads: int,
+    grid: int,
 ) -> Launch:
-    driver = current_driver()
-    most = driver.num_sms(device_index) * _CTAS_PER_SM
-    grid = max(1, min(ceil_div(num_threads, _THREADS), most))
-    function = driver.load(kernel, device_index)
+    function = current_driver().load(kernel, device_index)
     return Launch(function, grid, _THREADS, (arguments,), found, programmatic=True)
 
 

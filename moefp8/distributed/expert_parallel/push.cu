@@ -13,7 +13,7 @@ struct Tokens {
   int64_t rows, row_pitch;      // where in a memory the slots' rows lie, and how far from one another
   int64_t scales, scale_pitch;  // those of scales, if tokens are quantized
   int64_t ids, scores;          // of choices: int32 and fp32 [P M, k]
-  int* token_to_row;            // [T, P]: the slot of what a rank gives back, -1 if it gives nothing; or null
+  int64_t reached;              // [T] in this rank's memory: a bit for each rank that gives something back
 };
 
 struct Arguments {
@@ -41,13 +41,28 @@ __device__ inline void push_choices(const Arguments& args, const Memories& memor
       }
     }
   }
-  if (tokens.token_to_row == nullptr) return;
-  for (uint32_t i = first; i < choices.num_tokens * ranks.num_ranks; i += step) {
-    const uint32_t token = i / ranks.num_ranks, d = i - token * ranks.num_ranks;
+  uint32_t* reached = reinterpret_cast<uint32_t*>(memories.of[ranks.rank] + tokens.reached);
+  for (uint32_t i = first; i < choices.num_tokens; i += step) {
     uint32_t bits = 0;
-    for (uint32_t j = 0; j < choices.top_k; ++j) bits |= choices.rank_bit(token * choices.top_k + j, ranks.num_ranks);
-    tokens.token_to_row[i] = bits >> d & 1 ? static_cast<int>(d * choices.max_tokens + token) : -1;
+    for (uint32_t j = 0; j < choices.top_k; ++j) bits |= choices.rank_bit(i * choices.top_k + j, ranks.num_ranks);
+    reached[i] = bits;
   }
+}
+
+// The last CTA that has pushed tells the other ranks, and waits for each of them. All threads call it.
+__device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64_t signature) {
+  __shared__ bool is_last_cta;
+  State& state = *ranks.state;
+  __syncthreads();
+  if (threadIdx.x == 0) is_last_cta = is_last(state, 0, gridDim.x);
+  __syncthreads();
+  if (!is_last_cta) return;
+  const uint64_t value = next_value(state, Push::kTokens, signature);
+  if (threadIdx.x < ranks.num_ranks && threadIdx.x != ranks.rank) {
+    tell(words(memories.of[threadIdx.x], 0) + ranks.rank, value);
+  }
+  wait_for_others(ranks, memories, 0, value);
+  if (threadIdx.x == 0) ++state.counts[static_cast<int>(Push::kTokens)];
 }
 
 // rows[slot], scales[slot] = quantize_1x128(x[t]) in the memory of each rank that has an expert of token t.
@@ -104,7 +119,7 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
       }
     }
   }
-  meet<Push::kTokens>(ranks, memories, signature);
+  meet(ranks, memories, signature);
 }
 
 // rows[slot] = x[t] in the memory of each rank that has an expert of token t.
@@ -132,5 +147,5 @@ __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ 
       piece.store(memories.of[__ffs(bits) - 1] + tokens.rows + slot * tokens.row_pitch, first, num_units);
     }
   }
-  meet<Push::kTokens>(ranks, memories, signature);
+  meet(ranks, memories, signature);
 }

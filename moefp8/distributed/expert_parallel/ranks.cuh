@@ -4,22 +4,26 @@
 // layout, which all others can write. Token t of rank s has slot s * M + t in what a rank receives; what rank d gives
 // back for it has slot d * M + t. So each place has one writer, whatever the timing, and nothing has to be counted.
 //
-// A kernel pushes, tells all ranks that it has, and waits until all have told: then the memory of this rank is
-// complete, and the next kernel may read it. Pushes of tokens and of results take turns, and nobody pushes before all
-// have told of the push before. So what is read of one kind is no longer written: the others wait for this rank's push
-// of the other kind, which comes behind the read.
+// A kernel pushes, tells all ranks that it has, and waits until all have told: then what this rank received is complete.
+// Pushes of tokens and of results take turns, and nobody pushes before all have told of the push before. So what is
+// read of one kind is no longer written: the others wait for this rank's push of the other kind, which comes behind the
+// read.
 #pragma once
 #include "base.cuh"
 
 constexpr int kMaxRanks = 16;
+constexpr int kMaxChunks = 128;           // in which results are pushed
+constexpr int kNumWords = 1 + kMaxChunks;  // that each rank tells: of tokens, and of each chunk of results
 
 // What a rank knows of the others, in the memory of its GPU.
 struct State {
-  uint64_t counts[2];            // how often they have met behind a push of tokens, and of results
-  uint32_t num_ended[2];         // CTAs that have pushed; 0 between kernels
-  uint64_t signature;            // what all ranks must be at, below 2^32: that of the last push of tokens
-  uint32_t* error;               // [4] in the host's memory: kind, rank, what it told
-  uint8_t* memory[kMaxRanks];    // that of each rank
+  uint64_t counts[2];             // how often they have met behind a push of tokens, and of results
+  uint64_t signature;             // what all ranks must be at, below 2^32: that of the last push of tokens
+  uint32_t* error;                // [4] in the host's memory: kind, rank, what it told
+  uint8_t* memory[kMaxRanks];     // that of each rank
+  uint32_t num_ended[kNumWords];  // parts of what a word tells of; 0 between kernels
+  // CTAs that give results back and have begun; items that they have taken; those that have ended. 0 between kernels.
+  uint32_t num_started, num_pushes, num_sums, num_left;
 };
 
 struct Ranks {
@@ -72,6 +76,13 @@ __device__ inline uint64_t heard(const uint64_t* word) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
+// The same, while one waits: nothing that was pushed before is visible yet, and the SM keeps its cache.
+__device__ inline uint64_t glance(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("nanosleep.u32 20;" ::: "memory");
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
 __device__ inline uint64_t now_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -99,33 +110,41 @@ struct Memories {
   }
 };
 
-// All threads of the CTA call it when they have pushed. The last CTA tells all ranks, and waits for each of them.
-// A memory begins with [2, kMaxRanks] words, in which each rank tells what it has pushed.
-template <Push kPush>
-__device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64_t signature) {
-  constexpr int kWhich = static_cast<int>(kPush);
-  __shared__ uint64_t value;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    fence_system();  // what the CTA has pushed comes before what the last CTA tells
-    value = 0;
-    State& state = *ranks.state;
-    if (atomicAdd(&state.num_ended[kWhich], 1u) == gridDim.x - 1) {
-      fence_system();
-      state.num_ended[kWhich] = 0;
-      value = ++state.counts[kWhich] << 32 | signature;
+// The words of a memory, with which it begins: [kNumWords, kMaxRanks], of each rank.
+__device__ inline uint64_t* words(uint8_t* memory, uint32_t word) {
+  return reinterpret_cast<uint64_t*>(memory) + word * kMaxRanks;
+}
+
+// What all ranks tell of the next push of a kind.
+__device__ inline uint64_t next_value(const State& state, Push push, uint64_t signature) {
+  return state.counts[static_cast<int>(push)] + 1 << 32 | signature;
+}
+
+// Whether this ends the last of the `count` parts of what a word tells of. A thread calls it behind a barrier of those
+// that have pushed a part. What has been pushed of all parts comes before what it tells then.
+__device__ inline bool is_last(State& state, uint32_t word, uint32_t count) {
+  fence_system();
+  if (atomicAdd(&state.num_ended[word], 1u) != count - 1) return false;
+  fence_system();
+  state.num_ended[word] = 0;
+  return true;
+}
+
+// Each thread waits for another rank, until all have told `value`; all threads of a CTA call it.
+__device__ inline void wait_for_others(const Ranks& ranks, const Memories& memories, uint32_t word, uint64_t value) {
+  if (threadIdx.x < ranks.num_ranks && threadIdx.x != ranks.rank) {
+    const uint64_t* own = words(memories.of[ranks.rank], word) + threadIdx.x;
+    const uint64_t begin = now_ns();
+    while (heard(own) != value) {
+      uint64_t told = glance(own);
+      while (told != value) {
+        if (told >> 32 == value >> 32) fail(ranks, 2, threadIdx.x, told);  // it is at something else
+        if (now_ns() - begin > ranks.deadline_ns) fail(ranks, 1, threadIdx.x, told);
+        told = glance(own);
+      }
     }
   }
   __syncthreads();
-  if (value == 0 || threadIdx.x >= ranks.num_ranks) return;
-  const auto words = [&](uint32_t rank) { return reinterpret_cast<uint64_t*>(memories.of[rank]) + kWhich * kMaxRanks; };
-  tell(words(threadIdx.x) + ranks.rank, value);
-  const uint64_t* word = words(ranks.rank) + threadIdx.x;
-  const uint64_t begin = now_ns();
-  for (uint64_t told = heard(word); told != value; told = heard(word)) {
-    if (told >> 32 == value >> 32) fail(ranks, 2, threadIdx.x, told);  // it is at something else
-    if (now_ns() - begin > ranks.deadline_ns) fail(ranks, 1, threadIdx.x, told);
-  }
 }
 
 // ---- Moving rows ----

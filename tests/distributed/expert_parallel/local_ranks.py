@@ -44,6 +44,8 @@ class LocalPeers:
 
     def __init__(self, agreement: LocalAgreement) -> None:
         self.agreement = agreement
+        # All but one may wait while that one's GEMMs run, which take whole SMs.
+        self.most_ctas = max(1, 66 // len(agreement.ranks))
 
     def why_not(self, device: torch.device) -> None:
         return None
@@ -51,7 +53,7 @@ class LocalPeers:
     def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
         size = PeerMemory.num_bytes(receiving, returning)
         tensor = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
-        tensor[:256].zero_()
+        tensor[: PeerMemory.num_bytes(0, 0)].zero_()
         torch.cuda.synchronize(device)
         addresses = self.agreement.gather(tensor.data_ptr())
         return PeerMemory(tensor, addresses, receiving, returning)

@@ -31,7 +31,7 @@ GIVE_BACK = [
     *(combine_kernel_of(dtype) for dtype in DTYPES),
 ]
 GUARD, POISON = 256, 0xFF
-WORDS = 256  # bytes in which ranks tell
+WORDS = PeerMemory.num_bytes(0, 0)  # in which ranks tell
 
 
 def placed(num_tokens: int, h: int, dtype: torch.dtype, pitch: int, offset: int) -> torch.Tensor:

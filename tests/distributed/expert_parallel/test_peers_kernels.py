@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moefp8.distributed.expert_parallel import peers_launch
 from moefp8.distributed.expert_parallel.peer_memory import (
+    MAX_CHUNKS,
     MAX_RANKS,
     GivenBack,
     PeerMemory,
@@ -17,11 +18,13 @@ from moefp8.distributed.expert_parallel.peer_memory import (
 from moefp8.distributed.expert_parallel.peers_launch import (
     CombineAndGiveBack,
     GiveBackArguments,
+    Order,
     Place,
     PushArguments,
     Sizes,
     combine_kernel_of,
     give_back_kernel_of,
+    order_of,
     push_codes_kernel_of,
     push_rows_kernel_of,
 )
@@ -82,8 +85,13 @@ def test_parts_of_an_area_do_not_overlap(num_slots, h, top_k, dtype):
         (received.ids, num_slots * top_k * 4),
         (received.scores, num_slots * top_k * 4),
     )
-    back = GivenBack.of(num_slots, h, top_k)
-    check_places(back.size, (back.rows, num_slots * h * 2), (back.of_scores, num_slots * top_k * 4))
+    back = GivenBack.of(2, num_slots, h, top_k)
+    check_places(
+        back.size,
+        (back.rows, 2 * num_slots * h * 2),
+        (back.of_scores, 2 * num_slots * top_k * 4),
+        (back.reached, num_slots * 4),
+    )
 
 
 def check_places(size: int, *parts: tuple[int, int]) -> None:
@@ -98,7 +106,8 @@ def check_places(size: int, *parts: tuple[int, int]) -> None:
 
 def test_areas_do_not_overlap():
     made = HostMemories(1, 512, 256).of[0]
-    assert made.receiving_at == WORDS == 2 * MAX_RANKS * 8
+    assert made.receiving_at == WORDS
+    assert (1 + MAX_CHUNKS) * MAX_RANKS * 8 <= WORDS
     assert made.returning_at == made.receiving_at + 512
     assert len(made.tensor) == made.returning_at + 256
 
@@ -141,8 +150,8 @@ def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: i
     word = 1 if min_amax else x.element_size()
     received = Received.of(2 * of.max_tokens, h * word, h, top_k)
     memory, ids = HostMemories(2, received.size, 0).of[1], torch.zeros(num_tokens, top_k).long()
-    scores, to_row = torch.zeros(num_tokens, top_k), torch.zeros(num_tokens, 2).int()
-    peers_launch.push(memory, PLACE, of, received, 5, x, ids, scores, to_row, min_amax)
+    scores = torch.zeros(num_tokens, top_k)
+    peers_launch.push(memory, PLACE, of, received, 5, x, ids, scores, min_amax)
 
 
 # H, pitch and offset in elements of 2 bytes -> (codes are vectorized, bytes of a unit of rows)
@@ -207,26 +216,35 @@ def test_ctas_are_as_many_as_there_is_work_for(gpu, num_tokens, h, codes, rows):
     assert [(made.grid, made.block) for made in gpu.launched] == [(codes, 256), (rows, 256)]
 
 
+def grid_of(order: Order, most: int) -> int:
+    """CTAs that push, which leave some for sums, and these."""
+    assert 1 <= order.num_pushing <= min(most - 1, order.num_chunks * order.num_pushes)
+    return min(most, order.num_pushing + order.num_chunks * order.num_sums)
+
+
 @pytest.mark.parametrize(
-    ("most", "h", "offset", "unit", "grid"),
-    [(3, 8, 0, 16, 1), (3, 9, 0, 2, 1), (3, 8, 1, 2, 1), (8, 1032, 0, 16, 4), (4000, 8, 0, 16, 80)],
+    ("most", "h", "offset", "unit"),
+    [(3, 8, 0, 16), (3, 9, 0, 2), (3, 8, 1, 2), (8, 1032, 0, 16), (4000, 8, 0, 16)],
 )
-def test_results_go_back_by_slots(gpu, most, h, offset, unit, grid):
+def test_results_go_back_by_items(gpu, most, h, offset, unit):
     of = Sizes(most, 2, 8, h)
-    back = GivenBack.of(2 * most, h, 2)
+    back = GivenBack.of(2, most, h, 2)
     memory, ids = HostMemories(2, 0, back.size).of[1], torch.zeros(2 * most, 2).int()
     y = placed(2 * most, h, torch.bfloat16, h, offset)
-    for rows in (y, None):
-        peers_launch.give_back(memory, PLACE, of, rows, ids, torch.zeros(2 * most, 2))
+    out = torch.empty(most, h, dtype=torch.bfloat16)
+    for rows, sums in ((y, out), (None, None)):
+        peers_launch.give_back(memory, PLACE, of, rows, ids, None, sums, None)
     one, none = gpu.launched
+    grid = grid_of(one.arguments.order, 40)  # four of each SM
     assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 256)
-    assert (none.grid, none.block, none.arguments.results.y) == (1, 256, None)
+    assert (one.arguments.num_tokens, one.arguments.max_tokens) == (most, most)
+    assert (none.grid, none.block, none.arguments.results.y) == (2, 256, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("most", "h", "grid"), [(3, 8, 1), (64, 256, 16), (4000, 256, 80)])
-def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h, grid):
-    combine = CombineAndGiveBack(PLACE, Sizes(most, 3, 8, h), 512)
+@pytest.mark.parametrize(("most", "h"), [(3, 8), (64, 256), (4000, 256)])
+def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h):
+    combine = CombineAndGiveBack(PLACE, Sizes(most, 3, 8, h), 2, 8192, 80)
     weights = torch.zeros(3, 2 * most, dtype=dtype).T
     sources = CombineSources(*map(Source, range(4)))
     launch = combine.prepare(
@@ -234,23 +252,57 @@ def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h, grid):
     )
     launch.on(-1, (16, 32, 48, 64))
     (made,) = gpu.launched
-    assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 256)
     x = made.arguments
-    assert (x.rows.y, x.rows.token_to_row, x.rows.weights, x.ranks.state) == (16, 32, 48, 64)
+    grid = grid_of(x.order, 30)  # three of each SM
+    assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 256)
+    assert (x.rows.y, x.rows.token_to_row, x.rows.weights) == (16, 32, 48)
+    assert (x.sums.y, x.ranks.state) == (64, 80)
     word = dtype.itemsize
     assert (x.rows.weight_token_bytes, x.rows.weight_choice_bytes) == (word, 2 * most * word)
-    assert (x.rows.y_row_bytes, x.rows.units.value, x.rows.top_k) == (2 * h + 16, h // 8, 3)
-    assert (x.choices.num_tokens, x.choices.max_tokens) == (2 * most, most)
+    assert (x.rows.y_row_bytes, x.units.value, x.rows.top_k) == (2 * h + 16, h // 8, 3)
+    assert (x.num_tokens, x.max_tokens, x.top_k) == (2, most, 3)
+
+
+def test_ranks_that_share_a_gpu_leave_room_for_each_other(gpu):
+    place, weights = PLACE._replace(most_ctas=7), torch.zeros(2 * 4000, 3)
+    combine = CombineAndGiveBack(place, Sizes(4000, 3, 8, 256), 2, 8192, 80)
+    sources, pitch = CombineSources(*map(Source, range(4))), 256
+    launch = combine.prepare(
+        weights, 256, y_row_pitch=pitch, is_aligned=True, sources=sources, programmatic=True
+    )
+    launch.on(-1, (16, 32, 48, 64))
+    assert gpu.launched[0].grid == 7
+
+
+@given(num_ranks=st.integers(1, 16), most=sizes(2**20, 1), units=st.integers(1, 4000))
+def test_chunks_hold_all_tokens_on_every_rank(num_ranks, most, units):
+    """Whatever moves a rank's rows, chunks are the same; and every unit is in one item."""
+    orders = []
+    for columns in (8, 1):
+        place, of = Place(0, num_ranks, 1), Sizes(most, 1, 8, units * 8)
+        orders.append(order_of(place, of, units * 8 // columns))
+        order, of_row = orders[-1], units * 8 // columns
+        assert 1 <= order.num_chunks <= MAX_CHUNKS
+        assert (order.num_chunks - 1) * order.num_tokens < most
+        assert most <= order.num_chunks * order.num_tokens
+        for items, rows in ((order.num_pushes, num_ranks - 1), (order.num_sums, 1)):
+            num_units = order.num_tokens * rows * of_row
+            assert items == -(-num_units // order.units_of_item)
+    chunks = {(order.num_chunks, order.num_tokens) for order in orders}
+    assert len(chunks) == 1
 
 
 def test_what_stands_for_combine_is_part_of_a_key():
     """A launch is kept by it."""
-    made = [CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 512) for _ in range(2)]
-    assert made[0] == made[1]
-    assert hash(made[0]) == hash(made[1])
+    one = CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
+    same = CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
+    assert one == same
+    assert hash(one) == hash(same)
     for other in (
-        CombineAndGiveBack(Place(1, 2, 10), Sizes(3, 2, 8, 16), 512),
-        CombineAndGiveBack(Place(0, 2, 10), Sizes(4, 2, 8, 16), 512),
-        CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 1024),
+        one._replace(place=Place(1, 2, 10)),
+        one._replace(sizes=Sizes(4, 2, 8, 16)),
+        one._replace(num_tokens=2),
+        one._replace(returning_at=1024),
+        one._replace(state=96),
     ):
-        assert other != made[0]
+        assert other != one

@@ -1,12 +1,4 @@
-"""What the kernels by which ranks write each other's memory do, byte by byte, without a GPU.
-
-Ranks run one after the other. So that none waits, the others' words lie there before it runs, and
-are taken away afterwards: what a rank tells must come from itself.
-"""
-
-import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+"""What the kernels by which ranks write each other's memory do, byte by byte, without a GPU."""
 
 import pytest
 import torch
@@ -14,34 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8.distributed.expert_parallel import peers_launch
-from moefp8.distributed.expert_parallel.peer_memory import (
-    MAX_RANKS,
-    GivenBack,
-    PeerMemory,
-    Received,
-)
-from moefp8.distributed.expert_parallel.peers_launch import CombineAndGiveBack, Place, Sizes
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source
-from moefp8.routing.combine_launch import CombineSources
 from tests import naive
-from tests.distributed.expert_parallel.peers_cases import (
-    GIVE_BACK,
-    GUARD,
-    PUSH,
-    HostMemories,
-    build,
-    placed,
-)
+from tests.distributed.expert_parallel.host_ranks import BF16, SIGNATURE, Case, Host
+from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, build, placed
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.routing.cases import DTYPES
 
 pytestmark = pytest.mark.usefixtures("gpu")
-BF16 = torch.bfloat16
-TOKENS, RESULTS = range(2)  # what is pushed
-SIGNATURE = 2**32 - 6
-UNTOUCHED = -77
 
 
 @pytest.fixture(scope="module")
@@ -54,220 +27,6 @@ def gpu(functions):
     """A GPU of one SM, which has eight CTAs, that runs the kernels' text."""
     with jit.using(FakeDriver(1, library=cuda_on_cpu.OnCpu(functions))) as driver:
         yield driver
-
-
-class Case(NamedTuple):
-    """Tokens of each rank, of whom the one with most has M; ids: their dtype."""
-
-    tokens: tuple[int, ...]
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    dtype: torch.dtype = BF16
-    ids: torch.dtype = torch.int64
-    pitch: int = 0  # of rows, more than H
-    offset: int = 0  # of x, in elements, behind a multiple of 16 bytes
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(max(self.tokens), self.top_k, self.num_experts, self.hidden_size)
-
-
-# ---- The references: they write into bytes what has to lie there ----
-
-
-def rank_of(expert: int, num_experts: int, num_ranks: int) -> int:
-    for rank in range(num_ranks):
-        if rank * num_experts // num_ranks <= expert < (rank + 1) * num_experts // num_ranks:
-            return rank
-    raise AssertionError("every expert has a rank")
-
-
-def ranks_of(ids: list[int], num_experts: int, num_ranks: int) -> set[int]:
-    return {rank_of(x, num_experts, num_ranks) for x in ids if 0 <= x < num_experts}
-
-
-def put(target: torch.Tensor, at: int, values: torch.Tensor) -> None:
-    """Write them at a byte of a memory."""
-    data = values.contiguous().view(torch.uint8).flatten()
-    target[GUARD + at : GUARD + at + len(data)] = data
-
-
-class Host:
-    """P ranks that exchange. After each exchange, every byte is as it has to be."""
-
-    def __init__(self, case: Case, row_bytes: int) -> None:
-        self.case, self.num_ranks = case, len(case.tokens)
-        num_slots, h = self.num_ranks * case.sizes.max_tokens, case.hidden_size
-        self.received = Received.of(num_slots, row_bytes, h, case.top_k)
-        self.back = GivenBack.of(num_slots, h, case.top_k)
-        self.memories = HostMemories(self.num_ranks, self.received.size, self.back.size)
-        self.expected = [x.clone() for x in self.memories.bytes_of]
-        self.rounds, self.signature = [0, 0], 0
-
-    def place(self, rank: int) -> Place:
-        return Place(rank, self.num_ranks, 10**6)
-
-    def memory(self, rank: int) -> PeerMemory:
-        return self.memories.of[rank]
-
-    def words(self, rank: int) -> torch.Tensor:
-        return self.memory(rank).tensor[: 2 * MAX_RANKS * 8].view(torch.int64).view(2, MAX_RANKS)
-
-    def exchange(self, which: int, launch: Callable[[int], None]) -> None:
-        """Launch on all ranks, and compare."""
-        self.rounds[which] += 1
-        value = self.rounds[which] << 32 | self.signature
-        for rank in range(self.num_ranks):
-            words, others = self.words(rank), [r for r in range(self.num_ranks) if r != rank]
-            before = words.clone()
-            words[which, others] = value
-            launch(rank)
-            words[which, others] = before[which, others]
-        for rank in range(self.num_ranks):
-            told = torch.full((self.num_ranks,), value)
-            put(self.expected[rank], which * MAX_RANKS * 8, told)
-            memory = self.memory(rank)
-            state = [*self.rounds, 0, self.signature, memory.error.data_ptr()]
-            assert memory.state[:5].tolist() == state
-            assert memory.error.tolist() == [0] * 4
-            assert torch.equal(self.memories.bytes_of[rank], self.expected[rank]), rank
-
-    def push(
-        self,
-        x: list[torch.Tensor],
-        ids: list[torch.Tensor],
-        scores: list[torch.Tensor] | None,
-        min_amax: float | None,
-        *,
-        writes_rows: bool = True,
-    ) -> list[torch.Tensor]:
-        """Of each rank, int32 [T, P]: which slot of what it gets back each token has."""
-        case, received, at = self.case, self.received, self.memory(0).receiving_at
-        most, top_k, num_experts, h = case.sizes
-        to_row = [torch.full((len(own) + 2, self.num_ranks), UNTOUCHED).int() for own in ids]
-        wanted = [z.clone() for z in to_row]
-        self.signature = SIGNATURE - self.rounds[TOKENS]
-        padding = []  # (rank, begin, end) of what lies behind the codes of a row
-        for source, tokens in enumerate(x):
-            chosen = ids[source].tolist()
-            if min_amax is not None:
-                codes, scales = naive.quantize(tokens, 1, False, min_amax)
-            for token, own in enumerate(chosen):
-                reached, slot = ranks_of(own, num_experts, self.num_ranks), source * most + token
-                for rank in range(self.num_ranks):
-                    if writes_rows:
-                        there = rank * most + token if rank in reached else -1
-                        wanted[source][1 + token, rank] = there
-                    if rank not in reached:
-                        continue
-                    row = at + received.rows + slot * received.row_pitch
-                    if min_amax is None:
-                        put(self.expected[rank], row, tokens[token])
-                        continue
-                    put(self.expected[rank], row, codes[token].byte())
-                    padding.append((rank, row + h, row + received.row_pitch))
-                    scale = at + received.scales + slot * received.scale_pitch
-                    put(self.expected[rank], scale, scales[token])
-            if scores is None:
-                continue
-            for token, choice in itertools.product(range(most), range(top_k)):
-                exists = token < len(tokens)
-                expert = chosen[token][choice] if exists else num_experts
-                expert = expert if 0 <= expert < num_experts else num_experts
-                score = scores[source][token, choice].item() if exists else 0.0
-                place = ((source * most + token) * top_k + choice) * 4
-                for rank in range(self.num_ranks):
-                    target = self.expected[rank]
-                    put(target, at + received.ids + place, torch.tensor([expert]).int())
-                    put(target, at + received.scores + place, torch.tensor([score]))
-
-        def launch(rank: int) -> None:
-            given = ids[rank], None if scores is None else scores[rank]
-            rows = to_row[rank][1:-1] if writes_rows else None
-            peers_launch.push(
-                self.memory(rank),
-                self.place(rank),
-                case.sizes,
-                received,
-                self.signature,
-                x[rank],
-                *given,
-                rows,
-                min_amax,
-            )
-            for which, begin, end in padding:  # it may hold anything
-                here = slice(GUARD + begin, GUARD + end)
-                self.expected[which][here] = self.memories.bytes_of[which][here]
-
-        self.exchange(TOKENS, launch)
-        assert all(map(torch.equal, to_row, wanted))
-        return [z[1:-1] for z in to_row]
-
-    def slot_ids(self, rank: int) -> torch.Tensor:
-        """int32 [P M, k], as it has come."""
-        case, at = self.case, self.memory(rank).receiving_at + self.received.ids
-        shape = self.num_ranks * case.sizes.max_tokens, case.top_k
-        return self.memory(rank).view(at, shape, torch.int32)
-
-    def expect_back(self, rank: int, rows: torch.Tensor | None, has_row: Any) -> None:
-        most, h = self.case.sizes.max_tokens, self.case.hidden_size
-        at = self.memory(0).returning_at + self.back.rows
-        for source, token in itertools.product(range(self.num_ranks), range(most)):
-            slot = source * most + token
-            if rows is not None and has_row(slot):
-                put(self.expected[source], at + (rank * most + token) * h * 2, rows[slot])
-
-    def give_back(
-        self, y: list[torch.Tensor] | None, of_choices: list[torch.Tensor] | None
-    ) -> None:
-        most, top_k, num_experts, _ = self.case.sizes
-        ids = [self.slot_ids(rank).clone() for rank in range(self.num_ranks)]
-        for rank in range(self.num_ranks):
-            chosen = ids[rank].tolist()
-            of_slots = [ranks_of(own, num_experts, self.num_ranks) for own in chosen]
-            rows = None if y is None else y[rank]
-            self.expect_back(rank, rows, lambda slot, r=rank, of=of_slots: r in of[slot])
-            if of_choices is not None:
-                at = self.memory(0).returning_at + self.back.of_scores
-                for source, token in itertools.product(range(self.num_ranks), range(most)):
-                    there = at + (rank * most + token) * top_k * 4
-                    put(self.expected[source], there, of_choices[rank][source * most + token])
-
-        def launch(rank: int) -> None:
-            given = None if y is None else y[rank], ids[rank]
-            scores = None if of_choices is None else of_choices[rank]
-            place = self.place(rank)
-            peers_launch.give_back(self.memory(rank), place, self.case.sizes, *given, scores)
-
-        self.exchange(RESULTS, launch)
-
-    def combine_and_give_back(
-        self,
-        y: list[torch.Tensor],
-        token_to_row: list[torch.Tensor],
-        weights: list[torch.Tensor],
-    ) -> None:
-        for rank in range(self.num_ranks):
-            maps, h = token_to_row[rank].tolist(), self.case.hidden_size
-            rows = naive.combine(y[rank][:, :h], maps, weights[rank])
-            self.expect_back(rank, rows, lambda slot, of=maps: max(of[slot]) >= 0)
-
-        def launch(rank: int) -> None:
-            memory = self.memory(rank)
-            combine = CombineAndGiveBack(self.place(rank), self.case.sizes, memory.returning_at)
-            made = combine.prepare(
-                weights[rank],
-                self.case.hidden_size,
-                y_row_pitch=y[rank].stride(0),
-                is_aligned=True,
-                sources=CombineSources(*map(Source, range(4))),
-                programmatic=True,
-            )
-            given = y[rank], token_to_row[rank], weights[rank], memory.state
-            made.on(-1, tuple(x.data_ptr() for x in given))
-
-        self.exchange(RESULTS, launch)
 
 
 # ---- Inputs ----
@@ -364,9 +123,11 @@ def test_sums_go_back_to_where_tokens_came_from(name, dtype):
     num_slots, num_rows = len(case.tokens) * case.sizes.max_tokens, 9
     y = [torch.randn(num_rows, case.hidden_size + 8).to(BF16) for _ in case.tokens]
     shape = num_slots, case.top_k
-    maps = [torch.randint(-4, num_rows, shape).clamp(min=-1).int() for _ in case.tokens]
-    for z in maps:
-        z[torch.rand(num_slots) < 0.3] = -1
+    maps = []
+    for rank in range(len(case.tokens)):
+        begin, end = (r * case.num_experts // len(case.tokens) for r in (rank, rank + 1))
+        own, row = host.slot_ids(rank), torch.randint(0, num_rows, shape)
+        maps.append(torch.where((own >= begin) & (own < end), row, -1).int())
     weights = [torch.randn(shape[::-1]).to(dtype).T for _ in case.tokens]
     host.combine_and_give_back(y, maps, weights)
 
@@ -380,7 +141,7 @@ def test_exchanges_follow_one_another():
         y, of_choices = results_of(case)
         host.push(x, ids, scores, 1e-4)
         host.give_back(y, None)
-        host.push(x, ids, None, 2.0**-60, writes_rows=False)
+        host.push(x, ids, None, 2.0**-60)
         host.give_back(y, of_choices)
         host.push(x, ids, scores, 1e-4)
         host.give_back(None, None)
@@ -433,20 +194,22 @@ def test_any_case(data):
         (7, [1, 1, 0, 7]),  # what it told before
     ],
 )
-@pytest.mark.parametrize("which", [TOKENS, RESULTS])
-def test_what_is_wrong_is_written_down(which, told, error):
+@pytest.mark.parametrize("word", [0, 1], ids=["tokens", "results"])
+def test_what_is_wrong_is_written_down(word, told, error):
     case = CASES["two"]
     host = Host(case, case.hidden_size)
-    if which == RESULTS:
+    if word == 1:
         host.push(tokens_of(case), ids_of(case), scores_of(case), 1e-4)
-    host.words(0)[which, 1] = told
+    host.words(0)[word, 1] = told
     place, memory = host.place(0), host.memory(0)
-    if which == TOKENS:
-        given = tokens_of(case)[0], ids_of(case)[0], scores_of(case)[0], None, 1e-4
+    if word == 0:
+        given = tokens_of(case)[0], ids_of(case)[0], scores_of(case)[0], 1e-4
         peers_launch.push(memory, place, case.sizes, host.received, SIGNATURE, *given)
     else:
         y, of_choices = (z[0] for z in results_of(case))
-        peers_launch.give_back(memory, place, case.sizes, y, host.slot_ids(0).clone(), of_choices)
+        out = torch.empty(case.tokens[0], case.hidden_size, dtype=BF16)
+        sums = out, torch.empty(case.tokens[0], case.top_k)
+        ids = host.slot_ids(0).clone()
+        peers_launch.give_back(memory, place, case.sizes, y, ids, of_choices, *sums)
     assert memory.error.tolist() == error
-    value = 1 << 32 | SIGNATURE
-    assert [host.words(rank)[which, 0].item() for rank in range(2)] == [value, value]
+    assert host.words(1)[word, 0].item() == 1 << 32 | SIGNATURE
