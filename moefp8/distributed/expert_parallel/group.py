@@ -20,7 +20,8 @@ from .peers import PeerExchange
 TIMEOUT = timedelta(minutes=5)
 Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
-_GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()  # keyed by process group
+# Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
+_GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
 
 
 class ExpertGroup:
@@ -41,7 +42,8 @@ class ExpertGroup:
         process_group: Any = None,
     ) -> None:
         self.rank, self.size, self.agreement, self.peers = rank, size, agreement, peers
-        self.transport, self.process_group, self._num_layers = transport, process_group, 0
+        self.transport, self._num_layers = transport, 0
+        self._process_group = None if process_group is None else ref(process_group)
         self._memory: PeerMemory | None = None
         self._kept: list[PeerMemory] = []  # that captured graphs may write
         self._has_peers: bool | None = None
@@ -67,7 +69,7 @@ class ExpertGroup:
                 dist.get_rank(group),
                 dist.get_world_size(group),
                 agreement,
-                Peers(group, agreement.group),
+                Peers(group.group_name, agreement.group),
                 transport=transport or "auto",
                 process_group=group,
             )
@@ -81,6 +83,17 @@ class ExpertGroup:
                     f"and {known} before"
                 )
         return found
+
+    @property
+    def process_group(self) -> Any:
+        """Raises RuntimeError if it has been destroyed."""
+        group = None if self._process_group is None else self._process_group()
+        if group is None:
+            raise RuntimeError(
+                "ExpertParallel: the layer's process group has been destroyed; make a new layer in "
+                "a new group"
+            )
+        return group
 
     def number_layer(self) -> int:
         self._num_layers += 1

@@ -122,14 +122,15 @@ class PeerMemory:
 class Peers:
     """The GPUs of a process group, one of each rank.
 
-    agreement_group: the same ranks, over gloo. The methods are called by all ranks together.
+    group_name: its name, by which PyTorch finds it. agreement_group: the same ranks, over gloo. The
+    methods are called by all ranks together.
     most_ctas: of a kernel that wait for other ranks; None: as many as run at once.
     """
 
     most_ctas: int | None = None
 
-    def __init__(self, group: Any, agreement_group: Any) -> None:
-        self.group, self.agreement_group = group, agreement_group
+    def __init__(self, group_name: Any, agreement_group: Any) -> None:
+        self.group_name, self.agreement_group = group_name, agreement_group
 
     def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
         """Memory with areas of so many bytes on each rank."""
@@ -137,7 +138,7 @@ class Peers:
 
         num_bytes = PeerMemory.num_bytes(receiving, returning)
         tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle: Any = symmetric.rendezvous(tensor, self.group.group_name)
+        handle: Any = symmetric.rendezvous(tensor, self.group_name)
         tensor.zero_()
         made = PeerMemory(tensor, handle.buffer_ptrs, receiving, returning)
         made.handle = handle  # it keeps what it has mapped
@@ -150,7 +151,7 @@ class Peers:
 
         It tries.
         """
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        everyone: list[Any] = [None] * dist.get_world_size(self.agreement_group)
         dist.all_gather_object(everyone, _who(device), group=self.agreement_group)
         hosts, gpus, kinds = ({x[i] for x in everyone} for i in range(3))
         if len(everyone) > MAX_RANKS:

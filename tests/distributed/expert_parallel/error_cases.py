@@ -4,11 +4,14 @@ They return what was raised as its text, as `tests.distributed.ranks` does.
 """
 
 import copy
+import gc
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -130,6 +133,28 @@ def wrong_layers(rank: int) -> dict[str, Any]:
         "no mesh": told(lambda: ExpertParallel(small(), 2)),
         "adapters": told(lambda: ExpertParallel(adapted, world)),
     }
+
+
+def destroyed(store: str, kind: Kind, tokens: Tokens) -> tuple[list[bool], list[Results], Any]:
+    """Whether groups are left once they are destroyed, and what layers of each have given.
+
+    Twice there are a default group and another one. Then, what a layer that is kept says of its
+    group.
+    """
+    rank, size, groups, found = dist.get_rank(), dist.get_world_size(), [], []
+    dist.destroy_process_group()
+    import_module("torch.distributed.nn")  # its functions keep the default group that it finds
+    for number in range(2):
+        dist.init_process_group("gloo", f"file://{store}{number}", rank=rank, world_size=size)
+        for group in (dist.group.WORLD, dist.new_group(list(range(size)))):
+            layer = ExpertParallel(whole(kind), group)
+            found.append(run(layer, tokens))
+            groups.append(ref(group))
+        del group
+        dist.destroy_process_group()
+    gc.collect()
+    kept = layer.experts.parallel.group
+    return [x() is not None for x in groups], found, told(lambda: kept.process_group)
 
 
 def copied(kind: Kind, tokens: Tokens) -> Results:

@@ -218,3 +218,16 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path):
     assert error.startswith("RuntimeError: ExpertParallel: in ")
     assert "has ended or did not come" in error
     assert at - killed < 8
+
+
+def test_nothing_is_left_of_groups_that_are_destroyed(tmp_path):
+    """Layers of new groups work."""
+    tokens = tokens_of()
+    with ranks(2, tmp_path) as group:
+        came = group.run(cases.destroyed, [(f"{tmp_path}/store", FROZEN, x) for x in tokens])
+    for each, theirs in zip(came, expected(FROZEN, tokens), strict=True):
+        assert not isinstance(each, str), each
+        are_left, found, said = each
+        assert are_left == [False] * 4
+        assert all(torch.equal(x.dx, theirs.dx) for x in found)
+        assert said.startswith("RuntimeError: ExpertParallel: the layer's process group has been ")
