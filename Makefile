@@ -36,16 +36,16 @@ test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that i
 		'accelerate>=1.10' 'pytest-xdist>=3.6'
 	OMP_NUM_THREADS=1 .venv-hf-oldest/bin/python -m pytest $(ON_CPU) tests/hf
 
-# It brings CUDA's packages, gigabytes. Left out: peers, and FSDP2 and transformers, which have faults of their own there
-# on a CPU; and how much NVRTC spills: that of torch 2.8 lets `swiglu_columns.cu` of FP8 spill 12 bytes.
+# It brings CUDA's packages, gigabytes. Left out: peers, most tests of FSDP2, and transformers, which have faults of
+# their own there on a CPU; and how much NVRTC spills: that of torch 2.8 lets `swiglu_columns.cu` of FP8 spill 12 bytes.
 test-torch-oldest:  ## most tests with the oldest torch that users may bring
 	$(PYTHON) -m venv .venv-torch-oldest
 	.venv-torch-oldest/bin/pip install --quiet '$(OLDEST_TORCH)'
 	.venv-torch-oldest/bin/pip install --quiet --editable '.[hf,testing]' \
 		'accelerate>=1.10' 'peft>=0.20' 'nvidia-cuda-nvdisasm>=13' 'pytest-xdist>=3.6'
 	OMP_NUM_THREADS=1 .venv-torch-oldest/bin/python -m pytest $(ON_CPU) -k 'not spills_nothing' \
-		tests/adapters tests/checkpoint tests/deep_gemm tests/functional tests/fuzz tests/kernels tests/layers \
-		tests/precompile tests/quant tests/routing tests/testing
+		tests/adapters tests/checkpoint tests/deep_gemm tests/distributed/expert_parallel tests/functional tests/fuzz \
+		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

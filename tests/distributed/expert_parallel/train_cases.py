@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import moefp8
@@ -128,17 +128,24 @@ def with_fsdp(rank: int, mesh: Any, *, gathers_codes: bool) -> nn.Module:
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
     experts = fully_shard(model.moe.experts, mesh=mesh["data"])
     experts.set_gradient_divide_factor(dist.get_world_size())
-    experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
     for part in (model.first, model.moe, model.last):
         fully_shard(part, mesh=everyone)
-    return fully_shard(model, mesh=everyone)
+    return over_gloo(fully_shard(model, mesh=everyone))
 
 
 def without_experts(rank: int, mesh: Any) -> nn.Module:
     """FSDP of all but experts, which lie on the ranks of the same mesh."""
     model = expert_parallel(Trained(), mesh)
     experts = {x for name, x in model.named_parameters() if is_of_experts(name)}
-    return fully_shard(model, mesh=mesh, ignored_params=experts)
+    return over_gloo(fully_shard(model, mesh=mesh, ignored_params=experts))
+
+
+def over_gloo(model: nn.Module) -> nn.Module:
+    """Let FSDP itself divide what it sums: gloo multiplies nothing, nor averages in torch 2.8."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
 
 
 def of_ranks(wrap: str, sizes: tuple[int, ...], steps: bool) -> Any:
