@@ -3,12 +3,8 @@
 // Eight threads hold a block of 128 elements of a token, 16 neighbouring ones each. They read and quantize it once, and
 // write its codes and its scale to each row of the token. Where tokens come as codes, these and their scales are copied.
 // Where a warp can hold the choices of all tokens, a kernel of its own finds their rows without counts.
-#include "fp8.cuh"
+#include "floats.cuh"
 #include "plan.cuh"
-
-constexpr int kBlock = 128;
-constexpr int kLanes = 8;
-constexpr int kColumns = kBlock / kLanes;
 
 struct Arguments {
   Routing routing;
@@ -31,35 +27,7 @@ struct Arguments {
   int64_t x_scale_token_bytes, x_scale_block_bytes;  // the distances from one to the next
 };
 
-// What a thread holds of a block of floats, which are quantized. All threads of a warp call its functions.
-template <Input kInput>
-struct Floats {
-  static constexpr bool kAreCodes = false;
-  Eight<kInput> x[2];
-
-  // The block has `width` elements.
-  template <bool kVectorized>
-  __device__ void load(const Arguments& args, uint32_t token, uint32_t k_block, uint32_t column, uint32_t width) {
-    const int64_t first_byte = static_cast<int64_t>(k_block) * kBlock * Eight<kInput>::kElementBytes;
-    const uint8_t* block = args.x + token * args.x_row_bytes + first_byte;
-    x[0].template load<kVectorized>(block, column, width);
-    x[1].template load<kVectorized>(block, column + 8, width);
-  }
-  __device__ Scale scale(float min_amax) const {
-    uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(x[0].largest(), x[1].largest()));
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
-    }
-    return Scale(amax, false, min_amax);
-  }
-  __device__ uint4 codes(const Scale& scale) const {
-    const uint2 low = x[0].e4m3(scale), high = x[1].e4m3(scale);
-    return {low.x, low.y, high.x, high.y};
-  }
-};
-
-// The same of a block of codes, which pass with their scale as they are.
+// What `Floats` is, of a block of codes, which pass with their scale as they are.
 struct Codes {
   static constexpr bool kAreCodes = true;
   struct Given {

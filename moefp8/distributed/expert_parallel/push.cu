@@ -1,9 +1,6 @@
 // Push tokens on Hopper: each one, with its choices, once to each rank that holds one of its experts.
-#include "fp8.cuh"
+#include "floats.cuh"
 #include "ranks.cuh"
-
-constexpr int kBlock = 128;
-constexpr int kLanes = 8;  // threads that hold a block
 
 struct Tokens {
   const uint8_t* x;     // [T, H]
@@ -72,7 +69,7 @@ __device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64
 template <Input kInput, bool kVectorized>
 __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__ Arguments args) {
   const auto& [ranks, signature, choices, tokens, min_amax] = args;
-  const uint32_t column = threadIdx.x % kLanes * (kBlock / kLanes);
+  const uint32_t column = threadIdx.x % kLanes * kColumns;
   const uint32_t num_blocks = choices.num_tokens * tokens.num_k_blocks, step = gridDim.x * blockDim.x / kLanes;
   __shared__ Memories memories;
   memories.load(ranks);
@@ -80,17 +77,14 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
   push_choices(args, memories);
   struct Held {
     uint32_t token, k_block, width;
-    Eight<kInput> low, high;
+    Floats<kInput> share;
   };
   const auto load = [&](uint32_t index) {  // past the last block comes the last one again
     index = min(index, num_blocks - 1);
     Held held{index / tokens.num_k_blocks};
     held.k_block = index - held.token * tokens.num_k_blocks;
     held.width = min(tokens.hidden_size - held.k_block * kBlock, kBlock);
-    const int64_t first_byte = static_cast<int64_t>(held.k_block) * kBlock * Eight<kInput>::kElementBytes;
-    const uint8_t* block = tokens.x + held.token * tokens.x_row_bytes + first_byte;
-    held.low.template load<kVectorized>(block, column, held.width);
-    held.high.template load<kVectorized>(block, column + 8, held.width);
+    held.share.template load<kVectorized>(tokens, held.token, held.k_block, column, held.width);
     return held;
   };
   uint32_t index = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
@@ -101,14 +95,8 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
     for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
       const Held held = next;
       next = load(index + step);
-      uint32_t amax = Eight<kInput>::amax(Eight<kInput>::larger(held.low.largest(), held.high.largest()));
-#pragma unroll
-      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
-      }
-      const Scale scale(amax, false, min_amax);
-      const uint2 low = held.low.e4m3(scale), high = held.high.e4m3(scale);
-      const uint4 codes = {low.x, low.y, high.x, high.y};
+      const Scale scale = held.share.scale(min_amax);
+      const uint4 codes = held.share.codes(scale);
       const int64_t slot = ranks.rank * choices.max_tokens + held.token;
       const int64_t code_at = tokens.rows + slot * tokens.row_pitch + held.k_block * kBlock + column;
       const int64_t scale_at = tokens.scales + slot * tokens.scale_pitch + held.k_block * 4;
