@@ -283,12 +283,11 @@ class GroupedExperts(TrainableModule):
             added = {} if addend is None else {"addend": addend.reshape(-1, addend.shape[-1])}
             y = self.forward(rows, top_k_index, top_k_weights, **added)
             return y.view(hidden_states.shape)
-        if self.parallel is not None:
-            exchanged: torch.Tensor = self.parallel(
-                self, hidden_states, top_k_index, top_k_weights, addend
-            )
-            return exchanged
-        return self.compute(hidden_states, top_k_index, top_k_weights, addend)
+        given = hidden_states, top_k_index, top_k_weights, addend
+        if self.parallel is None:
+            return self.compute(*given)
+        exchanged: torch.Tensor = self.parallel(self, *given)
+        return exchanged
 
     def compute(
         self,

@@ -84,7 +84,7 @@ class ParallelExperts:
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        addend: torch.Tensor | None,
+        addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = hidden_states, top_k_index, top_k_weights
         agreement, unknown = self.group.agreement, Call(0, self.number)
@@ -102,19 +102,9 @@ class ParallelExperts:
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
 
-    def _share(
-        self,
-        batch: SharedBatch,
-        layer: GroupedExperts | LocalExperts,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        addend: torch.Tensor | None,
-    ) -> torch.Tensor:
-        own = batch.own(hidden_states, top_k_index, top_k_weights)
-        own_addend = None if addend is None else batch.own(addend)[0]
-        y = self._call(layer, own[0], own[1], own[2], own_addend)
-        return batch.whole(y, len(hidden_states))
+    def _share(self, batch: SharedBatch, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        own = [batch.own(y) for y in (x, *others) if y is not None]
+        return batch.whole(self._call(layer, *own), len(x))
 
     def _told(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
         asks = _NO_GRADIENTS

@@ -23,11 +23,10 @@ class SharedBatch:
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
-    def own(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's part of each [T, ...]. Gradients are those of all ranks' parts."""
-        if not torch.is_grad_enabled():
-            return [self.part_of(x) for x in tensors]
-        return list(_Own.apply(self, *tensors))
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of [T, ...]. The gradient is that of all ranks' parts."""
+        own: torch.Tensor = _Own.apply(self, x)
+        return own
 
     def whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[T, H] of all ranks' parts. The gradient is this rank's part."""
@@ -54,15 +53,14 @@ class SharedBatch:
 
 class _Own(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, batch: SharedBatch, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.batch, ctx.num_tokens = batch, len(tensors[0])
-        return tuple(batch.part_of(x).clone() for x in tensors)
+    def forward(ctx: Any, batch: SharedBatch, x: torch.Tensor) -> torch.Tensor:
+        ctx.batch, ctx.num_tokens = batch, len(x)
+        return batch.part_of(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = zip(grads, ctx.needs_input_grad[1:], strict=True)
-        return None, *(ctx.batch.gather(x, ctx.num_tokens) if w else None for x, w in wanted)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, ctx.batch.gather(grad, ctx.num_tokens)
 
 
 class _Whole(torch.autograd.Function):
