@@ -38,7 +38,10 @@ ALLOWED = {
         for room in (f"checkpoint/{name}" for name in ("load", "save", "inspect", "quantize"))
     },
     "checkpoint": {"checkpoint"},
-    "precompile": {"kernels", "quant", "routing", "functional", "layers", "system", "precompile"},
+    "precompile": {
+        *("kernels", "quant", "routing", "functional", "layers", "distributed", "system"),
+        "precompile",
+    },
     "tuning": {"kernels", "functional", "layers", "quant", "system", "distributed", "tuning"},
     "cli": {
         *("kernels", "layers", "distributed", "checkpoint", "precompile", "tuning", "cli"),

@@ -6,10 +6,11 @@ Each layer chooses as the launchers of its op do; a test launches those and comp
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from ..distributed.expert_parallel.needed import NeededByExchange
 from ..functional import swiglu_backward_launch, swiglu_launch
 from ..functional.expert_configs import (
     Sizes,
@@ -323,28 +324,11 @@ def backward_kernels(h: int, i: int, weights_dtypes: Iterable[torch.dtype]) -> I
             yield swiglu_backward_launch.kernel_of(dtype, is_fp8=is_fp8)
 
 
-class Exchange(Protocol):
-    """How tokens reach the experts of a rank, as `ParallelExperts.needed` tells it."""
-
-    def most_received(self, max_tokens: int) -> int: ...
-
-    def kernels(
-        self,
-        hidden_size: int,
-        dtypes: Iterable[torch.dtype],
-        max_tokens: int,
-        num_sms: int,
-        *,
-        are_codes: bool,
-        backward: bool,
-    ) -> Iterator[Kernel]: ...
-
-
 class ExpertsOfRank(NamedTuple):
     """A rank's part of experts, to which tokens of all ranks come; to frozen ones as codes."""
 
     experts: Experts | TrainedExperts | ExpertsInSteps
-    exchange: Exchange
+    exchange: NeededByExchange
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         are_codes = isinstance(self.experts, Experts)
