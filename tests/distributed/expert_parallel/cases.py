@@ -4,13 +4,14 @@ T tokens of a rank, k choices each, E experts, P ranks, H hidden, I intermediate
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 
 import moefp8
 from moefp8 import GroupedExperts
@@ -173,3 +174,37 @@ def draw(
         added = addend.to(BF16) if has_addend else None
         drawn.append(Tokens(x.to(dtype), ids, scores.to(dtype), added, grad.to(dtype)))
     return drawn
+
+
+@st.composite
+def routings(
+    pick: Callable[..., Any],
+    num_ranks: int,
+    kinds: Sequence[Kind],
+    *,
+    max_tokens: int,
+    max_top_k: int,
+) -> tuple[Kind, dict[str, Any], bool]:
+    """A kind, what else `draw` takes, and whether there are gradients."""
+    kind, numbers = pick(st.sampled_from(kinds)), st.integers(0, max_tokens)
+    first = pick(st.integers(0, kind.num_experts))
+    arguments = {
+        "sizes": pick(st.lists(numbers, min_size=num_ranks, max_size=num_ranks)),
+        "top_k": pick(st.integers(1, max_top_k)),
+        "seed": pick(st.integers(0, 2**16)),
+        "dtype": pick(st.sampled_from([BF16, torch.float32, torch.float16])),
+        "first": first,
+        "last": pick(st.integers(first + 1, kind.num_experts + 1)),
+        "has_addend": pick(st.booleans()),
+    }
+    return kind, arguments, pick(st.booleans())
+
+
+def assert_same(came: Sequence[Results], wanted: Sequence[Results]) -> None:
+    """To the bit, of each rank."""
+    for rank, (ours, theirs) in enumerate(zip(came, wanted, strict=True)):
+        assert not isinstance(ours, str), ours
+        for name, x, y in zip(ours._fields, ours, theirs, strict=True):
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name, r=rank: f"{n} {r}: {m}"
+            )

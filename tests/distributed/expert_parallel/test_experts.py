@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from moefp8.testing import row_errors
 from tests.distributed.expert_parallel.cases import (
-    BF16,
     Kind,
     Tokens,
+    assert_same,
     draw,
     expected,
+    routings,
     run,
     run_parallel,
     whole,
@@ -34,34 +35,16 @@ def group(request, tmp_path_factory) -> Iterator[Ranks]:
 
 def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients: bool) -> None:
     came = group.run(run_parallel, [(kind, z, with_gradients) for z in tokens])
-    wanted = expected(kind, tokens, with_gradients=with_gradients)
-    for rank, (ours, theirs) in enumerate(zip(came, wanted, strict=True)):
-        assert not isinstance(ours, str), ours
-        for name, x, y in zip(ours._fields, ours, theirs, strict=True):
-            torch.testing.assert_close(
-                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name, r=rank: f"{n} {r}: {m}"
-            )
+    assert_same(came, expected(kind, tokens, with_gradients=with_gradients))
 
 
 @given(data=st.data())
 @settings(max_examples=25, phases=[Phase.generate])  # ranks that failed answer no more
 def test_any_routing_gives_what_one_process_gives(group, data):
-    num_ranks = len(group.pipes)
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))
-    kind = data.draw(st.sampled_from([FROZEN, TRAINED, ADAPTED, IN_CODES]))
-    first = data.draw(st.integers(0, kind.num_experts))
-    last = data.draw(st.integers(first + 1, kind.num_experts + 1))
-    tokens = draw(
-        kind,
-        sizes,
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(0, 2**16)),
-        dtype=data.draw(st.sampled_from([BF16, torch.float32, torch.float16])),
-        first=first,
-        last=last,
-        has_addend=data.draw(st.booleans()),
-    )
-    assert_right(group, kind, tokens, data.draw(st.booleans()))
+    kinds = FROZEN, TRAINED, ADAPTED, IN_CODES
+    cases = routings(len(group.pipes), kinds, max_tokens=9, max_top_k=4)
+    kind, arguments, with_gradients = data.draw(cases)
+    assert_right(group, kind, draw(kind, **arguments), with_gradients)
 
 
 @pytest.mark.parametrize("kind", [FROZEN, TRAINED, ADAPTED], ids=lambda kind: kind.what)

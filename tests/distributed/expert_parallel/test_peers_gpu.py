@@ -12,20 +12,20 @@ from functools import lru_cache
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 import moefp8
 from moefp8 import GroupedExperts
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from tests.distributed.expert_parallel.cases import (
-    BF16,
     Kind,
     Results,
     Tokens,
     adapt,
+    assert_same,
     draw,
     expected,
+    routings,
     run,
     run_parallel,
     whole,
@@ -92,13 +92,16 @@ def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[
     return local(len(tokens)).run(one)
 
 
-def assert_same(came: Sequence[Results], wanted: Sequence[Results]) -> None:
-    for rank, (ours, theirs) in enumerate(zip(came, wanted, strict=True)):
-        assert not isinstance(ours, str), ours
-        for name, x, y in zip(ours._fields, ours, theirs, strict=True):
-            torch.testing.assert_close(
-                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name, r=rank: f"{n} {r}: {m}"
-            )
+def few_and_many(kind: Kind, num_ranks: int) -> Iterator[list[Tokens]]:
+    """Tokens of each rank, of which one has none."""
+    for seed, most in ((0, 40), (1, 3), (2, 300)):
+        sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
+        sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
+        yield draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
+
+
+def assert_right(came: Sequence[Results], kind: Kind, tokens: list[Tokens], grads: bool) -> None:
+    assert_same(came, expected(kind, tokens, with_gradients=grads, device="cuda"))
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
@@ -108,35 +111,19 @@ def test_ranks_give_what_one_process_gives(num_ranks, name, with_gradients):
     kind = KINDS[name]
     if name == "like Qwen3" and num_ranks > 3:
         pytest.skip("so many ranks of large layers do not fit on one GPU beside each other")
-    for seed, most in ((0, 40), (1, 3), (2, 300)):
-        sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
-        sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
-        tokens = draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
-        came = compute(kind, tokens, with_gradients)
-        assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+    for tokens in few_and_many(kind, num_ranks):
+        assert_right(compute(kind, tokens, with_gradients), kind, tokens, with_gradients)
 
 
-@given(data=st.data())
+DRAWN = [KINDS[name] for name in ("frozen", "odd", "trained", "adapted")]
+
+
+@given(case=routings(4, DRAWN, max_tokens=30, max_top_k=8))
 @settings(max_examples=60, phases=[Phase.generate])
-def test_any_routing(data):
-    num_ranks = 4
-    sizes = data.draw(st.lists(st.integers(0, 30), min_size=num_ranks, max_size=num_ranks))
-    kind = KINDS[data.draw(st.sampled_from(["frozen", "odd", "trained", "adapted"]))]
-    first = data.draw(st.integers(0, kind.num_experts))
-    last = data.draw(st.integers(first + 1, kind.num_experts + 1))
-    tokens = draw(
-        kind,
-        sizes,
-        data.draw(st.integers(1, 8)),
-        data.draw(st.integers(0, 2**16)),
-        dtype=data.draw(st.sampled_from([BF16, torch.float32, torch.float16])),
-        first=first,
-        last=last,
-        has_addend=data.draw(st.booleans()),
-    )
-    with_gradients = data.draw(st.booleans())
-    came = compute(kind, tokens, with_gradients)
-    assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+def test_any_routing(case):
+    kind, arguments, with_gradients = case
+    tokens = draw(kind, **arguments)
+    assert_right(compute(kind, tokens, with_gradients), kind, tokens, with_gradients)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -251,12 +238,9 @@ def group(tmp_path_factory) -> Iterator[Ranks]:
 @pytest.mark.parametrize("name", KINDS)
 def test_gpus_give_what_one_gives(group, name, with_gradients):
     kind, num_ranks = KINDS[name], len(group.pipes)
-    for seed, most in ((0, 40), (1, 3), (2, 300)):
-        sizes = [(most * (rank + 1 + seed)) // (num_ranks + 1) for rank in range(num_ranks)]
-        sizes[seed % num_ranks] = 0 if seed == 1 else sizes[seed % num_ranks]
-        tokens = draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
+    for tokens in few_and_many(kind, num_ranks):
         came = group.run(run_parallel, [(kind, z, with_gradients, "cuda") for z in tokens])
-        assert_same(came, expected(kind, tokens, with_gradients=with_gradients, device="cuda"))
+        assert_right(came, kind, tokens, with_gradients)
 
 
 @NEEDS_TWO_GPUS
