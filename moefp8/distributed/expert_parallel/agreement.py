@@ -1,17 +1,19 @@
 """What the ranks of a group tell each other before each exchange, so that none works on a guess.
 
-T tokens of a rank, H hidden, k choices, E experts of the whole model. It is told by the hosts, over
-gloo, and no GPU is waited for. A rank that has ended, or does not come within the timeout, is an
-error on all others, and so is one that comes with something else.
+T tokens of a rank, H hidden, k choices, E experts of the whole model. It is told by the hosts, and
+no GPU is waited for. A rank that has ended, or does not come within the timeout, is an error on all
+others, and so is one that comes with something else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .host_words import HostWords
 
 _ALIKE = "phase", "layer", "num_experts", "hidden_size", "top_k", "is_fp8", "is_captured"
 PHASES = "forward", "backward"
@@ -27,7 +29,7 @@ class Call(NamedTuple):
     plus 4 under torch.no_grad(). num_tokens: T. has_failed: whether this rank's arguments are
     wrong, and then only phase and layer mean something.
 
-    Ranks may differ in the last three.
+    Ranks may differ in the last three, and in no other.
     """
 
     phase: int
@@ -47,7 +49,10 @@ class Call(NamedTuple):
 
 
 class Agreement:
-    """The hosts of a group's ranks, over gloo."""
+    """The hosts of a group's ranks: by memory that all of them share if they are one, else by gloo.
+
+    group: the ranks over gloo, also for what else hosts tell each other.
+    """
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self.ranks, self.timeout = dist.get_process_group_ranks(group), timeout
@@ -55,6 +60,9 @@ class Agreement:
             self.group: Any = dist.new_group(
                 self.ranks, timeout, backend="gloo", use_local_synchronization=True
             )
+            place = dist.get_rank(group), len(self.ranks), len(Call._fields)
+            words = HostWords.of(self._gather_by_gloo, *place, timeout)
+        self._gather = words.gather if words else self._gather_by_gloo
 
     def checked(self, failed: Call, check: Callable[[], T]) -> T:
         """What `check` gives. If it raises, the others are told first, so that none waits."""
@@ -72,29 +80,32 @@ class Agreement:
             RuntimeError: a rank has ended, does not come in time, or had wrong arguments.
             ValueError: ranks are at different calls. All ranks raise it.
         """
-        own = torch.tensor(call)
-        everyone = [torch.empty_like(own) for _ in self.ranks]
         with self.explaining(call.name):
-            dist.all_gather(everyone, own, self.group)
-        calls = [Call(*x.tolist()) for x in everyone]
+            calls = [Call(*x) for x in self._gather(call)]
         failed = [rank for rank, x in enumerate(calls) if x.has_failed]
         if failed and not call.has_failed:
             raise RuntimeError(
                 f"ExpertParallel: {call.name} cannot go on, since rank {failed[0]} of the group "
                 "was given something wrong; that rank's error tells what"
             )
-        for name in () if failed else _ALIKE:
-            came = [getattr(x, name) for x in calls]
-            if len(set(came)) > 1:
-                raise ValueError(
-                    "ExpertParallel: all ranks must make the same calls in the same order, but "
-                    f"{_told(name, came)}; call the layers in one order on all ranks, with tokens "
-                    "of one width and as many choices"
-                )
+        if not failed and len({x[: len(_ALIKE)] for x in calls}) > 1:
+            each = zip(_ALIKE, zip(*calls, strict=True), strict=False)
+            name, came = next((name, came) for name, came in each if len(set(came)) > 1)
+            raise ValueError(
+                "ExpertParallel: all ranks must make the same calls in the same order, but "
+                f"{_told(name, came)}; call the layers in one order on all ranks, with tokens "
+                "of one width and as many choices"
+            )
         return calls
 
+    def _gather_by_gloo(self, values: Sequence[int]) -> list[list[int]]:
+        own = torch.tensor(values, dtype=torch.int64, device="cpu")
+        everyone = [torch.empty_like(own) for _ in self.ranks]
+        dist.all_gather(everyone, own, self.group)
+        return [x.tolist() for x in everyone]
+
     def explaining(self, what: str) -> "_Explaining":
-        """A context in which errors of gloo are told in our words."""
+        """A context in which errors of hosts that wait for others are told in our words."""
         return _Explaining(self, what)
 
 
@@ -115,7 +126,7 @@ class _Explaining:
             ) from error
 
 
-def _told(name: str, came: list[int]) -> str:
-    values = [PHASES[x] for x in came] if name == "phase" else came
+def _told(name: str, came: Sequence[int]) -> str:
+    values = [PHASES[x] for x in came] if name == "phase" else list(came)
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
     return f"{name} is {each}"

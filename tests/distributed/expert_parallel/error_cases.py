@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import moefp8
 from moefp8 import GroupedExperts, MoE
 from moefp8.distributed import ExpertParallel, expert_parallel
+from moefp8.distributed.expert_parallel import host_words
 from tests.distributed.expert_parallel.cases import (
     BF16,
     Kind,
@@ -39,6 +41,11 @@ def told(function: Callable[[], Any]) -> Any:
         return function()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def share_no_words() -> None:
+    """As ranks of several hosts do not."""
+    host_words.FOLDER = Path("none")
 
 
 def in_order(kinds: Sequence[Kind], tokens: Tokens) -> list[Any]:

@@ -17,9 +17,21 @@ FROZEN, TRAINED = Kind(), Kind(what="trained")
 E, H = FROZEN.num_experts, FROZEN.hidden_size
 
 
+@pytest.fixture(scope="module", params=["by words", "by gloo"])
+def how(request) -> str:
+    """How hosts agree."""
+    return request.param
+
+
+def begin(group: Ranks, how: str) -> None:
+    if how == "by gloo":
+        group.run(cases.share_no_words, [()] * 2)
+
+
 @pytest.fixture(scope="module")
-def group(tmp_path_factory) -> Iterator[Ranks]:
+def group(how, tmp_path_factory) -> Iterator[Ranks]:
     with ranks(2, tmp_path_factory.mktemp("ranks")) as made:
+        begin(made, how)
         yield made
 
 
@@ -205,9 +217,10 @@ def test_a_layer_breaks_graphs(group):
     assert_works(group)
 
 
-def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path):
+def test_a_rank_that_is_killed_ends_the_others_at_once(how, tmp_path):
     """Far from the timeout, which is 20 s."""
     with ranks(2, tmp_path) as group:
+        begin(group, how)
         assert_works(group)
         for rank, x in enumerate(tokens_of()):
             group.pipes[rank].send((cases.loops, (FROZEN, x)))

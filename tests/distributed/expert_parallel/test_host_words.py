@@ -1,0 +1,172 @@
+"""Ranks of one host gather what each tells, or all learn that one comes no more."""
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moefp8.distributed.expert_parallel import host_words
+from moefp8.distributed.expert_parallel.host_words import HostWords
+from tests.distributed.expert_parallel.error_cases import told
+from tests.distributed.expert_parallel.local_ranks import LocalAgreement
+from tests.distributed.ranks import Ranks, ranks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo"),
+    pytest.mark.skipif(not host_words.FOLDER.is_dir(), reason="only Linux has such a folder"),
+]
+N, LONG = 3, 20.0  # values of a rank; a timeout that no test waits for
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def group(request, tmp_path_factory) -> Iterator[Ranks]:
+    with ranks(request.param, tmp_path_factory.mktemp("ranks")) as made:
+        yield made
+
+
+@pytest.fixture
+def two(tmp_path) -> Iterator[Ranks]:
+    with ranks(2, tmp_path) as made:
+        yield made
+
+
+# ---- What one rank does ----
+
+
+def words(seconds: float = LONG, folder: Path = host_words.FOLDER) -> HostWords | None:
+    host_words.FOLDER = folder
+    place = dist.get_rank(), dist.get_world_size()
+    return HostWords.of(by_gloo, *place, N, timedelta(seconds=seconds))
+
+
+def by_gloo(values: Sequence[int]) -> list[list[int]]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(values))
+    return everyone
+
+
+def is_made(folder: Path) -> bool:
+    return words(folder=folder) is not None
+
+
+def gathers(times: int) -> bool:
+    """Values of every gathering and rank, where ranks come at any time."""
+    made, rank, num_ranks = words(), dist.get_rank(), dist.get_world_size()
+    assert made is not None
+    draw = random.Random(rank)
+    for i in range(times):
+        if draw.random() < 0.02:
+            time.sleep(draw.choice([1e-4, 2e-3]))
+        expected = [[i, 2**32 - 1 - i * r, r == i % num_ranks] for r in range(num_ranks)]
+        assert made.gather(expected[rank]) == expected
+    return True
+
+
+def waits_for_who_does_not_come(comes: bool) -> list[tuple[str, float]]:
+    made, found = words(1.0), []
+    assert made is not None
+    assert len(made.gather([0] * N)) == 2
+    if not comes:
+        time.sleep(1.5)
+    for _ in range(2):
+        begin = time.monotonic()
+        found.append((told(lambda: made.gather([1] * N)), time.monotonic() - begin))
+    return found
+
+
+def is_interrupted(seconds: float) -> str:
+    """One that waits is; the other comes later."""
+    made = words()
+    assert made is not None
+    if not seconds:
+        time.sleep(1)
+        return told(lambda: made.gather([0] * N))
+
+    def interrupt(*_: object) -> None:
+        raise OSError("interrupted")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    return told(lambda: made.gather([0] * N))
+
+
+def gathers_until_one_ends() -> tuple[str, float]:
+    made, found = words(), None
+    assert made is not None
+    while not isinstance(found, str):
+        found = told(lambda: made.gather([0] * N))
+    return found, time.time()
+
+
+# ---- What all of them see ----
+
+
+def test_all_have_what_each_tells(group):
+    assert group.run(gathers, [(3000,)] * len(group.pipes)) == [True] * len(group.pipes)
+
+
+def test_no_file_is_left(group, tmp_path):
+    each = [(tmp_path,)] * len(group.pipes)
+    assert group.run(is_made, each) == [True] * len(each)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_all_have_words_or_none_has(two, tmp_path, rank):
+    folders = [tmp_path / ("none" if rank == i else "one") for i in range(2)]
+    folders[1 - rank].mkdir()
+    assert two.run(is_made, [(x,) for x in folders]) == [False, False]
+    assert not list(folders[1 - rank].iterdir())
+    assert two.run(is_made, [(folders[1 - rank],)] * 2) == [True, True]
+
+
+def test_ranks_of_one_process_have_none(tmp_path, monkeypatch):
+    """The system would not tell them that one has ended."""
+    monkeypatch.setattr(host_words, "FOLDER", tmp_path)
+    seconds = timedelta(seconds=LONG)
+    agreement, found = LocalAgreement(2, seconds), []
+
+    def make(rank: int) -> None:
+        agreement.own.rank = rank
+        found.append(HostWords.of(agreement.gather, rank, 2, N, seconds))
+
+    threads = [threading.Thread(target=partial(make, rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [None, None]
+
+
+def test_who_comes_after_the_timeout_is_told_so_at_once(two):
+    (first, again), late = two.run(waits_for_who_does_not_come, [(True,), (False,)])
+    assert first[0].startswith("RuntimeError: it waited 1")
+    assert late[0][0] == "RuntimeError: rank 0 of the group has ended"
+    assert again[0] == late[1][0] == "RuntimeError: it was so before"
+    assert max(again[1], late[0][1], late[1][1]) < 1
+
+
+def test_who_is_interrupted_comes_no_more(two):
+    first, second = two.run(is_interrupted, [(0.3,), (0,)])
+    assert first == "OSError: interrupted"
+    assert second == "RuntimeError: rank 0 of the group has ended"
+
+
+def test_who_is_killed_comes_no_more(two):
+    two.run(gathers, [(1,)] * 2)
+    for pipe in two.pipes:
+        pipe.send((gathers_until_one_ends, ()))
+    assert not two.pipes[0].poll(1)
+    killed = time.time()
+    two.processes[1].kill()
+    error, at = two.take(0)
+    assert error == "RuntimeError: rank 1 of the group has ended"
+    assert at - killed < LONG / 4
