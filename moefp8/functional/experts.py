@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -222,7 +222,11 @@ def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
     saves: whether it is `experts_saving`.
     """
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
-    sizes = Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves)
+    return _has_one_part(Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves), saves)
+
+
+@lru_cache(4096)
+def _has_one_part(sizes: Sizes, saves: bool) -> bool:
     return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=saves) == 1
 
 

@@ -6,6 +6,7 @@ private to PyTorch and used here alone.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class Received(NamedTuple):
     size: int
 
     @classmethod
+    @lru_cache(4096)
     def of(cls, num_slots: int, row_bytes: int, hidden_size: int, top_k: int) -> "Received":
         row_pitch = round_up(row_bytes, 16)
         scale_pitch = round_up(num_blocks(hidden_size) * 4, 16)
@@ -50,6 +52,7 @@ class GivenBack(NamedTuple):
     size: int
 
     @classmethod
+    @lru_cache(4096)
     def of(cls, num_ranks: int, max_tokens: int, hidden_size: int, top_k: int) -> "GivenBack":
         num_slots = num_ranks * max_tokens
         lengths = num_slots * hidden_size * 2, num_slots * top_k * 4, max_tokens * 4
@@ -81,6 +84,7 @@ class PeerMemory:
         self, tensor: torch.Tensor, addresses: Sequence[int], receiving: int, returning: int
     ) -> None:
         self.tensor, self.receiving, self.returning = tensor, receiving, returning
+        self._all_as: dict[torch.dtype, torch.Tensor] = {}
         self.error = torch.zeros(4, dtype=torch.int32).pin_memory()
         others = [0] * (MAX_RANKS - len(addresses))
         counters = [0] * ((_NUM_WORDS + 4 + 1) // 2)
@@ -113,10 +117,13 @@ class PeerMemory:
         self, at: int, shape: Sequence[int], dtype: torch.dtype, pitch: int = 0
     ) -> torch.Tensor:
         """A tensor in this rank's memory; pitch: bytes from row to row, if not as they follow."""
-        *_, columns = shape
-        elements = (pitch // dtype.itemsize) or columns
-        data = self.tensor[at : at + shape[0] * elements * dtype.itemsize].view(dtype)
-        return data.view(shape[0], elements)[:, :columns]
+        rows, columns = shape
+        everything = self._all_as.get(dtype)
+        if everything is None:
+            everything = self._all_as[dtype] = self.tensor.view(dtype)
+        strides = pitch // dtype.itemsize or columns, 1
+        begin = everything.storage_offset() + at // dtype.itemsize
+        return everything.as_strided((rows, columns), strides, begin)
 
 
 class Peers:
