@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path("/dev/shm")  # of files that are memory; without it, ranks share none
 _ONE = 1 << 32
@@ -32,7 +32,7 @@ class HostWords:
     """
 
     def __init__(
-        self, file: Any, rank: int, num_ranks: int, num_values: int, timeout: timedelta
+        self, file: FileIO, rank: int, num_ranks: int, num_values: int, timeout: timedelta
     ) -> None:
         self._file, self._rank, self._timeout = file, rank, timeout.total_seconds()
         self._num_ranks, self._num_values, self._number = num_ranks, num_values, 0
@@ -55,13 +55,13 @@ class HostWords:
         gather: brings values of each rank to all ranks.
         """
         name = f"moefp8-{gather([secrets.randbits(62)])[0][0]:x}"  # that rank 0 has drawn
-        mode, made = "x+b" if rank == 0 else "r+b", None
+        mode, made = "x+" if rank == 0 else "r+", None
         private = partial(os.open, mode=0o600)
         try:
             for is_our_turn in (rank == 0, rank > 0):
                 with suppress(OSError):
                     if is_our_turn:
-                        file = open(FOLDER / name, mode, buffering=0, opener=private)  # noqa: SIM115
+                        file = FileIO(FOLDER / name, mode, opener=private)
                         made = cls(file, rank, num_ranks, num_values, timeout)
                 come = gather([made is not None])
         finally:
@@ -76,14 +76,14 @@ class HostWords:
         Raises RuntimeError if a rank has ended or does not come in time, and at each later call.
         """
         if self._file.closed:
-            raise RuntimeError("it was so before")
+            raise RuntimeError("as in an earlier call")
         self._number = self._number % (_ONE - 2) + 1  # 0 is that of memory which nobody has written
         size, base = self._num_values, self._number * _ONE
         begin = self._number % 2 * self._num_ranks * size
         own = begin + self._rank * size
-        for at, value in enumerate(values, own):
-            self._words[at] = base + value
         try:
+            for at, value in enumerate(values, own):
+                self._words[at] = base + value
             words = self._wait(begin, base)
         except BaseException:  # then this rank comes no more, and the others must not go on
             for at in range(own, own + size):
@@ -100,15 +100,16 @@ class HostWords:
             words: list[int] = self._words[begin:end].tolist()
             if base <= min(words) and max(words) < base + _ONE:
                 return words
-            if problem is not None:  # and what a rank tells before it ends has been looked for
+            if problem is not None:  # and a last look has found nothing that was told before
                 raise RuntimeError(problem)
             waited = time.monotonic() - began
             if waited < _SECONDS_OF_SPINNING:
                 os.sched_yield()
             elif (ended := self._ended()) is not None:
-                problem = f"rank {ended} of the group has ended"
+                problem = f"rank {ended} of the group has ended or given up"
             elif waited > self._timeout:
-                problem = f"it waited {waited:.1f} s"
+                missing = [at for at, x in enumerate(words) if not base <= x < base + _ONE]
+                problem = f"rank {missing[0] // self._num_values} of the group did not come"
             else:
                 time.sleep(min(waited / 8, _MOST_SECONDS_OF_SLEEP))
 
