@@ -60,7 +60,7 @@ class NeededByExchange(NamedTuple):
             yield give_back_kernel_of(16 if h % 8 == 0 else 2)
             if are_codes and h % 8 == 0:
                 yield combine_kernel_of(torch.float32)
-        if h % 8 == 0:
+        if self.collective and h % 8 == 0:
             at_once = combine_launch.at_once_of(self.num_ranks)
             yield combine_launch.kernel_of(torch.float32, True, at_once)
 

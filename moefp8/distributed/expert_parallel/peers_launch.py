@@ -22,6 +22,7 @@ _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
 _THREADS, _LANES, _WARP, _AT_ONCE = 256, 8, 32, 4
 _PUSHING, _GIVING_BACK, _COMBINING = 8, 4, 3  # CTAs of a kernel that an SM has room for
+_SHARES = {_GIVING_BACK: 0.4, _COMBINING: 0.6}  # of these that push results
 
 
 class _Ranks(ctypes.Structure):
@@ -237,7 +238,6 @@ def push(
 # ---- Giving back ----
 
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
-_PUSHING_SHARE = 0.6  # of CTAs
 _USUAL_CTAS = 396  # that run at once, each with an item of a push
 _MOST_PASSES = 4  # units of an item for each thread
 _Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE = map(Source, range(6))
@@ -355,7 +355,7 @@ def _launch_giving(
     order = arguments.order
     most = place.most_ctas or current_driver().num_sms(device_index) * ctas_per_sm
     num_pushes = order.num_chunks * order.num_pushes
-    order.num_pushing = min(num_pushes, max(1, int(most * _PUSHING_SHARE)))
+    order.num_pushing = min(num_pushes, max(1, int(most * _SHARES[ctas_per_sm])))
     grid = min(most, order.num_pushing + order.num_chunks * order.num_sums)
     return _launch(kernel, arguments, found, device_index, grid)
 
