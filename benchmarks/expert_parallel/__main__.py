@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import mega_kernel
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.expert_parallel import RESULTS
 from benchmarks.expert_parallel.cases import LAYERS, TOKENS
@@ -43,6 +44,7 @@ def main() -> None:
             print(line_of(row), flush=True)
             results = {
                 **circumstances(),
+                "sgl_deep_gemm": mega_kernel.version(),
                 "turns": {"rounds": options.rounds, "seconds": options.seconds},
                 "rows": rows,
             }

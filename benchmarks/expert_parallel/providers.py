@@ -1,7 +1,6 @@
 """Who computes a layer whose experts lie on all ranks, and who has them all on one GPU."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +75,9 @@ PROVIDERS = {
         False,
         "the same with experts in BF16, by PyTorch's grouped GEMM, as transformers has them",
     ),
+    SGLANG: Provider(
+        _peer(SGLANG),
+        True,
+        "one kernel for all of it, of sgl-deep-gemm 0.2.5 or newer, where that is installed",
+    ),
 }
-if find_spec("deep_gemm"):  # SGLang's builds of it have the mega-kernel
-    PROVIDERS[SGLANG] = Provider(_peer(SGLANG), True, "SGLang's fused kernel over NVLink")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.expert_parallel.peers import PAIRS
+from benchmarks.expert_parallel.peers import PAIRS, SGLANG
 from benchmarks.expert_parallel.providers import NCCL_ROWS, ONE, OURS, PROVIDERS
 from benchmarks.expert_parallel.worker import COMBINE, DISPATCH
 from benchmarks.markdown import number, table
@@ -40,8 +40,8 @@ def tables(results: Results) -> str:
         f"{ranks} x {results['gpu']}, driver {results['driver']}, torch {results['torch']}; each "
         f"rank has the tokens named, and gets its own outputs. {turns['rounds']} turns of "
         f"{turns['seconds']:g} s of each, in random order, back to back; the slowest rank counts. "
-        f"{providers}. Graphs are replayed where `moefp8` or `one GPU` stands alone; the others "
-        "read sizes on the host, and are launched by Python."
+        f"{providers}. Graphs are replayed of `{ONE}`, `{OURS}` and `{SGLANG}`; the others read "
+        "sizes on the host, or agree there, and are launched by Python."
     )
     return "\n\n".join([_goals(rows), how, _times(rows), MOVES, _moves(rows)])
 

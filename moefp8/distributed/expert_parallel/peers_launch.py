@@ -238,8 +238,8 @@ def push(
 # ---- Giving back ----
 
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
-_USUAL_CTAS = 396  # that run at once, each with an item of a push
 _MOST_PASSES = 4  # units of an item for each thread
+_USUAL_PUSHING = 237  # CTAs, on 132 SMs
 _Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE = map(Source, range(6))
 
 
@@ -332,8 +332,9 @@ def order_of(place: Place, sizes: Sizes, units: int) -> Order:
     num_chunks = max(1, min(MAX_CHUNKS, num_bytes // _CHUNK_BYTES, most))
     num_tokens = ceil_div(most, num_chunks)
     num_chunks = ceil_div(most, num_tokens)
-    passes = ceil_div((num_others + 1) * most * units, _THREADS * _USUAL_CTAS)
-    of_item = min(passes, _MOST_PASSES) * _THREADS
+    # Two items or more for each CTA that pushes: with one and a few over, all would wait for these.
+    passes = max(1, num_others) * most * units // (2 * _USUAL_PUSHING * _THREADS)
+    of_item = max(1, min(passes, _MOST_PASSES)) * _THREADS
     return Order(
         num_chunks=num_chunks,
         num_tokens=num_tokens,
