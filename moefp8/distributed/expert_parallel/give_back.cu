@@ -2,9 +2,12 @@
 // ranks give for the tokens here is summed. What this rank gives for its own tokens is added as it is computed.
 //
 // The tokens of a rank are cut into chunks, and all ranks cut alike. An item is a part of a chunk's push or of its sum.
-// The CTAs that start first take all pushes, and the others take sums, for which they wait until all ranks have pushed
-// the chunk: so sums are computed while later chunks travel. CTAs that push do not wait, and are there before any that
-// waits. So all that is waited for comes, however few CTAs run at once.
+// Every CTA begins with an item of a push; those that came first go on with pushes, the others with sums, for which they
+// wait until all ranks have pushed the chunk: so sums are computed while later chunks travel. Items are taken by CTAs
+// that run, and CTAs that push do not wait: all that is waited for comes, however few CTAs run at once.
+//
+// As soon as a rank has told of its last chunk, the others may push the next tokens, and what this rank received is
+// overwritten. So a sum reads nothing of that.
 #include "divisor.cuh"
 #include "matrix.cuh"
 #include "ranks.cuh"
@@ -32,6 +35,7 @@ struct Rows {
 struct Sums {
   int64_t rows, of_choices;  // [P M, H] and [P M, k], of the other ranks
   int64_t reached;           // [M]: a bit for each rank that gives something for a token of this rank
+  int64_t scores;            // fp32 [M, k]: of this rank's tokens, the weights of its own slots
   uint8_t* y;                // bf16 [T, H]
   float* y_of_choices;       // [T, k]
 };
@@ -112,9 +116,9 @@ __device__ inline void push(const Arguments& args, const Memories& memories, con
   }
 }
 
-// An item of a sum, in FP32 and in the order of ranks.
+// An item of a sum, in FP32 and in the order of ranks. `give_own(slot, unit)` is what a slot of this rank has here.
 template <class Unit, class Give>
-__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give) {
+__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give_own) {
   constexpr int kAtOnce = 2;  // ranks whose rows are in flight together
   const Order& order = args.order;
   const uint32_t first_token = item.chunk * order.num_tokens, rank = args.ranks.rank, top_k = args.top_k;
@@ -131,7 +135,7 @@ __device__ inline void sum(const Arguments& args, const uint8_t* memory, const I
     const Unit* rows = reinterpret_cast<const Unit*>(memory + args.sums.rows) + token * args.units.value + unit;
     const int64_t of_rank = static_cast<int64_t>(args.max_tokens) * args.units.value;
     Unit own;
-    give(slot, unit, own);
+    if (bits >> rank & 1) own = give_own(slot, unit);
     Columns<Unit> sums = {};
     for (uint32_t first = 0; first < args.ranks.num_ranks; first += kAtOnce) {
       Unit values[kAtOnce];
@@ -158,60 +162,52 @@ __device__ inline void sum(const Arguments& args, const uint8_t* memory, const I
   }
 }
 
-// Calls work(i) for `first`, and then for numbers from `next` to `end` that this CTA takes, one by one. All threads call
-// both, and meet in `work`.
+// Calls work(i) for the numbers below `end` that this CTA takes, one by one; for one alone if its first is not below
+// `num_staying`. All threads call both, and meet in `work`.
 template <class Work>
-__device__ inline void take_items(uint32_t first, uint32_t* num_taken, uint32_t next, uint32_t end, const Work& work) {
-  __shared__ uint32_t taken[2];  // another item and the one behind it, in turns
-  uint32_t turn = 0;
+__device__ inline void take_items(uint32_t* num_taken, uint32_t end, uint32_t num_staying, const Work& work) {
+  __shared__ uint32_t taken[2];  // this item and the next one, in turns
+  if (threadIdx.x == 0) taken[0] = atomicAdd(num_taken, 1u);
+  __syncthreads();
+  const bool stays = taken[0] < num_staying;
 #pragma unroll 1
-  for (uint32_t i = first; i < end; i = taken[turn], turn ^= 1) {
-    if (threadIdx.x == 0) taken[turn] = next + atomicAdd(num_taken, 1u);  // it comes during this one
-    work(i);
+  for (uint32_t turn = 0; taken[turn] < end; turn ^= 1) {
+    if (stays && threadIdx.x == 0) taken[turn ^ 1] = atomicAdd(num_taken, 1u);  // it comes during this one
+    work(taken[turn]);
+    if (!stays) return;
   }
 }
 
 // What the kernels before have told, and to whom, is older than the previous one.
-template <class Unit, class Give>
-__device__ inline void push_and_sum(const Arguments& args, const Give& give) {
+template <class Unit, class Give, class GiveOwn>
+__device__ inline void push_and_sum(const Arguments& args, const Give& give, const GiveOwn& give_own) {
   __shared__ Memories memories;
   __shared__ uint64_t value;
-  __shared__ uint32_t first;
   const Ranks& ranks = args.ranks;
   const Order& order = args.order;
-  const uint32_t num_pushing = order.num_pushing, num_summing = gridDim.x - num_pushing;
   State& state = *ranks.state;
-  if (threadIdx.x == 0) {
-    value = next_value(state, Push::kResults, state.signature);
-    first = atomicAdd(&state.num_started, 1u);
-  }
+  if (threadIdx.x == 0) value = next_value(state, Push::kResults, state.signature);
   memories.load(ranks);
-  const uint32_t number = first;
-  if (number < num_pushing) {
-    take_items(number, &state.num_pushes, num_pushing, order.num_chunks * order.num_pushes, [&](uint32_t i) {
-      const Item item = {i / order.num_pushes, i % order.num_pushes};
-      push<Unit>(args, memories, item, give);
-      __syncthreads();
-      // The other threads are at the next item meanwhile.
-      if (threadIdx.x == 0 && is_last(state, 1 + item.chunk, order.num_pushes)) {
-        for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
-          if (rank != ranks.rank) tell(words(memories.of[rank], 1 + item.chunk) + ranks.rank, value);
-        }
-      }
-    });
-    if (threadIdx.x == 0) first = num_summing + atomicAdd(&state.num_sums, 1u);
+  take_items(&state.num_pushes, order.num_chunks * order.num_pushes, order.num_pushing, [&](uint32_t i) {
+    const Item item = {i / order.num_pushes, i % order.num_pushes};
+    push<Unit>(args, memories, item, give);
     __syncthreads();
-  }
-  const uint32_t first_sum = number < num_pushing ? first : number - num_pushing;
-  take_items(first_sum, &state.num_sums, num_summing, order.num_chunks * order.num_sums, [&](uint32_t i) {
+    // The other threads are at the next item meanwhile.
+    if (threadIdx.x == 0 && is_last(state, 1 + item.chunk, order.num_pushes)) {
+      for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
+        if (rank != ranks.rank) tell(words(memories.of[rank], 1 + item.chunk) + ranks.rank, value);
+      }
+    }
+  });
+  take_items(&state.num_sums, order.num_chunks * order.num_sums, ~0u, [&](uint32_t i) {
     const Item item = {i / order.num_sums, i % order.num_sums};
     wait_for_others(ranks, memories, 1 + item.chunk, value);
     wait_for_previous_kernel();  // which may read the memory of y
-    sum<Unit>(args, memories.of[ranks.rank], item, give);
+    sum<Unit>(args, memories.of[ranks.rank], item, give_own);
     __syncthreads();
   });
   if (threadIdx.x == 0 && atomicAdd(&state.num_left, 1u) == gridDim.x - 1) {
-    state.num_started = state.num_pushes = state.num_sums = state.num_left = 0;
+    state.num_pushes = state.num_sums = state.num_left = 0;
     ++state.counts[static_cast<int>(Push::kResults)];
   }
 }
@@ -223,26 +219,40 @@ __device__ inline void push_and_sum(const Arguments& args, const Give& give) {
 template <class Unit>
 __global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant__ Arguments args) {
   const Results& results = args.results;
-  wait_for_previous_kernel();
-  push_and_sum<Unit>(args, [&](uint32_t slot, uint32_t unit, Unit& value) {
+  const auto give_own = [&](uint32_t slot, uint32_t unit) {
+    return reinterpret_cast<const Unit*>(results.y)[int64_t{slot} * args.units.value + unit];
+  };
+  const auto give = [&](uint32_t slot, uint32_t unit, Unit& value) {
     const int* ids = results.ids + static_cast<int64_t>(slot) * args.top_k;
     bool is_here = false;
     for (uint32_t j = 0; j < args.top_k; ++j) is_here |= ids[j] - results.first_expert < results.num_experts;
-    if (is_here) value = reinterpret_cast<const Unit*>(results.y)[int64_t{slot} * args.units.value + unit];
+    if (is_here) value = give_own(slot, unit);
     return is_here;
-  });
+  };
+  wait_for_previous_kernel();
+  push_and_sum<Unit>(args, give, give_own);
 }
 
 // The same with y[slot] = sum of weights[slot, j] * rows.y[token_to_row[slot, j]] over j, rounded to BF16, as
-// `combine_kernel` has it.
+// `combine_kernel` has it; the weights of this rank's own slots are sums.scores.
 // Grid, shared memory and barriers: as above, with units of eight columns.
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
 template <Input kWeights>
 __global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
-  push_and_sum<uint4>(args, [&](uint32_t slot, uint32_t unit, uint4& value) {
+  const auto give = [&](uint32_t slot, uint32_t unit, uint4& value) {
     Columns<uint4> sums = {};
     if (!weighted_sum<kWeights, 4>(args.rows, slot, unit * 8, sums.values)) return false;
     value = sums.rounded();
     return true;
-  });
+  };
+  const auto give_own = [&](uint32_t slot, uint32_t unit) {
+    Rows own = args.rows;
+    own.weight_choice_bytes = sizeof(float), own.weight_token_bytes = own.top_k * own.weight_choice_bytes;
+    const int64_t before = args.ranks.rank * args.max_tokens * own.weight_token_bytes;  // of slots of other ranks
+    own.weights = args.ranks.state->memory[args.ranks.rank] + args.sums.scores - before;
+    Columns<uint4> sums = {};
+    weighted_sum<Input::kFloat, 4>(own, slot, unit * 8, sums.values);
+    return sums.rounded();
+  };
+  push_and_sum<uint4>(args, give, give_own);
 }

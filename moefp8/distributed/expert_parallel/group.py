@@ -21,6 +21,7 @@ TIMEOUT = timedelta(minutes=5)
 Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 # Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
+_LAST_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # on which something was exchanged
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
 
 
@@ -47,7 +48,6 @@ class ExpertGroup:
         self._memory: PeerMemory | None = None
         self._kept: list[PeerMemory] = []  # that captured graphs may write
         self._has_peers: bool | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def of(
@@ -172,11 +172,14 @@ class ExpertGroup:
         return memory
 
     def _follow(self, device: torch.device) -> None:
-        """Exchanges of a group run one after the other, whatever their streams."""
-        current = torch.cuda.current_stream(device)
-        if self._stream not in (None, current) and not torch.cuda.is_current_stream_capturing():
-            current.wait_stream(self._stream)
-        self._stream = current
+        """Exchanges of a GPU run one after the other, whatever their streams and groups.
+
+        CTAs that wait would fill the GPUs of two ranks, each for another exchange.
+        """
+        current, last = torch.cuda.current_stream(device), _LAST_STREAMS.get(device)
+        if last not in (None, current) and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(last)
+        _LAST_STREAMS[device] = current
 
 
 def _group_of(mesh: Any) -> Any:

@@ -43,20 +43,24 @@ class Received(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32; and
-    which ranks give something for each of its tokens: a bit of each, uint32 [M]."""
+    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32.
+
+    And what sums of its own tokens need besides: reached, uint32 [M], a bit of each rank that gives
+    something for a token; scores, fp32 [M, k].
+    """
 
     rows: int
     of_scores: int
     reached: int
+    scores: int
     size: int
 
     @classmethod
     @lru_cache(4096)
     def of(cls, num_ranks: int, max_tokens: int, hidden_size: int, top_k: int) -> "GivenBack":
         num_slots = num_ranks * max_tokens
-        lengths = num_slots * hidden_size * 2, num_slots * top_k * 4, max_tokens * 4
-        return cls(*_places(lengths))
+        of_slots = num_slots * hidden_size * 2, num_slots * top_k * 4
+        return cls(*_places([*of_slots, max_tokens * 4, max_tokens * top_k * 4]))
 
 
 def _places(lengths: Sequence[int]) -> list[int]:

@@ -41,7 +41,7 @@ class _Tokens(ctypes.Structure):
         (c_void_p, "x"),
         (c_int64, "x_row_bytes"),
         (c_uint32, "row_bytes hidden_size num_k_blocks"),
-        (c_int64, "rows row_pitch scales scale_pitch ids scores reached"),
+        (c_int64, "rows row_pitch scales scale_pitch ids scores reached own_scores"),
     )
 
 
@@ -72,7 +72,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Sums(ctypes.Structure):
-    _fields_ = fields((c_int64, "rows of_choices reached"), (c_void_p, "y y_of_choices"))
+    _fields_ = fields((c_int64, "rows of_choices reached scores"), (c_void_p, "y y_of_choices"))
 
 
 class Order(ctypes.Structure):
@@ -206,6 +206,7 @@ def push(
                 ids=at + received.ids,
                 scores=at + received.scores,
                 reached=memory.returning_at + given_back.reached,
+                own_scores=memory.returning_at + given_back.scores,
             ),
             min_amax=min_amax or 0.0,
         )
@@ -388,6 +389,7 @@ class CombineAndGiveBack(NamedTuple):
         given = self.returning_at, self.place, self.sizes, self.num_tokens
         arguments = _give_back_arguments(*given, unit_bytes=16)
         arguments.ranks.state = self.state
+        arguments.sums.scores = self.returning_at + _given_back(self.place, self.sizes).scores
         arguments.rows = _Rows(
             y_row_bytes=y_row_pitch * 2,
             weight_token_bytes=token_stride * weights.element_size(),

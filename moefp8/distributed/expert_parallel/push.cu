@@ -11,6 +11,7 @@ struct Tokens {
   int64_t scales, scale_pitch;  // those of scales, if tokens are quantized
   int64_t ids, scores;          // of choices: int32 and fp32 [P M, k]
   int64_t reached;              // [T] in this rank's memory: a bit for each rank that gives something back
+  int64_t own_scores;           // [T, k] there: the scores, where the others do not write before results have come
 };
 
 struct Arguments {
@@ -38,7 +39,12 @@ __device__ inline void push_choices(const Arguments& args, const Memories& memor
       }
     }
   }
-  uint32_t* reached = reinterpret_cast<uint32_t*>(memories.of[ranks.rank] + tokens.reached);
+  uint8_t* memory = memories.of[ranks.rank];
+  if (choices.are_sent) {
+    float* scores = reinterpret_cast<float*>(memory + tokens.own_scores);
+    for (uint32_t i = first; i < choices.num_tokens * choices.top_k; i += step) scores[i] = choices.scores[i];
+  }
+  uint32_t* reached = reinterpret_cast<uint32_t*>(memory + tokens.reached);
   for (uint32_t i = first; i < choices.num_tokens; i += step) {
     uint32_t bits = 0;
     for (uint32_t j = 0; j < choices.top_k; ++j) bits |= choices.rank_bit(i * choices.top_k + j, ranks.num_ranks);

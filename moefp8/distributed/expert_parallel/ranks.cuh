@@ -6,8 +6,7 @@
 //
 // A kernel pushes, tells all ranks that it has, and waits until all have told: then what this rank received is complete.
 // Pushes of tokens and of results take turns, and nobody pushes before all have told of the push before. So what is
-// read of one kind is no longer written: the others wait for this rank's push of the other kind, which comes behind the
-// read.
+// read of one kind is no longer written, if it is read before this rank tells of its next push of the other kind.
 #pragma once
 #include "base.cuh"
 
@@ -22,8 +21,9 @@ struct State {
   uint32_t* error;                // [4] in the host's memory: kind, rank, what it told
   uint8_t* memory[kMaxRanks];     // that of each rank
   uint32_t num_ended[kNumWords];  // parts of what a word tells of; 0 between kernels
-  // CTAs that give results back and have begun; items that they have taken; those that have ended. 0 between kernels.
-  uint32_t num_started, num_pushes, num_sums, num_left;
+  uint32_t num_pushes, num_sums;  // items of results that are taken; 0 between kernels
+  uint32_t num_left;              // CTAs that have given results back, and ended; 0 between kernels
+  uint32_t num_failed;            // threads that have found something wrong
 };
 
 struct Ranks {
@@ -92,6 +92,10 @@ __device__ inline uint64_t now_ns() {
 // Writes down what is wrong, and ends all work of this process on the GPU, so that no result is taken for right.
 __device__ inline void fail(const Ranks& ranks, uint32_t kind, uint32_t rank, uint64_t told) {
   uint32_t* error = ranks.state->error;
+  if (atomicAdd(&ranks.state->num_failed, 1u) > 0) {  // another thread writes
+    while (*reinterpret_cast<volatile uint32_t*>(error) == 0) continue;
+    asm volatile("trap;");
+  }
   error[1] = rank, error[2] = static_cast<uint32_t>(told >> 32), error[3] = static_cast<uint32_t>(told);
   fence_system();
   error[0] = kind;

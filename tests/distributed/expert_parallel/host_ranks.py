@@ -74,6 +74,7 @@ class Host:
         self.memories = HostMemories(self.num_ranks, self.received.size, self.back.size)
         self.expected = [x.clone() for x in self.memories.bytes_of]
         self.reached: list[list[set[int]]] = []
+        self.scores: list[torch.Tensor] = []
         self.num_pushed, self.num_given_back, self.signature = 0, 0, 0
 
     def place(self, rank: int) -> Place:
@@ -122,6 +123,7 @@ class Host:
         case, received, at = self.case, self.received, self.memory(0).receiving_at
         most, top_k, num_experts, h = case.sizes
         self.signature = SIGNATURE - self.num_pushed
+        self.scores = self.scores if scores is None else scores
         chosen = [z.tolist() for z in ids]
         self.reached = [[ranks_of(z, num_experts, self.num_ranks) for z in own] for own in chosen]
         padding = []  # (rank, begin, end) of what lies behind the codes of a row
@@ -129,8 +131,10 @@ class Host:
             if min_amax is not None:
                 codes, scales = naive.quantize(tokens, 1, False, min_amax)
             bits = [sum(1 << rank for rank in own) for own in self.reached[source]]
-            place = self.memory(0).returning_at + self.back.reached
-            put(self.expected[source], place, torch.tensor(bits).int())
+            place = self.memory(0).returning_at
+            put(self.expected[source], place + self.back.reached, torch.tensor(bits).int())
+            if scores is not None:
+                put(self.expected[source], place + self.back.scores, scores[source])
             for token, reached in enumerate(self.reached[source]):
                 slot = source * most + token
                 for rank in reached:
@@ -169,6 +173,10 @@ class Host:
             self.launch(rank, words, value, launch)
         self.check(words, value)
 
+    def slots_of(self, rank: int) -> slice:
+        most = self.case.sizes.max_tokens
+        return slice(rank * most, (rank + 1) * most)
+
     def slot_ids(self, rank: int) -> torch.Tensor:
         """int32 [P M, k], as it has come."""
         case, at = self.case, self.memory(rank).receiving_at + self.received.ids
@@ -182,6 +190,8 @@ class Host:
     ) -> None:
         """y, of_choices: of each rank [P M, H] and [P M, k]."""
         ids = [self.slot_ids(rank).clone() for rank in range(self.num_ranks)]
+        for rank, own in enumerate(ids):  # which others may overwrite
+            own[self.slots_of(rank)] = UNTOUCHED
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
             given = None if y is None else y[rank], ids[rank]
@@ -197,11 +207,15 @@ class Host:
         token_to_row: list[torch.Tensor],
         weights: list[torch.Tensor],
     ) -> None:
+        """weights: of each rank [P M, k]; of its own slots, those are the scores that it pushed."""
+        for rank, own in enumerate(weights):
+            own[self.slots_of(rank)] = torch.nan  # which others may overwrite
         h = self.case.hidden_size
-        rows = [
-            naive.combine(z[:, :h], maps.tolist(), w)
-            for z, maps, w in zip(y, token_to_row, weights, strict=True)
-        ]
+        rows = []
+        for rank, (z, maps) in enumerate(zip(y, token_to_row, strict=True)):
+            of_slots, here = weights[rank].float(), self.slots_of(rank)
+            of_slots[here.start : here.start + len(self.scores[rank])] = self.scores[rank]
+            rows.append(naive.combine(z[:, :h], maps.tolist(), of_slots))
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
             memory = self.memory(rank)

@@ -91,6 +91,7 @@ def test_parts_of_an_area_do_not_overlap(num_slots, h, top_k, dtype):
         (back.rows, 2 * num_slots * h * 2),
         (back.of_scores, 2 * num_slots * top_k * 4),
         (back.reached, num_slots * 4),
+        (back.scores, num_slots * top_k * 4),
     )
 
 
@@ -257,6 +258,7 @@ def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h):
     assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 256)
     assert (x.rows.y, x.rows.token_to_row, x.rows.weights) == (16, 32, 48)
     assert (x.sums.y, x.ranks.state) == (64, 80)
+    assert x.sums.scores == 8192 + GivenBack.of(2, most, h, 3).scores
     word = dtype.itemsize
     assert (x.rows.weight_token_bytes, x.rows.weight_choice_bytes) == (word, 2 * most * word)
     assert (x.rows.y_row_bytes, x.units.value, x.rows.top_k) == (2 * h + 16, h // 8, 3)

@@ -24,8 +24,8 @@ def functions(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpu(functions):
-    """A GPU of one SM, which has eight CTAs, that runs the kernels' text."""
-    with jit.using(FakeDriver(1, library=cuda_on_cpu.OnCpu(functions))) as driver:
+    """A GPU of five SMs that runs the kernels' text."""
+    with jit.using(FakeDriver(5, library=cuda_on_cpu.OnCpu(functions))) as driver:
         yield driver
 
 
@@ -87,6 +87,7 @@ CASES = {
     "FP32, int32": Case((5, 6), 2, 9, 132, torch.float32, torch.int32),
     "FP16, int32": Case((5, 6, 1), 4, 11, 144, torch.float16, torch.int32),
     "wide rows": Case((5, 6), 2, 6, 136, pitch=8),
+    "several chunks": Case((560, 413), 2, 5, 2048),
     "rows that begin anywhere": Case((5, 6), 2, 6, 136, pitch=3, offset=1),
 }
 by_case = pytest.mark.parametrize("name", CASES)
@@ -194,12 +195,13 @@ def test_any_case(data):
         (7, [1, 1, 0, 7]),  # what it told before
     ],
 )
-@pytest.mark.parametrize("word", [0, 1], ids=["tokens", "results"])
+@pytest.mark.parametrize("word", [0, 1, 2], ids=["tokens", "results", "a later chunk"])
 def test_what_is_wrong_is_written_down(word, told, error):
-    case = CASES["two"]
+    case = CASES["several chunks" if word == 2 else "two"]
     host = Host(case, case.hidden_size)
-    if word == 1:
+    if word > 0:
         host.push(tokens_of(case), ids_of(case), scores_of(case), 1e-4)
+        host.words(0)[1, 1] = 1 << 32 | SIGNATURE
     host.words(0)[word, 1] = told
     place, memory = host.place(0), host.memory(0)
     if word == 0:
