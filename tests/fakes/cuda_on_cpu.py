@@ -291,8 +291,8 @@ PTX = {  # what is replaced, and by what
     ),
     r'asm\("cvt.rn.f16x2.e4m3x2[^:]*: "=r"\((\w+)\) : "h"\((.*)\)\);': r"\1 = decode_two(\2);",
     r'asm volatile\("fence.acq_rel.sys;[^;]*;': "",
-    r'asm volatile\("st.release.sys[^;]*;[^;]*;': "*word = value;",
-    r'asm volatile\("ld.(acquire|relaxed).sys[^;]*;[^;]*;': "value = *word;",
+    r'asm volatile\("st.release.sys[^;]*;[^;]*;': "*(volatile uint64_t*)word = value;",
+    r'asm volatile\("ld.(acquire|relaxed).sys[^;]*;[^;]*;': "value = *(volatile uint64_t*)word;",
     r'asm volatile\("nanosleep[^;]*;[^;]*;': "",
     r'asm volatile\("mov.u64 %0, %%globaltimer;[^;]*;': "ns = now();",
     r'asm volatile\("trap;"\);': "end_thread();",
@@ -339,7 +339,16 @@ def build(
     main, library = folder / f"{source.stem}.cpp", folder / f"{source.stem}.so"
     others = "\n".join(more.values())
     main.write_text(f'{CUDA}\n#include "{source.name}"\n{runs}\n{others}')
-    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+    # Without unique symbols, libraries of the same kernels have memory of their own.
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-fno-gnu-unique",
+    ]
     subprocess.run(["g++", *options, str(main), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     functions = {}

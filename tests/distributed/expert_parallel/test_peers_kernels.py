@@ -38,9 +38,10 @@ from tests.distributed.expert_parallel.peers_cases import (
     PUSH,
     WORDS,
     HostMemories,
+    Recording,
     placed,
 )
-from tests.fakes.emulator import Emulator, FakeDriver
+from tests.fakes.emulator import FakeDriver
 from tests.gpu import assert_arguments_fit
 from tests.routing.cases import DTYPES
 
@@ -125,14 +126,6 @@ def test_areas_only_grow(least):
 
 
 # ---- Launches ----
-
-
-class Recording(Emulator):
-    """It runs nothing."""
-
-    def compute(self, made, parameters):
-        of = PushArguments if made.kernel.source.stem == "push" else GiveBackArguments
-        made.arguments = of.from_buffer_copy(of.from_address(parameters[-1]))
 
 
 @pytest.fixture
