@@ -84,6 +84,20 @@ def listed(model: nn.Sequential, dtype: torch.dtype, *, backward: bool) -> set[j
     return kernels_of(model, MOST, dtype=dtype, top_k=TOP_K, backward=backward)
 
 
+def needed_and_listed(
+    model: nn.Sequential, dtype: torch.dtype, *, backward: bool
+) -> tuple[set[jit.Kernel], set[jit.Kernel]]:
+    needed = launched(model, dtype, backward=backward)
+    named = listed(model, dtype, backward=backward)
+    assert needed - named == set()
+    return needed, named
+
+
+def adapt(model: nn.Sequential, what: str) -> None:
+    if what == "adapted":
+        add_lora(model, rank=8, alpha=8.0)
+
+
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize(
     "what", ["frozen", "trained", pytest.param("adapted", marks=NEEDS_GROUPED_MM_ON_A_CPU)]
@@ -91,12 +105,9 @@ def listed(model: nn.Sequential, dtype: torch.dtype, *, backward: bool) -> set[j
 @pytest.mark.parametrize(("h", "dtype"), [(256, BF16), (264, FP32), (204, BF16), (203, FP32)])
 def test_it_lists_what_peers_need(num_ranks, what, h, dtype):
     model = part_of(experts_of(what, h), RankOfPeers(num_ranks))
-    if what == "adapted":
-        add_lora(model, rank=8, alpha=8.0)
+    adapt(model, what)
     for backward in (False, True):
-        needed = launched(model, dtype, backward=backward)
-        named = listed(model, dtype, backward=backward)
-        assert needed - named == set()
+        needed, _ = needed_and_listed(model, dtype, backward=backward)
         exchange = {kernel.source.name for kernel in needed} & {"push.cu", "give_back.cu"}
         assert exchange == {"push.cu", "give_back.cu"}
 
@@ -106,9 +117,7 @@ def test_tokens_of_all_ranks_come_to_frozen_experts_as_codes(layout):
     """Nothing is listed of experts that get bf16 tokens."""
     model = part_of(experts_of("frozen", 256, layout), RankOfPeers(4))
     for backward in (False, True):
-        needed = launched(model, BF16, backward=backward)
-        named = listed(model, BF16, backward=backward)
-        assert needed - named == set()
+        _, named = needed_and_listed(model, BF16, backward=backward)
         assert not any("Floats" in kernel.name for kernel in named)
         assert not any("push_rows" in kernel.name for kernel in named)
         of_codes = dispatch_launch.needed_kernels(
@@ -158,15 +167,11 @@ def process_group(tmp_path_factory) -> Iterator[Any]:
 def test_it_lists_what_collectives_need(process_group, what, h, dtype):
     """It is not known yet how tokens travel, so both are listed."""
     model = moefp8.distributed.expert_parallel(nn.Sequential(experts_of(what, h)), process_group)
-    if what == "adapted":
-        add_lora(model, rank=8, alpha=8.0)
+    adapt(model, what)
     by_peers = part_of(copy.deepcopy(experts_of(what, h)), RankOfPeers(1))
-    if what == "adapted":
-        add_lora(by_peers, rank=8, alpha=8.0)
+    adapt(by_peers, what)
     for backward in (False, True):
-        needed = launched(model, dtype, backward=backward)
-        named = listed(model, dtype, backward=backward)
-        assert needed - named == set()
+        needed, named = needed_and_listed(model, dtype, backward=backward)
         assert not any(kernel.source.name == "push.cu" for kernel in needed)
         of_peers = listed(by_peers, dtype, backward=backward)
         assert of_peers <= named

@@ -116,10 +116,8 @@ class PeerExchange:
             return rows, of_scores
         y, y_of_scores = self._empty_sum(), None
         if of_scores is not None:
-            of_scores, y_of_scores = (
-                of_scores.contiguous(),
-                of_scores.new_empty(self._choices.shape),
-            )
+            of_scores = of_scores.contiguous()
+            y_of_scores = of_scores.new_empty(self._choices.shape)
         self._give_back(rows.contiguous(), of_scores, y, y_of_scores)
         return y, y_of_scores
 

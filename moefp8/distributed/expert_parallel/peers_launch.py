@@ -21,8 +21,6 @@ from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
 _THREADS, _LANES, _WARP, _AT_ONCE = 256, 8, 32, 4
-_PUSHING, _GIVING_BACK, _COMBINING = 8, 4, 3  # CTAs of a kernel that an SM has room for
-_SHARES = {_GIVING_BACK: 0.4, _COMBINING: 0.6}  # of these that push results
 
 
 class _Ranks(ctypes.Structure):
@@ -150,6 +148,8 @@ def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
 
 # ---- Pushing tokens ----
 
+_PUSHING_CTAS = 8  # that an SM has room for
+
 # The addresses of a push, in this order; the signature counts as one.
 _X, _IDS, _SCORES, _STATE, _SIGNATURE = map(Source, range(5))
 
@@ -228,7 +228,7 @@ def push(
             kernel = push_rows_kernel_of(unit)
             num_threads = num_tokens * ceil_div(h * word, unit * _AT_ONCE * _WARP) * _WARP
         device_index = x.get_device()
-        most = current_driver().num_sms(device_index) * _PUSHING
+        most = current_driver().num_sms(device_index) * _PUSHING_CTAS
         grid = max(1, min(ceil_div(num_threads, _THREADS), most))
         return _launch(kernel, arguments, found, device_index, grid)
 
@@ -238,6 +238,15 @@ def push(
 
 # ---- Giving back ----
 
+
+class _Ctas(NamedTuple):
+    """How many of a kernel an SM has room for, and the share of those that push."""
+
+    of_sm: int
+    pushing: float
+
+
+_GIVING_BACK, _COMBINING = _Ctas(4, 0.4), _Ctas(3, 0.6)
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
 _MOST_PASSES = 4  # units of an item for each thread
 _USUAL_PUSHING = 237  # CTAs, on 132 SMs
@@ -351,13 +360,13 @@ def _launch_giving(
     found: list[Pointer],
     device_index: int,
     place: Place,
-    ctas_per_sm: int,
+    ctas: _Ctas,
 ) -> Launch:
     """As many CTAs as run at once, some of which push first."""
     order = arguments.order
-    most = place.most_ctas or current_driver().num_sms(device_index) * ctas_per_sm
+    most = place.most_ctas or current_driver().num_sms(device_index) * ctas.of_sm
     num_pushes = order.num_chunks * order.num_pushes
-    order.num_pushing = min(num_pushes, max(1, int(most * _SHARES[ctas_per_sm])))
+    order.num_pushing = min(num_pushes, max(1, int(most * ctas.pushing)))
     grid = min(most, order.num_pushing + order.num_chunks * order.num_sums)
     return _launch(kernel, arguments, found, device_index, grid)
 

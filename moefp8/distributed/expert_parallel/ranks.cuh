@@ -34,37 +34,6 @@ struct Ranks {
 
 enum class Push { kTokens, kResults };
 
-struct Choices {
-  const uint8_t* ids;   // int32 or int64 [T, k]
-  const float* scores;  // [T, k]
-  uint32_t num_tokens, max_tokens, top_k, num_experts;
-  uint32_t id_bytes;
-  uint32_t are_sent;  // whether ids and scores are; without tokens, their addresses are null
-
-  // The expert of choice i, or E for an id of no one.
-  __device__ uint32_t expert(uint32_t i) const {
-    const uint64_t id = id_bytes == 8 ? reinterpret_cast<const uint64_t*>(ids)[i]
-                                      : reinterpret_cast<const uint32_t*>(ids)[i];
-    return id < num_experts ? static_cast<uint32_t>(id) : num_experts;
-  }
-  // Rank r has the experts [r E / P, (r + 1) E / P), each rounded down.
-  __device__ uint32_t rank_bit(uint32_t i, uint32_t num_ranks) const {
-    const uint32_t e = expert(i);
-    return e < num_experts ? 1u << ((e + 1) * num_ranks - 1) / num_experts : 0;
-  }
-  // A bit for each rank that has an expert of the token. kThreads neighbouring threads, a power of two, ask together.
-  template <int kThreads>
-  __device__ uint32_t ranks_of(uint32_t token, uint32_t num_ranks) const {
-    uint32_t bits = 0;
-    for (uint32_t j = threadIdx.x % kThreads; j < top_k; j += kThreads) bits |= rank_bit(token * top_k + j, num_ranks);
-#pragma unroll
-    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
-      bits |= __shfl_xor_sync(0xffffffff, bits, distance);
-    }
-    return bits;
-  }
-};
-
 // ---- Meeting ----
 
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -150,29 +119,3 @@ __device__ inline void wait_for_others(const Ranks& ranks, const Memories& memor
   }
   __syncthreads();
 }
-
-// ---- Moving rows ----
-
-constexpr int kAtOnce = 4;  // units of a thread that are in flight together
-
-// What a warp moves at once: neighbouring units of a row.
-template <class Unit>
-struct Piece {
-  static constexpr uint32_t kUnits = kWarp * kAtOnce;
-  Unit units[kAtOnce];
-
-  __device__ void load(const uint8_t* row, uint32_t first, uint32_t end) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t unit = first + i * kWarp + threadIdx.x % kWarp;
-      if (unit < end) units[i] = reinterpret_cast<const Unit*>(row)[unit];
-    }
-  }
-  __device__ void store(uint8_t* row, uint32_t first, uint32_t end) const {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t unit = first + i * kWarp + threadIdx.x % kWarp;
-      if (unit < end) reinterpret_cast<Unit*>(row)[unit] = units[i];
-    }
-  }
-};
