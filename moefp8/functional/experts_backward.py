@@ -35,6 +35,7 @@ from ..routing.plan import build_maps
 from .autograd import first_order, no_gradients, records
 from .experts import ExpertsInputs, experts, experts_saving
 from .experts_backward_launch import launch_experts_backward
+from .experts_launch import Combine
 from .feed_forward_backward import through_swiglu
 from .swiglu_rows import weights_of_rows
 
@@ -154,6 +155,19 @@ experts_backward = register_inputs(
 
 A choice that is held elsewhere has a gradient of exactly 0, and choices that share a row have the
 same one. On a Hopper GPU, what a token gets does not depend on the other tokens, bit for bit."""
+
+
+def launch_combining_gradients(
+    inputs: ExpertsBackwardInputs, combine: Combine, out: torch.Tensor
+) -> None:
+    """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens and brings them
+    elsewhere, and the gradients of weights with them; see `runs_as_a_whole`.
+
+    out: what the kernel of `combine` takes for the result.
+    """
+    weights = inputs.top_k_weights
+    of_weights = weights.new_empty(weights.shape, dtype=torch.float32)
+    launch_experts_backward(partial(_check, inputs), inputs, out, of_weights, combine)
 
 
 # ---- Autograd ----

@@ -14,6 +14,7 @@ Before them, a weight whose transpose is not kept is transposed.
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from ..routing.combine_launch import CombineSources, prepare_combine
 from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
 from ..routing.plan_launch import RoutingSources
 from .expert_configs import Sizes, backward_configs, mean_load
-from .experts_launch import expected_tiles, takes_tiles
+from .experts_launch import Combine, expected_tiles, takes_tiles
 from .swiglu import lies_as_read, saved_as_read
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed
@@ -51,10 +52,12 @@ def launch_experts_backward(
     inputs: "ExpertsBackwardInputs",
     dx: torch.Tensor,
     of_weights: torch.Tensor,
+    combine: Combine | None = None,
 ) -> None:
     """`experts_backward` on the current stream; nothing waits for it.
 
     check: raises if the arguments are wrong; called for layouts that are new.
+    combine: stands for `prepare_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         check()
@@ -75,7 +78,20 @@ def launch_experts_backward(
         check()
         gate_up, scales = saved_as_read(gate_up, scales)
     inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
-    _launch_parts(check, inputs, weights, dx, of_weights)
+    if combine is not None:
+        _launch(check, inputs, weights, dx, of_weights, combine)
+    else:
+        _launch_parts(check, inputs, weights, dx, of_weights)
+
+
+def runs_as_a_whole(inputs: "ExpertsBackwardInputs") -> bool:
+    """Whether all tokens are computed in one part, and there is something to compute."""
+    return _has_one_part(_sizes_of(inputs))
+
+
+@lru_cache(4096)
+def _has_one_part(sizes: Sizes) -> bool:
+    return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=True) == 1
 
 
 def _launch_parts(
@@ -122,6 +138,7 @@ def _launch(
     weights: tuple[torch.Tensor, ...],
     dx: torch.Tensor,
     of_weights: torch.Tensor,
+    combine: Combine | None = None,
 ) -> None:
     grad, ids, top_k_weights, gate_up, scales = inputs[:5]
     grad_scales = inputs.grad_scale_inv
@@ -137,12 +154,13 @@ def _launch(
         inputs.swiglu_limit,
         inputs.expert_offset,
         inputs.num_global_experts,
+        combine,
         driver.max_sms,
     )
     found = driver.prepared().get(key)
     if found is None:
         check()
-        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0))
+        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0, combine))
     saved_scales = 0 if scales is None else scales.data_ptr()
     of_grad = 0 if grad_scales is None else grad_scales.data_ptr()
     addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
@@ -152,7 +170,10 @@ def _launch(
 
 
 def _prepare(
-    inputs: "ExpertsBackwardInputs", weights: tuple[torch.Tensor, ...], is_aligned: bool
+    inputs: "ExpertsBackwardInputs",
+    weights: tuple[torch.Tensor, ...],
+    is_aligned: bool,
+    combine: Combine | None,
 ) -> Launches:
     sizes = _sizes_of(inputs)
     at, rows = BackwardWorkspace.of(sizes), sizes.num_tokens * sizes.top_k
@@ -205,15 +226,18 @@ def _prepare(
             is_first=is_first,
         ),
     )
-    combine = prepare_combine(
+    prepare = prepare_combine if combine is None else combine.prepare
+    last = prepare(
         inputs.grad.new_empty(inputs.top_k_index.shape, dtype=torch.float32),
         h,
         y_row_pitch=round_up(h, 8),
         is_aligned=is_aligned,
-        sources=CombineSources(_in_memory(at.results), token_to_row, is_first, _DX),
+        sources=CombineSources(
+            _in_memory(at.results), token_to_row, is_first, _DX, of_choices=_OF_WEIGHTS
+        ),
         programmatic=True,
     )
-    return Launches((*dispatch, first, swiglu, second, combine), at.size)
+    return Launches((*dispatch, first, swiglu, second, last), at.size)
 
 
 def _in_memory(offset: int) -> Source:

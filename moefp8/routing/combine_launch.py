@@ -57,13 +57,17 @@ def at_once_of(top_k: int) -> int:
 
 
 class CombineSources(NamedTuple):
-    """Which addresses of a launch are those of a combine; addend: None if there is none."""
+    """Which addresses of a launch are those of a combine; addend: None if there is none.
+
+    of_choices: fp32 [T, k], which a combine that brings sums to another GPU brings there, too.
+    """
 
     y: Source
     token_to_row: Source
     weights: Source
     out: Source
     addend: Source | None = None
+    of_choices: Source | None = None
 
 
 def prepare_combine(
@@ -124,6 +128,6 @@ def prepare_combine(
         ceil_div(num_units, threads),
         threads,
         (arguments,),
-        pointers(_Arguments, **sources._asdict()),
+        pointers(_Arguments, **sources._replace(of_choices=None)._asdict()),
         programmatic=programmatic,
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...functional.experts import ExpertsInputs, experts, experts_saving
+from ...functional.experts_backward import ExpertsBackwardInputs, experts_backward
 from ...quant.quantize import quantize_1x128, quantize_gradient_1x128
 from ...routing.combine import sum_rows
 from .agreement import Call
@@ -67,6 +68,10 @@ class CollectiveExchange:
         """What `combine` gives of the experts' results, and what a backward needs if it `saves`."""
         return run_experts(self, inputs, saves=saves)
 
+    def experts_backward(self, inputs: ExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `combine_gradients` gives of the experts' gradients."""
+        return run_experts_backward(self, inputs)
+
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 [R, H] -> [T, H]: the FP32 sum of what each rank gives for a token, in order."""
         back = self._travel(rows, self._num_received, self._num_sent)
@@ -121,6 +126,14 @@ def run_experts(
         return exchange.combine(experts(*inputs)), None
     y, gate_up = experts_saving(*inputs)
     return exchange.combine(y), gate_up
+
+
+def run_experts_backward(
+    exchange: Any, inputs: ExpertsBackwardInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor]
+    found = exchange.combine_gradients(*experts_backward(*inputs))
+    return found
 
 
 def _reached(ids: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ...functional.autograd import first_order, no_gradients, records
 from ...functional.experts import ExpertsInputs
-from ...functional.experts_backward import experts_backward
+from ...functional.experts_backward import ExpertsBackwardInputs
 from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
@@ -250,8 +250,8 @@ class _FrozenExperts(torch.autograd.Function):
         of_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
         ctx.agreement.agree()
         codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
-        gradients = experts_backward(codes, *saved, *ctx.options, scale_inv)
-        dx, of_scores = exchange.combine_gradients(*gradients)
+        given: tuple[Any, ...] = (codes, *saved, *ctx.options, scale_inv)
+        dx, of_scores = exchange.experts_backward(ExpertsBackwardInputs(*given))
         return None, None, None, None, dx.to(ctx.dtype), of_scores, *of_weights
 
 

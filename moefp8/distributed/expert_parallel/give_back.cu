@@ -35,7 +35,7 @@ struct Rows {
 struct Sums {
   int64_t rows, of_choices;  // [P M, H] and [P M, k], of the other ranks
   int64_t reached;           // [M]: a bit for each rank that gives something for a token of this rank
-  int64_t scores;            // fp32 [M, k]: of this rank's tokens, the weights of its own slots
+  int64_t scores;            // fp32 [M, k]: of this rank's tokens, the weights of its own slots; 0: those of rows
   uint8_t* y;                // bf16 [T, H]
   float* y_of_choices;       // [T, k]
 };
@@ -246,11 +246,15 @@ __global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __g
     return true;
   };
   const auto give_own = [&](uint32_t slot, uint32_t unit) {
+    Columns<uint4> sums = {};
+    if (args.sums.scores == 0) {
+      weighted_sum<kWeights, 4>(args.rows, slot, unit * 8, sums.values);
+      return sums.rounded();
+    }
     Rows own = args.rows;
     own.weight_choice_bytes = sizeof(float), own.weight_token_bytes = own.top_k * own.weight_choice_bytes;
     const int64_t before = args.ranks.rank * args.max_tokens * own.weight_token_bytes;  // of slots of other ranks
     own.weights = args.ranks.state->memory[args.ranks.rank] + args.sums.scores - before;
-    Columns<uint4> sums = {};
     weighted_sum<Input::kFloat, 4>(own, slot, unit * 8, sums.values);
     return sums.rounded();
   };

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...functional.experts import ExpertsInputs, launch_combining, runs_as_a_whole
+from ...functional.experts_backward import ExpertsBackwardInputs, launch_combining_gradients
+from ...functional.experts_backward_launch import runs_as_a_whole as runs_backward_as_a_whole
 from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from .agreement import Call
-from .collective import run_experts
+from .collective import run_experts, run_experts_backward
 from .peer_memory import GivenBack, Received
 from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
 
@@ -85,10 +87,20 @@ class PeerExchange:
         h = self._sizes.hidden_size
         if h % 8 or not runs_as_a_whole(inputs, saves=saves):
             return run_experts(self, inputs, saves=saves)
-        memory, y = self._group.memory, self._empty_sum()
-        places = memory.returning_at, memory.state.data_ptr()
-        combine = CombineAndGiveBack(self._place, self._sizes, len(y), *places)
-        return y, launch_combining(inputs, combine, y, saves=saves)
+        y = self._empty_sum()
+        return y, launch_combining(inputs, self._combine(), y, saves=saves)
+
+    def experts_backward(self, inputs: ExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last kernel gives gradients back, as that of `experts` gives results."""
+        h, (num_tokens, top_k) = self._sizes.hidden_size, self._choices.shape
+        if h % 8 or not runs_backward_as_a_whole(inputs):
+            return run_experts_backward(self, inputs)
+        size = num_tokens * (2 * h + 4 * top_k)
+        both = self._choices.new_empty(size, dtype=torch.uint8)
+        launch_combining_gradients(inputs, self._combine(), both)
+        dx, of_scores = both[: num_tokens * 2 * h], both[num_tokens * 2 * h :]
+        of_scores = of_scores.view(torch.float32).view(num_tokens, top_k)
+        return dx.view(torch.bfloat16).view(num_tokens, h), of_scores
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         return self._take_back(rows, None)[0]
@@ -124,6 +136,11 @@ class PeerExchange:
     def _give_back(self, rows: Any, of_scores: Any, y: Any, y_of_scores: Any) -> None:
         given = rows, self.ids, of_scores, y, y_of_scores
         give_back(self._group.memory, self._place, self._sizes, *given)
+
+    def _combine(self) -> CombineAndGiveBack:
+        memory, num_tokens = self._group.memory, len(self._choices)
+        places = memory.returning_at, memory.state.data_ptr()
+        return CombineAndGiveBack(self._place, self._sizes, num_tokens, *places)
 
     def _empty_sum(self) -> torch.Tensor:
         shape = len(self._choices), self._sizes.hidden_size

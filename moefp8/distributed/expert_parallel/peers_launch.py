@@ -374,6 +374,9 @@ def _launch_giving(
 class CombineAndGiveBack(NamedTuple):
     """What stands for `prepare_combine` where results are given back at once, and summed.
 
+    The result is bf16 [T, H]; behind it, where there is something of choices, fp32 [T, k]. Without,
+    weights are the scores that have come with tokens; else they are of this rank's own.
+
     num_tokens: T. returning_at, state: of the group's `PeerMemory`.
     """
 
@@ -398,7 +401,8 @@ class CombineAndGiveBack(NamedTuple):
         given = self.returning_at, self.place, self.sizes, self.num_tokens
         arguments = _give_back_arguments(*given, unit_bytes=16)
         arguments.ranks.state = self.state
-        arguments.sums.scores = self.returning_at + _given_back(self.place, self.sizes).scores
+        if sources.of_choices is None:
+            arguments.sums.scores = self.returning_at + _given_back(self.place, self.sizes).scores
         arguments.rows = _Rows(
             y_row_bytes=y_row_pitch * 2,
             weight_token_bytes=token_stride * weights.element_size(),
@@ -412,7 +416,13 @@ class CombineAndGiveBack(NamedTuple):
             token_to_row=sources.token_to_row,
             weights=sources.weights,
         )
-        found += pointers(_Sums, at=GiveBackArguments.sums.offset, y=sources.out)
+        behind = None
+        if sources.of_choices is not None:
+            behind = sources.out._replace(plus=self.num_tokens * hidden_size * 2)
+        at = GiveBackArguments.results.offset
+        found += pointers(_Results, at=at, of_choices=sources.of_choices)
+        at = GiveBackArguments.sums.offset
+        found += pointers(_Sums, at=at, y=sources.out, y_of_choices=behind)
         kernel, device_index = combine_kernel_of(weights.dtype), weights.get_device()
         return _launch_giving(kernel, arguments, found, device_index, self.place, _COMBINING)
 

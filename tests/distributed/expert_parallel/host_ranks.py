@@ -206,32 +206,44 @@ class Host:
         y: list[torch.Tensor],
         token_to_row: list[torch.Tensor],
         weights: list[torch.Tensor],
+        of_choices: list[torch.Tensor] | None = None,
     ) -> None:
-        """weights: of each rank [P M, k]; of its own slots, those are the scores that it pushed."""
-        for rank, own in enumerate(weights):
-            own[self.slots_of(rank)] = torch.nan  # which others may overwrite
-        h = self.case.hidden_size
+        """weights: of each rank [P M, k]; without of_choices, those of its own slots are the scores
+        that it pushed."""
+        h, top_k = self.case.hidden_size, self.case.top_k
         rows = []
         for rank, (z, maps) in enumerate(zip(y, token_to_row, strict=True)):
-            of_slots, here = weights[rank].float(), self.slots_of(rank)
-            of_slots[here.start : here.start + len(self.scores[rank])] = self.scores[rank]
+            of_slots, own = weights[rank].float(), self.slots_of(rank)
+            if of_choices is None:
+                weights[rank][own] = torch.nan  # which others may overwrite
+                of_slots[own.start : own.start + len(self.scores[rank])] = self.scores[rank]
             rows.append(naive.combine(z[:, :h], maps.tolist(), of_slots))
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
-            memory = self.memory(rank)
+            memory, has_choices = self.memory(rank), of_choices is not None
+            both = torch.empty(len(out) * (2 * h + 4 * top_k) + 16, dtype=torch.uint8)
+            both = both[-both.data_ptr() % 16 :]
             places = len(out), memory.returning_at, memory.state.data_ptr()
             made = CombineAndGiveBack(self.place(rank), self.case.sizes, *places).prepare(
                 weights[rank],
                 h,
                 y_row_pitch=y[rank].stride(0),
                 is_aligned=True,
-                sources=CombineSources(*map(Source, range(4))),
+                sources=CombineSources(
+                    *map(Source, range(4)), of_choices=Source(4) if has_choices else None
+                ),
                 programmatic=True,
             )
-            given = y[rank], token_to_row[rank], weights[rank], out
+            given = [y[rank], token_to_row[rank], weights[rank], both]
+            given += [] if of_choices is None else [of_choices[rank]]
             made.on(-1, tuple(x.data_ptr() for x in given))
+            end = len(out) * 2 * h
+            out.copy_(both[:end].view(BF16).view_as(out))
+            if of_choices is not None:
+                found = both[end : end + len(out) * 4 * top_k]
+                out_of_choices.copy_(found.view(torch.float32).view_as(out_of_choices))
 
-        self._return(rows, None, launch)
+        self._return(rows, of_choices, launch)
 
     def _return(
         self,

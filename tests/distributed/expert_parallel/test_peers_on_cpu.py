@@ -114,9 +114,10 @@ def test_rows_go_back_to_where_tokens_came_from(name, has_scores):
     host.give_back(y, of_choices if has_scores else None)
 
 
+@pytest.mark.parametrize("has_scores", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [x for x, case in CASES.items() if case.hidden_size % 8 == 0])
-def test_sums_go_back_to_where_tokens_came_from(name, dtype):
+def test_sums_go_back_to_where_tokens_came_from(name, dtype, has_scores):
     case = CASES[name]
     x, ids, scores = tokens_of(case), ids_of(case), scores_of(case)
     host = Host(case, case.hidden_size)
@@ -130,7 +131,8 @@ def test_sums_go_back_to_where_tokens_came_from(name, dtype):
         own, row = host.slot_ids(rank), torch.randint(0, num_rows, shape)
         maps.append(torch.where((own >= begin) & (own < end), row, -1).int())
     weights = [torch.randn(shape[::-1]).to(dtype).T for _ in case.tokens]
-    host.combine_and_give_back(y, maps, weights)
+    of_choices = results_of(case)[1] if has_scores else None
+    host.combine_and_give_back(y, maps, weights, of_choices)
 
 
 def test_exchanges_follow_one_another():
