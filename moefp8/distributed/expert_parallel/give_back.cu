@@ -87,100 +87,141 @@ struct Columns {
   }
 };
 
-// An item of a push to the other ranks: `give(slot, unit, value)` tells whether a slot has a result here, and what its
-// unit is.
-template <class Unit, class Give>
+// An item of a push to the other ranks. `give.load` begins to read what a slot has here, for kAtOnce units of a thread
+// together; `give.has` tells whether it has something, and what.
+template <class Unit, int kAtOnce, class Give>
 __device__ inline void push(const Arguments& args, const Memories& memories, const Item& item, const Give& give) {
   const Order& order = args.order;
   const uint32_t max_tokens = args.max_tokens, num_others = args.num_others.value, top_k = args.top_k;
   const uint32_t first_token = item.chunk * order.num_tokens;
   const uint32_t num_tokens = min(order.num_tokens, max_tokens - first_token), begin = item.part * order.units_of_item;
   const uint32_t end = min(num_tokens * num_others * args.units.value, begin + order.units_of_item);
-#pragma unroll 1
-  for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+  struct Place {
+    uint32_t source, token, unit;
+  };
+  const auto place_of = [&](uint32_t i) {
     // Neighbouring rows go to different ranks, so that all links are busy at all times.
-    const uint32_t row = args.units.quotient(i), unit = i - row * args.units.value;
-    const uint32_t in_chunk = args.num_others.quotient(row), token = first_token + in_chunk;
+    const uint32_t row = args.units.quotient(i), in_chunk = args.num_others.quotient(row);
     uint32_t source = row - in_chunk * num_others + args.ranks.rank + 1;
     if (source >= args.ranks.num_ranks) source -= args.ranks.num_ranks;
-    const uint32_t slot = source * max_tokens + token;
-    Unit value;
-    if (!give(slot, unit, value)) continue;
-    const int64_t there = args.ranks.rank * max_tokens + token;
-    reinterpret_cast<Unit*>(memories.of[source] + args.sums.rows)[there * args.units.value + unit] = value;
-    if (unit != 0 || args.results.of_choices == nullptr) continue;
-    float* of_choices = reinterpret_cast<float*>(memories.of[source] + args.sums.of_choices) + there * top_k;
-    for (uint32_t j = 0; j < top_k; ++j) {
-      of_choices[j] = args.results.of_choices[static_cast<int64_t>(slot) * top_k + j];
+    return Place{source, first_token + in_chunk, i - row * args.units.value};
+  };
+#pragma unroll 1
+  for (uint32_t i = begin + threadIdx.x; i < end; i += kAtOnce * blockDim.x) {
+    Unit values[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const Place place = place_of(min(i + j * blockDim.x, end - 1));
+      give.load(place.source * max_tokens + place.token, place.unit, values[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (i + j * blockDim.x >= end) break;
+      const Place place = place_of(i + j * blockDim.x);
+      const uint32_t slot = place.source * max_tokens + place.token;
+      if (!give.has(slot, place.unit, values[j])) continue;
+      const int64_t there = args.ranks.rank * max_tokens + place.token;
+      uint8_t* memory = memories.of[place.source];
+      reinterpret_cast<Unit*>(memory + args.sums.rows)[there * args.units.value + place.unit] = values[j];
+      if (place.unit != 0 || args.results.of_choices == nullptr) continue;
+      float* of_choices = reinterpret_cast<float*>(memory + args.sums.of_choices) + there * top_k;
+      for (uint32_t choice = 0; choice < top_k; ++choice) {
+        of_choices[choice] = args.results.of_choices[static_cast<int64_t>(slot) * top_k + choice];
+      }
     }
   }
 }
 
-// An item of a sum, in FP32 and in the order of ranks. `give_own(slot, unit)` is what a slot of this rank has here.
-template <class Unit, class Give>
-__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give_own) {
-  constexpr int kAtOnce = 2;  // ranks whose rows are in flight together
+// An item of a sum, in FP32 and in the order of ranks. No load has a condition that is in memory, so that all are in
+// flight at once: what a rank has not given is read, and not added.
+template <class Unit, int kAtOnce, class Give>
+__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give) {
+  constexpr int kRanks = 2;  // whose rows are in flight together
   const Order& order = args.order;
   const uint32_t first_token = item.chunk * order.num_tokens, rank = args.ranks.rank, top_k = args.top_k;
+  const uint32_t num_ranks = args.ranks.num_ranks;
   if (first_token >= args.num_tokens) return;
   const uint32_t num_tokens = min(order.num_tokens, args.num_tokens - first_token);
   const uint32_t begin = item.part * order.units_of_item;
   const uint32_t end = min(num_tokens * args.units.value, begin + order.units_of_item);
   const uint32_t* reached = reinterpret_cast<const uint32_t*>(memory + args.sums.reached);
-#pragma unroll 1
-  for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const uint32_t in_chunk = args.units.quotient(i), unit = i - in_chunk * args.units.value;
-    const int64_t token = first_token + in_chunk, slot = rank * args.max_tokens + token;
-    const uint32_t bits = reached[token];
-    const Unit* rows = reinterpret_cast<const Unit*>(memory + args.sums.rows) + token * args.units.value + unit;
-    const int64_t of_rank = static_cast<int64_t>(args.max_tokens) * args.units.value;
-    Unit own;
-    if (bits >> rank & 1) own = give_own(slot, unit);
-    Columns<Unit> sums = {};
-    for (uint32_t first = 0; first < args.ranks.num_ranks; first += kAtOnce) {
-      Unit values[kAtOnce];
+  const Unit* rows = reinterpret_cast<const Unit*>(memory + args.sums.rows);
+  const int64_t of_rank = static_cast<int64_t>(args.max_tokens) * args.units.value;
+  const auto load = [&](uint32_t first, int64_t at, Unit(&values)[kRanks]) {
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        if (bits >> (first + r) & 1) values[r] = first + r == rank ? own : rows[(first + r) * of_rank];
-      }
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        if (bits >> (first + r) & 1) sums.add(values[r]);
-      }
+    for (int r = 0; r < kRanks; ++r) {
+      if (first + r < num_ranks && first + r != rank) values[r] = rows[(first + r) * of_rank + at];
     }
-    reinterpret_cast<Unit*>(args.sums.y)[token * args.units.value + unit] = sums.rounded();
-    if (unit != 0 || args.results.of_choices == nullptr) continue;
-    const float* of_choices = reinterpret_cast<const float*>(memory + args.sums.of_choices);
-    for (uint32_t j = 0; j < top_k; ++j) {
-      float of_choice = 0;
-      for (uint32_t other = 0; other < args.ranks.num_ranks; ++other) {
-        const float* of_slots = other == rank ? args.results.of_choices : of_choices;
-        if (bits >> other & 1) of_choice += of_slots[(other * args.max_tokens + token) * top_k + j];
+  };
+#pragma unroll 1
+  for (uint32_t i = begin + threadIdx.x; i < end; i += kAtOnce * blockDim.x) {
+    uint32_t bits[kAtOnce];
+    Unit own[kAtOnce], values[kAtOnce][kRanks];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const uint32_t k = min(i + j * blockDim.x, end - 1), in_chunk = args.units.quotient(k);
+      const uint32_t token = first_token + in_chunk, unit = k - in_chunk * args.units.value;
+      load(0, int64_t{token} * args.units.value + unit, values[j]);
+      give.load(rank * args.max_tokens + token, unit, own[j]);
+      bits[j] = reached[token];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const uint32_t k = i + j * blockDim.x;
+      if (k >= end) break;
+      const uint32_t in_chunk = args.units.quotient(k), token = first_token + in_chunk;
+      const uint32_t unit = k - in_chunk * args.units.value;
+      const int64_t at = int64_t{token} * args.units.value + unit;
+      if (bits[j] >> rank & 1) give.own(rank * args.max_tokens + token, unit, own[j]);
+      Columns<Unit> sums = {};
+      for (uint32_t first = 0; first < num_ranks; first += kRanks) {
+        if (first > 0) load(first, at, values[j]);
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) {
+          if (bits[j] >> (first + r) & 1) sums.add(first + r == rank ? own[j] : values[j][r]);
+        }
       }
-      args.sums.y_of_choices[token * top_k + j] = of_choice;
+      reinterpret_cast<Unit*>(args.sums.y)[at] = sums.rounded();
+      if (unit != 0 || args.results.of_choices == nullptr) continue;
+      const float* of_choices = reinterpret_cast<const float*>(memory + args.sums.of_choices);
+      for (uint32_t choice = 0; choice < top_k; ++choice) {
+        float of_choice = 0;
+        for (uint32_t other = 0; other < num_ranks; ++other) {
+          const float* of_slots = other == rank ? args.results.of_choices : of_choices;
+          const int64_t slot = other * args.max_tokens + token;
+          if (bits[j] >> other & 1) of_choice += of_slots[slot * top_k + choice];
+        }
+        args.sums.y_of_choices[int64_t{token} * top_k + choice] = of_choice;
+      }
     }
   }
 }
 
 // Calls work(i) for the numbers below `end` that this CTA takes, one by one; for one alone if its first is not below
-// `num_staying`. All threads call both, and meet in `work`.
-template <class Work>
-__device__ inline void take_items(uint32_t* num_taken, uint32_t end, uint32_t num_staying, const Work& work) {
+// `num_staying`. All threads call both, and meet behind each work; then thread 0 calls end_work(i), while the others are
+// at the next one.
+template <class Work, class EndWork>
+__device__ inline void take_items(uint32_t* num_taken, uint32_t end, uint32_t num_staying, const Work& work,
+                                  const EndWork& end_work) {
   __shared__ uint32_t taken[2];  // this item and the next one, in turns
   if (threadIdx.x == 0) taken[0] = atomicAdd(num_taken, 1u);
   __syncthreads();
   const bool stays = taken[0] < num_staying;
 #pragma unroll 1
   for (uint32_t turn = 0; taken[turn] < end; turn ^= 1) {
-    if (stays && threadIdx.x == 0) taken[turn ^ 1] = atomicAdd(num_taken, 1u);  // it comes during this one
-    work(taken[turn]);
-    if (!stays) return;
+    const uint32_t i = taken[turn];
+    uint32_t next = end;
+    if (stays && threadIdx.x == 0) next = atomicAdd(num_taken, 1u);  // it comes during this one
+    work(i);
+    if (threadIdx.x == 0) taken[turn ^ 1] = next;
+    __syncthreads();
+    if (threadIdx.x == 0) end_work(i);
   }
 }
 
 // What the kernels before have told, and to whom, is older than the previous one.
-template <class Unit, class Give, class GiveOwn>
-__device__ inline void push_and_sum(const Arguments& args, const Give& give, const GiveOwn& give_own) {
+template <class Unit, int kAtOnce, class Give>
+__device__ inline void push_and_sum(const Arguments& args, const Give& give) {
   __shared__ Memories memories;
   __shared__ uint64_t value;
   const Ranks& ranks = args.ranks;
@@ -188,49 +229,84 @@ __device__ inline void push_and_sum(const Arguments& args, const Give& give, con
   State& state = *ranks.state;
   if (threadIdx.x == 0) value = next_value(state, Push::kResults, state.signature);
   memories.load(ranks);
-  take_items(&state.num_pushes, order.num_chunks * order.num_pushes, order.num_pushing, [&](uint32_t i) {
-    const Item item = {i / order.num_pushes, i % order.num_pushes};
-    push<Unit>(args, memories, item, give);
-    __syncthreads();
-    // The other threads are at the next item meanwhile.
-    if (threadIdx.x == 0 && is_last(state, 1 + item.chunk, order.num_pushes)) {
-      for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
-        if (rank != ranks.rank) tell(words(memories.of[rank], 1 + item.chunk) + ranks.rank, value);
-      }
+  const auto push_item = [&](uint32_t i) {
+    push<Unit, kAtOnce>(args, memories, {i / order.num_pushes, i % order.num_pushes}, give);
+  };
+  const auto end_push = [&](uint32_t i) {
+    const uint32_t word = 1 + i / order.num_pushes;
+    if (!is_last(state, word, order.num_pushes)) return;
+    for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
+      if (rank != ranks.rank) tell(words(memories.of[rank], word) + ranks.rank, value);
     }
-  });
-  take_items(&state.num_sums, order.num_chunks * order.num_sums, ~0u, [&](uint32_t i) {
+  };
+  const auto sum_item = [&](uint32_t i) {
     const Item item = {i / order.num_sums, i % order.num_sums};
     wait_for_others(ranks, memories, 1 + item.chunk, value);
     wait_for_previous_kernel();  // which may read the memory of y
-    sum<Unit>(args, memories.of[ranks.rank], item, give_own);
-    __syncthreads();
-  });
+    sum<Unit, kAtOnce>(args, memories.of[ranks.rank], item, give);
+  };
+  take_items(&state.num_pushes, order.num_chunks * order.num_pushes, order.num_pushing, push_item, end_push);
+  take_items(&state.num_sums, order.num_chunks * order.num_sums, ~0u, sum_item, [](uint32_t) {});
   if (threadIdx.x == 0 && atomicAdd(&state.num_left, 1u) == gridDim.x - 1) {
     state.num_pushes = state.num_sums = state.num_left = 0;
     ++state.counts[static_cast<int>(Push::kResults)];
   }
 }
 
+template <class Unit>
+struct GiveSlots {
+  const Arguments& args;
+
+  __device__ void load(uint32_t slot, uint32_t unit, Unit& value) const {
+    value = reinterpret_cast<const Unit*>(args.results.y)[int64_t{slot} * args.units.value + unit];
+  }
+  __device__ bool has(uint32_t slot, uint32_t unit, Unit& value) const {
+    const int* ids = args.results.ids + static_cast<int64_t>(slot) * args.top_k;
+    bool is_here = false;
+    for (uint32_t j = 0; j < args.top_k; ++j) is_here |= ids[j] - args.results.first_expert < args.results.num_experts;
+    return is_here;
+  }
+  __device__ void own(uint32_t slot, uint32_t unit, Unit& value) const {}
+};
+
+template <Input kWeights>
+struct GiveSums {
+  const Arguments& args;
+
+  __device__ void load(uint32_t slot, uint32_t unit, uint4& value) const {}
+  __device__ bool has(uint32_t slot, uint32_t unit, uint4& value) const {
+    return has<kWeights>(args.rows, slot, unit, value);
+  }
+  __device__ void own(uint32_t slot, uint32_t unit, uint4& value) const {
+    if (args.sums.scores == 0) {
+      has(slot, unit, value);
+      return;
+    }
+    Rows own = args.rows;
+    own.weight_choice_bytes = sizeof(float), own.weight_token_bytes = own.top_k * own.weight_choice_bytes;
+    const int64_t before = args.ranks.rank * args.max_tokens * own.weight_token_bytes;  // of slots of other ranks
+    own.weights = args.ranks.state->memory[args.ranks.rank] + args.sums.scores - before;
+    has<Input::kFloat>(own, slot, unit, value);
+  }
+
+ private:
+  template <Input kOfWeights>
+  __device__ static bool has(const Rows& rows, uint32_t slot, uint32_t unit, uint4& value) {
+    Columns<uint4> sums = {};
+    const bool has_row = weighted_sum<kOfWeights, 4>(rows, slot, unit * 8, sums.values);
+    value = sums.rounded();
+    return has_row;
+  }
+};
+
 // The sums of y[d, slot] over the ranks d with an expert of a token of this rank, and those of of_choices.
-// Grid: any; a CTA works at an item at a time, a thread at a unit of a row.
+// Grid: any; a CTA works at an item at a time, a thread at units of rows.
 // Shared memory: an address for each rank, items, and a word. Barriers: all threads meet behind each item.
 // Alignment: that of Unit, for y, its rows and their length.
 template <class Unit>
 __global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant__ Arguments args) {
-  const Results& results = args.results;
-  const auto give_own = [&](uint32_t slot, uint32_t unit) {
-    return reinterpret_cast<const Unit*>(results.y)[int64_t{slot} * args.units.value + unit];
-  };
-  const auto give = [&](uint32_t slot, uint32_t unit, Unit& value) {
-    const int* ids = results.ids + static_cast<int64_t>(slot) * args.top_k;
-    bool is_here = false;
-    for (uint32_t j = 0; j < args.top_k; ++j) is_here |= ids[j] - results.first_expert < results.num_experts;
-    if (is_here) value = give_own(slot, unit);
-    return is_here;
-  };
   wait_for_previous_kernel();
-  push_and_sum<Unit>(args, give, give_own);
+  push_and_sum<Unit, 2>(args, GiveSlots<Unit>{args});
 }
 
 // The same with y[slot] = sum of weights[slot, j] * rows.y[token_to_row[slot, j]] over j, rounded to BF16, as
@@ -239,24 +315,5 @@ __global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
 template <Input kWeights>
 __global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
-  const auto give = [&](uint32_t slot, uint32_t unit, uint4& value) {
-    Columns<uint4> sums = {};
-    if (!weighted_sum<kWeights, 4>(args.rows, slot, unit * 8, sums.values)) return false;
-    value = sums.rounded();
-    return true;
-  };
-  const auto give_own = [&](uint32_t slot, uint32_t unit) {
-    Columns<uint4> sums = {};
-    if (args.sums.scores == 0) {
-      weighted_sum<kWeights, 4>(args.rows, slot, unit * 8, sums.values);
-      return sums.rounded();
-    }
-    Rows own = args.rows;
-    own.weight_choice_bytes = sizeof(float), own.weight_token_bytes = own.top_k * own.weight_choice_bytes;
-    const int64_t before = args.ranks.rank * args.max_tokens * own.weight_token_bytes;  // of slots of other ranks
-    own.weights = args.ranks.state->memory[args.ranks.rank] + args.sums.scores - before;
-    weighted_sum<Input::kFloat, 4>(own, slot, unit * 8, sums.values);
-    return sums.rounded();
-  };
-  push_and_sum<uint4>(args, give, give_own);
+  push_and_sum<uint4, 1>(args, GiveSums<kWeights>{args});
 }
