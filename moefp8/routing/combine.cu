@@ -3,7 +3,6 @@
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
-#include "weighted_sum.cuh"
 
 struct Arguments {
   const uint8_t* y;         // bf16 [R, H]
@@ -19,6 +18,7 @@ struct Arguments {
 
 // out[t] = sum of weights[t, j] * y[token_to_row[t, j]] over j: products and sums each rounded to FP32.
 // With an addend, out[t] = (that, rounded to BF16) + addend[t], as PyTorch adds tensors of BF16.
+// kAtOnce: choices whose rows are in flight together.
 // Grid: a thread owns eight neighbouring columns of a token; neighbouring threads the next ones.
 // Shared memory: none.
 // Barriers: none.
@@ -28,6 +28,8 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
   const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, token = args.units.quotient(index);
   const uint32_t column = (index - token * args.units.value) * 8;
   if (token >= args.num_tokens) return;
+  const int* token_to_row = args.token_to_row + static_cast<int64_t>(token) * args.top_k;
+  const uint8_t* token_weights = args.weights + token * args.weight_token_bytes;
   const int64_t target_row = static_cast<int64_t>(token) * args.hidden_size * 2;
 
   Eight<Input::kBFloat16> addend;
@@ -39,7 +41,32 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Ar
     }
   }
   float sums[8] = {};
-  weighted_sum<kWeights, kAtOnce>(args, token, column, sums);
+  for (uint32_t first = 0; first < args.top_k; first += kAtOnce) {
+    int rows[kAtOnce];
+    float weights[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t choice = min(first + i, args.top_k - 1);
+      rows[i] = token_to_row[choice];
+      weights[i] = load_float<kWeights>(token_weights + choice * args.weight_choice_bytes);
+    }
+    if (first == 0) {  // plan and top_k_weights are older than the previous kernel
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+    Eight<Input::kBFloat16> values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // A choice without a row reads any row: no load has a condition, so that all are in flight at once.
+      values[i].load_once(args.y + max(rows[i], 0) * args.y_row_bytes, column);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (rows[i] < 0 || first + i >= args.top_k) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], __fmul_rn(weights[i], values[i][j]));
+    }
+  }
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

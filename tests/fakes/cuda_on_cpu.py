@@ -204,7 +204,8 @@ static bool launch(const std::function<void()>& kernel, unsigned grid, unsigned 
     }
     for (unsigned left = block; left > 0;) {
       left = 0;
-      for (unsigned i = 0; i < block; ++i) {
+      for (unsigned turn = 0; turn < block; ++turn) {
+        const unsigned i = blockIdx.x % 2 ? block - 1 - turn : turn;  // no order is relied on
         if (ended[i]) continue;
         threadIdx = {i};
         swapcontext(&scheduler, &fibers[i]);

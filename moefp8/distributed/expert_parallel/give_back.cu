@@ -2,16 +2,20 @@
 // ranks give for the tokens here is summed. What this rank gives for its own tokens is added as it is computed.
 //
 // The tokens of a rank are cut into chunks, and all ranks cut alike. An item is a part of a chunk's push or of its sum.
-// Every CTA begins with an item of a push; those that came first go on with pushes, the others with sums, for which they
+// CTAs that come first take pushes while there are any; the others, and all behind the pushes, take sums, for which they
 // wait until all ranks have pushed the chunk: so sums are computed while later chunks travel. Items are taken by CTAs
 // that run, and CTAs that push do not wait: all that is waited for comes, however few CTAs run at once.
+//
+// Eight warps of a CTA push and sum, piece by piece: neighbouring units of a row, one of each lane. A ninth directs them:
+// while they are at an item, it takes the next one, waits for its chunk, and tells of pushes before.
 //
 // As soon as a rank has told of its last chunk, the others may push the next tokens, and what this rank received is
 // overwritten. So a sum reads nothing of that.
 #include "divisor.cuh"
+#include "fp8.cuh"
+#include "input.cuh"
 #include "matrix.cuh"
 #include "ranks.cuh"
-#include "weighted_sum.cuh"
 
 // Rows of slots that are there.
 struct Results {
@@ -43,8 +47,8 @@ struct Sums {
 struct Order {
   uint32_t num_chunks, num_tokens;  // of a chunk, of each rank
   uint32_t num_pushes, num_sums;    // items of a chunk
-  uint32_t units_of_item;
-  uint32_t num_pushing;             // CTAs
+  uint32_t pieces_of_warp;          // in an item
+  uint32_t num_pushing;             // CTAs; those that come first
 };
 
 // A part of a chunk.
@@ -59,7 +63,8 @@ struct Arguments {
   Sums sums;
   Order order;
   uint32_t num_tokens, max_tokens, top_k;  // T, M, k
-  Divisor units, num_others;               // how many units a row has; P - 1, or 1
+  uint32_t num_units;                      // of a row
+  Divisor num_pieces, num_others;          // of a row; P - 1, or 1
 };
 
 // The columns of a unit: 8 of BF16, or one.
@@ -87,46 +92,60 @@ struct Columns {
   }
 };
 
-// An item of a push to the other ranks. `give.load` begins to read what a slot has here, for kAtOnce units of a thread
-// together; `give.has` tells whether it has something, and what.
+constexpr int kWorkers = 8;  // warps
+
+// Where a piece of a row lies, and the unit of it that this lane has, which may be past the row's end.
+struct Place {
+  uint32_t source, token, unit;
+};
+
+// The pieces of this warp in an item of `num_rows` rows.
+struct Pieces {
+  uint32_t begin, end;
+
+  __device__ Pieces(const Arguments& args, uint32_t part, uint32_t num_rows) {
+    begin = (part * kWorkers + threadIdx.x / kWarp) * args.order.pieces_of_warp;
+    end = min(num_rows * args.num_pieces.value, begin + args.order.pieces_of_warp);
+  }
+};
+
+// An item of a push to the other ranks. `give.load` begins to read what a slot has here, for kAtOnce pieces together;
+// `give.has` tells whether it has something, and what. All lanes of a warp ask for one slot.
 template <class Unit, int kAtOnce, class Give>
-__device__ inline void push(const Arguments& args, const Memories& memories, const Item& item, const Give& give) {
+__device__ inline void push(const Arguments& args, const Memories& memories, const Item& item, Give& give) {
   const Order& order = args.order;
-  const uint32_t max_tokens = args.max_tokens, num_others = args.num_others.value, top_k = args.top_k;
+  const uint32_t max_tokens = args.max_tokens, num_others = args.num_others.value, lane = threadIdx.x % kWarp;
   const uint32_t first_token = item.chunk * order.num_tokens;
-  const uint32_t num_tokens = min(order.num_tokens, max_tokens - first_token), begin = item.part * order.units_of_item;
-  const uint32_t end = min(num_tokens * num_others * args.units.value, begin + order.units_of_item);
-  struct Place {
-    uint32_t source, token, unit;
-  };
-  const auto place_of = [&](uint32_t i) {
+  const Pieces pieces(args, item.part, min(order.num_tokens, max_tokens - first_token) * num_others);
+  const auto place_of = [&](uint32_t piece) {
     // Neighbouring rows go to different ranks, so that all links are busy at all times.
-    const uint32_t row = args.units.quotient(i), in_chunk = args.num_others.quotient(row);
+    const uint32_t row = args.num_pieces.quotient(piece), in_chunk = args.num_others.quotient(row);
     uint32_t source = row - in_chunk * num_others + args.ranks.rank + 1;
     if (source >= args.ranks.num_ranks) source -= args.ranks.num_ranks;
-    return Place{source, first_token + in_chunk, i - row * args.units.value};
+    return Place{source, first_token + in_chunk, (piece - row * args.num_pieces.value) * kWarp + lane};
   };
 #pragma unroll 1
-  for (uint32_t i = begin + threadIdx.x; i < end; i += kAtOnce * blockDim.x) {
+  for (uint32_t first = pieces.begin; first < pieces.end; first += kAtOnce) {
     Unit values[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const Place place = place_of(min(i + j * blockDim.x, end - 1));
-      give.load(place.source * max_tokens + place.token, place.unit, values[j]);
+      const Place place = place_of(min(first + j, pieces.end - 1));
+      give.load(place.source * max_tokens + place.token, min(place.unit, args.num_units - 1), values[j]);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (i + j * blockDim.x >= end) break;
-      const Place place = place_of(i + j * blockDim.x);
+      if (first + j >= pieces.end) break;
+      const Place place = place_of(first + j);
       const uint32_t slot = place.source * max_tokens + place.token;
-      if (!give.has(slot, place.unit, values[j])) continue;
+      if (!give.has(slot, min(place.unit, args.num_units - 1), values[j])) continue;
       const int64_t there = args.ranks.rank * max_tokens + place.token;
       uint8_t* memory = memories.of[place.source];
-      reinterpret_cast<Unit*>(memory + args.sums.rows)[there * args.units.value + place.unit] = values[j];
-      if (place.unit != 0 || args.results.of_choices == nullptr) continue;
-      float* of_choices = reinterpret_cast<float*>(memory + args.sums.of_choices) + there * top_k;
-      for (uint32_t choice = 0; choice < top_k; ++choice) {
-        of_choices[choice] = args.results.of_choices[static_cast<int64_t>(slot) * top_k + choice];
+      Unit* rows = reinterpret_cast<Unit*>(memory + args.sums.rows);
+      if (place.unit < args.num_units) rows[there * args.num_units + place.unit] = values[j];
+      if (place.unit >= kWarp || args.results.of_choices == nullptr) continue;  // the first piece brings them
+      float* of_choices = reinterpret_cast<float*>(memory + args.sums.of_choices) + there * args.top_k;
+      for (uint32_t choice = lane; choice < args.top_k; choice += kWarp) {
+        of_choices[choice] = args.results.of_choices[int64_t{slot} * args.top_k + choice];
       }
     }
   }
@@ -135,18 +154,20 @@ __device__ inline void push(const Arguments& args, const Memories& memories, con
 // An item of a sum, in FP32 and in the order of ranks. No load has a condition that is in memory, so that all are in
 // flight at once: what a rank has not given is read, and not added.
 template <class Unit, int kAtOnce, class Give>
-__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, const Give& give) {
+__device__ inline void sum(const Arguments& args, const uint8_t* memory, const Item& item, Give& give) {
   constexpr int kRanks = 2;  // whose rows are in flight together
   const Order& order = args.order;
-  const uint32_t first_token = item.chunk * order.num_tokens, rank = args.ranks.rank, top_k = args.top_k;
-  const uint32_t num_ranks = args.ranks.num_ranks;
+  const uint32_t first_token = item.chunk * order.num_tokens, rank = args.ranks.rank, lane = threadIdx.x % kWarp;
+  const uint32_t num_ranks = args.ranks.num_ranks, num_units = args.num_units;
   if (first_token >= args.num_tokens) return;
-  const uint32_t num_tokens = min(order.num_tokens, args.num_tokens - first_token);
-  const uint32_t begin = item.part * order.units_of_item;
-  const uint32_t end = min(num_tokens * args.units.value, begin + order.units_of_item);
+  const Pieces pieces(args, item.part, min(order.num_tokens, args.num_tokens - first_token));
   const uint32_t* reached = reinterpret_cast<const uint32_t*>(memory + args.sums.reached);
   const Unit* rows = reinterpret_cast<const Unit*>(memory + args.sums.rows);
-  const int64_t of_rank = static_cast<int64_t>(args.max_tokens) * args.units.value;
+  const int64_t of_rank = int64_t{args.max_tokens} * num_units;
+  const auto place_of = [&](uint32_t piece) {
+    const uint32_t row = args.num_pieces.quotient(piece);
+    return Place{rank, first_token + row, (piece - row * args.num_pieces.value) * kWarp + lane};
+  };
   const auto load = [&](uint32_t first, int64_t at, Unit(&values)[kRanks]) {
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
@@ -154,159 +175,277 @@ __device__ inline void sum(const Arguments& args, const uint8_t* memory, const I
     }
   };
 #pragma unroll 1
-  for (uint32_t i = begin + threadIdx.x; i < end; i += kAtOnce * blockDim.x) {
+  for (uint32_t first = pieces.begin; first < pieces.end; first += kAtOnce) {
     uint32_t bits[kAtOnce];
     Unit own[kAtOnce], values[kAtOnce][kRanks];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const uint32_t k = min(i + j * blockDim.x, end - 1), in_chunk = args.units.quotient(k);
-      const uint32_t token = first_token + in_chunk, unit = k - in_chunk * args.units.value;
-      load(0, int64_t{token} * args.units.value + unit, values[j]);
-      give.load(rank * args.max_tokens + token, unit, own[j]);
-      bits[j] = reached[token];
+      const Place place = place_of(min(first + j, pieces.end - 1));
+      const uint32_t unit = min(place.unit, num_units - 1);
+      load(0, int64_t{place.token} * num_units + unit, values[j]);
+      give.load(rank * args.max_tokens + place.token, unit, own[j]);
+      bits[j] = reached[place.token];
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const uint32_t k = i + j * blockDim.x;
-      if (k >= end) break;
-      const uint32_t in_chunk = args.units.quotient(k), token = first_token + in_chunk;
-      const uint32_t unit = k - in_chunk * args.units.value;
-      const int64_t at = int64_t{token} * args.units.value + unit;
-      if (bits[j] >> rank & 1) give.own(rank * args.max_tokens + token, unit, own[j]);
+      if (first + j >= pieces.end) break;
+      const Place place = place_of(first + j);
+      const uint32_t unit = min(place.unit, num_units - 1);
+      const int64_t at = int64_t{place.token} * num_units + unit;
+      if (bits[j] >> rank & 1) give.own(rank * args.max_tokens + place.token, unit, own[j]);
       Columns<Unit> sums = {};
-      for (uint32_t first = 0; first < num_ranks; first += kRanks) {
-        if (first > 0) load(first, at, values[j]);
+      for (uint32_t of = 0; of < num_ranks; of += kRanks) {
+        if (of > 0) load(of, at, values[j]);
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) {
-          if (bits[j] >> (first + r) & 1) sums.add(first + r == rank ? own[j] : values[j][r]);
+          if (bits[j] >> (of + r) & 1) sums.add(of + r == rank ? own[j] : values[j][r]);
         }
       }
-      reinterpret_cast<Unit*>(args.sums.y)[at] = sums.rounded();
-      if (unit != 0 || args.results.of_choices == nullptr) continue;
+      if (place.unit < num_units) reinterpret_cast<Unit*>(args.sums.y)[at] = sums.rounded();
+      if (place.unit >= kWarp || args.results.of_choices == nullptr) continue;
       const float* of_choices = reinterpret_cast<const float*>(memory + args.sums.of_choices);
-      for (uint32_t choice = 0; choice < top_k; ++choice) {
+      for (uint32_t choice = lane; choice < args.top_k; choice += kWarp) {
         float of_choice = 0;
         for (uint32_t other = 0; other < num_ranks; ++other) {
           const float* of_slots = other == rank ? args.results.of_choices : of_choices;
-          const int64_t slot = other * args.max_tokens + token;
-          if (bits[j] >> other & 1) of_choice += of_slots[slot * top_k + choice];
+          const int64_t slot = other * args.max_tokens + place.token;
+          if (bits[j] >> other & 1) of_choice += of_slots[slot * args.top_k + choice];
         }
-        args.sums.y_of_choices[int64_t{token} * top_k + choice] = of_choice;
+        args.sums.y_of_choices[int64_t{place.token} * args.top_k + choice] = of_choice;
       }
     }
   }
 }
 
-// Calls work(i) for the numbers below `end` that this CTA takes, one by one; for one alone if its first is not below
-// `num_staying`. All threads call both, and meet behind each work; then thread 0 calls end_work(i), while the others are
-// at the next one.
-template <class Work, class EndWork>
-__device__ inline void take_items(uint32_t* num_taken, uint32_t end, uint32_t num_staying, const Work& work,
-                                  const EndWork& end_work) {
-  __shared__ uint32_t taken[2];  // this item and the next one, in turns
-  if (threadIdx.x == 0) taken[0] = atomicAdd(num_taken, 1u);
-  __syncthreads();
-  const bool stays = taken[0] < num_staying;
-#pragma unroll 1
-  for (uint32_t turn = 0; taken[turn] < end; turn ^= 1) {
-    const uint32_t i = taken[turn];
-    uint32_t next = end;
-    if (stays && threadIdx.x == 0) next = atomicAdd(num_taken, 1u);  // it comes during this one
-    work(i);
-    if (threadIdx.x == 0) taken[turn ^ 1] = next;
-    __syncthreads();
-    if (threadIdx.x == 0) end_work(i);
-  }
-}
-
-// What the kernels before have told, and to whom, is older than the previous one.
-template <class Unit, int kAtOnce, class Give>
-__device__ inline void push_and_sum(const Arguments& args, const Give& give) {
-  __shared__ Memories memories;
-  __shared__ uint64_t value;
-  const Ranks& ranks = args.ranks;
-  const Order& order = args.order;
-  State& state = *ranks.state;
-  if (threadIdx.x == 0) value = next_value(state, Push::kResults, state.signature);
-  memories.load(ranks);
-  const auto push_item = [&](uint32_t i) {
-    push<Unit, kAtOnce>(args, memories, {i / order.num_pushes, i % order.num_pushes}, give);
-  };
-  const auto end_push = [&](uint32_t i) {
-    const uint32_t word = 1 + i / order.num_pushes;
-    if (!is_last(state, word, order.num_pushes)) return;
-    for (uint32_t rank = 0; rank < ranks.num_ranks; ++rank) {
-      if (rank != ranks.rank) tell(words(memories.of[rank], word) + ranks.rank, value);
-    }
-  };
-  const auto sum_item = [&](uint32_t i) {
-    const Item item = {i / order.num_sums, i % order.num_sums};
-    wait_for_others(ranks, memories, 1 + item.chunk, value);
-    wait_for_previous_kernel();  // which may read the memory of y
-    sum<Unit, kAtOnce>(args, memories.of[ranks.rank], item, give);
-  };
-  take_items(&state.num_pushes, order.num_chunks * order.num_pushes, order.num_pushing, push_item, end_push);
-  take_items(&state.num_sums, order.num_chunks * order.num_sums, ~0u, sum_item, [](uint32_t) {});
-  if (threadIdx.x == 0 && atomicAdd(&state.num_left, 1u) == gridDim.x - 1) {
-    state.num_pushes = state.num_sums = state.num_left = 0;
-    ++state.counts[static_cast<int>(Push::kResults)];
-  }
-}
-
-template <class Unit>
-struct GiveSlots {
-  const Arguments& args;
-
-  __device__ void load(uint32_t slot, uint32_t unit, Unit& value) const {
-    value = reinterpret_cast<const Unit*>(args.results.y)[int64_t{slot} * args.units.value + unit];
-  }
-  __device__ bool has(uint32_t slot, uint32_t unit, Unit& value) const {
-    const int* ids = args.results.ids + static_cast<int64_t>(slot) * args.top_k;
-    bool is_here = false;
-    for (uint32_t j = 0; j < args.top_k; ++j) is_here |= ids[j] - args.results.first_expert < args.results.num_experts;
-    return is_here;
-  }
-  __device__ void own(uint32_t slot, uint32_t unit, Unit& value) const {}
+// What the workers of a CTA do until all meet again.
+struct Step {
+  enum Kind { kPush, kSum, kNothing, kEnd } kind;
+  uint32_t item;
 };
 
-template <Input kWeights>
-struct GiveSums {
-  const Arguments& args;
-
-  __device__ void load(uint32_t slot, uint32_t unit, uint4& value) const {}
-  __device__ bool has(uint32_t slot, uint32_t unit, uint4& value) const {
-    return has<kWeights>(args.rows, slot, unit, value);
+// The warp that says what they do. Its lane r waits for rank r, and the lane of this rank takes items. Of pushes that
+// have ended, each lane holds one, so that several are counted behind one fence: that takes some us, however much was
+// pushed.
+class Director {
+ public:
+  __device__ Director(const Arguments& args, const Memories& memories)
+      : args_(args), memories_(memories), state_(*args.ranks.state), lane_(threadIdx.x % kWarp) {
+    value_ = next_value(state_, Push::kResults, state_.signature);
+    pushes_ = args.order.num_pushing >= gridDim.x || take(state_.num_begun) < args.order.num_pushing;
+    end_of_pushes_ = args.order.num_chunks * args.order.num_pushes;
+    end_of_sums_ = args.order.num_chunks * args.order.num_sums;
   }
-  __device__ void own(uint32_t slot, uint32_t unit, uint4& value) const {
-    if (args.sums.scores == 0) {
-      has(slot, unit, value);
-      return;
-    }
-    Rows own = args.rows;
-    own.weight_choice_bytes = sizeof(float), own.weight_token_bytes = own.top_k * own.weight_choice_bytes;
-    const int64_t before = args.ranks.rank * args.max_tokens * own.weight_token_bytes;  // of slots of other ranks
-    own.weights = args.ranks.state->memory[args.ranks.rank] + args.sums.scores - before;
-    has<Input::kFloat>(own, slot, unit, value);
+
+  // The step behind `now`, at which the workers are; the one before has ended. It waits for nobody while a push of this
+  // CTA is not counted: others may wait for that.
+  __device__ Step behind(const Step& now) {
+    Step next = {Step::kPush, 0};
+    if (pushes_) next.item = take(state_.num_pushes);
+    pushes_ = pushes_ && next.item < end_of_pushes_;
+    if (!pushes_ && sum_ == kNone) sum_ = take(state_.num_sums);
+    if (num_held_ == kTogether || now.kind != Step::kPush) count_pushes();
+    if (now.kind == Step::kPush && lane_ == num_held_++) held_ = now.item;
+    if (pushes_) return next;
+    if (num_held_ > 0) return {Step::kNothing, 0};
+    next = {sum_ < end_of_sums_ ? Step::kSum : Step::kEnd, sum_};
+    if (next.kind == Step::kSum) wait_for(1 + sum_ / args_.order.num_sums);
+    sum_ = kNone;
+    return next;
+  }
+
+  // Behind the last step.
+  __device__ void end() {
+    if (lane_ != args_.ranks.rank || atomicAdd(&state_.num_left, 1u) != gridDim.x - 1) return;
+    state_.num_begun = state_.num_pushes = state_.num_sums = state_.num_left = 0;
+    ++state_.counts[static_cast<int>(Push::kResults)];
   }
 
  private:
-  template <Input kOfWeights>
-  __device__ static bool has(const Rows& rows, uint32_t slot, uint32_t unit, uint4& value) {
+  static constexpr uint32_t kNone = ~0u;
+  static constexpr uint32_t kTogether = 2;  // pushes that are counted behind one fence
+
+  __device__ uint32_t take(uint32_t& num_taken) const {
+    uint32_t taken = 0;
+    if (lane_ == args_.ranks.rank) taken = atomicAdd(&num_taken, 1u);
+    return __shfl_sync(0xffffffff, taken, args_.ranks.rank);
+  }
+  __device__ void count_pushes() {
+    const uint32_t word = 1 + held_ / args_.order.num_pushes;
+    if (lane_ < num_held_ && is_last(state_, word, args_.order.num_pushes)) {
+      for (uint32_t rank = 0; rank < args_.ranks.num_ranks; ++rank) {
+        if (rank != args_.ranks.rank) tell(words(memories_.of[rank], word) + args_.ranks.rank, value_);
+      }
+    }
+    num_held_ = 0;
+  }
+  __device__ void wait_for(uint32_t word) const {
+    if (lane_ < args_.ranks.num_ranks && lane_ != args_.ranks.rank) {
+      wait_for_rank(args_.ranks, memories_, word, lane_, value_);
+    }
+    __syncwarp();
+  }
+
+  const Arguments& args_;
+  const Memories& memories_;
+  State& state_;
+  uint32_t lane_, end_of_pushes_, end_of_sums_;
+  uint64_t value_;  // what all ranks tell
+  bool pushes_;
+  uint32_t held_ = 0, num_held_ = 0;  // a push of each lane, in the lanes below this
+  uint32_t sum_ = kNone;              // taken, and not yet begun
+};
+
+// What the kernels before have told, and to whom, is older than the previous one.
+template <class Unit, int kAtOnce, class Give>
+__device__ inline void push_and_sum(const Arguments& args, Give give) {
+  __shared__ Memories memories;
+  __shared__ Step steps[2];  // this one and the next one, in turns
+  const Order& order = args.order;
+  memories.load(args.ranks);
+  if (threadIdx.x >= kWorkers * kWarp) {
+    Director director(args, memories);
+    Step step = director.behind({Step::kNothing, 0});
+#pragma unroll 1
+    for (uint32_t turn = 0;; turn ^= 1) {
+      if (threadIdx.x == kWorkers * kWarp + args.ranks.rank) steps[turn] = step;
+      __syncthreads();
+      if (step.kind == Step::kEnd) break;
+      step = director.behind(step);
+    }
+    director.end();
+    return;
+  }
+#pragma unroll 1
+  for (uint32_t turn = 0;; turn ^= 1) {
+    __syncthreads();
+    const Step step = steps[turn];
+    if (step.kind == Step::kEnd) break;
+    if (step.kind == Step::kPush) {
+      push<Unit, kAtOnce>(args, memories, {step.item / order.num_pushes, step.item % order.num_pushes}, give);
+    } else if (step.kind == Step::kSum) {
+      wait_for_previous_kernel();  // which may read the memory of y
+      const Item item = {step.item / order.num_sums, step.item % order.num_sums};
+      sum<Unit, kAtOnce>(args, memories.of[args.ranks.rank], item, give);
+    }
+  }
+}
+
+// Rows of slots. What a lane knows of a slot it keeps from piece to piece.
+template <class Unit>
+class GiveSlots {
+ public:
+  __device__ explicit GiveSlots(const Arguments& args) : args_(args) {}
+
+  __device__ void load(uint32_t slot, uint32_t unit, Unit& value) const {
+    value = reinterpret_cast<const Unit*>(args_.results.y)[int64_t{slot} * args_.num_units + unit];
+  }
+  __device__ bool has(uint32_t slot, uint32_t unit, Unit& value) {
+    if (slot == slot_) return has_;
+    const int* ids = args_.results.ids + int64_t{slot} * args_.top_k;
+    bool is_here = false;
+    for (uint32_t j = threadIdx.x % kWarp; j < args_.top_k; j += kWarp) {
+      is_here |= ids[j] - args_.results.first_expert < args_.results.num_experts;
+    }
+    slot_ = slot, has_ = __any_sync(0xffffffff, is_here);
+    return has_;
+  }
+  __device__ void own(uint32_t slot, uint32_t unit, Unit& value) const {}
+
+ private:
+  const Arguments& args_;
+  uint32_t slot_ = ~0u;
+  bool has_;
+};
+
+// Sums of the rows of experts. A lane keeps the row and the weight of a choice from piece to piece of a slot.
+template <Input kWeights>
+class GiveSums {
+ public:
+  __device__ explicit GiveSums(const Arguments& args) : args_(args) {}
+
+  __device__ void load(uint32_t slot, uint32_t unit, uint4& value) const {}
+  __device__ bool has(uint32_t slot, uint32_t unit, uint4& value) {
+    const Rows& rows = args_.rows;
+    const auto weight_of = [&](uint32_t choice) {
+      return load_float<kWeights>(rows.weights + slot * rows.weight_token_bytes + choice * rows.weight_choice_bytes);
+    };
+    return sum(slot, unit, value, weight_of);
+  }
+  __device__ void own(uint32_t slot, uint32_t unit, uint4& value) {
+    if (args_.sums.scores == 0) {
+      has(slot, unit, value);
+      return;
+    }
+    const uint8_t* memory = args_.ranks.state->memory[args_.ranks.rank];
+    const float* scores = reinterpret_cast<const float*>(memory + args_.sums.scores);
+    const uint32_t token = slot - args_.ranks.rank * args_.max_tokens;
+    sum(slot, unit, value, [&](uint32_t choice) { return scores[token * args_.rows.top_k + choice]; });
+  }
+
+ private:
+  // In FP32 and in the order of choices: products and sums are rounded each. Returns whether a choice has a row.
+  template <class WeightOf>
+  __device__ bool sum(uint32_t slot, uint32_t unit, uint4& value, const WeightOf& weight_of) {
+    constexpr int kAtOnce = 4;  // rows that are in flight together
+    const Rows& rows = args_.rows;
+    const uint32_t lane = threadIdx.x % kWarp;
     Columns<uint4> sums = {};
-    const bool has_row = weighted_sum<kOfWeights, 4>(rows, slot, unit * 8, sums.values);
+    bool has_row = false;
+    for (uint32_t first = 0; first < rows.top_k; first += kWarp) {
+      if (slot != slot_ || rows.top_k > kWarp) {
+        const uint32_t choice = min(first + lane, rows.top_k - 1);
+        row_ = first + lane < rows.top_k ? rows.token_to_row[int64_t{slot} * rows.top_k + choice] : -1;
+        weight_ = weight_of(choice);
+      }
+      uint32_t choices = __ballot_sync(0xffffffff, row_ >= 0);
+      has_row |= choices != 0;
+      if (first == 0) {  // plan and weights are older than the previous kernel
+        wait_for_previous_kernel();
+        let_next_kernel_start();
+      }
+#pragma unroll 1
+      while (choices != 0) {
+        Eight<Input::kBFloat16> values[kAtOnce];
+        float weights[kAtOnce];
+        const int count = __popc(choices);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int choice = __ffs(choices) - 1;  // -1 where there are no more
+          choices &= choices - 1;
+          const int row = __shfl_sync(0xffffffff, row_, choice & 31);
+          weights[i] = __uint_as_float(__shfl_sync(0xffffffff, __float_as_uint(weight_), choice & 31));
+          if (i < count) values[i].load_once(rows.y + row * rows.y_row_bytes, unit * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (i >= count) break;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            sums.values[j] = __fadd_rn(sums.values[j], __fmul_rn(weights[i], values[i][j]));
+          }
+        }
+      }
+    }
+    slot_ = slot;
     value = sums.rounded();
     return has_row;
   }
+
+  const Arguments& args_;
+  uint32_t slot_ = ~0u;
+  int row_;
+  float weight_;
 };
 
 // The sums of y[d, slot] over the ranks d with an expert of a token of this rank, and those of of_choices.
-// Grid: any; a CTA works at an item at a time, a thread at units of rows.
-// Shared memory: an address for each rank, items, and a word. Barriers: all threads meet behind each item.
+// Grid: any; a CTA works at an item at a time, its warps at pieces of rows.
+// Shared memory: an address for each rank, and two steps. Barriers: all threads meet behind each step.
 // Alignment: that of Unit, for y, its rows and their length.
 template <class Unit>
-__global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(288, 3) give_back_kernel(const __grid_constant__ Arguments args) {
   wait_for_previous_kernel();
-  push_and_sum<Unit, 2>(args, GiveSlots<Unit>{args});
+  let_next_kernel_start();
+  push_and_sum<Unit, 2>(args, GiveSlots<Unit>(args));
 }
 
 // The same with y[slot] = sum of weights[slot, j] * rows.y[token_to_row[slot, j]] over j, rounded to BF16, as
@@ -314,6 +453,6 @@ __global__ void __launch_bounds__(256, 4) give_back_kernel(const __grid_constant
 // Grid, shared memory and barriers: as above, with units of eight columns.
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
 template <Input kWeights>
-__global__ void __launch_bounds__(256, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
-  push_and_sum<uint4, 1>(args, GiveSums<kWeights>{args});
+__global__ void __launch_bounds__(288, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
+  push_and_sum<uint4, 1>(args, GiveSums<kWeights>(args));
 }

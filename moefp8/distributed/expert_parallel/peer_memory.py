@@ -79,7 +79,7 @@ class PeerMemory:
     Attributes:
         receiving, returning: how many bytes of each area there are.
         state: `State` of ranks.cuh: two counts, the signature, the address of `error`, `addresses`,
-            and counters of 4 bytes: one of what each word tells of, and four of items and CTAs.
+            and counters of 4 bytes: one of what each word tells of, and five of items and CTAs.
         error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
             rank did not come, 2 if it is at something else; that rank; what it told.
     """
@@ -91,7 +91,7 @@ class PeerMemory:
         self._all_as: dict[torch.dtype, torch.Tensor] = {}
         self.error = torch.zeros(4, dtype=torch.int32).pin_memory()
         others = [0] * (MAX_RANKS - len(addresses))
-        counters = [0] * ((_NUM_WORDS + 4 + 1) // 2)
+        counters = [0] * ((_NUM_WORDS + 5 + 1) // 2)
         words = [0, 0, 0, self.error.data_ptr(), *addresses, *others, *counters]
         self.state = torch.tensor(words, dtype=torch.int64).to(tensor.device)
 

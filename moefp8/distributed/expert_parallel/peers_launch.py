@@ -75,7 +75,7 @@ class _Sums(ctypes.Structure):
 
 class Order(ctypes.Structure):
     _fields_ = fields(
-        (c_uint32, "num_chunks num_tokens num_pushes num_sums units_of_item num_pushing")
+        (c_uint32, "num_chunks num_tokens num_pushes num_sums pieces_of_warp num_pushing")
     )
 
 
@@ -88,8 +88,8 @@ class GiveBackArguments(ctypes.Structure):
         (_Rows, "rows"),
         (_Sums, "sums"),
         (Order, "order"),
-        (c_uint32, "num_tokens max_tokens top_k"),
-        (Divisor, "units num_others"),
+        (c_uint32, "num_tokens max_tokens top_k num_units"),
+        (Divisor, "num_pieces num_others"),
     )
 
 
@@ -239,17 +239,11 @@ def push(
 # ---- Giving back ----
 
 
-class _Ctas(NamedTuple):
-    """How many of a kernel an SM has room for, and the share of those that push."""
-
-    of_sm: int
-    pushing: float
-
-
-_GIVING_BACK, _COMBINING = _Ctas(4, 0.4), _Ctas(3, 0.6)
+_CTAS_OF_SM = 3  # that it has room for
+_SHARE_PUSHING = 0.5  # of these
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
-_MOST_PASSES = 4  # units of an item for each thread
-_USUAL_PUSHING = 237  # CTAs, on 132 SMs
+_MOST_PIECES = 2  # of a warp in an item
+_WORKERS = 8  # warps of a CTA that push and sum; one more directs them
 _Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE = map(Source, range(6))
 
 
@@ -284,8 +278,6 @@ def give_back(
         row_bytes, has_scores = sizes.hidden_size * 2, of_choices is not None
         unit = _unit_of(0 if y is None else y.data_ptr(), row_bytes)
         arguments = _give_back_arguments(memory.returning_at, place, sizes, num_tokens, unit)
-        if y is None:
-            arguments.order = Order(1, 0, 1, 1, 1)
         first, end = (
             r * sizes.num_experts // place.num_ranks for r in (place.rank, place.rank + 1)
         )
@@ -304,8 +296,8 @@ def give_back(
             y=None if out is None else _OUT,
             y_of_choices=_OUT_OF_CHOICES if has_scores else None,
         )
-        given = arguments, found, ids.get_device(), place
-        return _launch_giving(give_back_kernel_of(unit), *given, _GIVING_BACK)
+        given = arguments, found, ids.get_device(), place, None if y is None else sizes
+        return _launch_giving(give_back_kernel_of(unit), *given)
 
     given = y, ids, of_choices, out, out_of_choices, memory.state
     prepared(key, prepare).on(ids.get_device(), _addresses(*given))
@@ -326,31 +318,37 @@ def _give_back_arguments(
             of_choices=returning_at + given_back.of_scores,
             reached=returning_at + given_back.reached,
         ),
-        order=order_of(place, sizes, units),
         num_tokens=num_tokens,
         max_tokens=sizes.max_tokens,
         top_k=sizes.top_k,
-        units=Divisor.of(units),
+        num_units=units,
+        num_pieces=Divisor.of(ceil_div(units, _WARP)),
         num_others=Divisor.of(max(1, place.num_ranks - 1)),
     )
 
 
-def order_of(place: Place, sizes: Sizes, units: int) -> Order:
-    """Chunks are of a MiB or more, and depend on nothing but what is the same on all ranks."""
+def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Order:
+    """Chunks, of a MiB or more, depend on nothing but what is the same on all ranks.
+
+    num_pieces: of a row. num_ctas: as many as run at once.
+    """
     num_others, most = place.num_ranks - 1, sizes.max_tokens
     num_bytes = num_others * most * sizes.hidden_size * 2
     num_chunks = max(1, min(MAX_CHUNKS, num_bytes // _CHUNK_BYTES, most))
     num_tokens = ceil_div(most, num_chunks)
     num_chunks = ceil_div(most, num_tokens)
+    num_pushing = max(1, int(num_ctas * _SHARE_PUSHING))
     # Two items or more for each CTA that pushes: with one and a few over, all would wait for these.
-    passes = max(1, num_others) * most * units // (2 * _USUAL_PUSHING * _THREADS)
-    of_item = max(1, min(passes, _MOST_PASSES)) * _THREADS
+    of_warp = num_others * most * num_pieces // (2 * num_pushing * _WORKERS)
+    of_warp = max(1, min(of_warp, _MOST_PIECES))
+    of_item = of_warp * _WORKERS
     return Order(
         num_chunks=num_chunks,
         num_tokens=num_tokens,
-        num_pushes=ceil_div(num_tokens * num_others * units, of_item),
-        num_sums=ceil_div(num_tokens * units, of_item),
-        units_of_item=of_item,
+        num_pushes=ceil_div(num_tokens * num_others * num_pieces, of_item),
+        num_sums=ceil_div(num_tokens * num_pieces, of_item),
+        pieces_of_warp=of_warp,
+        num_pushing=num_pushing,
     )
 
 
@@ -360,15 +358,22 @@ def _launch_giving(
     found: list[Pointer],
     device_index: int,
     place: Place,
-    ctas: _Ctas,
+    sizes: Sizes | None,
 ) -> Launch:
-    """As many CTAs as run at once, some of which push first."""
-    order = arguments.order
-    most = place.most_ctas or current_driver().num_sms(device_index) * ctas.of_sm
-    num_pushes = order.num_chunks * order.num_pushes
-    order.num_pushing = min(num_pushes, max(1, int(most * ctas.pushing)))
-    grid = min(most, order.num_pushing + order.num_chunks * order.num_sums)
-    return _launch(kernel, arguments, found, device_index, grid)
+    """As many CTAs as run at once: some push first, the others sum. sizes: None: there is nothing
+    to give back."""
+    most = place.most_ctas or current_driver().num_sms(device_index) * _CTAS_OF_SM
+    order = Order(num_chunks=1, num_pushes=1, num_sums=1, pieces_of_warp=1, num_pushing=1)
+    if sizes is not None:
+        order = order_of(place, sizes, arguments.num_pieces.value, most)
+    num_pushes, num_sums = (order.num_chunks * n for n in (order.num_pushes, order.num_sums))
+    if num_pushes > order.num_pushing:
+        grid = min(most, order.num_pushing + num_sums)
+    else:  # each takes one, and sums then
+        order.num_pushing = grid = min(most, max(num_pushes, num_sums))
+    arguments.order = order
+    threads = (_WORKERS + 1) * _WARP
+    return _launch(kernel, arguments, found, device_index, grid, threads)
 
 
 class CombineAndGiveBack(NamedTuple):
@@ -424,7 +429,7 @@ class CombineAndGiveBack(NamedTuple):
         at = GiveBackArguments.sums.offset
         found += pointers(_Sums, at=at, y=sources.out, y_of_choices=behind)
         kernel, device_index = combine_kernel_of(weights.dtype), weights.get_device()
-        return _launch_giving(kernel, arguments, found, device_index, self.place, _COMBINING)
+        return _launch_giving(kernel, arguments, found, device_index, self.place, self.sizes)
 
 
 def _launch(
@@ -433,9 +438,10 @@ def _launch(
     found: list[Pointer],
     device_index: int,
     grid: int,
+    threads: int = _THREADS,
 ) -> Launch:
     function = current_driver().load(kernel, device_index)
-    return Launch(function, grid, _THREADS, (arguments,), found, programmatic=True)
+    return Launch(function, grid, threads, (arguments,), found, programmatic=True)
 
 
 assert BLOCK == _LANES * 16

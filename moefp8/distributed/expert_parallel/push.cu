@@ -94,8 +94,9 @@ __device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64
   const uint64_t value = next_value(state, Push::kTokens, signature);
   if (threadIdx.x < ranks.num_ranks && threadIdx.x != ranks.rank) {
     tell(words(memories.of[threadIdx.x], 0) + ranks.rank, value);
+    wait_for_rank(ranks, memories, 0, threadIdx.x, value);
   }
-  wait_for_others(ranks, memories, 0, value);
+  __syncthreads();
   if (threadIdx.x == 0) ++state.counts[static_cast<int>(Push::kTokens)];
 }
 
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
+  let_next_kernel_start();
   push_choices(args, memories);
   struct Held {
     uint32_t token, k_block, width;
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ 
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
+  let_next_kernel_start();
   push_choices(args, memories);
 #pragma unroll 1
   for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; i < end; i += warps) {

@@ -22,6 +22,7 @@ struct State {
   uint8_t* memory[kMaxRanks];     // that of each rank
   uint32_t num_ended[kNumWords];  // parts of what a word tells of; 0 between kernels
   uint32_t num_pushes, num_sums;  // items of results that are taken; 0 between kernels
+  uint32_t num_begun;             // CTAs that give results back; 0 between kernels
   uint32_t num_left;              // CTAs that have given results back, and ended; 0 between kernels
   uint32_t num_failed;            // threads that have found something wrong
 };
@@ -103,19 +104,17 @@ __device__ inline bool is_last(State& state, uint32_t word, uint32_t count) {
   return true;
 }
 
-// Each thread waits for another rank, until all have told `value`; all threads of a CTA call it.
-__device__ inline void wait_for_others(const Ranks& ranks, const Memories& memories, uint32_t word, uint64_t value) {
-  if (threadIdx.x < ranks.num_ranks && threadIdx.x != ranks.rank) {
-    const uint64_t* own = words(memories.of[ranks.rank], word) + threadIdx.x;
-    const uint64_t begin = now_ns();
-    while (heard(own) != value) {
-      uint64_t told = glance(own);
-      while (told != value) {
-        if (told >> 32 == value >> 32) fail(ranks, 2, threadIdx.x, told);  // it is at something else
-        if (now_ns() - begin > ranks.deadline_ns) fail(ranks, 1, threadIdx.x, told);
-        told = glance(own);
-      }
+// Waits until another rank has told `value`.
+__device__ inline void wait_for_rank(const Ranks& ranks, const Memories& memories, uint32_t word, uint32_t rank,
+                                     uint64_t value) {
+  const uint64_t* own = words(memories.of[ranks.rank], word) + rank;
+  const uint64_t begin = now_ns();
+  while (heard(own) != value) {
+    uint64_t told = glance(own);
+    while (told != value) {
+      if (told >> 32 == value >> 32) fail(ranks, 2, rank, told);  // it is at something else
+      if (now_ns() - begin > ranks.deadline_ns) fail(ranks, 1, rank, told);
+      told = glance(own);
     }
   }
-  __syncthreads();
 }

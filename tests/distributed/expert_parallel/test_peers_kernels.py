@@ -211,9 +211,13 @@ def test_ctas_are_as_many_as_there_is_work_for(gpu, num_tokens, h, codes, rows):
 
 
 def grid_of(order: Order, most: int) -> int:
-    """CTAs that push, which leave some for sums, and these."""
-    assert 1 <= order.num_pushing <= min(most - 1, order.num_chunks * order.num_pushes)
-    return min(most, order.num_pushing + order.num_chunks * order.num_sums)
+    """One for each item of pushes, or of sums; of more, half of those that run push first."""
+    num_pushes, num_sums = (order.num_chunks * n for n in (order.num_pushes, order.num_sums))
+    if num_pushes <= most // 2:
+        assert order.num_pushing == max(num_pushes, num_sums)
+        return order.num_pushing
+    assert order.num_pushing == most // 2
+    return min(most, order.num_pushing + num_sums)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +233,10 @@ def test_results_go_back_by_items(gpu, most, h, offset, unit):
     for rows, sums in ((y, out), (None, None)):
         peers_launch.give_back(memory, PLACE, of, rows, ids, None, sums, None)
     one, none = gpu.launched
-    grid = grid_of(one.arguments.order, 40)  # four of each SM
-    assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 256)
+    grid = grid_of(one.arguments.order, 30)  # three of each SM
+    assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 288)
     assert (one.arguments.num_tokens, one.arguments.max_tokens) == (most, most)
-    assert (none.grid, none.block, none.arguments.results.y) == (2, 256, None)
+    assert (none.grid, none.block, none.arguments.results.y) == (1, 288, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,13 +252,14 @@ def test_sums_go_back_by_units_of_eight_columns(gpu, dtype, most, h):
     (made,) = gpu.launched
     x = made.arguments
     grid = grid_of(x.order, 30)  # three of each SM
-    assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 256)
+    assert (made.kernel, made.grid, made.block) == (combine_kernel_of(dtype), grid, 288)
     assert (x.rows.y, x.rows.token_to_row, x.rows.weights) == (16, 32, 48)
     assert (x.sums.y, x.ranks.state) == (64, 80)
     assert x.sums.scores == 8192 + GivenBack.of(2, most, h, 3).scores
     word = dtype.itemsize
     assert (x.rows.weight_token_bytes, x.rows.weight_choice_bytes) == (word, 2 * most * word)
-    assert (x.rows.y_row_bytes, x.units.value, x.rows.top_k) == (2 * h + 16, h // 8, 3)
+    assert (x.rows.y_row_bytes, x.num_units, x.rows.top_k) == (2 * h + 16, h // 8, 3)
+    assert x.num_pieces.value == -(-h // 256)
     assert (x.num_tokens, x.max_tokens, x.top_k) == (2, most, 3)
 
 
@@ -269,20 +274,26 @@ def test_ranks_that_share_a_gpu_leave_room_for_each_other(gpu):
     assert gpu.launched[0].grid == 7
 
 
-@given(num_ranks=st.integers(1, 16), most=sizes(2**20, 1), units=st.integers(1, 4000))
-def test_chunks_hold_all_tokens_on_every_rank(num_ranks, most, units):
-    """Whatever moves a rank's rows, chunks are the same; and every unit is in one item."""
+@given(
+    num_ranks=st.integers(1, 16),
+    most=sizes(2**20, 1),
+    units=st.integers(1, 4000),
+    ctas=st.integers(1, 400),
+)
+def test_chunks_hold_all_tokens_on_every_rank(num_ranks, most, units, ctas):
+    """Whatever moves a rank's rows, chunks are the same; and every piece is in one item."""
     orders = []
     for columns in (8, 1):
         place, of = Place(0, num_ranks, 1), Sizes(most, 1, 8, units * 8)
-        orders.append(order_of(place, of, units * 8 // columns))
-        order, of_row = orders[-1], units * 8 // columns
+        of_row = -(-units * 8 // columns // 32)
+        orders.append(order_of(place, of, of_row, ctas * columns))
+        order = orders[-1]
         assert 1 <= order.num_chunks <= MAX_CHUNKS
         assert (order.num_chunks - 1) * order.num_tokens < most
         assert most <= order.num_chunks * order.num_tokens
         for items, rows in ((order.num_pushes, num_ranks - 1), (order.num_sums, 1)):
-            num_units = order.num_tokens * rows * of_row
-            assert items == -(-num_units // order.units_of_item)
+            num_pieces = order.num_tokens * rows * of_row
+            assert items == -(-num_pieces // (8 * order.pieces_of_warp))
     chunks = {(order.num_chunks, order.num_tokens) for order in orders}
     assert len(chunks) == 1
 

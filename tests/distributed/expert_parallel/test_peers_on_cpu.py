@@ -83,11 +83,12 @@ CASES = {
     "very odd": Case((4, 9, 2), 3, 10, 201),
     "long rows": Case((3, 2), 2, 5, 2184),
     "long odd rows": Case((3, 2), 2, 5, 333, torch.float16),
-    "many choices": Case((5, 3, 4, 2), 40, 130, 72),
+    "many choices": Case((30, 20, 4, 12), 40, 130, 520),
     "FP32, int32": Case((5, 6), 2, 9, 132, torch.float32, torch.int32),
     "FP16, int32": Case((5, 6, 1), 4, 11, 144, torch.float16, torch.int32),
     "wide rows": Case((5, 6), 2, 6, 136, pitch=8),
     "several chunks": Case((560, 413), 2, 5, 2048),
+    "a unit behind whole pieces": Case((60, 40, 33), 3, 7, 2056),
     "rows that begin anywhere": Case((5, 6), 2, 6, 136, pitch=3, offset=1),
 }
 by_case = pytest.mark.parametrize("name", CASES)
