@@ -2,12 +2,12 @@
 // ranks give for the tokens here is summed. What this rank gives for its own tokens is added as it is computed.
 //
 // The tokens of a rank are cut into chunks, and all ranks cut alike. An item is a part of a chunk's push or of its sum.
-// CTAs that come first take pushes while there are any; the others, and all behind the pushes, take sums, for which they
-// wait until all ranks have pushed the chunk: so sums are computed while later chunks travel. Items are taken by CTAs
-// that run, and CTAs that push do not wait: all that is waited for comes, however few CTAs run at once.
+// CTAs that come first take pushes; the others take sums at once, and those that push when no push is left. They wait
+// for a sum until all ranks have pushed the chunk: so sums are computed while later chunks travel. Items are taken by
+// CTAs that run, and CTAs that push do not wait: all that is waited for comes, however few CTAs run at once.
 //
-// Eight warps of a CTA push and sum, piece by piece: neighbouring units of a row, one of each lane. A ninth directs them:
-// while they are at an item, it takes the next one, waits for its chunk, and tells of pushes before.
+// Eight warps of a CTA push and sum, piece by piece: neighbouring units of a row, one of each lane. A ninth directs
+// them: while they are at an item, it takes the next one, waits for its chunk, and tells of pushes before.
 //
 // As soon as a rank has told of its last chunk, the others may push the next tokens, and what this rank received is
 // overwritten. So a sum reads nothing of that.
@@ -58,13 +58,14 @@ struct Item {
 
 struct Arguments {
   Ranks ranks;
-  Results results;  // what the first kernel gives back
+  Results results;  // what the first kernel gives back; of the second, of_choices alone
   Rows rows;        // what the second one sums
   Sums sums;
   Order order;
   uint32_t num_tokens, max_tokens, top_k;  // T, M, k
   uint32_t num_units;                      // of a row
-  Divisor num_pieces, num_others;          // of a row; P - 1, or 1
+  Divisor num_pieces;                      // of a row
+  Divisor num_others;                      // P - 1, or 1
 };
 
 // The columns of a unit: 8 of BF16, or one.
@@ -93,10 +94,14 @@ struct Columns {
 };
 
 constexpr int kWorkers = 8;  // warps
+constexpr int kThreads = (kWorkers + 1) * kWarp;
 
-// Where a piece of a row lies, and the unit of it that this lane has, which may be past the row's end.
+// A piece of a token's row, and the unit of it that this lane has, which may be past the row's end.
 struct Place {
-  uint32_t source, token, unit;
+  uint32_t source, token, piece, unit;
+
+  __device__ Place(uint32_t source, uint32_t token, uint32_t piece)
+      : source(source), token(token), piece(piece), unit(piece * kWarp + threadIdx.x % kWarp) {}
 };
 
 // The pieces of this warp in an item of `num_rows` rows.
@@ -122,7 +127,7 @@ __device__ inline void push(const Arguments& args, const Memories& memories, con
     const uint32_t row = args.num_pieces.quotient(piece), in_chunk = args.num_others.quotient(row);
     uint32_t source = row - in_chunk * num_others + args.ranks.rank + 1;
     if (source >= args.ranks.num_ranks) source -= args.ranks.num_ranks;
-    return Place{source, first_token + in_chunk, (piece - row * args.num_pieces.value) * kWarp + lane};
+    return Place(source, first_token + in_chunk, piece - row * args.num_pieces.value);
   };
 #pragma unroll 1
   for (uint32_t first = pieces.begin; first < pieces.end; first += kAtOnce) {
@@ -142,7 +147,7 @@ __device__ inline void push(const Arguments& args, const Memories& memories, con
       uint8_t* memory = memories.of[place.source];
       Unit* rows = reinterpret_cast<Unit*>(memory + args.sums.rows);
       if (place.unit < args.num_units) rows[there * args.num_units + place.unit] = values[j];
-      if (place.unit >= kWarp || args.results.of_choices == nullptr) continue;  // the first piece brings them
+      if (place.piece != 0 || args.results.of_choices == nullptr) continue;
       float* of_choices = reinterpret_cast<float*>(memory + args.sums.of_choices) + there * args.top_k;
       for (uint32_t choice = lane; choice < args.top_k; choice += kWarp) {
         of_choices[choice] = args.results.of_choices[int64_t{slot} * args.top_k + choice];
@@ -166,7 +171,7 @@ __device__ inline void sum(const Arguments& args, const uint8_t* memory, const I
   const int64_t of_rank = int64_t{args.max_tokens} * num_units;
   const auto place_of = [&](uint32_t piece) {
     const uint32_t row = args.num_pieces.quotient(piece);
-    return Place{rank, first_token + row, (piece - row * args.num_pieces.value) * kWarp + lane};
+    return Place(rank, first_token + row, piece - row * args.num_pieces.value);
   };
   const auto load = [&](uint32_t first, int64_t at, Unit(&values)[kRanks]) {
 #pragma unroll
@@ -202,7 +207,7 @@ __device__ inline void sum(const Arguments& args, const uint8_t* memory, const I
         }
       }
       if (place.unit < num_units) reinterpret_cast<Unit*>(args.sums.y)[at] = sums.rounded();
-      if (place.unit >= kWarp || args.results.of_choices == nullptr) continue;
+      if (place.piece != 0 || args.results.of_choices == nullptr) continue;
       const float* of_choices = reinterpret_cast<const float*>(memory + args.sums.of_choices);
       for (uint32_t choice = lane; choice < args.top_k; choice += kWarp) {
         float of_choice = 0;
@@ -231,20 +236,21 @@ class Director {
   __device__ Director(const Arguments& args, const Memories& memories)
       : args_(args), memories_(memories), state_(*args.ranks.state), lane_(threadIdx.x % kWarp) {
     value_ = next_value(state_, Push::kResults, state_.signature);
-    pushes_ = args.order.num_pushing >= gridDim.x || take(state_.num_begun) < args.order.num_pushing;
+    const bool all_push = args.order.num_pushing >= gridDim.x;
+    pushes_ = all_push || take(state_.num_begun) < args.order.num_pushing;
     end_of_pushes_ = args.order.num_chunks * args.order.num_pushes;
     end_of_sums_ = args.order.num_chunks * args.order.num_sums;
   }
 
-  // The step behind `now`, at which the workers are; the one before has ended. It waits for nobody while a push of this
-  // CTA is not counted: others may wait for that.
-  __device__ Step behind(const Step& now) {
+  // Called while the workers are at a step, when the one before has ended: counts pushes, and decides what comes next.
+  // It waits for nobody while a push of this CTA is not counted, for which others may wait.
+  __device__ Step direct(const Step& now) {
     Step next = {Step::kPush, 0};
     if (pushes_) next.item = take(state_.num_pushes);
     pushes_ = pushes_ && next.item < end_of_pushes_;
     if (!pushes_ && sum_ == kNone) sum_ = take(state_.num_sums);
     if (num_held_ == kTogether || now.kind != Step::kPush) count_pushes();
-    if (now.kind == Step::kPush && lane_ == num_held_++) held_ = now.item;
+    if (now.kind == Step::kPush) hold(now.item);
     if (pushes_) return next;
     if (num_held_ > 0) return {Step::kNothing, 0};
     next = {sum_ < end_of_sums_ ? Step::kSum : Step::kEnd, sum_};
@@ -269,10 +275,15 @@ class Director {
     if (lane_ == args_.ranks.rank) taken = atomicAdd(&num_taken, 1u);
     return __shfl_sync(0xffffffff, taken, args_.ranks.rank);
   }
+  __device__ void hold(uint32_t push) {
+    if (lane_ == num_held_) held_ = push;
+    ++num_held_;
+  }
   __device__ void count_pushes() {
-    const uint32_t word = 1 + held_ / args_.order.num_pushes;
-    if (lane_ < num_held_ && is_last(state_, word, args_.order.num_pushes)) {
-      for (uint32_t rank = 0; rank < args_.ranks.num_ranks; ++rank) {
+    if (lane_ < num_held_) {
+      const uint32_t word = 1 + held_ / args_.order.num_pushes;
+      const bool is_whole = is_last(state_, word, args_.order.num_pushes);
+      for (uint32_t rank = 0; is_whole && rank < args_.ranks.num_ranks; ++rank) {
         if (rank != args_.ranks.rank) tell(words(memories_.of[rank], word) + args_.ranks.rank, value_);
       }
     }
@@ -291,11 +302,12 @@ class Director {
   uint32_t lane_, end_of_pushes_, end_of_sums_;
   uint64_t value_;  // what all ranks tell
   bool pushes_;
-  uint32_t held_ = 0, num_held_ = 0;  // a push of each lane, in the lanes below this
-  uint32_t sum_ = kNone;              // taken, and not yet begun
+  uint32_t held_, num_held_ = 0;  // a push of each of the first lanes
+  uint32_t sum_ = kNone;          // taken, and not yet begun
 };
 
-// What the kernels before have told, and to whom, is older than the previous one.
+// What the kernels before have told, and to whom, is older than the previous one. The next kernel may start when all
+// CTAs have come to sums: until then SMs are free for what other ranks wait for.
 template <class Unit, int kAtOnce, class Give>
 __device__ inline void push_and_sum(const Arguments& args, Give give) {
   __shared__ Memories memories;
@@ -304,26 +316,27 @@ __device__ inline void push_and_sum(const Arguments& args, Give give) {
   memories.load(args.ranks);
   if (threadIdx.x >= kWorkers * kWarp) {
     Director director(args, memories);
-    Step step = director.behind({Step::kNothing, 0});
+    Step step = director.direct({Step::kNothing, 0});
 #pragma unroll 1
     for (uint32_t turn = 0;; turn ^= 1) {
       if (threadIdx.x == kWorkers * kWarp + args.ranks.rank) steps[turn] = step;
-      __syncthreads();
+      named_barrier<kThreads>(1);
       if (step.kind == Step::kEnd) break;
-      step = director.behind(step);
+      step = director.direct(step);
     }
     director.end();
     return;
   }
 #pragma unroll 1
   for (uint32_t turn = 0;; turn ^= 1) {
-    __syncthreads();
+    named_barrier<kThreads>(1);
     const Step step = steps[turn];
     if (step.kind == Step::kEnd) break;
     if (step.kind == Step::kPush) {
       push<Unit, kAtOnce>(args, memories, {step.item / order.num_pushes, step.item % order.num_pushes}, give);
     } else if (step.kind == Step::kSum) {
       wait_for_previous_kernel();  // which may read the memory of y
+      let_next_kernel_start();
       const Item item = {step.item / order.num_sums, step.item % order.num_sums};
       sum<Unit, kAtOnce>(args, memories.of[args.ranks.rank], item, give);
     }
@@ -399,10 +412,7 @@ class GiveSums {
       }
       uint32_t choices = __ballot_sync(0xffffffff, row_ >= 0);
       has_row |= choices != 0;
-      if (first == 0) {  // plan and weights are older than the previous kernel
-        wait_for_previous_kernel();
-        let_next_kernel_start();
-      }
+      wait_for_previous_kernel();  // plan and weights are older
 #pragma unroll 1
       while (choices != 0) {
         Eight<Input::kBFloat16> values[kAtOnce];
@@ -439,12 +449,12 @@ class GiveSums {
 
 // The sums of y[d, slot] over the ranks d with an expert of a token of this rank, and those of of_choices.
 // Grid: any; a CTA works at an item at a time, its warps at pieces of rows.
-// Shared memory: an address for each rank, and two steps. Barriers: all threads meet behind each step.
+// Shared memory: an address for each rank, and two steps.
+// Barriers: those are complete; named barrier 1, where director and workers meet before each step.
 // Alignment: that of Unit, for y, its rows and their length.
 template <class Unit>
-__global__ void __launch_bounds__(288, 3) give_back_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads, 3) give_back_kernel(const __grid_constant__ Arguments args) {
   wait_for_previous_kernel();
-  let_next_kernel_start();
   push_and_sum<Unit, 2>(args, GiveSlots<Unit>(args));
 }
 
@@ -453,6 +463,6 @@ __global__ void __launch_bounds__(288, 3) give_back_kernel(const __grid_constant
 // Grid, shared memory and barriers: as above, with units of eight columns.
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
 template <Input kWeights>
-__global__ void __launch_bounds__(288, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
   push_and_sum<uint4, 1>(args, GiveSums<kWeights>(args));
 }

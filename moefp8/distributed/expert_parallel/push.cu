@@ -97,6 +97,7 @@ __device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64
     wait_for_rank(ranks, memories, 0, threadIdx.x, value);
   }
   __syncthreads();
+  let_next_kernel_start();  // not before: while this waits, SMs are free for what the others wait for
   if (threadIdx.x == 0) ++state.counts[static_cast<int>(Push::kTokens)];
 }
 
@@ -112,7 +113,6 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
-  let_next_kernel_start();
   push_choices(args, memories);
   struct Held {
     uint32_t token, k_block, width;
@@ -185,7 +185,6 @@ __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ 
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
-  let_next_kernel_start();
   push_choices(args, memories);
 #pragma unroll 1
   for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; i < end; i += warps) {

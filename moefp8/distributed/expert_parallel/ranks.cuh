@@ -22,7 +22,7 @@ struct State {
   uint8_t* memory[kMaxRanks];     // that of each rank
   uint32_t num_ended[kNumWords];  // parts of what a word tells of; 0 between kernels
   uint32_t num_pushes, num_sums;  // items of results that are taken; 0 between kernels
-  uint32_t num_begun;             // CTAs that give results back; 0 between kernels
+  uint32_t num_begun;             // CTAs, if not all of them push first; 0 between kernels
   uint32_t num_left;              // CTAs that have given results back, and ended; 0 between kernels
   uint32_t num_failed;            // threads that have found something wrong
 };
