@@ -295,7 +295,6 @@ PTX = {  # what is replaced, and by what
     r'asm volatile\("st.release.sys[^;]*;[^;]*;': "*(volatile uint64_t*)word = value;",
     r'asm volatile\("ld.(acquire|relaxed).sys[^;]*;[^;]*;': "value = *(volatile uint64_t*)word;",
     r'asm volatile\("nanosleep[^;]*;[^;]*;': "",
-    r'asm volatile\("bar.sync %0, %1;[^;]*;': "meet(cta, 0);",
     r'asm volatile\("mov.u64 %0, %%globaltimer;[^;]*;': "ns = now();",
     r'asm volatile\("trap;"\);': "end_thread();",
     r"(?<!extern )__shared__": "static",

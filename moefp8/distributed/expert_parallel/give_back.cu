@@ -30,9 +30,7 @@ struct Rows {
   const uint8_t* y;         // bf16 [R, H]
   int64_t y_row_bytes;      // the pitch of rows
   const int* token_to_row;  // [P M, k]; -1: no row
-  const uint8_t* weights;   // [P M, k]
-  int64_t weight_token_bytes, weight_choice_bytes;
-  uint32_t top_k;
+  const float* weights;     // [P M, k]
 };
 
 // Where results lie in a memory, and their sums.
@@ -228,82 +226,99 @@ struct Step {
   uint32_t item;
 };
 
-// The warp that says what they do. Its lane r waits for rank r, and the lane of this rank takes items. Of pushes that
-// have ended, each lane holds one, so that several are counted behind one fence: that takes some us, however much was
-// pushed.
+// The warp that says what they do. Its lane r waits for rank r, and the lane of this rank takes items. What it knows lies
+// in shared memory, since registers are the workers'.
 class Director {
  public:
-  __device__ Director(const Arguments& args, const Memories& memories)
-      : args_(args), memories_(memories), state_(*args.ranks.state), lane_(threadIdx.x % kWarp) {
-    value_ = next_value(state_, Push::kResults, state_.signature);
+  static constexpr uint32_t kTogether = 2;  // pushes that are counted behind one fence, which takes some us
+
+  struct Plan {
+    uint64_t value;           // what all ranks tell
+    bool pushes;              // whether this CTA takes pushes
+    uint32_t sum;             // taken, and not yet begun
+    uint32_t num_held;        // pushes that are not yet counted
+    uint32_t held[kTogether];
+  };
+
+  // Sets the first step, at which nothing is done.
+  __device__ void begin(Step& first) {
+    State& state = *args.ranks.state;
     const bool all_push = args.order.num_pushing >= gridDim.x;
-    pushes_ = all_push || take(state_.num_begun) < args.order.num_pushing;
-    end_of_pushes_ = args.order.num_chunks * args.order.num_pushes;
-    end_of_sums_ = args.order.num_chunks * args.order.num_sums;
+    const bool pushes = all_push || take(state.num_begun) < args.order.num_pushing;
+    if (!is_leader()) return;
+    plan = {next_value(state, Push::kResults, state.signature), pushes, kNone, 0};
+    first = {Step::kNothing, 0};
   }
 
-  // Called while the workers are at a step, when the one before has ended: counts pushes, and decides what comes next.
-  // It waits for nobody while a push of this CTA is not counted, for which others may wait.
-  __device__ Step direct(const Step& now) {
-    Step next = {Step::kPush, 0};
-    if (pushes_) next.item = take(state_.num_pushes);
-    pushes_ = pushes_ && next.item < end_of_pushes_;
-    if (!pushes_ && sum_ == kNone) sum_ = take(state_.num_sums);
-    if (num_held_ == kTogether || now.kind != Step::kPush) count_pushes();
-    if (now.kind == Step::kPush) hold(now.item);
-    if (pushes_) return next;
-    if (num_held_ > 0) return {Step::kNothing, 0};
-    next = {sum_ < end_of_sums_ ? Step::kSum : Step::kEnd, sum_};
-    if (next.kind == Step::kSum) wait_for(1 + sum_ / args_.order.num_sums);
-    sum_ = kNone;
-    return next;
+  // Called while the workers are at a step, when the one before has ended: counts pushes, and sets what comes next. It
+  // waits for nobody while a push of this CTA is not counted, for which others may wait.
+  __device__ void direct(const Step& now, Step& next) {
+    const Order& order = args.order;
+    uint32_t num_held = plan.num_held, sum = plan.sum;
+    bool pushes = plan.pushes;
+    Step found = {Step::kPush, 0};
+    if (pushes) found.item = take(args.ranks.state->num_pushes);
+    pushes = pushes && found.item < order.num_chunks * order.num_pushes;
+    if (!pushes && sum == kNone) sum = take(args.ranks.state->num_sums);
+    if (num_held == kTogether || now.kind != Step::kPush) {
+      if (lane() < num_held) count(plan.held[lane()]);
+      __syncwarp();
+      num_held = 0;
+    }
+    if (now.kind == Step::kPush) {
+      if (is_leader()) plan.held[num_held] = now.item;
+      ++num_held;
+    }
+    if (!pushes && num_held > 0) {
+      found.kind = Step::kNothing;
+    } else if (!pushes) {
+      found = {sum < order.num_chunks * order.num_sums ? Step::kSum : Step::kEnd, sum};
+      if (found.kind == Step::kSum) wait_for(1 + sum / order.num_sums);
+      sum = kNone;
+    }
+    __syncwarp();  // all have read the plan
+    if (!is_leader()) return;
+    next = found;
+    plan.pushes = pushes, plan.num_held = num_held, plan.sum = sum;
   }
 
   // Behind the last step.
   __device__ void end() {
-    if (lane_ != args_.ranks.rank || atomicAdd(&state_.num_left, 1u) != gridDim.x - 1) return;
-    state_.num_begun = state_.num_pushes = state_.num_sums = state_.num_left = 0;
-    ++state_.counts[static_cast<int>(Push::kResults)];
+    State& state = *args.ranks.state;
+    if (!is_leader() || atomicAdd(&state.num_left, 1u) != gridDim.x - 1) return;
+    state.num_begun = state.num_pushes = state.num_sums = state.num_left = 0;
+    ++state.counts[static_cast<int>(Push::kResults)];
   }
+
+  const Arguments& args;
+  const Memories& memories;
+  Plan& plan;
 
  private:
   static constexpr uint32_t kNone = ~0u;
-  static constexpr uint32_t kTogether = 2;  // pushes that are counted behind one fence
 
+  __device__ static uint32_t lane() { return threadIdx.x % kWarp; }
+  __device__ bool is_leader() const { return lane() == args.ranks.rank; }
   __device__ uint32_t take(uint32_t& num_taken) const {
     uint32_t taken = 0;
-    if (lane_ == args_.ranks.rank) taken = atomicAdd(&num_taken, 1u);
-    return __shfl_sync(0xffffffff, taken, args_.ranks.rank);
+    if (is_leader()) taken = atomicAdd(&num_taken, 1u);
+    return __shfl_sync(0xffffffff, taken, args.ranks.rank);
   }
-  __device__ void hold(uint32_t push) {
-    if (lane_ == num_held_) held_ = push;
-    ++num_held_;
-  }
-  __device__ void count_pushes() {
-    if (lane_ < num_held_) {
-      const uint32_t word = 1 + held_ / args_.order.num_pushes;
-      const bool is_whole = is_last(state_, word, args_.order.num_pushes);
-      for (uint32_t rank = 0; is_whole && rank < args_.ranks.num_ranks; ++rank) {
-        if (rank != args_.ranks.rank) tell(words(memories_.of[rank], word) + args_.ranks.rank, value_);
-      }
+  // Counts a push that has ended, and tells the others of a chunk with its last one.
+  __device__ void count(uint32_t push) const {
+    const uint32_t word = 1 + push / args.order.num_pushes;
+    if (!is_last(*args.ranks.state, word, args.order.num_pushes)) return;
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < args.ranks.num_ranks; ++rank) {
+      if (rank != args.ranks.rank) tell(words(memories.of[rank], word) + args.ranks.rank, plan.value);
     }
-    num_held_ = 0;
   }
   __device__ void wait_for(uint32_t word) const {
-    if (lane_ < args_.ranks.num_ranks && lane_ != args_.ranks.rank) {
-      wait_for_rank(args_.ranks, memories_, word, lane_, value_);
+    if (lane() < args.ranks.num_ranks && !is_leader()) {
+      wait_for_rank(args.ranks, memories, word, lane(), plan.value);
     }
     __syncwarp();
   }
-
-  const Arguments& args_;
-  const Memories& memories_;
-  State& state_;
-  uint32_t lane_, end_of_pushes_, end_of_sums_;
-  uint64_t value_;  // what all ranks tell
-  bool pushes_;
-  uint32_t held_, num_held_ = 0;  // a push of each of the first lanes
-  uint32_t sum_ = kNone;          // taken, and not yet begun
 };
 
 // What the kernels before have told, and to whom, is older than the previous one. The next kernel may start when all
@@ -311,28 +326,21 @@ class Director {
 template <class Unit, int kAtOnce, class Give>
 __device__ inline void push_and_sum(const Arguments& args, Give give) {
   __shared__ Memories memories;
+  __shared__ Director::Plan plan;
   __shared__ Step steps[2];  // this one and the next one, in turns
   const Order& order = args.order;
   memories.load(args.ranks);
-  if (threadIdx.x >= kWorkers * kWarp) {
-    Director director(args, memories);
-    Step step = director.direct({Step::kNothing, 0});
-#pragma unroll 1
-    for (uint32_t turn = 0;; turn ^= 1) {
-      if (threadIdx.x == kWorkers * kWarp + args.ranks.rank) steps[turn] = step;
-      named_barrier<kThreads>(1);
-      if (step.kind == Step::kEnd) break;
-      step = director.direct(step);
-    }
-    director.end();
-    return;
-  }
+  Director director{args, memories, plan};
+  const bool directs = threadIdx.x >= kWorkers * kWarp;
+  if (directs) director.begin(steps[0]);
 #pragma unroll 1
   for (uint32_t turn = 0;; turn ^= 1) {
-    named_barrier<kThreads>(1);
+    __syncthreads();
     const Step step = steps[turn];
     if (step.kind == Step::kEnd) break;
-    if (step.kind == Step::kPush) {
+    if (directs) {
+      director.direct(step, steps[turn ^ 1]);
+    } else if (step.kind == Step::kPush) {
       push<Unit, kAtOnce>(args, memories, {step.item / order.num_pushes, step.item % order.num_pushes}, give);
     } else if (step.kind == Step::kSum) {
       wait_for_previous_kernel();  // which may read the memory of y
@@ -341,6 +349,7 @@ __device__ inline void push_and_sum(const Arguments& args, Give give) {
       sum<Unit, kAtOnce>(args, memories.of[args.ranks.rank], item, give);
     }
   }
+  if (directs) director.end();
 }
 
 // Rows of slots. What a lane knows of a slot it keeps from piece to piece.
@@ -371,44 +380,37 @@ class GiveSlots {
 };
 
 // Sums of the rows of experts. A lane keeps the row and the weight of a choice from piece to piece of a slot.
-template <Input kWeights>
 class GiveSums {
  public:
   __device__ explicit GiveSums(const Arguments& args) : args_(args) {}
 
   __device__ void load(uint32_t slot, uint32_t unit, uint4& value) const {}
   __device__ bool has(uint32_t slot, uint32_t unit, uint4& value) {
-    const Rows& rows = args_.rows;
-    const auto weight_of = [&](uint32_t choice) {
-      return load_float<kWeights>(rows.weights + slot * rows.weight_token_bytes + choice * rows.weight_choice_bytes);
-    };
-    return sum(slot, unit, value, weight_of);
+    return sum(slot, unit, value, args_.rows.weights + int64_t{slot} * args_.top_k);
   }
   __device__ void own(uint32_t slot, uint32_t unit, uint4& value) {
-    if (args_.sums.scores == 0) {
-      has(slot, unit, value);
-      return;
+    const float* weights = args_.rows.weights + int64_t{slot} * args_.top_k;
+    if (args_.sums.scores != 0) {
+      const uint8_t* memory = args_.ranks.state->memory[args_.ranks.rank];
+      const uint32_t token = slot - args_.ranks.rank * args_.max_tokens;
+      weights = reinterpret_cast<const float*>(memory + args_.sums.scores) + int64_t{token} * args_.top_k;
     }
-    const uint8_t* memory = args_.ranks.state->memory[args_.ranks.rank];
-    const float* scores = reinterpret_cast<const float*>(memory + args_.sums.scores);
-    const uint32_t token = slot - args_.ranks.rank * args_.max_tokens;
-    sum(slot, unit, value, [&](uint32_t choice) { return scores[token * args_.rows.top_k + choice]; });
+    sum(slot, unit, value, weights);
   }
 
  private:
   // In FP32 and in the order of choices: products and sums are rounded each. Returns whether a choice has a row.
-  template <class WeightOf>
-  __device__ bool sum(uint32_t slot, uint32_t unit, uint4& value, const WeightOf& weight_of) {
+  __device__ bool sum(uint32_t slot, uint32_t unit, uint4& value, const float* weights_of_slot) {
     constexpr int kAtOnce = 4;  // rows that are in flight together
     const Rows& rows = args_.rows;
-    const uint32_t lane = threadIdx.x % kWarp;
+    const uint32_t lane = threadIdx.x % kWarp, top_k = args_.top_k;
     Columns<uint4> sums = {};
     bool has_row = false;
-    for (uint32_t first = 0; first < rows.top_k; first += kWarp) {
-      if (slot != slot_ || rows.top_k > kWarp) {
-        const uint32_t choice = min(first + lane, rows.top_k - 1);
-        row_ = first + lane < rows.top_k ? rows.token_to_row[int64_t{slot} * rows.top_k + choice] : -1;
-        weight_ = weight_of(choice);
+    for (uint32_t first = 0; first < top_k; first += kWarp) {
+      if (slot != slot_ || top_k > kWarp) {
+        const uint32_t choice = min(first + lane, top_k - 1);
+        row_ = first + lane < top_k ? rows.token_to_row[int64_t{slot} * top_k + choice] : -1;
+        weight_ = weights_of_slot[choice];
       }
       uint32_t choices = __ballot_sync(0xffffffff, row_ >= 0);
       has_row |= choices != 0;
@@ -449,8 +451,8 @@ class GiveSums {
 
 // The sums of y[d, slot] over the ranks d with an expert of a token of this rank, and those of of_choices.
 // Grid: any; a CTA works at an item at a time, its warps at pieces of rows.
-// Shared memory: an address for each rank, and two steps.
-// Barriers: those are complete; named barrier 1, where director and workers meet before each step.
+// Shared memory: an address for each rank, two steps, and what the director knows.
+// Barriers: those are complete; all threads meet before each step.
 // Alignment: that of Unit, for y, its rows and their length.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads, 3) give_back_kernel(const __grid_constant__ Arguments args) {
@@ -462,7 +464,6 @@ __global__ void __launch_bounds__(kThreads, 3) give_back_kernel(const __grid_con
 // `combine_kernel` has it; the weights of this rank's own slots are sums.scores.
 // Grid, shared memory and barriers: as above, with units of eight columns.
 // Alignment: rows.y and its rows are at multiples of 16 B; H is a multiple of 8.
-template <Input kWeights>
 __global__ void __launch_bounds__(kThreads, 3) combine_and_give_back_kernel(const __grid_constant__ Arguments args) {
-  push_and_sum<uint4, 1>(args, GiveSums<kWeights>(args));
+  push_and_sum<uint4, 1>(args, GiveSums(args));
 }

@@ -21,7 +21,6 @@ TIMEOUT = timedelta(minutes=5)
 Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 # Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
-_LAST_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # on which something was exchanged
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
 
 
@@ -176,10 +175,11 @@ class ExpertGroup:
 
         CTAs that wait would fill the GPUs of two ranks, each for another exchange.
         """
-        current, last = torch.cuda.current_stream(device), _LAST_STREAMS.get(device)
+        last_streams = self.peers.last_streams
+        current, last = torch.cuda.current_stream(device), last_streams.get(device)
         if last not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(last)
-        _LAST_STREAMS[device] = current
+        last_streams[device] = current
 
 
 def _group_of(mesh: Any) -> Any:

@@ -13,7 +13,7 @@ from ...kernels.jit import Kernel
 from ...quant import quantize_launch
 from ...routing import combine_launch
 from .peers_launch import (
-    combine_kernel_of,
+    COMBINE_AND_GIVE_BACK,
     give_back_kernel_of,
     push_codes_kernel_of,
     push_rows_kernel_of,
@@ -59,7 +59,7 @@ class NeededByExchange(NamedTuple):
                 yield from _pushing(dtype, h, are_codes=are_codes)
             yield give_back_kernel_of(16 if h % 8 == 0 else 2)
             if are_codes and h % 8 == 0:
-                yield combine_kernel_of(torch.float32)
+                yield COMBINE_AND_GIVE_BACK
         if self.collective and h % 8 == 0:
             at_once = combine_launch.at_once_of(self.num_ranks)
             yield combine_launch.kernel_of(torch.float32, True, at_once)

@@ -7,7 +7,7 @@ private to PyTorch and used here alone.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -136,9 +136,11 @@ class Peers:
     group_name: its name, by which PyTorch finds it. agreement_group: the same ranks, over gloo. The
     methods are called by all ranks together.
     most_ctas: of a kernel that wait for other ranks; None: as many as run at once.
+    last_streams: of each GPU, on which something was exchanged last, in whatever group.
     """
 
     most_ctas: int | None = None
+    last_streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, group_name: Any, agreement_group: Any) -> None:
         self.group_name, self.agreement_group = group_name, agreement_group

@@ -64,8 +64,6 @@ class _Rows(ctypes.Structure):
         (c_void_p, "y"),
         (c_int64, "y_row_bytes"),
         (c_void_p, "token_to_row weights"),
-        (c_int64, "weight_token_bytes weight_choice_bytes"),
-        (c_uint32, "top_k"),
     )
 
 
@@ -105,9 +103,7 @@ def give_back_kernel_of(unit_bytes: int) -> Kernel:
     return Kernel(_GIVE_BACK, f"give_back_kernel<{_UNITS[unit_bytes]}>")
 
 
-def combine_kernel_of(weights_dtype: torch.dtype) -> Kernel:
-    return Kernel(_GIVE_BACK, f"combine_and_give_back_kernel<{INPUTS[weights_dtype]}>")
-
+COMBINE_AND_GIVE_BACK = Kernel(_GIVE_BACK, "combine_and_give_back_kernel")
 
 _UNITS = {16: "uint4", 2: "uint16_t"}
 
@@ -401,19 +397,15 @@ class CombineAndGiveBack(NamedTuple):
         sources: CombineSources,
         programmatic: bool,
     ) -> Launch:
-        """As `prepare_combine`, of the slots' choices."""
-        token_stride, choice_stride = weights.stride()
+        """As `prepare_combine`, of the slots' choices, with weights fp32 [P M, k], contiguous."""
+        assert weights.dtype == torch.float32
+        assert weights.is_contiguous()
         given = self.returning_at, self.place, self.sizes, self.num_tokens
         arguments = _give_back_arguments(*given, unit_bytes=16)
         arguments.ranks.state = self.state
         if sources.of_choices is None:
             arguments.sums.scores = self.returning_at + _given_back(self.place, self.sizes).scores
-        arguments.rows = _Rows(
-            y_row_bytes=y_row_pitch * 2,
-            weight_token_bytes=token_stride * weights.element_size(),
-            weight_choice_bytes=choice_stride * weights.element_size(),
-            top_k=weights.shape[1],
-        )
+        arguments.rows = _Rows(y_row_bytes=y_row_pitch * 2)
         found = pointers(
             _Rows,
             at=GiveBackArguments.rows.offset,
@@ -428,8 +420,8 @@ class CombineAndGiveBack(NamedTuple):
         found += pointers(_Results, at=at, of_choices=sources.of_choices)
         at = GiveBackArguments.sums.offset
         found += pointers(_Sums, at=at, y=sources.out, y_of_choices=behind)
-        kernel, device_index = combine_kernel_of(weights.dtype), weights.get_device()
-        return _launch_giving(kernel, arguments, found, device_index, self.place, self.sizes)
+        launched = arguments, found, weights.get_device(), self.place, self.sizes
+        return _launch_giving(COMBINE_AND_GIVE_BACK, *launched)
 
 
 def _launch(

@@ -40,10 +40,11 @@ class LocalAgreement:
 
 
 class LocalPeers:
-    """All ranks' memory on one GPU."""
+    """Of a rank: all ranks' memory on one GPU."""
 
     def __init__(self, agreement: LocalAgreement) -> None:
         self.agreement = agreement
+        self.last_streams: dict[torch.device, torch.cuda.Stream] = {}  # ranks go side by side
         # All but one may wait while that one's GEMMs run, which take whole SMs.
         self.most_ctas = max(1, 66 // len(agreement.ranks))
 
@@ -64,9 +65,9 @@ class LocalRanks:
 
     def __init__(self, num_ranks: int, seconds: float = 60) -> None:
         self.agreement: Any = LocalAgreement(num_ranks, timedelta(seconds=seconds))
-        peers: Any = LocalPeers(self.agreement)
+        peers: list[Any] = [LocalPeers(self.agreement) for _ in range(num_ranks)]
         self.groups = [
-            ExpertGroup(rank, num_ranks, self.agreement, peers) for rank in range(num_ranks)
+            ExpertGroup(rank, num_ranks, self.agreement, peers[rank]) for rank in range(num_ranks)
         ]
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
 

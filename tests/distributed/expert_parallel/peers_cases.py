@@ -13,9 +13,9 @@ from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
 from moefp8.distributed.expert_parallel.peers import PeerExchange
 from moefp8.distributed.expert_parallel.peers_launch import (
+    COMBINE_AND_GIVE_BACK,
     GiveBackArguments,
     PushArguments,
-    combine_kernel_of,
     give_back_kernel_of,
     push_codes_kernel_of,
     push_rows_kernel_of,
@@ -31,7 +31,7 @@ PUSH = [
 ]
 GIVE_BACK = [
     *(give_back_kernel_of(unit) for unit in (16, 2)),
-    *(combine_kernel_of(dtype) for dtype in DTYPES),
+    COMBINE_AND_GIVE_BACK,
 ]
 GUARD, POISON = 256, 0xFF
 WORDS = PeerMemory.num_bytes(0, 0)  # in which ranks tell

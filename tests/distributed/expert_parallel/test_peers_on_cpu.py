@@ -116,9 +116,8 @@ def test_rows_go_back_to_where_tokens_came_from(name, has_scores):
 
 
 @pytest.mark.parametrize("has_scores", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [x for x, case in CASES.items() if case.hidden_size % 8 == 0])
-def test_sums_go_back_to_where_tokens_came_from(name, dtype, has_scores):
+def test_sums_go_back_to_where_tokens_came_from(name, has_scores):
     case = CASES[name]
     x, ids, scores = tokens_of(case), ids_of(case), scores_of(case)
     host = Host(case, case.hidden_size)
@@ -131,7 +130,7 @@ def test_sums_go_back_to_where_tokens_came_from(name, dtype, has_scores):
         begin, end = (r * case.num_experts // len(case.tokens) for r in (rank, rank + 1))
         own, row = host.slot_ids(rank), torch.randint(0, num_rows, shape)
         maps.append(torch.where((own >= begin) & (own < end), row, -1).int())
-    weights = [torch.randn(shape[::-1]).to(dtype).T for _ in case.tokens]
+    weights = [torch.randn(shape) for _ in case.tokens]
     of_choices = results_of(case)[1] if has_scores else None
     host.combine_and_give_back(y, maps, weights, of_choices)
 

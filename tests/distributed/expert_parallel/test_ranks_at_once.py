@@ -15,10 +15,10 @@ import torch
 from moefp8.distributed.expert_parallel import peers_launch
 from moefp8.distributed.expert_parallel.peer_memory import GivenBack, Received
 from moefp8.distributed.expert_parallel.peers_launch import (
+    COMBINE_AND_GIVE_BACK,
     CombineAndGiveBack,
     Place,
     Sizes,
-    combine_kernel_of,
     give_back_kernel_of,
     push_codes_kernel_of,
 )
@@ -34,7 +34,7 @@ P, E, H, K = 2, 5, 256, 3
 KERNELS = [
     push_codes_kernel_of(BF16, vectorized=True),
     give_back_kernel_of(16),
-    combine_kernel_of(torch.float32),
+    COMBINE_AND_GIVE_BACK,
 ]
 # Tokens of each rank, call by call: layouts differ, and some have several chunks.
 CALLS = [(9, 5), (2300, 0), (3, 700), (0, 4000), (2300, 2100), (1, 0)]
