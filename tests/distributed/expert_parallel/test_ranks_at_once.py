@@ -1,4 +1,4 @@
-"""Two ranks of the exchange's kernels at the same time, without a GPU: each waits for the other.
+"""Ranks of the exchange's kernels at the same time, without a GPU: each waits for the others.
 
 A rank is a thread, and runs one CTA at a time, the first ones first: so nothing may wait for what a
 later CTA of its own rank does.
@@ -30,21 +30,24 @@ from tests.distributed.expert_parallel.host_ranks import BF16, ranks_of
 from tests.distributed.expert_parallel.peers_cases import HostMemories, Recording, build
 from tests.fakes.emulator import FakeDriver
 
-P, E, H, K = 2, 5, 256, 3
+E, H, K = 5, 256, 3
 KERNELS = [
     push_codes_kernel_of(BF16, vectorized=True),
     give_back_kernel_of(16),
     COMBINE_AND_GIVE_BACK,
 ]
 # Tokens of each rank, call by call: layouts differ, and some have several chunks.
-CALLS = [(9, 5), (2300, 0), (3, 700), (0, 4000), (2300, 2100), (1, 0)]
+CALLS: dict[int, list[tuple[int, ...]]] = {
+    2: [(9, 5), (2300, 0), (3, 700), (0, 4000), (2300, 2100), (1, 0)],
+    3: [(9, 5, 0), (1100, 0, 3), (0, 0, 2), (30, 500, 1700)],
+}
 NEVER = 10**17  # ns
 
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory):
     """The kernels of each rank."""
-    return [build(KERNELS, tmp_path_factory) for _ in range(P)]
+    return [build(KERNELS, tmp_path_factory) for _ in range(max(CALLS))]
 
 
 def recorded(launch: Callable[..., Any], *given: Any) -> Any:
@@ -58,38 +61,40 @@ def sums_of(parts: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """What the ranks in order give for each token, of those that it reaches."""
     total = torch.zeros(len(ids), H)
     for token, own in enumerate(ids.tolist()):
-        for rank in sorted(ranks_of(own, E, P)):
+        for rank in sorted(ranks_of(own, E, len(parts))):
             total[token] += parts[rank][token].float()
     return total.to(BF16)
 
 
+@pytest.mark.parametrize("num_ranks", CALLS)
 @pytest.mark.parametrize("combines", [True, False])
-def test_ranks_wait_for_each_other_alone(gpus, combines):
+def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
     torch.manual_seed(0)
-    layouts = [Sizes(max(call), K, E, H) for call in CALLS]
-    receiving = max(Received.of(P * x.max_tokens, H, H, K).size for x in layouts)
-    returning = max(GivenBack.of(P, x.max_tokens, H, K).size for x in layouts)
-    memories = HostMemories(P, receiving, returning).of
-    launches: list[list[Any]] = [[] for _ in range(P)]
+    calls = CALLS[num_ranks]
+    layouts = [Sizes(max(call), K, E, H) for call in calls]
+    receiving = max(Received.of(num_ranks * x.max_tokens, H, H, K).size for x in layouts)
+    returning = max(GivenBack.of(num_ranks, x.max_tokens, H, K).size for x in layouts)
+    memories = HostMemories(num_ranks, receiving, returning).of
+    launches: list[list[Any]] = [[] for _ in range(num_ranks)]
     results, wanted, kept = [], [], []
-    for number, (call, of) in enumerate(zip(CALLS, layouts, strict=True)):
-        num_slots, most = P * of.max_tokens, of.max_tokens
+    for number, (call, of) in enumerate(zip(calls, layouts, strict=True)):
+        num_slots, most = num_ranks * of.max_tokens, of.max_tokens
         received = Received.of(num_slots, H, H, K)
         x = [torch.randn(n, H).to(BF16) for n in call]
         ids = [torch.randint(-1, E + 1, (n, K)) for n in call]
         scores = [torch.rand(n, K) for n in call]
         y = [torch.randn(num_slots, H).to(BF16) for _ in call]
-        maps, weights = torch.full((P, num_slots, K), -1).int(), torch.zeros(num_slots, K)
+        maps, weights = torch.full((num_ranks, num_slots, K), -1).int(), torch.zeros(num_slots, K)
         for source, own in enumerate(ids):
             begin, end = source * most, source * most + len(own)
             weights[begin:end] = scores[source]
-            for rank in range(P):
-                first, last = (r * E // P for r in (rank, rank + 1))
+            for rank in range(num_ranks):
+                first, last = (r * E // num_ranks for r in (rank, rank + 1))
                 is_here = (own >= first) & (own < last)
                 rows = torch.randint(num_slots, own.shape)
                 maps[rank, begin:end] = torch.where(is_here, rows, -1).int()
         for rank, memory in enumerate(memories):
-            place, at = Place(rank, P, NEVER), memory.receiving_at
+            place, at = Place(rank, num_ranks, NEVER), memory.receiving_at
             given = x[rank], ids[rank], scores[rank], 1e-4
             pushed = recorded(peers_launch.push, memory, place, of, received, number, *given)
             out = torch.empty(call[rank], H, dtype=BF16)
@@ -103,7 +108,7 @@ def test_ranks_wait_for_each_other_alone(gpus, combines):
                 given_back = recorded(peers_launch.give_back, memory, place, of, *back)
             launches[rank] += [pushed, given_back]
             parts = []
-            for r in range(P):
+            for r in range(num_ranks):
                 own = slice(rank * most, rank * most + call[rank])
                 of_maps = maps[r, own].tolist()
                 parts.append(naive.combine(y[r], of_maps, weights[own]) if combines else y[r][own])
@@ -116,7 +121,7 @@ def test_ranks_wait_for_each_other_alone(gpus, combines):
             given = ctypes.byref(made.arguments), made.grid, made.block, made.shared_bytes
             assert gpus[rank][made.kernel.name](*given)
 
-    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(P)]
+    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -124,7 +129,7 @@ def test_ranks_wait_for_each_other_alone(gpus, combines):
     assert not any(thread.is_alive() for thread in threads)
     assert all(memory.error.tolist() == [0] * 4 for memory in memories)
     for number, (came, expected) in enumerate(zip(results, wanted, strict=True)):
-        assert torch.equal(came, expected), (number // P, number % P)
+        assert torch.equal(came, expected), divmod(number, num_ranks)
 
 
 def combine(
