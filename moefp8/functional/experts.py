@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from ..routing.plan import build_maps
 from .expert_configs import Sizes
 from .experts_launch import Combine, launch_experts
 from .swiglu import check_limit, empty_gate_up, swiglu
-from .workspace import num_parts_of
+from .workspace import has_one_part
 
 _OP = "experts"
 
@@ -222,12 +222,8 @@ def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
     saves: whether it is `experts_saving`.
     """
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
-    return _has_one_part(Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves), saves)
-
-
-@lru_cache(4096)
-def _has_one_part(sizes: Sizes, saves: bool) -> bool:
-    return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=saves) == 1
+    sizes = Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves)
+    return has_one_part(sizes, has_backward=saves)
 
 
 def launch_combining(

@@ -14,7 +14,6 @@ Before them, a weight whose transpose is not kept is transposed.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +33,13 @@ from .experts_launch import Combine, expected_tiles, takes_tiles
 from .swiglu import lies_as_read, saved_as_read
 from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
 from .transposed import transposed
-from .workspace import BackwardWorkspace, backward_operands_of, num_parts_of, scale_pitch
+from .workspace import (
+    BackwardWorkspace,
+    backward_operands_of,
+    has_one_part,
+    num_parts_of,
+    scale_pitch,
+)
 
 if TYPE_CHECKING:
     from .experts_backward import ExpertsBackwardInputs
@@ -86,12 +91,7 @@ def launch_experts_backward(
 
 def runs_as_a_whole(inputs: "ExpertsBackwardInputs") -> bool:
     """Whether all tokens are computed in one part, and there is something to compute."""
-    return _has_one_part(_sizes_of(inputs))
-
-
-@lru_cache(4096)
-def _has_one_part(sizes: Sizes) -> bool:
-    return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=True) == 1
+    return has_one_part(_sizes_of(inputs), has_backward=True)
 
 
 def _launch_parts(

@@ -4,6 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -145,6 +146,12 @@ def num_parts_of(sizes: Sizes, *, has_backward: bool, trains: bool = False) -> i
         of_each = sizes.num_experts * block  # that an expert's last block may leave empty
     room = max(MAX_WORKSPACE_BYTES - of_each, MAX_WORKSPACE_BYTES // 2)
     return min(sizes.num_tokens, ceil_div(size, room))
+
+
+@lru_cache(4096)
+def has_one_part(sizes: Sizes, *, has_backward: bool) -> bool:
+    """Whether tokens are computed in one part, and there is something to compute."""
+    return 0 not in sizes[:5] and num_parts_of(sizes, has_backward=has_backward) == 1
 
 
 class Weights(NamedTuple):
