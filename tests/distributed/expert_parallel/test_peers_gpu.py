@@ -4,7 +4,6 @@ import copy
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -35,8 +34,9 @@ from tests.distributed.expert_parallel.looping_rank import SECONDS
 from tests.distributed.ranks import Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
-# Ranks that are threads share a context: to load a kernel when it is first launched would wait for
-# the others' kernels, which wait for this rank. So would streams that share a queue of the GPU.
+# Ranks that are threads share a context, where to load a kernel waits for all that run, and these
+# may wait for this rank. Kernels of ours are the same on all ranks, so the first rank there loads
+# them for all; those of libraries are loaded at once. Streams that share a queue wait likewise.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -59,37 +59,36 @@ def local(num_ranks: int) -> LocalRanks:
     return LocalRanks(num_ranks)
 
 
-_one_at_a_time = threading.Lock()  # weights are drawn by the generator of the process
-_layers: dict[tuple[Kind, ExpertGroup], GroupedExperts] = {}
-
-
+@lru_cache(maxsize=32)
 def layer(kind: Kind, group: ExpertGroup) -> GroupedExperts:
     """The rank's part, in the group."""
-    with _one_at_a_time:
-        if (kind, group) not in _layers:
-            experts = copy.deepcopy(whole(kind))
-            if group.size > 1:
-                moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
-            adapt(experts, kind)
-            experts.parallel = ParallelExperts(group, kind.num_experts)
-            _layers[kind, group] = experts.cuda()
-        return _layers[kind, group]
+    experts = copy.deepcopy(whole(kind))
+    if group.size > 1:
+        moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
+    adapt(experts, kind)
+    experts.parallel = ParallelExperts(group, kind.num_experts)
+    return experts.cuda()
+
+
+def layers(kind: Kind, ranks: LocalRanks) -> list[GroupedExperts]:
+    """All parts, made before the ranks begin: nothing is copied to the GPU meanwhile."""
+    return [layer(kind, group) for group in ranks.groups]
 
 
 def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[Results]:
     """What the ranks of one GPU give."""
     on_gpu = [Tokens(*(None if x is None else x.cuda() for x in z)) for z in tokens]
+    parts = layers(kind, local(len(tokens)))
     torch.cuda.synchronize()
 
     def one(rank: int, group: ExpertGroup) -> Results:
         # A backward in the engine's thread of the GPU would keep that of the other ranks waiting.
         here = torch.autograd.set_multithreading_enabled(False)
         with here, torch.set_grad_enabled(with_gradients):
-            found = run(layer(kind, group), on_gpu[rank], with_gradients=with_gradients)
-        weights = [x.cpu() for x in found.of_weights]
-        return Results(*(x.cpu() for x in found[:3]), weights)
+            return run(parts[rank], on_gpu[rank], with_gradients=with_gradients)
 
-    return local(len(tokens)).run(one)
+    came = local(len(tokens)).run(one)
+    return [Results(*(x.cpu() for x in z[:3]), [x.cpu() for x in z.of_weights]) for z in came]
 
 
 def few_and_many(kind: Kind, num_ranks: int) -> Iterator[list[Tokens]]:
@@ -140,22 +139,23 @@ def test_timing_changes_no_bit(num_ranks):
         tokens.append(draw(kind, sizes, 3, i))
     wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
     on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
+    parts = layers(kind, local(num_ranks))
     torch.cuda.synchronize()
 
     def loop(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
-        experts, found = layer(kind, group), []
+        experts, found = parts[rank], []
         with torch.no_grad():
             for i in range(rounds):
                 if i % num_ranks == rank:
                     torch.cuda._sleep(200_000)
                 x, ids, scores, *_ = on_gpu[i][rank]
                 found.append(experts(x, ids, scores))
-        return [y.cpu() for y in found]
+        return found
 
     came = local(num_ranks).run(loop)
     for i in range(rounds):
         for rank in range(num_ranks):
-            assert torch.equal(came[rank][i], wanted[i][rank].y), (i, rank)
+            assert torch.equal(came[rank][i].cpu(), wanted[i][rank].y), (i, rank)
 
 
 def test_one_graph_serves_every_routing():
@@ -163,13 +163,15 @@ def test_one_graph_serves_every_routing():
     tokens = [draw(kind, sizes, 3, i, first=i % 8) for i in range(6)]
     wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
     on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
+    parts = layers(kind, local(num_ranks))
     torch.cuda.synchronize()
 
     def replay(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
-        experts, static = layer(kind, group), [x.clone() for x in on_gpu[0][rank][:3]]
+        experts, static = parts[rank], [x.clone() for x in on_gpu[0][rank][:3]]
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
             experts(*static)
+            group.agreement.gather(None)
             torch.cuda.current_stream().synchronize()
             group.agreement.gather(None)
             with torch.cuda.graph(
@@ -182,25 +184,26 @@ def test_one_graph_serves_every_routing():
                 x.copy_(new)
             graph.replay()
             found.append(y.clone())
-        return [y.cpu() for y in found]
+        return found
 
     came = local(num_ranks).run(replay)
     for i, each in enumerate(wanted):
         for rank in range(num_ranks):
-            assert torch.equal(came[rank][i], each[rank].y), (i, rank)
+            assert torch.equal(came[rank][i].cpu(), each[rank].y), (i, rank)
 
 
 ALONE = """
 import time
 import torch
 from tests.distributed.expert_parallel.local_ranks import LocalRanks
-from tests.distributed.expert_parallel.test_peers_gpu import KINDS, layer, draw
+from tests.distributed.expert_parallel.test_peers_gpu import KINDS, layers, draw
 made = LocalRanks(2, seconds={seconds})
 kind = KINDS["frozen"]
 z = [x.cuda() if x is not None else x for x in draw(kind, [3], 2, 0)[0]]
+parts = layers(kind, made)
 def good(rank, group):
     with torch.no_grad():
-        layer(kind, group)(*z[:3])
+        parts[rank](*z[:3])
 made.run(good)
 def call(rank, group):
     real = group.exchange
@@ -212,8 +215,7 @@ def call(rank, group):
     elif rank == 1:
         group.exchange = lambda calls, ids: real([calls[0]._replace(layer=5), *calls[1:]], ids)
     with torch.no_grad():
-        layer(kind, group)(*z[:3])
-    torch.cuda.synchronize()
+        parts[rank](*z[:3])
 made.run(call)
 """
 
