@@ -36,7 +36,7 @@ class PeerExchange:
         self._group, self._choices = group, ids.contiguous()
         self._sizes = Sizes(most, call.top_k, call.num_experts, call.hidden_size)
         seconds = group.agreement.timeout.total_seconds()
-        self._place = Place(group.rank, num_ranks, int(seconds * 1e9), group.peers.most_ctas)
+        self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
         self._signature = _signature_of(call, [x.num_tokens for x in calls])
         self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
         self.ids = ids

@@ -114,15 +114,11 @@ def _unit_of(*multiples: int) -> int:
 
 
 class Place(NamedTuple):
-    """Who this rank is among the others, how long it waits for them, and with how many CTAs.
-
-    most_ctas: None: as many as run at once.
-    """
+    """Who this rank is among the others, and how long it waits for them."""
 
     rank: int
     num_ranks: int
     deadline_ns: int
-    most_ctas: int | None = None
 
 
 class Sizes(NamedTuple):
@@ -358,7 +354,7 @@ def _launch_giving(
 ) -> Launch:
     """As many CTAs as run at once: some push first, the others sum. sizes: None: there is nothing
     to give back."""
-    most = place.most_ctas or current_driver().num_sms(device_index) * _CTAS_OF_SM
+    most = current_driver().num_sms(device_index) * _CTAS_OF_SM
     order = Order(num_chunks=1, num_pushes=1, num_sums=1, pieces_of_warp=1, num_pushing=1)
     if sizes is not None:
         order = order_of(place, sizes, arguments.num_pieces.value, most)

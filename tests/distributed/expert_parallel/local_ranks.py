@@ -1,7 +1,4 @@
-"""Ranks that are threads of one process, with one GPU: its memory stands for that of several.
-
-So any number of ranks is tested where there is one GPU, and by compute-sanitizer.
-"""
+"""Ranks of one process: threads that agree, and a group of one, which needs no process group."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +9,7 @@ import torch
 
 from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.group import ExpertGroup
-from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+from moefp8.distributed.expert_parallel.peer_memory import PeerMemory, Peers
 
 T = TypeVar("T")
 
@@ -39,62 +36,23 @@ class LocalAgreement:
         return check()
 
 
-class LocalPeers:
-    """Of a rank: all ranks' memory on one GPU."""
+class Alone(Peers):
+    """The GPU of a rank that has no peers."""
 
-    def __init__(self, agreement: LocalAgreement) -> None:
-        self.agreement = agreement
-        self.last_streams: dict[torch.device, torch.cuda.Stream] = {}  # ranks go side by side
-        # All but one may wait while that one's GEMMs run, which take whole SMs.
-        self.most_ctas = max(1, 66 // len(agreement.ranks))
+    def __init__(self) -> None:
+        super().__init__("", None)
 
     def why_not(self, device: torch.device) -> None:
         return None
 
     def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
+        """What it holds is poison."""
         size = PeerMemory.num_bytes(receiving, returning)
         tensor = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
         tensor[: PeerMemory.num_bytes(0, 0)].zero_()
-        torch.cuda.synchronize(device)
-        addresses = self.agreement.gather(tensor.data_ptr())
-        return PeerMemory(tensor, addresses, receiving, returning)
+        return PeerMemory(tensor, [tensor.data_ptr()], receiving, returning)
 
 
-class LocalRanks:
-    """`run` calls a function of (rank, group) on all ranks, each in a thread and a stream.
-
-    No rank copies anything to the host: what they give stays on the GPU until all have launched all
-    their work. While CUDA waits to copy to pageable memory it keeps other threads from making an
-    event, and the GPU waits for what they would launch next.
-    """
-
-    def __init__(self, num_ranks: int, seconds: float = 60) -> None:
-        self.agreement: Any = LocalAgreement(num_ranks, timedelta(seconds=seconds))
-        peers: list[Any] = [LocalPeers(self.agreement) for _ in range(num_ranks)]
-        self.groups = [
-            ExpertGroup(rank, num_ranks, self.agreement, peers[rank]) for rank in range(num_ranks)
-        ]
-        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
-
-    def run(self, function: Callable[[int, ExpertGroup], Any]) -> list[Any]:
-        found: list[Any] = [None] * len(self.groups)
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            self.agreement.own.rank = rank
-            try:
-                with torch.cuda.stream(self.streams[rank]):
-                    found[rank] = function(rank, self.groups[rank])
-            except BaseException as error:
-                errors.append(error)
-                self.agreement.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(found))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        torch.cuda.synchronize()
-        return found
+def group_of_one() -> ExpertGroup:
+    agreement: Any = LocalAgreement(1, timedelta(seconds=60))
+    return ExpertGroup(0, 1, agreement, Alone())

@@ -1,47 +1,38 @@
-"""The exchange by kernels that write into other ranks' memory, on one GPU and on several."""
+"""The exchange by kernels that write into other ranks' memory.
 
-import copy
+Each rank is a process. Where GPUs are fewer, several have one, and take turns at it.
+"""
+
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, given, settings
 
-import moefp8
-from moefp8 import GroupedExperts
-from moefp8.distributed.expert_parallel.experts import ParallelExperts
-from moefp8.distributed.expert_parallel.group import ExpertGroup
+from moefp8.distributed import ExpertParallel
 from tests.distributed.expert_parallel.cases import (
     Kind,
-    Results,
     Tokens,
-    adapt,
     assert_same,
     draw,
     expected,
+    parallel,
     routings,
-    run,
     run_parallel,
     whole,
 )
-from tests.distributed.expert_parallel.local_ranks import LocalRanks
 from tests.distributed.expert_parallel.looping_rank import SECONDS
 from tests.distributed.ranks import Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 
-# Ranks that are threads share a context, where to load a kernel waits for all that run, and these
-# may wait for this rank. Kernels of ours are the same on all ranks, so the first rank there loads
-# them for all; those of libraries are loaded at once. Streams that share a queue wait likewise.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 pytestmark = NEEDS_GPU
-NUM_RANKS = (1, 2, 3, 8)
+MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 KINDS = {
     "frozen": Kind(8, 256, 128),
     "odd": Kind(9, 200, 72),
@@ -54,41 +45,79 @@ KINDS = {
 }
 
 
-@lru_cache(maxsize=1)
-def local(num_ranks: int) -> LocalRanks:
-    return LocalRanks(num_ranks)
+@pytest.fixture(scope="module")
+def group(request, tmp_path_factory) -> Iterator[Ranks]:
+    """As many ranks as the test's parameter says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MAY_SHARE, "1")
+        with ranks(request.param, tmp_path_factory.mktemp("ranks"), "nccl") as made:
+            yield made
 
 
-@lru_cache(maxsize=32)
-def layer(kind: Kind, group: ExpertGroup) -> GroupedExperts:
-    """The rank's part, in the group."""
-    experts = copy.deepcopy(whole(kind))
-    if group.size > 1:
-        moefp8.shard(experts, {"": "experts"}, group.rank, group.size)
-    adapt(experts, kind)
-    experts.parallel = ParallelExperts(group, kind.num_experts)
-    return experts.cuda()
+def of(*num_ranks: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("group", num_ranks, indirect=True)
 
 
-def layers(kind: Kind, ranks: LocalRanks) -> list[GroupedExperts]:
-    """All parts, made before the ranks begin: nothing is copied to the GPU meanwhile."""
-    return [layer(kind, group) for group in ranks.groups]
+# ---- What a rank does ----
 
 
-def compute(kind: Kind, tokens: Sequence[Tokens], with_gradients: bool) -> list[Results]:
-    """What the ranks of one GPU give."""
-    on_gpu = [Tokens(*(None if x is None else x.cuda() for x in z)) for z in tokens]
-    parts = layers(kind, local(len(tokens)))
+def on_gpu(tokens: Tokens) -> Tokens:
+    return Tokens(*(None if x is None else x.cuda() for x in tokens))
+
+
+def calls(kind: Kind, tokens: list[Tokens]) -> list[torch.Tensor]:
+    """Results of calls that follow one another without a wait; ranks are late in turns."""
+    experts, found = parallel(kind).to("cuda"), []
+    given = [on_gpu(z) for z in tokens]
+    with torch.no_grad():
+        for number, z in enumerate(given):
+            if number % dist.get_world_size() == dist.get_rank():
+                torch.cuda._sleep(1_000_000)
+            found.append(experts(*z[:3]))
+    return [y.cpu() for y in found]
+
+
+def captured(
+    experts: ExpertParallel, given: Sequence[torch.Tensor]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of a call, and its result."""
+    with torch.no_grad():
+        experts(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(*given)
+    return graph, y
+
+
+def replays(kind: Kind, tokens: list[Tokens]) -> list[torch.Tensor]:
+    """Results of one graph."""
+    given, found = [on_gpu(z)[:3] for z in tokens], []
+    static = [x.clone() for x in given[0]]
+    graph, y = captured(parallel(kind).to("cuda"), static)
+    for z in given:
+        for x, new in zip(static, z, strict=True):
+            x.copy_(new)
+        graph.replay()
+        found.append(y.clone())
+    return [y.cpu() for y in found]
+
+
+def replays_the_graph_of(which: int | None, kind: Kind, tokens: Tokens) -> None:
+    """One of two layers, or of none."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    layers = [
+        ExpertParallel(
+            whole(kind).cuda(), group, timeout=timedelta(seconds=SECONDS), transport="peers"
+        )
+        for _ in range(2)
+    ]
+    graphs = [captured(x, on_gpu(tokens)[:3])[0] for x in layers]
+    if which is not None:
+        graphs[which].replay()
     torch.cuda.synchronize()
 
-    def one(rank: int, group: ExpertGroup) -> Results:
-        # A backward in the engine's thread of the GPU would keep that of the other ranks waiting.
-        here = torch.autograd.set_multithreading_enabled(False)
-        with here, torch.set_grad_enabled(with_gradients):
-            return run(parts[rank], on_gpu[rank], with_gradients=with_gradients)
 
-    came = local(len(tokens)).run(one)
-    return [Results(*(x.cpu() for x in z[:3]), [x.cpu() for x in z.of_weights]) for z in came]
+# ---- What all of them give ----
 
 
 def few_and_many(kind: Kind, num_ranks: int) -> Iterator[list[Tokens]]:
@@ -99,157 +128,96 @@ def few_and_many(kind: Kind, num_ranks: int) -> Iterator[list[Tokens]]:
         yield draw(kind, sizes, 1 + seed * 3, seed, has_addend=seed == 1)
 
 
-def assert_right(came: Sequence[Results], kind: Kind, tokens: list[Tokens], grads: bool) -> None:
-    assert_same(came, expected(kind, tokens, with_gradients=grads, device="cuda"))
+def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients: bool) -> None:
+    came = group.run(run_parallel, [(kind, z, with_gradients, "cuda") for z in tokens])
+    wanted = expected(kind, tokens, with_gradients=with_gradients, device="cuda")
+    assert_same(came, wanted)
 
 
+@of(1, 2, 3, 8)
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_ranks_give_what_one_process_gives(num_ranks, name, with_gradients):
-    kind = KINDS[name]
-    if name == "like Qwen3" and num_ranks > 3:
-        pytest.skip("so many ranks of large layers do not fit on one GPU beside each other")
-    for tokens in few_and_many(kind, num_ranks):
-        assert_right(compute(kind, tokens, with_gradients), kind, tokens, with_gradients)
+def test_ranks_give_what_one_process_gives(group, name, with_gradients):
+    for tokens in few_and_many(KINDS[name], len(group.pipes)):
+        assert_right(group, KINDS[name], tokens, with_gradients)
 
 
 DRAWN = [KINDS[name] for name in ("frozen", "odd", "trained", "adapted")]
 
 
+@of(4)
 @given(case=routings(4, DRAWN, max_tokens=30, max_top_k=8))
 @settings(max_examples=60, phases=[Phase.generate])
-def test_any_routing(case):
+def test_any_routing(group, case):
     kind, arguments, with_gradients = case
-    tokens = draw(kind, **arguments)
-    assert_right(compute(kind, tokens, with_gradients), kind, tokens, with_gradients)
+    assert_right(group, kind, draw(kind, **arguments), with_gradients)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_timing_changes_no_bit(num_ranks):
-    """Ranks are slowed in turns, and calls follow one another without a wait.
-
-    Layouts differ from call to call, and some rank has nothing: then it is ahead of the others.
-    """
-    kind, rounds = KINDS["frozen"], 30
+@of(2, 4)
+def test_timing_changes_no_bit(group):
+    """Layouts differ from call to call, and some rank has nothing: then it is ahead of others."""
+    kind, rounds, num_ranks = KINDS["frozen"], 30, len(group.pipes)
     tokens = []
     for i in range(rounds):
         sizes = [17 + rank + i % 3 * 400 for rank in range(num_ranks)]
         sizes[(i + 1) % num_ranks] *= i % 4 > 0
         tokens.append(draw(kind, sizes, 3, i))
-    wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
-    on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
-    parts = layers(kind, local(num_ranks))
-    torch.cuda.synchronize()
-
-    def loop(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
-        experts, found = parts[rank], []
-        with torch.no_grad():
-            for i in range(rounds):
-                if i % num_ranks == rank:
-                    torch.cuda._sleep(200_000)
-                x, ids, scores, *_ = on_gpu[i][rank]
-                found.append(experts(x, ids, scores))
-        return found
-
-    came = local(num_ranks).run(loop)
-    for i in range(rounds):
-        for rank in range(num_ranks):
-            assert torch.equal(came[rank][i].cpu(), wanted[i][rank].y), (i, rank)
+    assert_results(group, calls, kind, tokens)
 
 
-def test_one_graph_serves_every_routing():
-    num_ranks, kind, sizes = 2, KINDS["frozen"], (12, 7)
-    tokens = [draw(kind, sizes, 3, i, first=i % 8) for i in range(6)]
-    wanted = [expected(kind, z, with_gradients=False, device="cuda") for z in tokens]
-    on_gpu = [[Tokens(*(None if x is None else x.cuda() for x in z)) for z in y] for y in tokens]
-    parts = layers(kind, local(num_ranks))
-    torch.cuda.synchronize()
-
-    def replay(rank: int, group: ExpertGroup) -> list[torch.Tensor]:
-        experts, static = parts[rank], [x.clone() for x in on_gpu[0][rank][:3]]
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad():
-            experts(*static)
-            group.agreement.gather(None)
-            torch.cuda.current_stream().synchronize()
-            group.agreement.gather(None)
-            with torch.cuda.graph(
-                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ):
-                y = experts(*static)
-        found = []
-        for z in on_gpu:
-            for x, new in zip(static, z[rank], strict=False):
-                x.copy_(new)
-            graph.replay()
-            found.append(y.clone())
-        return found
-
-    came = local(num_ranks).run(replay)
-    for i, each in enumerate(wanted):
-        for rank in range(num_ranks):
-            assert torch.equal(came[rank][i].cpu(), each[rank].y), (i, rank)
+@of(2)
+def test_one_graph_serves_every_routing(group):
+    kind = KINDS["frozen"]
+    tokens = [draw(kind, (12, 7), 3, i, first=i % 8) for i in range(6)]
+    assert_results(group, replays, kind, tokens)
 
 
-ALONE = """
-import time
-import torch
-from tests.distributed.expert_parallel.local_ranks import LocalRanks
-from tests.distributed.expert_parallel.test_peers_gpu import KINDS, layers, draw
-made = LocalRanks(2, seconds={seconds})
-kind = KINDS["frozen"]
-z = [x.cuda() if x is not None else x for x in draw(kind, [3], 2, 0)[0]]
-parts = layers(kind, made)
-def good(rank, group):
-    with torch.no_grad():
-        parts[rank](*z[:3])
-made.run(good)
-def call(rank, group):
-    real = group.exchange
-    if rank == 1 and {skips}:
-        def stop(calls, ids):
-            time.sleep(5)  # the other has pushed, and has waited for as long as it may
-            raise RuntimeError("this rank stops")
-        group.exchange = stop
-    elif rank == 1:
-        group.exchange = lambda calls, ids: real([calls[0]._replace(layer=5), *calls[1:]], ids)
-    with torch.no_grad():
-        parts[rank](*z[:3])
-made.run(call)
-"""
+def assert_results(group: Ranks, function, kind: Kind, tokens: list[list[Tokens]]) -> None:
+    came = group.run(function, [(kind, list(of_rank)) for of_rank in zip(*tokens, strict=True)])
+    for i, z in enumerate(tokens):
+        wanted = expected(kind, z, with_gradients=False, device="cuda")
+        for rank, of_rank in enumerate(wanted):
+            assert not isinstance(came[rank], str), came[rank]
+            assert torch.equal(came[rank][i], of_rank.y), (i, rank)
+
+
+# ---- What goes wrong ----
 
 
 @pytest.mark.parametrize(
-    ("skips", "says"), [(True, "did not come within 1 s"), (False, "is at another layer")]
+    ("other", "says"),
+    [(None, f"rank 1 did not come within {SECONDS} s"), (1, "is at another layer")],
 )
-def test_a_rank_that_does_not_come_is_an_error(skips, says):
-    """In a process of its own, since all work on the GPU is ended."""
-    code = ALONE.format(seconds=1, skips=skips)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode != 0
-    assert says in done.stderr, done.stderr[-2000:]
+def test_a_rank_that_does_not_come_is_an_error(other, says, tmp_path, monkeypatch, capfd):
+    """In processes of their own, since all work on the GPU is ended."""
+    monkeypatch.setenv(MAY_SHARE, "1")
+    kind = KINDS["frozen"]
+    tokens, said = draw(kind, [3, 5], 2, 0), ""
+    with ranks(2, tmp_path, "nccl") as group:
+        group.run(run_parallel, [(kind, z, False, "cuda") for z in tokens])  # kernels are loaded
+        each = zip((0, other), (kind, kind), tokens, strict=True)
+        first, _ = group.run(replays_the_graph_of, list(each))
+        assert "AcceleratorError" in first
+        end = time.monotonic() + 5
+        while says not in said and time.monotonic() < end:
+            time.sleep(0.1)
+            said += capfd.readouterr().err
+    assert says in said
 
 
-# ---- Several GPUs ----
+def test_ranks_share_no_gpu_unaware(tmp_path, monkeypatch):
+    monkeypatch.delenv(MAY_SHARE, raising=False)
+    first, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first)
+    with ranks(2, tmp_path, "nccl") as group:
+        came = group.run(refuses, [(KINDS["frozen"],)] * 2)
+    assert all(x.startswith("RuntimeError: ") and f"{MAY_SHARE}=1" in x for x in came)
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory) -> Iterator[Ranks]:
-    with ranks(torch.cuda.device_count(), tmp_path_factory.mktemp("ranks"), "nccl") as made:
-        yield made
-
-
-@NEEDS_TWO_GPUS
-@pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("name", KINDS)
-def test_gpus_give_what_one_gives(group, name, with_gradients):
-    kind, num_ranks = KINDS[name], len(group.pipes)
-    for tokens in few_and_many(kind, num_ranks):
-        came = group.run(run_parallel, [(kind, z, with_gradients, "cuda") for z in tokens])
-        assert_right(came, kind, tokens, with_gradients)
+def refuses(kind: Kind) -> None:
+    experts = ExpertParallel(whole(kind).cuda(), dist.group.WORLD, transport="peers")
+    with torch.no_grad():
+        experts(*on_gpu(draw(kind, [3], 2, 0)[0])[:3])
 
 
 @NEEDS_TWO_GPUS

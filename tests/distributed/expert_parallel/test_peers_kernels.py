@@ -260,17 +260,6 @@ def test_sums_go_back_by_units_of_eight_columns(gpu, most, h):
     assert (x.num_tokens, x.max_tokens, x.top_k) == (2, most, 3)
 
 
-def test_ranks_that_share_a_gpu_leave_room_for_each_other(gpu):
-    place, weights = PLACE._replace(most_ctas=7), torch.zeros(2 * 4000, 3)
-    combine = CombineAndGiveBack(place, Sizes(4000, 3, 8, 256), 2, 8192, 80)
-    sources, pitch = CombineSources(*map(Source, range(4))), 256
-    launch = combine.prepare(
-        weights, 256, y_row_pitch=pitch, is_aligned=True, sources=sources, programmatic=True
-    )
-    launch.on(-1, (16, 32, 48, 64))
-    assert gpu.launched[0].grid == 7
-
-
 @given(
     num_ranks=st.integers(1, 16),
     most=sizes(2**20, 1),

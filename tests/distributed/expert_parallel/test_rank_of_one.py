@@ -4,7 +4,6 @@ Push and give back are the kernels' own text; a stand-in does what all others wo
 those that the sanitizer runs on a GPU.
 """
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -44,7 +43,6 @@ def gpu(functions, monkeypatch) -> Iterator[FakeDriver]:
     """A GPU whose memory is that of the CPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     monkeypatch.setattr(nn.Module, "cuda", lambda x: x)
-    monkeypatch.setattr(torch.cuda, "Stream", contextlib.nullcontext)
     monkeypatch.setattr("tests.distributed.expert_parallel.local_ranks.ExpertGroup", HostGroup)
     with jit.using(FakeDriver(library=WithExchange(functions))) as driver:
         yield driver

@@ -10,9 +10,8 @@ import torch
 
 from moefp8 import GroupedExperts
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
-from moefp8.distributed.expert_parallel.group import ExpertGroup
 from tests.distributed.expert_parallel.cases import Kind, Tokens, adapt, draw, whole
-from tests.distributed.expert_parallel.local_ranks import LocalRanks
+from tests.distributed.expert_parallel.local_ranks import group_of_one
 from tests.kernels.sanitizer.judge import Launch, tell
 
 BF16 = torch.bfloat16
@@ -78,13 +77,6 @@ def computed(experts: GroupedExperts, tokens: Tokens, with_gradients: bool) -> l
         weights = [w for w in experts.parameters() if w.requires_grad]
         found += torch.autograd.grad(y, [x, scores, *weights], tokens.grad)
     return [z.cpu() for z in found]
-
-
-def group_of_one() -> ExpertGroup:
-    """Its memory is new, and no other thread runs it."""
-    made = LocalRanks(1)
-    made.agreement.own.rank = 0
-    return made.groups[0]
 
 
 def on_gpu(tokens: Tokens) -> Tokens:
