@@ -22,6 +22,7 @@ Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 # Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
+_LAST_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # on which a GPU exchanged something
 
 
 class ExpertGroup:
@@ -175,11 +176,10 @@ class ExpertGroup:
 
         CTAs that wait would fill the GPUs of two ranks, each for another exchange.
         """
-        last_streams = self.peers.last_streams
-        current, last = torch.cuda.current_stream(device), last_streams.get(device)
+        current, last = torch.cuda.current_stream(device), _LAST_STREAMS.get(device)
         if last not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(last)
-        last_streams[device] = current
+        _LAST_STREAMS[device] = current
 
 
 def _group_of(mesh: Any) -> Any:

@@ -8,7 +8,7 @@ private to PyTorch and used here alone.
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ...kernels.common.blocks import num_blocks, round_up
 MAX_RANKS = 16
 MAX_CHUNKS = 128  # in which results travel
 _ALIGNMENT, _GRANULE = 256, 2 << 20
-_MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's own: ranks may have one GPU
+_MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's own, for tests
 _NUM_WORDS = 1 + MAX_CHUNKS  # that each rank tells: of tokens, and of each chunk of results
 _AREAS = round_up(_NUM_WORDS * MAX_RANKS * 8, _ALIGNMENT)  # where they begin, behind the words
 
@@ -137,10 +137,7 @@ class Peers:
 
     group_name: its name, by which PyTorch finds it. agreement_group: the same ranks, over gloo. The
     methods are called by all ranks together.
-    last_streams: of each GPU, on which something was exchanged last, in whatever group.
     """
-
-    last_streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, group_name: Any, agreement_group: Any) -> None:
         self.group_name, self.agreement_group = group_name, agreement_group
@@ -172,7 +169,7 @@ class Peers:
         if len(hosts) > 1:
             return "they are GPUs of several hosts"
         if len(gpus) < len(everyone) and os.environ.get(_MAY_SHARE) != "1":
-            return f"several ranks have one GPU, which only {_MAY_SHARE}=1 allows"
+            return "several ranks have one GPU"
         if kinds != {(9, 0)}:
             return f"kernels of ours need Hopper GPUs, and their compute capabilities are {kinds}"
         problem = None

@@ -48,6 +48,10 @@ class Results(NamedTuple):
     of_weights: list[torch.Tensor]
 
 
+def moved(tokens: Tokens, device: str) -> Tokens:
+    return Tokens(*(None if x is None else x.to(device) for x in tokens))
+
+
 def whole(kind: Kind) -> GroupedExperts:
     """All experts, the same in every process."""
     torch.manual_seed(1)
@@ -105,8 +109,7 @@ def run(experts: Any, tokens: Tokens, *, with_gradients: bool = True) -> Results
 def run_parallel(
     kind: Kind, tokens: Tokens, with_gradients: bool = True, device: str = "cpu"
 ) -> Results:
-    experts = parallel(kind).to(device)
-    given = Tokens(*(None if x is None else x.to(device) for x in tokens))
+    experts, given = parallel(kind).to(device), moved(tokens, device)
     with torch.set_grad_enabled(with_gradients):
         found = run(experts, given, with_gradients=with_gradients)
     cpu = [x.cpu() for x in found[:3]]

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -22,6 +22,7 @@ from tests.distributed.expert_parallel.cases import (
     assert_same,
     draw,
     expected,
+    moved,
     parallel,
     routings,
     run_parallel,
@@ -54,21 +55,17 @@ def group(request, tmp_path_factory) -> Iterator[Ranks]:
             yield made
 
 
-def of(*num_ranks: int) -> pytest.MarkDecorator:
+def with_ranks(*num_ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("group", num_ranks, indirect=True)
 
 
 # ---- What a rank does ----
 
 
-def on_gpu(tokens: Tokens) -> Tokens:
-    return Tokens(*(None if x is None else x.cuda() for x in tokens))
-
-
 def calls(kind: Kind, tokens: list[Tokens]) -> list[torch.Tensor]:
     """Results of calls that follow one another without a wait; ranks are late in turns."""
     experts, found = parallel(kind).to("cuda"), []
-    given = [on_gpu(z) for z in tokens]
+    given = [moved(z, "cuda") for z in tokens]
     with torch.no_grad():
         for number, z in enumerate(given):
             if number % dist.get_world_size() == dist.get_rank():
@@ -91,7 +88,7 @@ def captured(
 
 def replays(kind: Kind, tokens: list[Tokens]) -> list[torch.Tensor]:
     """Results of one graph."""
-    given, found = [on_gpu(z)[:3] for z in tokens], []
+    given, found = [moved(z, "cuda")[:3] for z in tokens], []
     static = [x.clone() for x in given[0]]
     graph, y = captured(parallel(kind).to("cuda"), static)
     for z in given:
@@ -111,10 +108,15 @@ def replays_the_graph_of(which: int | None, kind: Kind, tokens: Tokens) -> None:
         )
         for _ in range(2)
     ]
-    graphs = [captured(x, on_gpu(tokens)[:3])[0] for x in layers]
+    graphs = [captured(x, moved(tokens, "cuda")[:3])[0] for x in layers]
     if which is not None:
         graphs[which].replay()
     torch.cuda.synchronize()
+
+
+def insists_on_peers(kind: Kind, tokens: Tokens) -> None:
+    experts = ExpertParallel(whole(kind).cuda(), dist.group.WORLD, transport="peers")
+    experts(*moved(tokens, "cuda")[:3])
 
 
 # ---- What all of them give ----
@@ -134,7 +136,7 @@ def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients:
     assert_same(came, wanted)
 
 
-@of(1, 2, 3, 8)
+@with_ranks(1, 2, 3, 8)
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_give_what_one_process_gives(group, name, with_gradients):
@@ -145,7 +147,7 @@ def test_ranks_give_what_one_process_gives(group, name, with_gradients):
 DRAWN = [KINDS[name] for name in ("frozen", "odd", "trained", "adapted")]
 
 
-@of(4)
+@with_ranks(4)
 @given(case=routings(4, DRAWN, max_tokens=30, max_top_k=8))
 @settings(max_examples=60, phases=[Phase.generate])
 def test_any_routing(group, case):
@@ -153,7 +155,7 @@ def test_any_routing(group, case):
     assert_right(group, kind, draw(kind, **arguments), with_gradients)
 
 
-@of(2, 4)
+@with_ranks(2, 4)
 def test_timing_changes_no_bit(group):
     """Layouts differ from call to call, and some rank has nothing: then it is ahead of others."""
     kind, rounds, num_ranks = KINDS["frozen"], 30, len(group.pipes)
@@ -165,14 +167,16 @@ def test_timing_changes_no_bit(group):
     assert_results(group, calls, kind, tokens)
 
 
-@of(2)
+@with_ranks(2)
 def test_one_graph_serves_every_routing(group):
     kind = KINDS["frozen"]
     tokens = [draw(kind, (12, 7), 3, i, first=i % 8) for i in range(6)]
     assert_results(group, replays, kind, tokens)
 
 
-def assert_results(group: Ranks, function, kind: Kind, tokens: list[list[Tokens]]) -> None:
+def assert_results(
+    group: Ranks, function: Callable[..., object], kind: Kind, tokens: list[list[Tokens]]
+) -> None:
     came = group.run(function, [(kind, list(of_rank)) for of_rank in zip(*tokens, strict=True)])
     for i, z in enumerate(tokens):
         wanted = expected(kind, z, with_gradients=False, device="cuda")
@@ -209,15 +213,12 @@ def test_ranks_share_no_gpu_unaware(tmp_path, monkeypatch):
     monkeypatch.delenv(MAY_SHARE, raising=False)
     first, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first)
+    kind = KINDS["frozen"]
     with ranks(2, tmp_path, "nccl") as group:
-        came = group.run(refuses, [(KINDS["frozen"],)] * 2)
-    assert all(x.startswith("RuntimeError: ") and f"{MAY_SHARE}=1" in x for x in came)
-
-
-def refuses(kind: Kind) -> None:
-    experts = ExpertParallel(whole(kind).cuda(), dist.group.WORLD, transport="peers")
-    with torch.no_grad():
-        experts(*on_gpu(draw(kind, [3], 2, 0)[0])[:3])
+        each = [(kind, z) for z in draw(kind, [3, 5], 2, 0)]
+        for came in group.run(insists_on_peers, each):
+            assert came.startswith("RuntimeError: ")
+            assert "several ranks have one GPU" in came
 
 
 @NEEDS_TWO_GPUS
