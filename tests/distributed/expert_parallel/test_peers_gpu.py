@@ -114,7 +114,9 @@ def replays_the_graph_of(which: int | None, kind: Kind, tokens: Tokens) -> None:
     torch.cuda.synchronize()
 
 
-def insists_on_peers(kind: Kind, tokens: Tokens) -> None:
+def insists_on_peers(may_share: bool, kind: Kind, tokens: Tokens) -> None:
+    if may_share:
+        os.environ[MAY_SHARE] = "1"
     experts = ExpertParallel(whole(kind).cuda(), dist.group.WORLD, transport="peers")
     experts(*moved(tokens, "cuda")[:3])
 
@@ -209,16 +211,18 @@ def test_a_rank_that_does_not_come_is_an_error(other, says, tmp_path, monkeypatc
     assert says in said
 
 
-def test_ranks_share_no_gpu_unaware(tmp_path, monkeypatch):
+@pytest.mark.parametrize("aware", [[], [0]])
+def test_ranks_share_no_gpu_unless_all_say_so(aware, tmp_path, monkeypatch):
     monkeypatch.delenv(MAY_SHARE, raising=False)
     first, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first)
     kind = KINDS["frozen"]
     with ranks(2, tmp_path, "nccl") as group:
-        each = [(kind, z) for z in draw(kind, [3, 5], 2, 0)]
+        tokens = draw(kind, [3, 5], 2, 0)
+        each = [(rank in aware, kind, z) for rank, z in enumerate(tokens)]
         for came in group.run(insists_on_peers, each):
             assert came.startswith("RuntimeError: ")
-            assert "several ranks have one GPU" in came
+            assert f"several ranks have one GPU (for tests, {MAY_SHARE}=1" in came
 
 
 @NEEDS_TWO_GPUS
