@@ -267,10 +267,13 @@ def _any_experts(
     asks: int,
 ) -> torch.Tensor:
     of_tokens, anchor = _anchor(x, asks & _TOKENS), _anchor(x, asks)
+    # FP16 would round small parts of a result or a gradient to fewer bits than BF16 has.
+    widens = x.dtype == torch.float16 and isinstance(layer, GroupedExperts)
+    dtype = torch.float32 if widens else x.dtype
     if of_tokens is None:
-        tokens, of_choices = (z.clone() for z in exchange.dispatch(x, scores))
+        tokens, of_choices = _dispatch(exchange, x, scores, dtype)
     else:
-        tokens, of_choices = _Dispatch.apply(exchange, of_tokens, x, scores)
+        tokens, of_choices = _Dispatch.apply(exchange, of_tokens, x, scores, dtype)
     exchange.keep_choices()
     rows = layer.compute(tokens, exchange.ids, of_choices).bfloat16()
     if anchor is None:
@@ -279,19 +282,32 @@ def _any_experts(
     return y
 
 
+def _dispatch(
+    exchange: Any, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that came, in this dtype, and the scores of their choices, in memory of their own."""
+    tokens, of_choices = exchange.dispatch(x, scores)
+    return tokens.to(dtype, copy=True), of_choices.clone()
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Any, anchor: torch.Tensor, x: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(y.clone() for y in exchange.dispatch(x, scores))
+        ctx: Any,
+        exchange: Any,
+        anchor: torch.Tensor,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.dtype = exchange, x.dtype
+        return _dispatch(exchange, x, scores, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, of_scores: torch.Tensor) -> tuple[Any, ...]:
         summed, of_scores = ctx.exchange.combine_gradients(dx.bfloat16(), of_scores)
-        return None, None, summed.to(dx.dtype), of_scores
+        return None, None, summed.to(ctx.dtype), of_scores, None
 
 
 class _Combine(torch.autograd.Function):

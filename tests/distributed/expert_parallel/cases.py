@@ -121,12 +121,13 @@ def expected(
 ) -> list[Results]:
     """The FP32 sum, in the order of the ranks, of what each rank's experts give, by source rank.
 
-    Gradients of weights are those of a rank's experts, of all tokens.
+    Gradients of weights are those of a rank's experts, of all tokens. Tokens in FP16 are given to
+    experts in FP32, as small outputs would be rounded to fewer bits in FP16.
     """
     num_ranks = len(tokens)
     sizes = [len(z.x) for z in tokens]
     everything = [torch.cat([z[i] for z in tokens]).to(device) for i in (0, 1, 2, 4)]
-    x, ids, scores, grad = everything
+    x, ids, scores, grad = (z.float() if z.dtype == torch.float16 else z for z in everything)
     given = Tokens(x, ids, scores, None, grad)
     each = []
     for rank in range(num_ranks):

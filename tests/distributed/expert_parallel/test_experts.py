@@ -60,6 +60,17 @@ def test_skewed_routings(group, kind, ids):
 
 
 @pytest.mark.parametrize("kind", [FROZEN, TRAINED, ADAPTED], ids=lambda kind: kind.what)
+def test_parts_too_small_for_float16(group, kind):
+    """A rank's part of an output or a gradient keeps its eight bits till all are summed."""
+    sizes = [9] * len(group.pipes)
+    tokens = [
+        z._replace(scores=z.scores * 2**-8, grad=z.grad * 2**-8)
+        for z in draw(kind, sizes, 3, 0, dtype=torch.float16, last=kind.num_experts)
+    ]
+    assert_right(group, kind, tokens, True)
+
+
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED, ADAPTED], ids=lambda kind: kind.what)
 def test_nobody_has_tokens(group, kind):
     assert_right(group, kind, draw(kind, [0] * len(group.pipes), 2, 0), True)
 

@@ -190,9 +190,13 @@ def assert_results(
 # ---- What goes wrong ----
 
 
+# Of two processes whose work is ended on one GPU, one hears of it from the driver.
 @pytest.mark.parametrize(
     ("other", "says"),
-    [(None, f"rank 1 did not come within {SECONDS} s"), (1, "is at another layer")],
+    [
+        pytest.param(None, f"rank 1 did not come within {SECONDS} s", id="none"),
+        pytest.param(1, "is at another layer", id="another layer", marks=NEEDS_TWO_GPUS),
+    ],
 )
 def test_a_rank_that_does_not_come_is_an_error(other, says, tmp_path, monkeypatch, capfd):
     """In processes of their own, since all work on the GPU is ended."""
