@@ -190,7 +190,7 @@ def assert_results(
 # ---- What goes wrong ----
 
 
-# Of two processes whose work is ended on one GPU, one hears of it from the driver.
+# When both trap, on one GPU, the driver tells one, and the other synchronizes for good.
 @pytest.mark.parametrize(
     ("other", "says"),
     [
