@@ -7,12 +7,16 @@ OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
 # Tests that need no GPU go to processes of one thread, which take what others have not begun.
 JOBS   ?= 2
+ON_GPU = --numprocesses $(JOBS) --dist worksteal
+# Another Python that has all packages, on a machine without network: nothing is installed.
+WITH   ?= $(BIN)/python
+READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
 ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal
 
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
 
-.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu fuzz sanitize verify-compilers check format bench-load clean
+.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick fuzz sanitize verify-compilers check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -47,12 +51,18 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 		tests/adapters tests/checkpoint tests/deep_gemm tests/distributed/expert_parallel tests/functional tests/fuzz \
 		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing
 
-test-gpu: .venv/ready  ## the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(READY)  ## the tests that need a GPU; WITH=python3: by a Python that has all packages
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz'
 
-fuzz: .venv/ready  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
-	MOEFP8_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/fuzz \
-		-m "$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not ")')gpu"
+test-gpu-quick: $(READY)  ## every kernel, layer and direction on a GPU, in two minutes
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz and not slow'
+
+fuzz: $(READY)  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
+	if $(WITH) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(WITH) -m pytest -m fuzz && MOEFP8_HYPOTHESIS_PROFILE=fuzz $(WITH) -m pytest tests/fuzz -m gpu; \
+	else \
+		MOEFP8_HYPOTHESIS_PROFILE=fuzz $(WITH) -m pytest tests/fuzz -m 'not gpu'; \
+	fi
 
 sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-sanitizer
 	for tool in memcheck racecheck synccheck; do \

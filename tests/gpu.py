@@ -23,6 +23,14 @@ NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 
 
+def slow(*cases: object) -> list:
+    """Cases of a parameter that `make test-gpu-quick` leaves out."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
+
+
 def on_gpu(test):
     for mark in NEEDS_GPU:
         test = mark(test)

@@ -140,6 +140,7 @@ def test_blocks_run(blocks):
 
 
 @on_gpu
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_an_empty_folder")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if f"```{ON_GPU}\n" in page.read_text()], ids=name_of

@@ -103,6 +103,7 @@ def test_experts_on_a_gpu_are_those_of_the_cpu():
 
 
 @on_gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_training_on_a_gpu_is_that_on_the_cpu(text, dtype):
     found, expected = ([*trained(dtype, text[0], 8, device)] for device in ("cuda", "cpu"))

@@ -328,6 +328,7 @@ def test_bench_needs_a_gpu(checkpoint, capsys):
 
 
 @on_gpu
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_jit")
 def test_bench_times_and_tunes(tmp_path, capsys):
     tuned.measured.cache_clear()

@@ -21,7 +21,7 @@ from tests.functional.cases import run_body, tokens_of, weights_of
 from tests.functional.gpu_cases import E, H, I, inputs, poison
 from tests.functional.layer_cases import KINDS, make_layer, pass_of
 from tests.functional.test_feed_forward import SIZES, operands
-from tests.gpu import NEEDS_GPU, no_synchronisation
+from tests.gpu import NEEDS_GPU, no_synchronisation, slow
 from tests.layers.cases import assert_close
 
 pytestmark = [
@@ -235,7 +235,7 @@ def test_a_backward_holds_no_kernels_of_others(saved_dtype):
         assert not [x for x in kernels if "at::native" in x or "transpose" in x], kernels
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 @pytest.mark.parametrize("size", [I, 100])
 @pytest.mark.parametrize("saved_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_experts_compile_whole(backend, size, saved_dtype):
@@ -255,7 +255,7 @@ def test_experts_compile_whole(backend, size, saved_dtype):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_compile_whole(kind, backend):
     if backend == "inductor":

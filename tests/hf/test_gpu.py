@@ -78,6 +78,7 @@ def test_one_cuda_graph_serves_all_prompts(checkpoint):
         assert torch.equal(captured, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiles_with_inductor(checkpoint):
     if "qwen3_next" in str(checkpoint):

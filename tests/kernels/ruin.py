@@ -15,11 +15,18 @@ from moefp8.quant.quantize import quantize_1x128
 
 
 @contextmanager
-def full_memory(spare: int = 0) -> Iterator[None]:
-    """No memory of the GPU is left but `spare` bytes, of which PyTorch's allocator knows."""
+def full_memory(spare: int = 0, *, of_process: bool = False) -> Iterator[None]:
+    """No memory of the GPU is left but `spare` bytes, of which PyTorch's allocator knows.
+
+    of_process: this process may take no more, and other processes notice nothing.
+    """
     torch.cuda.empty_cache()
     own = torch.empty(spare, dtype=torch.uint8, device="cuda")
-    held, size = [], torch.cuda.mem_get_info()[0]
+    size, total = torch.cuda.mem_get_info()
+    if of_process:
+        size = spare or 1 << 30
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    held = []
     while size >= 1 << 12:
         try:
             held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -30,6 +37,7 @@ def full_memory(spare: int = 0) -> Iterator[None]:
         yield
     finally:
         held.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
 
 

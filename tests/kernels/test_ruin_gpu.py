@@ -10,10 +10,17 @@ import pytest
 from tests.gpu import NEEDS_GPU
 from tests.kernels import ruin as ruin_cases
 
-pytestmark = NEEDS_GPU
+pytestmark = [*NEEDS_GPU, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in ruin_cases.CASES])
+FULL = ruin_cases.kernels_find_no_memory  # which takes all memory of the GPU from other processes
+CASES = [
+    pytest.param(case.__name__, marks=[pytest.mark.fuzz] if case == FULL else [])
+    for case in ruin_cases.CASES
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_it_is_told(case):
     caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if "reset" in case else {}
     command = [sys.executable, str(Path(ruin_cases.__file__)), case]

@@ -9,7 +9,7 @@ from torch import nn
 from moefp8 import MoE
 from moefp8.functional.training.weights import codes_stay, requantize
 from tests.functional.cases import tokens_of
-from tests.gpu import NEEDS_GPU, no_synchronisation
+from tests.gpu import NEEDS_GPU, no_synchronisation, slow
 from tests.layers.training_mode_cases import WGRADS, Found, assert_same_bits, found_by, given, make
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
@@ -118,7 +118,7 @@ def test_a_step_waits_for_nothing(name):
         found_by(module, arguments)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 @pytest.mark.parametrize("name", ["linear", "experts", "moe"])
 def test_compiled_modules_give_the_same(name, backend):
     """Inductor may leave out a rounding between two ops; our own ops are what they are."""

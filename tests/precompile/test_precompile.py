@@ -271,6 +271,7 @@ def test_after_it_the_first_request_compiles_nothing(compile_no_more, capsys):
 
 
 @on_gpu
+@pytest.mark.slow
 @torch.inference_mode()
 def test_on_a_gpu_the_first_request_compiles_nothing(compile_no_more):
     model = Model().cuda()

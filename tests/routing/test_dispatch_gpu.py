@@ -9,7 +9,7 @@ from moefp8.kernels import E4M3, jit
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, dispatch
 from moefp8.routing.plan import build_maps
-from tests.gpu import NEEDS_GPU, no_synchronisation
+from tests.gpu import NEEDS_GPU, no_synchronisation, slow
 from tests.routing.cases import (
     CODE_PLACES,
     DTYPES,
@@ -144,7 +144,7 @@ def test_dispatch_of_many_choices(num_tokens, top_k, num_experts, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), EXPERTS_AND_K)
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("hidden_size", [16, 200, 333, 1152])
+@pytest.mark.parametrize("hidden_size", [16, 333, *slow(200, 1152)])
 def test_codes_and_scales_pass_as_they_are(hidden_size, num_tokens, num_experts, top_k, masked):
     codes, scales = codes_of(num_tokens, hidden_size, "cuda")
     max_m = num_tokens if masked else None
@@ -169,7 +169,7 @@ def test_dispatch_equals_the_routing_room():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (128, 8), (384, 10), (64, 40)])
 @pytest.mark.parametrize("num_tokens", [1, 16, 300])
-@pytest.mark.parametrize("hidden_size", [200, 333, 2048])
+@pytest.mark.parametrize("hidden_size", [200, 333, *slow(2048)])
 def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, masked):
     max_m = num_tokens if masked else None
     for kind in KINDS:
@@ -184,7 +184,7 @@ def test_combine_equals_the_cpu(hidden_size, num_tokens, num_experts, top_k, mas
 
 @pytest.mark.parametrize("offsets", [(0, 0), (8, 0), (1, 0), (0, 3), (5, 1)])
 @pytest.mark.parametrize("top_k", [1, 8, 10])
-@pytest.mark.parametrize("num_tokens", [1, 16, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 16, *slow(3000)])
 @pytest.mark.parametrize("hidden_size", [1, 200, 333, 2048])
 def test_combine_adds_as_an_addition_behind_it(hidden_size, num_tokens, top_k, offsets):
     """offsets: of the addend and of the result, in elements."""

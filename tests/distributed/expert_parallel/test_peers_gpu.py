@@ -30,7 +30,7 @@ from tests.distributed.expert_parallel.cases import (
 )
 from tests.distributed.expert_parallel.looping_rank import SECONDS
 from tests.distributed.ranks import Ranks, ranks
-from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, slow
 
 pytestmark = NEEDS_GPU
 MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -44,6 +44,7 @@ KINDS = {
     "masked": Kind(8, 256, 128, layout="masked"),
     "like Qwen3": Kind(16, 2048, 768),
 }
+QUICK = "frozen", "trained"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def group(request, tmp_path_factory) -> Iterator[Ranks]:
             yield made
 
 
-def with_ranks(*num_ranks: int) -> pytest.MarkDecorator:
+def with_ranks(*num_ranks: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("group", num_ranks, indirect=True)
 
 
@@ -138,9 +139,9 @@ def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients:
     assert_same(came, wanted)
 
 
-@with_ranks(1, 2, 3, 8)
+@with_ranks(1, 2, *slow(3, 8))
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in KINDS if name not in QUICK))])
 def test_ranks_give_what_one_process_gives(group, name, with_gradients):
     for tokens in few_and_many(KINDS[name], len(group.pipes)):
         assert_right(group, KINDS[name], tokens, with_gradients)
@@ -149,6 +150,7 @@ def test_ranks_give_what_one_process_gives(group, name, with_gradients):
 DRAWN = [KINDS[name] for name in ("frozen", "odd", "trained", "adapted")]
 
 
+@pytest.mark.slow
 @with_ranks(4)
 @given(case=routings(4, DRAWN, max_tokens=30, max_top_k=8))
 @settings(max_examples=60, phases=[Phase.generate])
@@ -157,7 +159,7 @@ def test_any_routing(group, case):
     assert_right(group, kind, draw(kind, **arguments), with_gradients)
 
 
-@with_ranks(2, 4)
+@with_ranks(2, *slow(4))
 def test_timing_changes_no_bit(group):
     """Layouts differ from call to call, and some rank has nothing: then it is ahead of others."""
     kind, rounds, num_ranks = KINDS["frozen"], 30, len(group.pipes)
@@ -191,6 +193,7 @@ def assert_results(
 
 
 # When both trap, on one GPU, the driver tells one, and the other synchronizes for good.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "says"),
     [
@@ -215,6 +218,7 @@ def test_a_rank_that_does_not_come_is_an_error(other, says, tmp_path, monkeypatc
     assert says in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aware", [[], [0]])
 def test_ranks_share_no_gpu_unless_all_say_so(aware, tmp_path, monkeypatch):
     monkeypatch.delenv(MAY_SHARE, raising=False)
@@ -230,6 +234,7 @@ def test_ranks_share_no_gpu_unless_all_say_so(aware, tmp_path, monkeypatch):
 
 
 @NEEDS_TWO_GPUS
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["graph", "eager"])
 def test_a_process_that_is_killed_ends_the_others_in_time(way, tmp_path):
     """They say why, and leave their GPUs as free as these were."""

@@ -11,7 +11,7 @@ from moefp8.kernels import (
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.segments import list_bytes
 from moefp8.kernels.gemm.tile_counter import COUNTER_BYTES
-from tests.gpu import NEEDS_GPU, no_synchronisation, poison
+from tests.gpu import NEEDS_GPU, no_synchronisation, poison, slow
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.families import COUNTS, GROUPED_FAMILIES
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
@@ -46,7 +46,7 @@ LAYOUTS = [GroupLayout.OFFSETS, GroupLayout.MASKED, GroupLayout.SEGMENTS]
 
 @pytest.mark.parametrize("layout", GroupLayout)
 @pytest.mark.parametrize("family", GROUPED_FAMILIES)
-@pytest.mark.parametrize("limit", [None, 6, 2])
+@pytest.mark.parametrize("limit", [2, *slow(6, None)])
 def test_sums_are_exact(layout, family, limit):
     """Bit by bit what FP64 gives, however few clusters take all tiles."""
     set_num_sms(limit)
