@@ -48,6 +48,7 @@ def test_logits_match_the_reference(checkpoint):
     assert float(errors.median()) < 8e-3  # sums in another order are rounded to BF16 otherwise
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_generates_with_padding(checkpoint):
     model, ids = pretrained(checkpoint), prompt().cuda()
