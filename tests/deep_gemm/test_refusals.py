@@ -4,7 +4,7 @@ import pytest
 
 import moefp8
 import moefp8.deep_gemm as deep_gemm
-from tests.deep_gemm.cases import called, contiguous, dense
+from tests.deep_gemm.cases import called, contiguous, dense, forms
 from tests.gpu import on_gpu
 
 REFUSED = {
@@ -22,6 +22,8 @@ REFUSED = {
     "deep_gemm.fp8_gemm_nt(a, b, d.float())": "d must be bfloat16",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c.float())": "c must have the shape and dtype of d",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c[:1])": "c must have the shape and dtype of d",
+    "deep_gemm.fp8_gemm_nt(a, b, d, c=c.to('meta'))": "must be on one device.*c on meta",
+    "deep_gemm.fp8_gemm_tn((a_t[0], a_t[1][0]), b_t, d)": "a_scale_inv must have 2 dimensions",
     "deep_gemm.fp8_gemm_nn(a, (b_t[0].contiguous(), b_t[1]), d)": "b must be K-major on Hopper",
     "deep_gemm.fp8_gemm_tn((a_t[0].contiguous(), a_t[1]), b_t, d)": r"copy it by .mT.contiguous",
     "deep_gemm.fp8_gemm_nt(a, (b_t[0].contiguous().T, b[1]), d)": r"copy it by .contiguous\(\)",
@@ -79,6 +81,58 @@ def test_refusals_of_groups(form, message):
     with pytest.raises((TypeError, ValueError), match=message):
         called(f"deep_gemm.m_grouped_fp8_gemm_nt_contiguous{form}", case)
     assert case["d"].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["nt", "nn"])
+@pytest.mark.parametrize(
+    ("row", "group", "message"),
+    [
+        (130, 5, "a group below 5, got 5 at row 130"),
+        (600, -2, "a group below 5, got -2 at row 600"),
+        (100, 1, "start at multiples of 128 rows, got group 1 from row 100"),
+    ],
+)
+def test_wrong_values_of_groups_lose_nothing(name, row, group, message):
+    case = contiguous()
+    case["m_indices"][row] = group
+    b = "b" if name == "nt" else "b_t"
+    with pytest.raises(ValueError, match=message):
+        called(f"deep_gemm.m_grouped_fp8_gemm_{name}_contiguous(a, {b}, d, m_indices)", case)
+    assert case["d"].isnan().all()
+
+
+WRITING = forms("""
+deep_gemm.fp8_gemm_nt(a, b, d)
+deep_gemm.fp8_gemm_nt(a, b, d, c)
+deep_gemm.fp8_gemm_tt(a_t, b, d, c=c)
+""")
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", WRITING)
+def test_what_is_written_has_no_gradient(form, is_leaf):
+    case = dense()
+    d = case["d"].requires_grad_()
+    case["d"] = d if is_leaf else d.clone()
+    with pytest.raises(ValueError, match=r"fp8_gemm_\w\w: d must not require a gradient"):
+        called(form, case)
+    assert case["d"].isnan().all()
+
+
+def test_groups_that_are_written_have_no_gradient():
+    case = contiguous()
+    case["d"] = case["d"].requires_grad_().clone()
+    with pytest.raises(ValueError, match="d must not require a gradient"):
+        called("deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices)", case)
+    assert case["d"].isnan().all()
+
+
+def test_an_addend_may_require_a_gradient():
+    case = dense()
+    called("deep_gemm.fp8_gemm_nt(a, b, d, c)", case)
+    expected = case["d"].clone()
+    called("deep_gemm.fp8_gemm_nt(a, b, d.zero_(), c.requires_grad_())", case)
+    assert case["d"].equal(expected)
 
 
 @on_gpu

@@ -405,10 +405,28 @@ def test_refusals(form):
     assert case["d_16"].isnan().all()
 
 
-def test_what_is_written_has_no_gradient():
-    case = dense()
-    with pytest.raises(ValueError, match="must not require a gradient"):
-        deep_gemm.fp8_gemm_nt(case["a"], case["b"], case["d"].requires_grad_(), recipe=(1, 1, 128))
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", [PRODUCTS[0], SUMS[0], f"{WGRAD}(a, b, d)"])
+@pytest.mark.parametrize("k", [K, 0])
+def test_what_is_written_has_no_gradient(form, is_leaf, k):
+    case = dense(k=k)
+    d = case["d"].requires_grad_()
+    case["d"] = d if is_leaf else d.clone()
+    with pytest.raises(ValueError, match=r"(d|out) must not require a gradient"):
+        called(form, case)
+    assert case["d"].isnan().all()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", [GROUPED[0], GROUPED_SUMS[0], GROUPED[7], GROUPED_SUMS[3]])
+def test_groups_that_are_written_have_no_gradient(form, is_leaf):
+    for ks in (FEW, MANY, (0, 0)):
+        case = grouped(ks=ks)
+        d = case["d"].requires_grad_()
+        case["d"] = d if is_leaf else d.clone()
+        with pytest.raises(ValueError, match="d must not require a gradient"):
+            called(form, case)
+        assert case["d"].isnan().all()
 
 
 def test_names_are_those_of_deep_gemm():

@@ -4,7 +4,7 @@ All checks but `check_choices`, which is for the CPU, look only at dtypes, shape
 devices, so they wait for no device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -70,6 +70,15 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{op}: all tensors must be on one device, got {found}")
+
+
+def check_no_gradient(op: str, names: Iterable[str], outputs: Sequence[torch.Tensor]) -> None:
+    """What an op writes must not require a gradient. `names` are those of all that it can write."""
+    if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+        raise ValueError(
+            f"{op}: {' and '.join(names)} must not require a gradient, since what is written has "
+            "none; give a detached tensor, or run it under torch.no_grad()"
+        )
 
 
 def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:

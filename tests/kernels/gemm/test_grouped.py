@@ -93,11 +93,12 @@ CONTIGUOUS = {
 }
 
 
+@pytest.mark.parametrize("zero_padding", [False, True])
 @pytest.mark.parametrize("case", CONTIGUOUS)
-def test_contiguous_names_bad_input_and_loses_nothing(case):
+def test_contiguous_names_bad_input_and_loses_nothing(case, zero_padding):
     changes, message = CONTIGUOUS[case]
     with pytest.raises((TypeError, ValueError), match=f"nt_contiguous: .*{message}"):
-        contiguous(**changes)
+        contiguous(**changes, zero_padding=zero_padding)
 
 
 @pytest.mark.parametrize(
