@@ -1,6 +1,7 @@
 """What Hopper cannot compute, bad values, and names of DeepGEMM that are not offered."""
 
 import pytest
+import torch
 
 import moefp8
 import moefp8.deep_gemm as deep_gemm
@@ -60,6 +61,21 @@ def test_refusals(form):
         called(form, names)
     assert names["d"].isnan().all()
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e8m0fnu])
+def test_the_way_out_for_scales_of_blackwell(dtype):
+    data, sf = deep_gemm.per_token_cast_to_fp8(torch.randn(5, 512), use_ue8m0=True)
+    b = deep_gemm.per_block_cast_to_fp8(torch.randn(8, 512))
+    d, expected = torch.full((5, 8), float("nan")).bfloat16(), torch.empty(5, 8).bfloat16()
+    deep_gemm.fp8_gemm_nt((data, sf), b, expected)
+    sf = sf.to(torch.float8_e8m0fnu).view(dtype).T.contiguous().T  # M is contiguous, as for TMA
+    with pytest.raises(TypeError, match="for Blackwell") as refused:
+        deep_gemm.fp8_gemm_nt((data, sf), b, d)
+    assert d.isnan().all()
+    way_out = str(refused.value).rsplit(" by ", 1)[1]
+    deep_gemm.fp8_gemm_nt((data, called(way_out, {"sf": sf})), b, d)
+    assert torch.equal(d, expected)
 
 
 @pytest.mark.parametrize(
