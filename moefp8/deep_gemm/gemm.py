@@ -6,6 +6,7 @@ memory, K must be the innermost axis, whatever the form.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
@@ -143,7 +144,7 @@ def _contiguous(form: str) -> Gemm:
         grouped_layout: int32 [M], the group of each row, -1 for padding; groups start at multiples
             of `get_mk_alignment_for_contiguous_layout()`. With `use_psum_layout` int32 [G], the
             row that each group ends before; it starts at the first such multiple behind the group
-            before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
+            before it. Values are checked on the CPU only.
         m_indices: the same, under its name of 2025.
         ensure_zero_padding: all rows of padding become zeros, those after the last group too. A
             GPU zeroes all of d first, which writes 2 M N bytes. If False, none of them is written.
@@ -159,6 +160,15 @@ def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     check_tensor(op, "grouped_layout", ends, (torch.int32,), 1)
     check_shape(op, "grouped_layout", ends, [len(b)], "[G] with use_psum_layout")
     alignment = get_mk_alignment_for_contiguous_layout()
+    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
+        for group, (before, end) in enumerate(pairwise([0, *ends.tolist()])):
+            start = kernels.round_up(before, alignment)
+            if not (end == before or start <= end) or end > len(a):
+                raise ValueError(
+                    f"{op}: with use_psum_layout, each group in grouped_layout must end where the "
+                    f"group before it does, or at or after the next multiple of {alignment}, in "
+                    f"M = {len(a)} rows, got {end} for group {group} after {before}"
+                )
     next_starts = (ends + (alignment - 1)) // alignment * alignment
     rows = torch.arange(len(a), dtype=torch.int32, device=ends.device)
     groups = torch.searchsorted(next_starts, rows, right=True, out_int32=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.common.checks import check_no_gradient, check_same_device
+from ..kernels.common.checks import check_no_gradient, check_not_expanded, check_same_device
 from .utils.layout import check_fp32_scales
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
@@ -46,6 +46,7 @@ def k_major(op: str, name: str, pair: Operand, transposed: bool = False) -> Oper
 def check_output(op: str, name: str, d: torch.Tensor, c: torch.Tensor | None) -> None:
     """Check that d may be written and c be added to it, before anything is."""
     check_no_gradient(op, [name], [d])
+    check_not_expanded(op, name, d)
     if c is not None and (c.shape != d.shape or c.dtype != d.dtype):
         raise ValueError(
             f"{op}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "

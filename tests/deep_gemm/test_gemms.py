@@ -261,6 +261,16 @@ def test_without_groups_all_rows_are_padding(options):
     assert not case["d"].any()
 
 
+def test_groups_compile_whole():
+    case = contiguous()
+    multiply = torch.compile(
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous, fullgraph=True, backend="eager"
+    )
+    multiply(*(case[name] for name in ("a", "b", "d", "psum_m")), use_psum_layout=True)
+    check_groups(case)
+    assert not case["d"][case["m_indices"] < 0].any()
+
+
 # ---- Grouped, masked ----
 
 MASKED = forms("""

@@ -23,6 +23,8 @@ REFUSED = {
     "deep_gemm.fp8_gemm_nt(a, b, d.float())": "d must be bfloat16",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c.float())": "c must have the shape and dtype of d",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c[:1])": "c must have the shape and dtype of d",
+    "deep_gemm.fp8_gemm_nt(a, b, d[:1].expand(m, -1))": "d must not be expanded.*torch.empty",
+    "deep_gemm.fp8_gemm_nt(a, b, d[:1].expand(m, -1), c)": "d must not be expanded",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c.to('meta'))": "must be on one device.*c on meta",
     "deep_gemm.fp8_gemm_tn((a_t[0], a_t[1][0]), b_t, d)": "a_scale_inv must have 2 dimensions",
     "deep_gemm.fp8_gemm_nn(a, (b_t[0].contiguous(), b_t[1]), d)": "b must be K-major on Hopper",
@@ -90,6 +92,11 @@ def test_the_way_out_for_scales_of_blackwell(dtype):
         ("(a, b, d, m_indices, recipe=(1, 1, 32))", "recipe must be"),
         ("(a, b, d, m_indices, recipe=(1, 1, 128))", "which fp8_gemm_nt and k_grouped_fp8_gemm_nt"),
         ("(a, b, d[:, :1], m_indices)", "d must be"),
+        ("(a, b, d[:1].expand(d.shape), m_indices)", r"d must not be expanded.*strides \[0, 1\]"),
+        ("(a, b, d, psum_m - 101, use_psum_layout=True)", "in M = 788 rows, got -1 for group 0"),
+        ("(a, b, d, psum_m * 2, use_psum_layout=True)", "in M = 788 rows, got 1024 for group 3"),
+        ("(a, b, d, psum_m.flip(0), use_psum_layout=True)", "got 512 for group 1 after 513"),
+        ("(a, b, d, psum_m.clamp(max=120), use_psum_layout=True)", "got 120 for group 1 after 100"),
     ],
 )
 def test_refusals_of_groups(form, message):

@@ -65,6 +65,18 @@ def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
+    """Check that rows of `x`, which is written, have memory of their own."""
+    expanded = any(
+        not stride and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)
+    )
+    if expanded and x.numel():
+        raise ValueError(
+            f"{op}: {name} must not be expanded, since it is written, got strides "
+            f"{list(x.stride())} for shape {list(x.shape)}; give one that torch.empty makes"
+        )
+
+
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     devices = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(devices.values())) > 1:
