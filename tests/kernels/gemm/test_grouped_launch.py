@@ -13,6 +13,7 @@ from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm import families
 from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
     by_offsets,
     by_rows,
     expected_of,
@@ -141,8 +142,12 @@ def test_the_ops_check_their_arguments(gpu):
     routing = by_offsets((3, 0, 9))
     (*pairs, d), bounds = operands(routing, 8, 16), routing.bounds_on()
     a, b = pairs[:2], pairs[2:]
-    with pytest.raises(ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"):
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds[:3])
+    for zero in (False, True):
+        with pytest.raises(
+            ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"
+        ):
+            m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds[:3], zero_padding=zero)
+        assert (d == UNTOUCHED).all()
     for both, came in (({}, "neither"), ({"expert_offsets": bounds}, "both")):
         layout = bounds if both else None
         with pytest.raises(ValueError, match=f"got {came}"):
