@@ -6,13 +6,14 @@ memory, K must be the innermost axis, whatever the form.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
+from torch.nn.functional import pad
 
 from .. import kernels
 from ..kernels.common.checks import check_shape, check_tensor
-from ..kernels.gemm.grouped import ContiguousInputs, check_contiguous
-from .operands import Operand, Recipe, asks_for_gradients, check_c, check_recipes, k_major
+from .operands import Operand, Recipe, asks_for_gradients, check_output, check_recipes, k_major
 from .utils.layout import get_mk_alignment_for_contiguous_layout
 from .weight_gradients import dense_gradient
 
@@ -59,14 +60,14 @@ def _dense(form: str) -> Gemm:
     ) -> None:
         of_gradients = asks_for_gradients(name, recipe, recipe_a, recipe_b)
         operands = k_major(name, "a", a, transposed_a), k_major(name, "b", b, transposed_b)
-        check_c(name, c, d)
+        check_output(name, "d", d, c)
         if of_gradients:
             dense_gradient(name, *operands, d, c)
             return
         product = d if c is None else torch.empty_like(d)
         kernels.fp8_gemm_nt(*operands, product)
         if c is not None:
-            torch.add(c, product, out=d)
+            torch.add(c.detach(), product, out=d)
 
     a, b = "[K, M]" if transposed_a else "[M, K]", "[K, N]" if transposed_b else "[N, K]"
     gemm.__name__ = gemm.__qualname__ = name
@@ -130,10 +131,8 @@ def _contiguous(form: str) -> Gemm:
         if use_psum_layout:
             layout = _groups_of_rows(name, layout, x[0], w[0])
         # By position, releases before June 2026 have expected_m_for_psum_layout in its place.
-        if ensure_zero_padding is not False:
-            check_contiguous(ContiguousInputs(*x, *w, d, layout, None), name)
-            _zero_where_groups_end(d, layout, len(w[0]))
-        kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout)
+        zero_padding = ensure_zero_padding is not False
+        kernels.m_grouped_fp8_gemm_nt_contiguous(x, w, d, layout, zero_padding=zero_padding)
 
     gemm.__name__ = gemm.__qualname__ = name
     gemm.__doc__ = f"""Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r]` of every row.
@@ -145,10 +144,10 @@ def _contiguous(form: str) -> Gemm:
         grouped_layout: int32 [M], the group of each row, -1 for padding; groups start at multiples
             of `get_mk_alignment_for_contiguous_layout()`. With `use_psum_layout` int32 [G], the
             row that each group ends before; it starts at the first such multiple behind the group
-            before it. Values are checked on the CPU only, and those of `use_psum_layout` nowhere.
+            before it. Values are checked on the CPU only.
         m_indices: the same, under its name of 2025.
-        ensure_zero_padding: rows from a group's end to the next such multiple become zeros, by a
-            few small launches; other padding may. If False, no row of padding is written.
+        ensure_zero_padding: all rows of padding become zeros, those after the last group too. A
+            GPU zeroes all of d first, which writes 2 M N bytes. If False, none of them is written.
         expected_m_for_psum_layout: without meaning here.
 
     All else is as in `fp8_gemm_nt`.
@@ -161,24 +160,19 @@ def _groups_of_rows(op: str, ends: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     check_tensor(op, "grouped_layout", ends, (torch.int32,), 1)
     check_shape(op, "grouped_layout", ends, [len(b)], "[G] with use_psum_layout")
     alignment = get_mk_alignment_for_contiguous_layout()
+    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
+        for group, (before, end) in enumerate(pairwise([0, *ends.tolist()])):
+            start = kernels.round_up(before, alignment)
+            if not (end == before or start <= end) or end > len(a):
+                raise ValueError(
+                    f"{op}: with use_psum_layout, each group in grouped_layout must end where the "
+                    f"group before it does, or at or after the next multiple of {alignment}, in "
+                    f"M = {len(a)} rows, got {end} for group {group} after {before}"
+                )
     next_starts = (ends + (alignment - 1)) // alignment * alignment
     rows = torch.arange(len(a), dtype=torch.int32, device=ends.device)
     groups = torch.searchsorted(next_starts, rows, right=True, out_int32=True)
-    return torch.where(rows < ends[groups.clamp(max=len(b) - 1)], groups, -1)
-
-
-def _zero_where_groups_end(d: torch.Tensor, layout: torch.Tensor, num_groups: int) -> None:
-    """Zero every block of rows that a group ends in; the GEMM then writes over the rows of groups.
-
-    At most as many blocks as groups hold such an end, so their number is known without a wait.
-    """
-    alignment = get_mk_alignment_for_contiguous_layout()
-    num_blocks = len(layout) // alignment
-    blocks = layout[: num_blocks * alignment].unflatten(0, (num_blocks, alignment))
-    has_end = (blocks[:, 0] >= 0) & (blocks[:, -1] < 0)
-    chosen = has_end.int().topk(min(num_groups, num_blocks)).indices
-    d[: blocks.numel()].unflatten(0, (num_blocks, alignment)).index_fill_(0, chosen, 0)
-    d[blocks.numel() :].zero_()
+    return torch.where(rows < pad(ends, (0, 1))[groups], groups, -1)  # after all groups is none
 
 
 m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous = _contiguous("nt")

@@ -20,7 +20,7 @@ from .settings import integer
 from .weight_gradients import (
     by_blocks,
     check_devices,
-    check_output,
+    check_gradient,
     in_blocks,
     multiply,
     start_from_c,
@@ -258,7 +258,7 @@ def _check_groups(
     op: str, name: str, d: torch.Tensor, c: torch.Tensor | None, of: str, ks: Sequence[int]
 ) -> None:
     features = [*d.shape[1:], 0, 0][:2]
-    check_output(op, name, d, c, [len(ks), *features], f"[G, M, N] for the G of {of}")
+    check_gradient(op, name, d, c, [len(ks), *features], f"[G, M, N] for the G of {of}")
 
 
 def _flat(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..kernels.common.checks import check_no_gradient, check_not_expanded, check_same_device
 from .utils.layout import check_fp32_scales
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scales); a list is taken too
@@ -25,7 +26,9 @@ def unpack(op: str, name: str, pair: Operand, transposed: bool = False) -> Opera
             "Blackwell: per_token_cast_to_fp8 and per_block_cast_to_fp8 give FP8"
         )
     check_fp32_scales(op, f"the scales of {name}", scales)
-    return (data.mT, scales.mT) if transposed else (data, scales)
+    if transposed:
+        data, scales = (x.mT if x.ndim > 1 else x for x in (data, scales))
+    return data, scales
 
 
 def k_major(op: str, name: str, pair: Operand, transposed: bool = False) -> Operand:
@@ -40,12 +43,16 @@ def k_major(op: str, name: str, pair: Operand, transposed: bool = False) -> Oper
     return data, scales
 
 
-def check_c(op: str, c: torch.Tensor | None, d: torch.Tensor) -> None:
+def check_output(op: str, name: str, d: torch.Tensor, c: torch.Tensor | None) -> None:
+    """Check that d may be written and c be added to it, before anything is."""
+    check_no_gradient(op, [name], [d])
+    check_not_expanded(op, name, d)
     if c is not None and (c.shape != d.shape or c.dtype != d.dtype):
         raise ValueError(
             f"{op}: c must have the shape and dtype of d, {list(d.shape)} in {d.dtype}, got "
             f"{list(c.shape)} in {c.dtype}"
         )
+    check_same_device(op, **{name: d, "c": c})
 
 
 def check_recipes(op: str, *recipes: Recipe | str | bool) -> None:

@@ -16,7 +16,7 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.gemm.k_grouped import k_grouped_gemm
-from .operands import Operand, check_c, k_major
+from .operands import Operand, check_output, k_major
 from .utils.layout import get_mn_major_tma_aligned_tensor
 
 __all__ = ["wgrad_gemm_fp8_fp8_fp32_nt"]
@@ -39,14 +39,14 @@ def dense_gradient(
     for name, (_, scales), axis, size in ((name_a, a, "M", m), (name_b, b, "N", n)):
         rule = f"[{axis}, ceil(K/128)], of 1x128 blocks,"
         check_shape(op, f"the scales of {name}", scales, [size, ceil_div(k, BLOCK)], rule)
-    check_output(op, name_d, d, c, [m, n], "[M, N]")
+    check_gradient(op, name_d, d, c, [m, n], "[M, N]")
     check_devices(op, a, b, d, c, names)
     accumulates = start_from_c(d, c)
     operands = (a[0], by_blocks(a[1])), (b[0], by_blocks(b[1]))
     multiply(*operands, d, accumulates)
 
 
-def check_output(
+def check_gradient(
     op: str, name: str, d: torch.Tensor, c: torch.Tensor | None, shape: Sequence[int], rule: str
 ) -> None:
     if c is None:
@@ -55,7 +55,7 @@ def check_output(
         check_tensor(op, f"{name}, which the product is added to,", d, (torch.float32,), len(shape))
     check_shape(op, name, d, shape, rule)
     check_rows_contiguous(op, name, d)
-    check_c(op, c, d)
+    check_output(op, name, d, c)
 
 
 def check_devices(

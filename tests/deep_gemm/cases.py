@@ -51,17 +51,16 @@ def experts(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def contiguous(device: str = "cpu", alignment: int = 128, spare: int = 148) -> dict[str, object]:
     """Groups of `COUNTS` rows, and NaN in a and d where there is padding.
 
-    `spare` rows behind the last group are padding too; `ending` are the rows that pad a group.
+    After the last group follow `spare` rows of padding.
     """
     m_indices, ends = [], []
     for group, count in enumerate(COUNTS):
         ends.append(len(m_indices) + count)
         m_indices += [group] * count + [-1] * (-count % alignment)
-    ending = torch.tensor([*(group < 0 for group in m_indices), *[False] * spare])
     rows = torch.tensor(m_indices + [-1] * spare, dtype=torch.int32, device=device)
     x, b = torch.randn(len(rows), K, device=device), experts(device)
     a = row_major(quantize_1x128(x.masked_fill(rows[:, None] < 0, NAN)))
     d = torch.full((len(rows), N), NAN, dtype=torch.bfloat16, device=device)
-    names = {"a": a, "b": b, "b_t": (b[0].mT, b[1].mT), "d": d, "m_indices": rows}
     psum_m = torch.tensor(ends, dtype=torch.int32, device=device)
-    return names | {"psum_m": psum_m, "ending": ending.to(device)}
+    names = {"a": a, "b": b, "b_t": (b[0].mT, b[1].mT), "d": d}
+    return names | {"m_indices": rows, "psum_m": psum_m}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moefp8.deep_gemm as deep_gemm
+from moefp8.kernels import jit
 from moefp8.quant import dequantize, quantize_1x128
 from moefp8.testing import assert_matches_reference
 from tests.deep_gemm.cases import (
@@ -182,15 +183,39 @@ def check_groups(case: dict[str, object]) -> None:
 
 @on_cpu_and_gpu
 @pytest.mark.parametrize("form", BY_ROWS + BY_ENDS + WITHOUT_ZEROS)
-def test_contiguous_groups_end_in_zeros_or_as_they_were(device, form):
+def test_padding_of_contiguous_groups_becomes_zeros_or_stays(device, form):
     case = contiguous(device)
     assert called(form, case) is None
     check_groups(case)
-    assert case["ending"].any()
-    if form in WITHOUT_ZEROS:
-        assert case["d"][case["m_indices"] < 0].isnan().all()
-    else:
-        assert not case["d"][case["ending"]].any()
+    padding = case["d"][case["m_indices"] < 0]
+    assert padding.isnan().all() if form in WITHOUT_ZEROS else not padding.any()
+
+
+ROUTINGS = {
+    "no token": [],
+    "tokens of the last group": [[4] * 90],
+    "blocks of padding before, between and after groups": [[], [], [0] * 128, [], [2] * 3, []],
+    "a group that two runs share": [[1] * 128, [], [1] * 7, [3] * 128],
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_padding_becomes_zeros_whatever_the_routing(gpu, routing):
+    """A CPU and the launcher for a GPU give the same bits."""
+    case = contiguous(spare=1000)
+    rows = case["m_indices"].fill_(-1)
+    for block, groups in enumerate(ROUTINGS[routing]):
+        rows[128 * block :][: len(groups)] = torch.tensor(groups, dtype=torch.int32)
+    x = torch.randn(len(rows), K).masked_fill(rows[:, None] < 0, NAN)
+    case["a"], results = row_major(quantize_1x128(x)), []
+    for driver in (jit.Driver(), gpu):
+        with jit.using(driver):
+            called(BY_ROWS[2], case | {"d": case["d"].fill_(NAN)})
+        check_groups(case)
+        assert not case["d"][rows < 0].any()
+        results.append(case["d"].clone())
+    assert torch.equal(*results)
+    assert len(gpu.gemms) == 1
 
 
 @on_gpu
@@ -211,7 +236,7 @@ def test_groups_are_aligned_as_set(alignment, spare):
         case = contiguous(alignment=alignment, spare=spare)
         called(form, case)
         check_groups(case)
-        assert not case["d"][case["ending"]].any()
+        assert not case["d"][case["m_indices"] < 0].any()
 
 
 def test_fewer_rows_than_the_alignment():
@@ -225,6 +250,25 @@ def test_fewer_rows_than_the_alignment():
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, case["b"], d, layout_, **options)
         case["d"][:100] = d
         assert_matches_reference(d, product(a, tuple(x[0] for x in case["b"])))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_psum_layout": True}])
+def test_without_groups_all_rows_are_padding(options):
+    case = contiguous()
+    b = tuple(x[:0] for x in case["b"])
+    rows = case["psum_m"][:0] if options else case["m_indices"].fill_(-1)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(case["a"], b, case["d"], rows, **options)
+    assert not case["d"].any()
+
+
+def test_groups_compile_whole():
+    case = contiguous()
+    multiply = torch.compile(
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous, fullgraph=True, backend="eager"
+    )
+    multiply(*(case[name] for name in ("a", "b", "d", "psum_m")), use_psum_layout=True)
+    check_groups(case)
+    assert not case["d"][case["m_indices"] < 0].any()
 
 
 # ---- Grouped, masked ----

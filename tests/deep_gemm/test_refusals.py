@@ -1,10 +1,11 @@
 """What Hopper cannot compute, bad values, and names of DeepGEMM that are not offered."""
 
 import pytest
+import torch
 
 import moefp8
 import moefp8.deep_gemm as deep_gemm
-from tests.deep_gemm.cases import called, contiguous, dense
+from tests.deep_gemm.cases import called, contiguous, dense, forms
 from tests.gpu import on_gpu
 
 REFUSED = {
@@ -22,6 +23,10 @@ REFUSED = {
     "deep_gemm.fp8_gemm_nt(a, b, d.float())": "d must be bfloat16",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c.float())": "c must have the shape and dtype of d",
     "deep_gemm.fp8_gemm_nt(a, b, d, c=c[:1])": "c must have the shape and dtype of d",
+    "deep_gemm.fp8_gemm_nt(a, b, d[:1].expand(m, -1))": "d must not be expanded.*torch.empty",
+    "deep_gemm.fp8_gemm_nt(a, b, d[:1].expand(m, -1), c)": "d must not be expanded",
+    "deep_gemm.fp8_gemm_nt(a, b, d, c=c.to('meta'))": "must be on one device.*c on meta",
+    "deep_gemm.fp8_gemm_tn((a_t[0], a_t[1][0]), b_t, d)": "a_scale_inv must have 2 dimensions",
     "deep_gemm.fp8_gemm_nn(a, (b_t[0].contiguous(), b_t[1]), d)": "b must be K-major on Hopper",
     "deep_gemm.fp8_gemm_tn((a_t[0].contiguous(), a_t[1]), b_t, d)": r"copy it by .mT.contiguous",
     "deep_gemm.fp8_gemm_nt(a, (b_t[0].contiguous().T, b[1]), d)": r"copy it by .contiguous\(\)",
@@ -60,6 +65,21 @@ def test_refusals(form):
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e8m0fnu])
+def test_the_way_out_for_scales_of_blackwell(dtype):
+    data, sf = deep_gemm.per_token_cast_to_fp8(torch.randn(5, 512), use_ue8m0=True)
+    b = deep_gemm.per_block_cast_to_fp8(torch.randn(8, 512))
+    d, expected = torch.full((5, 8), float("nan")).bfloat16(), torch.empty(5, 8).bfloat16()
+    deep_gemm.fp8_gemm_nt((data, sf), b, expected)
+    sf = sf.to(torch.float8_e8m0fnu).view(dtype).T.contiguous().T  # M is contiguous, as for TMA
+    with pytest.raises(TypeError, match="for Blackwell") as refused:
+        deep_gemm.fp8_gemm_nt((data, sf), b, d)
+    assert d.isnan().all()
+    way_out = str(refused.value).rsplit(" by ", 1)[1]
+    deep_gemm.fp8_gemm_nt((data, called(way_out, {"sf": sf})), b, d)
+    assert torch.equal(d, expected)
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -72,6 +92,11 @@ def test_refusals(form):
         ("(a, b, d, m_indices, recipe=(1, 1, 32))", "recipe must be"),
         ("(a, b, d, m_indices, recipe=(1, 1, 128))", "which fp8_gemm_nt and k_grouped_fp8_gemm_nt"),
         ("(a, b, d[:, :1], m_indices)", "d must be"),
+        ("(a, b, d[:1].expand(d.shape), m_indices)", r"d must not be expanded.*strides \[0, 1\]"),
+        ("(a, b, d, psum_m - 101, use_psum_layout=True)", "in M = 788 rows, got -1 for group 0"),
+        ("(a, b, d, psum_m * 2, use_psum_layout=True)", "in M = 788 rows, got 1024 for group 3"),
+        ("(a, b, d, psum_m.flip(0), use_psum_layout=True)", "got 512 for group 1 after 513"),
+        ("(a, b, d, psum_m.clamp(max=120), use_psum_layout=True)", "got 120 for group 1 after 100"),
     ],
 )
 def test_refusals_of_groups(form, message):
@@ -79,6 +104,58 @@ def test_refusals_of_groups(form, message):
     with pytest.raises((TypeError, ValueError), match=message):
         called(f"deep_gemm.m_grouped_fp8_gemm_nt_contiguous{form}", case)
     assert case["d"].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["nt", "nn"])
+@pytest.mark.parametrize(
+    ("row", "group", "message"),
+    [
+        (130, 5, "a group below 5, got 5 at row 130"),
+        (600, -2, "a group below 5, got -2 at row 600"),
+        (100, 1, "start at multiples of 128 rows, got group 1 from row 100"),
+    ],
+)
+def test_wrong_values_of_groups_lose_nothing(name, row, group, message):
+    case = contiguous()
+    case["m_indices"][row] = group
+    b = "b" if name == "nt" else "b_t"
+    with pytest.raises(ValueError, match=message):
+        called(f"deep_gemm.m_grouped_fp8_gemm_{name}_contiguous(a, {b}, d, m_indices)", case)
+    assert case["d"].isnan().all()
+
+
+WRITING = forms("""
+deep_gemm.fp8_gemm_nt(a, b, d)
+deep_gemm.fp8_gemm_nt(a, b, d, c)
+deep_gemm.fp8_gemm_tt(a_t, b, d, c=c)
+""")
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", WRITING)
+def test_what_is_written_has_no_gradient(form, is_leaf):
+    case = dense()
+    d = case["d"].requires_grad_()
+    case["d"] = d if is_leaf else d.clone()
+    with pytest.raises(ValueError, match=r"fp8_gemm_\w\w: d must not require a gradient"):
+        called(form, case)
+    assert case["d"].isnan().all()
+
+
+def test_groups_that_are_written_have_no_gradient():
+    case = contiguous()
+    case["d"] = case["d"].requires_grad_().clone()
+    with pytest.raises(ValueError, match="d must not require a gradient"):
+        called("deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices)", case)
+    assert case["d"].isnan().all()
+
+
+def test_an_addend_may_require_a_gradient():
+    case = dense()
+    called("deep_gemm.fp8_gemm_nt(a, b, d, c)", case)
+    expected = case["d"].clone()
+    called("deep_gemm.fp8_gemm_nt(a, b, d.zero_(), c.requires_grad_())", case)
+    assert case["d"].equal(expected)
 
 
 @on_gpu

@@ -353,6 +353,9 @@ REFUSED = {
     f"{NT}((a[0][1:], a[1]), b, d, ks, ks_tensor)": "a must hold a contiguous .101, k. of each",
     f"{NT}((a[0].view(-1, 2).T, a[1]), b, d, ks, ks_tensor)": "a must hold a contiguous",
     f"{NT}((a[0].to(torch.float8_e5m2), a[1]), b, d, ks, ks_tensor)": "a must be float8_e4m3fn",
+    f"{NT}(a, b, d[:1].expand(4, -1, -1), ks, ks_tensor)": "d must not be expanded",
+    f"{NT}(a, b, d[:1].expand(4, -1, -1), ks, ks_tensor, c)": "d must not be expanded",
+    f"{OLD}((a[0], a[1].T), (b[0], b[1].T), d[:, :1].expand_as(d), ks)": "out must not be expanded",
     f"{NT}(a, b, d[0], ks, ks_tensor)": "d must have 3 dimensions",
     f"{NT}(a, b, d.mT.contiguous().mT, ks, ks_tensor)": "last dimension of d must be contiguous",
     f"{NT}(a, b, d.half(), ks, ks_tensor)": "d must be float32 or bfloat16, got float16",
@@ -393,6 +396,8 @@ REFUSED_DENSE = {
     f"{WGRAD}(a, b, d_16)": "out, which the product is added to, must be float32, got bfloat16",
     f"{WGRAD}((a[0], a[1][:, 1:]), b, d)": r"scales of lhs must be .*\[101, 3\], got \[101, 2\]",
     f"{WGRAD}(a, (b[0].T.contiguous().T, b[1]), d)": "rhs must be K-major",
+    f"{WGRAD}(a, b, d[:1].expand_as(d))": "out must not be expanded",
+    "deep_gemm.fp8_gemm_nt(a, b, d[:1].expand_as(d), recipe=(1, 1, 128))": "must not be expanded",
 }
 
 
@@ -405,10 +410,28 @@ def test_refusals(form):
     assert case["d_16"].isnan().all()
 
 
-def test_what_is_written_has_no_gradient():
-    case = dense()
-    with pytest.raises(ValueError, match="must not require a gradient"):
-        deep_gemm.fp8_gemm_nt(case["a"], case["b"], case["d"].requires_grad_(), recipe=(1, 1, 128))
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", [PRODUCTS[0], SUMS[0], f"{WGRAD}(a, b, d)"])
+@pytest.mark.parametrize("k", [K, 0])
+def test_what_is_written_has_no_gradient(form, is_leaf, k):
+    case = dense(k=k)
+    d = case["d"].requires_grad_()
+    case["d"] = d if is_leaf else d.clone()
+    with pytest.raises(ValueError, match=r"(d|out) must not require a gradient"):
+        called(form, case)
+    assert case["d"].isnan().all()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", [GROUPED[0], GROUPED_SUMS[0], GROUPED[7], GROUPED_SUMS[3]])
+def test_groups_that_are_written_have_no_gradient(form, is_leaf):
+    for ks in (FEW, MANY, (0, 0)):
+        case = grouped(ks=ks)
+        d = case["d"].requires_grad_()
+        case["d"] = d if is_leaf else d.clone()
+        with pytest.raises(ValueError, match="d must not require a gradient"):
+            called(form, case)
+        assert case["d"].isnan().all()
 
 
 def test_names_are_those_of_deep_gemm():

@@ -109,8 +109,8 @@ def check_fp32_scales(op: str, name: str, sf: torch.Tensor) -> None:
     if sf.dtype in (torch.int32, torch.uint8, torch.float8_e8m0fnu):
         raise TypeError(
             f"{op}: {name} must be float32 on Hopper, got {sf.dtype}; UE8M0 scales, packed four to "
-            "an int or not, are for Blackwell: give scales in FP32, which "
-            "per_token_cast_to_fp8(x, use_ue8m0=True) rounds to powers of two"
+            "an int or not, are for Blackwell: give them in FP32, by "
+            "sf.contiguous().view(torch.float8_e8m0fnu).float()"
         )
     check_tensor(op, name, sf, (torch.float32,))
 

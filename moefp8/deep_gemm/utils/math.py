@@ -48,7 +48,7 @@ def per_token_cast_to_fp8(
     if use_packed_ue8m0:
         raise ValueError(
             f"{op}: use_packed_ue8m0 must be False, packed UE8M0 scales are for Blackwell; "
-            "use_ue8m0=True gives powers of two in FP32"
+            "use_ue8m0=True alone gives the same powers of two in FP32"
         )
     if gran_k == kernels.BLOCK:
         data, scale_inv = quant.quantize_1x128(x, ue8m0=use_ue8m0)

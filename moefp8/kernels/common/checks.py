@@ -4,7 +4,7 @@ All checks but `check_choices`, which is for the CPU, look only at dtypes, shape
 devices, so they wait for no device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -65,11 +65,32 @@ def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
+    """Check that rows of `x`, which is written, have memory of their own."""
+    expanded = any(
+        not stride and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)
+    )
+    if expanded and x.numel():
+        raise ValueError(
+            f"{op}: {name} must not be expanded, since it is written, got strides "
+            f"{list(x.stride())} for shape {list(x.shape)}; give one that torch.empty makes"
+        )
+
+
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     devices = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{op}: all tensors must be on one device, got {found}")
+
+
+def check_no_gradient(op: str, names: Iterable[str], outputs: Sequence[torch.Tensor]) -> None:
+    """What an op writes must not require a gradient. `names` are those of all that it can write."""
+    if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+        raise ValueError(
+            f"{op}: {' and '.join(names)} must not require a gradient, since what is written has "
+            "none; give a detached tensor, or run it under torch.no_grad()"
+        )
 
 
 def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import _C
 
 from ..jit import current_driver
+from .checks import check_no_gradient
 
 LIBRARY = torch.library.Library("moefp8", "DEF")
 
@@ -173,11 +174,7 @@ def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Ca
     @wraps(body)
     def run(*args: Any) -> Any:
         outputs = [args[index] for index in written if args[index] is not None]
-        if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
-            raise ValueError(
-                f"{name}: {' and '.join(written.values())} must not require a gradient, since what "
-                "is written has none; give a detached tensor, or run it under torch.no_grad()"
-            )
+        check_no_gradient(name, written.values(), outputs)
         result = body(*args)
         torch.autograd.graph.increment_version(outputs)
         return result

@@ -72,32 +72,35 @@ class ContiguousInputs(NamedTuple):
     d: Written
     grouped_layout: torch.Tensor | None
     expert_offsets: torch.Tensor | None
+    zero_padding: bool = False
 
 
-def check_contiguous(inputs: ContiguousInputs, op: str = _CONTIGUOUS) -> None:
+def _check_contiguous(inputs: ContiguousInputs) -> None:
     """Check all that a contiguous GEMM asks of its arguments, except their values."""
-    *operands, grouped_layout, expert_offsets = inputs
+    *operands, grouped_layout, expert_offsets, _ = inputs
     groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
-    check_operands(op, Operands(*operands), (2, 3), **groups)
+    check_operands(_CONTIGUOUS, Operands(*operands), (2, 3), **groups)
     if (grouped_layout is None) == (expert_offsets is None):
         came = "neither" if grouped_layout is None else "both"
-        raise ValueError(f"{op}: give grouped_layout or expert_offsets, got {came}")
+        raise ValueError(f"{_CONTIGUOUS}: give grouped_layout or expert_offsets, got {came}")
     if grouped_layout is not None:
-        check_tensor(op, "grouped_layout", grouped_layout, (torch.int32,), 1)
-        check_shape(op, "grouped_layout", grouped_layout, [len(inputs.a)], "[M]")
+        check_tensor(_CONTIGUOUS, "grouped_layout", grouped_layout, (torch.int32,), 1)
+        check_shape(_CONTIGUOUS, "grouped_layout", grouped_layout, [len(inputs.a)], "[M]")
     if expert_offsets is not None:
-        check_tensor(op, "expert_offsets", expert_offsets, (torch.int32,), 1)
-        check_shape(op, "expert_offsets", expert_offsets, [len(inputs.b) + 1], "[G + 1]")
+        check_tensor(_CONTIGUOUS, "expert_offsets", expert_offsets, (torch.int32,), 1)
+        check_shape(_CONTIGUOUS, "expert_offsets", expert_offsets, [len(inputs.b) + 1], "[G + 1]")
 
 
 def _contiguous(inputs: ContiguousInputs) -> None:
-    check_contiguous(inputs)
-    a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets = inputs
+    _check_contiguous(inputs)
+    a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets, zero_padding = inputs
     segments = []
     if expert_offsets is not None:
         segments = _segments_of_offsets(expert_offsets, len(a))
     elif grouped_layout is not None:
         segments = _segments_of_layout(grouped_layout, len(b))
+    if zero_padding:
+        d.zero_()
     for group, start, end in segments:
         rows = slice(start, end)
         d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
@@ -113,18 +116,21 @@ def finds_segments(num_rows: int, num_groups: int) -> bool:
 
 
 def _launch_contiguous(inputs: ContiguousInputs) -> None:
-    *operands, grouped_layout, expert_offsets = inputs
+    *operands, grouped_layout, expert_offsets, zero_padding = inputs
     layout, bounds = GroupLayout.OFFSETS, expert_offsets
     if expert_offsets is None and grouped_layout is not None:
         bounds, layout = grouped_layout, GroupLayout.ROWS
         b = operands[2]  # it is checked later
         if b.ndim and finds_segments(grouped_layout.numel(), b.shape[0]):
             layout = GroupLayout.SEGMENTS
-    check = partial(check_contiguous, inputs)
+    check = partial(_check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises
+    if zero_padding:  # which rows are padding, only the device knows
+        check()
+        inputs.d.zero_()
     launch_gemm(
-        [x for x in inputs if x is not None],
+        [*operands, *(x for x in (grouped_layout, expert_offsets) if x is not None)],
         (_CONTIGUOUS, layout),
         lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds),
     )
@@ -182,7 +188,7 @@ _contiguous_op = register_inputs(
     ContiguousInputs,
     "()",
     cpu=_contiguous,
-    fake=check_contiguous,
+    fake=_check_contiguous,
     hopper=_launch_contiguous,
 )
 _masked_op = register_inputs(
@@ -200,6 +206,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     disable_ue8m0_cast: bool = False,
     *,
     expert_offsets: torch.Tensor | None = None,
+    zero_padding: bool = False,
 ) -> None:
     """Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r].T`, and no row of padding.
 
@@ -213,6 +220,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
         expert_offsets: int32 [G + 1], instead of `grouped_layout`: group g has the rows from
             `expert_offsets[g]` to `expert_offsets[g + 1]`, with no alignment. Rows outside are
             padding. This is faster, since no row is padded.
+        zero_padding: rows of padding become zeros. A GPU zeroes all of d first, which takes one
+            more launch and writes 2 M N bytes.
         recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
 
     Raises:
@@ -222,7 +231,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     check_recipe(_CONTIGUOUS, recipe)
     check_pairs(_CONTIGUOUS, a, b)
-    _contiguous_op(*a, *b, d, grouped_layout, expert_offsets)
+    _contiguous_op(*a, *b, d, grouped_layout, expert_offsets, zero_padding)
 
 
 def m_grouped_fp8_gemm_nt_masked(

@@ -8,7 +8,13 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import E4M3, TMA_BYTES, num_blocks, tma_aligned
-from ..common.checks import check_rows_contiguous, check_same_device, check_shape, check_tensor
+from ..common.checks import (
+    check_not_expanded,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from ..common.tma_operands import empty_fitting, fits, fitting
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
@@ -53,6 +59,7 @@ def check_operands(
     check_shape(op, "d", d, [*a_groups, m, n], f"[{g_of_a}M, N]")
     for name, x in (("a", a), ("b", b), ("d", d)):
         check_rows_contiguous(op, name, x)
+    check_not_expanded(op, "d", d)
 
 
 def check_pairs(op: str, a: object, b: object) -> None:

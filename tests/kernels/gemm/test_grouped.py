@@ -93,11 +93,12 @@ CONTIGUOUS = {
 }
 
 
+@pytest.mark.parametrize("zero_padding", [False, True])
 @pytest.mark.parametrize("case", CONTIGUOUS)
-def test_contiguous_names_bad_input_and_loses_nothing(case):
+def test_contiguous_names_bad_input_and_loses_nothing(case, zero_padding):
     changes, message = CONTIGUOUS[case]
     with pytest.raises((TypeError, ValueError), match=f"nt_contiguous: .*{message}"):
-        contiguous(**changes)
+        contiguous(**changes, zero_padding=zero_padding)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,8 @@ def test_masked_names_bad_input(masked_m, message):
         m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, 1)
     with pytest.raises(ValueError, match="G must be equal in a and b, got 1 and 2"):
         m_grouped_fp8_gemm_nt_masked((a[0][:1], a[1][:1]), b, d[:1], masked_m, 1)
+    with pytest.raises(ValueError, match="d must not be expanded"):
+        m_grouped_fp8_gemm_nt_masked(a, b, d[:1].expand_as(d), masked_m, 1)
     assert bool((d == 5).all())
 
 

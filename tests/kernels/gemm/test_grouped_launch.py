@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefp8 import kernels
-from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
@@ -13,9 +13,11 @@ from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm import families
 from tests.kernels.gemm.grouped_cases import (
+    UNTOUCHED,
     by_offsets,
     by_rows,
     expected_of,
+    finding_segments,
     launch,
     launch_and_compare,
     masked,
@@ -57,6 +59,27 @@ def test_rows_of_no_group_survive_a_copy_of_d(gpu, layout, n):
     assert torch.equal(made.d[others].view(torch.int16), before[others].view(torch.int16))
     assert torch.equal(made.d[~others], expected_of(routing, made)[~others])
     assert gpu.gemms[0].d_map.address != made.d.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != GroupLayout.MASKED])
+@pytest.mark.parametrize("n", [5, 136])
+def test_padding_becomes_zeros_where_it_is_asked_for(gpu, layout, n):
+    """On a GPU and a CPU, also where the kernel writes to a copy of d."""
+    routing = routing_of(layout, (5, 0, 9), 300)
+    bounds, made = routing.bounds_on(), operands(routing, n, 40)
+    rows, offsets = (None, bounds) if layout == GroupLayout.OFFSETS else (bounds, None)
+    expected = expected_of(routing, made)
+    expected[~routing.is_of_group()] = 0
+    for driver in (gpu, jit.Driver()):
+        made.d.fill_(float("nan"))
+        with jit.using(driver), finding_segments(layout == GroupLayout.SEGMENTS):
+            m_grouped_fp8_gemm_nt_contiguous(
+                made[:2], made[2:4], made.d, rows, expert_offsets=offsets, zero_padding=True
+            )
+        assert torch.equal(made.d, expected)
+    (launched,) = gpu.gemms
+    assert layout_of(launched) == layout
+    assert (launched.d_map.address == made.d.data_ptr()) == (n % 8 == 0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -119,8 +142,12 @@ def test_the_ops_check_their_arguments(gpu):
     routing = by_offsets((3, 0, 9))
     (*pairs, d), bounds = operands(routing, 8, 16), routing.bounds_on()
     a, b = pairs[:2], pairs[2:]
-    with pytest.raises(ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"):
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds[:3])
+    for zero in (False, True):
+        with pytest.raises(
+            ValueError, match=r"expert_offsets must be \[G \+ 1\] = \[4\], got \[3\]"
+        ):
+            m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=bounds[:3], zero_padding=zero)
+        assert (d == UNTOUCHED).all()
     for both, came in (({}, "neither"), ({"expert_offsets": bounds}, "both")):
         layout = bounds if both else None
         with pytest.raises(ValueError, match=f"got {came}"):
