@@ -130,8 +130,8 @@ def read_config(path: Path) -> Settings:
     """Raises ValueError, naming the setting, for one that changes what adapters compute."""
     if not path.exists():
         raise FileNotFoundError(
-            f"load_lora: {path} is missing; what lies on a hub is fetched first, by "
-            "huggingface_hub.snapshot_download"
+            f"load_lora: {path} is missing; what is on a hub is fetched first, by "
+            "huggingface_hub.snapshot_download, and what a killed save left is saved again"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

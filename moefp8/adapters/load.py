@@ -39,6 +39,10 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     """
     folder = Path(directory)
     settings, tensors = read_config(folder / CONFIG), _read(folder / WEIGHTS)
+    if read_config(folder / CONFIG) != settings:
+        raise ValueError(
+            f"load_lora: {folder} was written while it was read; load the adapters again"
+        )
     found = adapted(model)
     if found:
         _check_settings(settings, found)
