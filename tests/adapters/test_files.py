@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,9 @@ def test_spoilt_files_are_refused_and_nothing_changes(model, saved, spoil, messa
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"rank_pattern": {"first": 2}}, r"first.lora_A.weight must be \[2, 128\] for rank 2"),
         ({"rank_pattern": {"first": 0}}, "first must be an integer of at least 1"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern has"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern in .* has '\('.*no \)"),
+        ({"alpha_pattern": {r"(a)\1": 2}}, r"alpha_pattern in .* has .* not supported"),
+        ({"rank_pattern": {"a" * 2_000_001: 2}}, "rank_pattern.* more than 100,000,000 steps"),
         ({"rank_pattern": [2]}, "rank_pattern must be an object"),
         ({"alpha_pattern": {"first": "2"}}, "first must be a number above 0"),
         ({"something_new": {"x": 1}}, "something_new"),
@@ -257,9 +260,10 @@ def test_files_that_are_missing_or_broken(model, saved):
     (saved / WEIGHTS).unlink()
     with pytest.raises(FileNotFoundError, match="safe_serialization"):
         load_lora(bare(model), saved)
-    (saved / CONFIG).write_text("{")
-    with pytest.raises(ValueError, match="must be JSON"):
-        load_lora(bare(model), saved)
+    for text in ("{", "[" * 100_000):
+        (saved / CONFIG).write_text(text)
+        with pytest.raises(ValueError, match="must be JSON"):
+            load_lora(bare(model), saved)
     with pytest.raises(FileNotFoundError, match=r"load_lora: .*elsewhere.*snapshot_download"):
         load_lora(bare(model), saved / "elsewhere")
 
@@ -389,6 +393,32 @@ def test_a_save_while_files_are_read_is_seen(model, saved, monkeypatch):
     assert states(other) == []
     load_lora(other, saved)
     assert other.first.lora_weight.alpha == 32
+
+
+def saved_linear(name: str, folder: Path, **settings) -> torch.nn.ModuleDict:
+    """A model of one linear, whose adapter was saved to the folder with these settings."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8).bfloat16()})
+    add_lora(model, 4, 8, targets=[name])
+    save_lora(model, folder)
+    change(folder, **settings)
+    return remove_lora(model)
+
+
+def test_patterns_of_a_file_take_no_age(tmp_path):
+    """`re` has 2**25 ways to try. CPU time counts, since other processes run beside this one."""
+    name, hostile = "a" * 25, {"(a+)+x": 2, "(a|aa)+": 4}
+    model = saved_linear(name, tmp_path, rank_pattern=hostile, alpha_pattern={"(a|a)*x": 1})
+    started = time.process_time()
+    load_lora(model, tmp_path)
+    assert time.process_time() - started < 2
+    assert model[name].lora_weight.scaling == 2
+
+
+def test_patterns_of_too_many_steps_are_refused(tmp_path):
+    model = saved_linear("a" * 2000, tmp_path, alpha_pattern={f".*({'()' * 60}){{999}}x": 1})
+    with pytest.raises(ValueError, match=r"alpha_pattern .* must be simple.*100,000,000 steps"):
+        load_lora(model, tmp_path)
+    assert states(model) == []
 
 
 def test_a_rank_takes_its_own_experts(tmp_path):
