@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..layers import GroupedExperts
-from ..system.patterns import Pattern, Steps
+from .patterns import Pattern, Steps
 from .targets import Target, join, modules_of
 
 CONFIG = "adapter_config.json"

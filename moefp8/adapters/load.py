@@ -25,10 +25,10 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     """Read adapters that `save_lora` or PEFT wrote into a model's.
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
-    the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say; these regular
-    expressions may have what `moefp8.system.patterns` lists, and take bounded time. Otherwise both
-    must be the same but for dtypes. Of experts that `moefp8.shard` cut, a rank takes its own.
-    Dropout in training is not carried over.
+    the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. These regular
+    expressions take bounded time, and may have no flags, named groups, references to groups or
+    lookbehinds. Otherwise both must be the same but for dtypes. Of experts that `moefp8.shard` cut,
+    a rank takes its own. Dropout in training is not carried over.
 
     Returns:
         The names of the weights that have an adapter.

@@ -36,9 +36,9 @@ class Steps:
 
     def take(self, number: int) -> None:
         """Raises TimeoutError if fewer are left."""
-        self.left -= number
-        if self.left < 0:
+        if number > self.left:
             raise TimeoutError(f"to match them takes more than {self.limit:,} steps")
+        self.left -= number
 
 
 class Pattern:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from moefp8.system.patterns import Pattern, Steps
+from moefp8.adapters.patterns import Pattern, Steps
 
 PIECES = [
     *("a", "b", ".", r"\.", "[ab]", "[^a.]", "[a-b]", r"[\d-]", r"\d", r"\w", "1", "ab"),
