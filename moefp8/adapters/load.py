@@ -25,9 +25,10 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     """Read adapters that `save_lora` or PEFT wrote into a model's.
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
-    the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. Otherwise both
-    must be the same but for dtypes. Of experts that `moefp8.shard` cut, a rank takes its own.
-    Dropout in training is not carried over.
+    the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. These regular
+    expressions take bounded time, and may have no flags, named groups, references to groups or
+    lookbehinds. Otherwise both must be the same but for dtypes. Of experts that `moefp8.shard` cut,
+    a rank takes its own. Dropout in training is not carried over.
 
     Returns:
         The names of the weights that have an adapter.
@@ -35,15 +36,20 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: files and model differ in names, shapes, rank or alpha, or files hold what is no
-            plain LoRA (DoRA, biases, whole modules). The model is unchanged.
+            plain LoRA (DoRA, biases, whole modules), or the patterns are refused. The model is
+            unchanged.
     """
     folder = Path(directory)
     settings, tensors = read_config(folder / CONFIG), _read(folder / WEIGHTS)
+    if read_config(folder / CONFIG) != settings:
+        raise ValueError(
+            f"load_lora: {folder} was written while it was read; load the adapters again"
+        )
     found = adapted(model)
-    if found:
-        _check_settings(settings, found)
     targets = found or _targets_in(model, tensors, settings)
-    keys, options = keys_by_target(targets), {target: settings.of(target) for target in targets}
+    keys, options = keys_by_target(targets), settings.of(targets)
+    if found:
+        _check_options(options)
     _check_layout(settings, targets)
     _check(tensors, keys, options)
     if not found:
@@ -114,16 +120,16 @@ def _stack_of(path: str, paths: Iterable[str], settings: Settings) -> str:
     return stacks[0]
 
 
-def _check_settings(settings: Settings, targets: Iterable[Target]) -> None:
-    for target in targets:
-        ours, theirs = options_of(target), settings.of(target)
+def _check_options(options: Mapping[Target, Options]) -> None:
+    for target, theirs in options.items():
+        ours = options_of(target)
         if ours != theirs:
             raise ValueError(
                 f"load_lora: the model's adapter of {target.name} has {ours}, that of the files "
                 f"{theirs}; moefp8.adapters.remove_lora(model), and load_lora then adds those of "
                 "the files"
             )
-    if any(hasattr(lora_of(target).A, "full_tensor") for target in targets):
+    if any(hasattr(lora_of(target).A, "full_tensor") for target in options):
         raise ValueError("load_lora: the model is in fully_shard; load the adapters before that")
 
 

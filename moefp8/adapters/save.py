@@ -4,14 +4,17 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ..layers.parts import parts_of
+from ..system.files import sync
 from .config import CONFIG, Options, Settings, config_for, settings_for
 from .layout import Keys, keys_of, to_file
 from .lora import LoRA
@@ -50,7 +53,13 @@ def save_lora(
     merge them there. What the directory holds under these names is replaced. state_dict: as in
     `lora_state_dict`.
 
-    Raises ValueError if the model has no adapters, or has one rank's part of the experts.
+    Weights never stand beside the config of other weights: a save that fails replaces neither file
+    or both, and one that is killed leaves the old files, the new ones, or no adapter_config.json,
+    which PEFT and `load_lora` refuse. It also leaves temporary files, whose names begin with a dot.
+
+    Raises:
+        ValueError: the model has no adapters, or has one rank's part of the experts.
+        OSError: the directory cannot be written, or the disk is full.
     """
     targets = adapted(model)
     if not targets:
@@ -62,13 +71,47 @@ def save_lora(
         )
     tensors = {key: x.contiguous() for key, x in lora_state_dict(model, state_dict).items()}
     config = config_for(model, settings_of(targets), targets)
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    new = secrets.token_hex(8)
-    save_file(tensors, folder / f".{WEIGHTS}.{new}", {"format": "pt"})
-    (folder / f".{CONFIG}.{new}").write_text(json.dumps(config, indent=2, sort_keys=True))
-    for name in (WEIGHTS, CONFIG):
-        os.replace(folder / f".{name}.{new}", folder / name)
+    _write(Path(directory), tensors, json.dumps(config, indent=2, sort_keys=True))
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: str) -> None:
+    """Replace both files or neither. If the process is killed in between, there is no config."""
+    random = secrets.token_hex(8)
+    new_weights, new_config, old_config = (
+        folder / f".{name}.{random}" for name in (WEIGHTS, CONFIG, f"{CONFIG}.old")
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), new_weights, {"format": "pt"})
+        new_config.write_text(config, encoding="utf-8")
+        for path in (new_weights, new_config):
+            sync(path)
+        if _is(folder / CONFIG, config):  # as of a run that saves again and again
+            os.replace(new_weights, folder / WEIGHTS)
+            return
+        try:
+            with suppress(FileNotFoundError):
+                os.replace(folder / CONFIG, old_config)
+                sync(folder)
+            os.replace(new_weights, folder / WEIGHTS)
+            sync(folder)
+        finally:
+            with suppress(FileNotFoundError):  # there was no old one
+                os.replace(old_config if new_weights.exists() else new_config, folder / CONFIG)
+            old_config.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"save_lora: the adapters cannot be written to {folder} ({reason}); mend that and save "
+            "again, or elsewhere"
+        ) from error
+    finally:
+        for path in (new_weights, new_config):
+            path.unlink(missing_ok=True)
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.exists() and path.read_bytes() == text.encode()
 
 
 def save_pretrained(

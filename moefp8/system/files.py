@@ -1,4 +1,4 @@
-"""Files that nobody but us or root may write, and locks that one process has at a time."""
+"""Files that only we write, files that outlast a failure, and locks that one process has."""
 
 import os
 import secrets
@@ -83,6 +83,17 @@ def publish(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # it exists no more, unless something failed
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a directory, outlast a power failure."""
+    if os.name != "posix":  # Windows opens no directory
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def leftovers(path: Path) -> list[Path]:

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -210,7 +213,9 @@ def test_spoilt_files_are_refused_and_nothing_changes(model, saved, spoil, messa
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"rank_pattern": {"first": 2}}, r"first.lora_A.weight must be \[2, 128\] for rank 2"),
         ({"rank_pattern": {"first": 0}}, "first must be an integer of at least 1"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern has"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern in .* has '\('.*no \)"),
+        ({"alpha_pattern": {r"(a)\1": 2}}, r"alpha_pattern in .* has .* not supported"),
+        ({"rank_pattern": {"a" * 2_000_001: 2}}, "rank_pattern.* more than 100,000,000 steps"),
         ({"rank_pattern": [2]}, "rank_pattern must be an object"),
         ({"alpha_pattern": {"first": "2"}}, "first must be a number above 0"),
         ({"something_new": {"x": 1}}, "something_new"),
@@ -255,9 +260,10 @@ def test_files_that_are_missing_or_broken(model, saved):
     (saved / WEIGHTS).unlink()
     with pytest.raises(FileNotFoundError, match="safe_serialization"):
         load_lora(bare(model), saved)
-    (saved / CONFIG).write_text("{")
-    with pytest.raises(ValueError, match="must be JSON"):
-        load_lora(bare(model), saved)
+    for text in ("{", "[" * 100_000):
+        (saved / CONFIG).write_text(text)
+        with pytest.raises(ValueError, match="must be JSON"):
+            load_lora(bare(model), saved)
     with pytest.raises(FileNotFoundError, match=r"load_lora: .*elsewhere.*snapshot_download"):
         load_lora(bare(model), saved / "elsewhere")
 
@@ -274,6 +280,145 @@ def test_files_are_replaced(model, saved):
     x, other = tokens(), bare(model)
     load_lora(other, saved)
     assert torch.equal(other(x), model(x))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def pair(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / WEIGHTS).read_bytes(), (folder / CONFIG).read_bytes()
+
+
+class Killed(BaseException):
+    """A process ends; what it would do in `finally` is left out, too."""
+
+
+def killed_before(monkeypatch, number: int, run) -> bool:
+    """Whether `run` came to the call of that number among those that rename, remove and sync."""
+    left = [number]
+
+    def counted(real):
+        def call(*args, **options):
+            left[0] -= 1
+            if left[0] <= 0:
+                raise Killed
+            return real(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "rename", "unlink", "remove", "link", "fsync"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        try:
+            run()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("alpha", [8, 32])
+def test_a_killed_save_pairs_no_weights_with_settings_of_others(
+    model, saved, tmp_path, monkeypatch, alpha
+):
+    new, old = remove_lora(copy.deepcopy(model)), pair(saved)
+    add_lora(new, 4, alpha, targets=["first", "experts", "head"])
+    save_lora(trained(new), tmp_path / "new")
+    outcomes, is_killed = [], True
+    while is_killed:
+        save_lora(model, saved)
+        assert pair(saved) == old
+        number = len(outcomes) + 1
+        is_killed = killed_before(monkeypatch, number, lambda: save_lora(new, saved))
+        if (saved / CONFIG).exists():
+            outcomes.append({old: "old", pair(tmp_path / "new"): "new"}[pair(saved)])
+        else:
+            outcomes.append("refused")
+            with pytest.raises(FileNotFoundError, match=r"adapter_config\.json is missing.*killed"):
+                load_lora(bare(model), saved)
+    assert outcomes == sorted(outcomes, key=["old", "refused", "new"].index)
+    assert {outcomes[0], outcomes[-1]} == {"old", "new"}
+    assert ("refused" in outcomes) == (alpha == 32)  # the same settings stay where they are
+
+
+@pytest.mark.parametrize("fails", ["replace", "fsync"])
+@pytest.mark.parametrize("has_old", [True, False])
+def test_a_save_that_fails_changes_nothing(model, saved, monkeypatch, has_old, fails):
+    before = contents(saved)
+    add_lora(other := bare(model), 2, 4)
+    if not has_old:
+        before = {"notes.txt": b"kept"}
+        for file in saved.iterdir():
+            file.unlink()
+        (saved / "notes.txt").write_bytes(b"kept")
+    real = getattr(os, fails)
+
+    def call(*args, **options):
+        if fails == "fsync" or Path(args[1]).name == WEIGHTS:
+            raise OSError(5, "Input/output error")
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, fails, call)
+    with pytest.raises(OSError, match=r"save_lora: .*adapter.* \(Input/output error\)"):
+        save_lora(other, saved)
+    assert contents(saved) == before
+
+
+def test_a_full_disk_is_an_error_that_names_the_directory(model, saved):
+    before, limits = contents(saved), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            save_lora(trained(model), saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(saved) in str(raised.value)
+    assert contents(saved) == before
+
+
+def test_a_save_while_files_are_read_is_seen(model, saved, monkeypatch):
+    add_lora(new := bare(model), 4, 32, targets=["first", "experts", "head"])
+    read, saves = json.loads, [lambda: save_lora(new, saved)]
+
+    def loads(text, **options):
+        settings = read(text, **options)
+        if saves:
+            saves.pop()()
+        return settings
+
+    monkeypatch.setattr(json, "loads", loads)
+    other = bare(model)
+    with pytest.raises(ValueError, match=r"load_lora: .* was written while it was read; load"):
+        load_lora(other, saved)
+    assert states(other) == []
+    load_lora(other, saved)
+    assert other.first.lora_weight.alpha == 32
+
+
+def saved_linear(name: str, folder: Path, **settings) -> torch.nn.ModuleDict:
+    """A model of one linear, whose adapter was saved to the folder with these settings."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8).bfloat16()})
+    add_lora(model, 4, 8, targets=[name])
+    save_lora(model, folder)
+    change(folder, **settings)
+    return remove_lora(model)
+
+
+def test_patterns_of_a_file_take_no_age(tmp_path):
+    """`re` has 2**25 ways to try. CPU time counts, since other processes run beside this one."""
+    name, hostile = "a" * 25, {"(a+)+x": 2, "(a|aa)+": 4}
+    model = saved_linear(name, tmp_path, rank_pattern=hostile, alpha_pattern={"(a|a)*x": 1})
+    started = time.process_time()
+    load_lora(model, tmp_path)
+    assert time.process_time() - started < 2
+    assert model[name].lora_weight.scaling == 2
+
+
+def test_patterns_of_too_many_steps_are_refused(tmp_path):
+    model = saved_linear("a" * 2000, tmp_path, alpha_pattern={f".*({'()' * 60}){{999}}x": 1})
+    with pytest.raises(ValueError, match=r"alpha_pattern .* must be simple.*100,000,000 steps"):
+        load_lora(model, tmp_path)
+    assert states(model) == []
 
 
 def test_a_rank_takes_its_own_experts(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 from contextlib import suppress
 from itertools import islice
 from random import Random
@@ -278,6 +279,18 @@ def test_an_empty_stack_of_many_experts(tmp_path):
         inspect_checkpoint(path)
         message = refused(quantize_checkpoint, path, tmp_path / "t")
     assert "an empty stack cannot be quantized" in message
+
+
+def test_long_keys_take_no_age(tmp_path):
+    """In CPU time, since other processes run beside this one."""
+    path = tmp_path / "c" / "model.safetensors"
+    path.parent.mkdir()
+    keys = [f"{i}{'_n_' * 330}" for i in range(1500)]
+    write_header(path, {key: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for key in keys})
+    (path.parent / "config.json").write_text(json.dumps(CONFIG))
+    started = time.process_time()
+    inspect_checkpoint(path.parent)
+    assert time.process_time() - started < 2
 
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):

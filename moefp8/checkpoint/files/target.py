@@ -68,12 +68,3 @@ def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     with open(path, "w", opener=lambda path, flags: os.open(path, flags | NO_LINK, 0o666)) as file:
         file.write(json.dumps(value, indent=2) + "\n")
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, outlast a power failure."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

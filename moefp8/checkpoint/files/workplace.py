@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...system.files import require_ours, try_lock
+from ...system.files import require_ours, sync, try_lock
 from ...system.threads import lock_of_threads_and_forks
 from ..errors import CheckpointError
 from .safe_read import open_regular, read_object
-from .target import check_free, sync, write_json
+from .target import check_free, write_json
 
 _TEMPORARY = ".tmp"
 _CHUNK_BYTES = 4 << 20

@@ -13,7 +13,7 @@ from .missing import missing_experts, missing_layers
 from .patterns import Modules
 
 _PACKED = ("U8", "I8")  # two FP4 numbers in a byte, or eight bits of another meaning
-_PACKED_NAME = re.compile(r"(?:^|[._])(?:weight|weight_packed|blocks|qweight|\w+_proj)$")
+_PACKED_NAME = re.compile(r"(?:(?:^|[._])(?:weight|weight_packed|blocks|qweight)|\w_proj)$")
 
 Faults = Iterator[tuple[Entry, str, str]]  # tensor, the rule that it breaks, and how
 
