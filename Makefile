@@ -5,9 +5,10 @@ TORCH  ?= torch==2.13.0
 OLDEST_TORCH := torch==2.8.*
 OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
-# Tests that need no GPU go to processes of one thread, which take what others have not begun.
-JOBS   ?= 2
-ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal
+# Tests that need no GPU go to JOBS processes of one thread, which take what others have not begun;
+# auto: as many as cores and memory allow (tests/workers.py).
+JOBS   ?= auto
+ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal --durations 10 --durations-min 5
 
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
@@ -17,6 +18,7 @@ help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 .venv/ready: pyproject.toml
+	@echo 'Installing $(TORCH) and all that development needs into .venv: once, some 75 s with a fast network.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[dev]'

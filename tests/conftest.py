@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import forget
+from tests.progress import Progress
+from tests.workers import Machine
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -26,6 +28,17 @@ settings.register_profile(
     **quiet,
 )
 settings.load_profile(os.environ.get("MOEFP8_HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    return Machine.at_hand().num_workers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if getattr(session.config.option, "numprocesses", None):
+        session.config.pluginmanager.register(Progress(session))
 
 
 @pytest.fixture(autouse=True)
