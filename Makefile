@@ -5,13 +5,14 @@ TORCH  ?= torch==2.13.0
 OLDEST_TORCH := torch==2.8.*
 OLDEST_HF := transformers==5.10.*
 BIN    := .venv/bin
-# Tests that need no GPU go to processes of one thread, which take what others have not begun.
-JOBS   ?= 2
-ON_GPU = --numprocesses $(JOBS) --dist worksteal
+# Tests go to JOBS processes of one thread, which take what others have not begun; auto: as many as cores and memory
+# allow (tests/workers.py).
+JOBS   ?= auto
+WORKERS = --numprocesses $(JOBS) --dist worksteal --durations 10 --durations-min 5
+ON_CPU  = -m 'not gpu' $(WORKERS)
 # Another Python that has all packages, on a machine without network: nothing is installed.
 WITH   ?= $(BIN)/python
 READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
-ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal
 
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
@@ -21,6 +22,7 @@ help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 .venv/ready: pyproject.toml
+	@echo 'Installing $(TORCH) and all that development needs into .venv: once, some 75 s with a fast network.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[dev]'
@@ -52,10 +54,10 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing
 
 test-gpu: $(READY)  ## the tests that need a GPU; WITH=python3: by a Python that has all packages
-	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz'
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(WORKERS) -m 'gpu and not fuzz'
 
 test-gpu-quick: $(READY)  ## every kernel, layer and direction on a GPU, in two minutes
-	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz and not slow'
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(WORKERS) -m 'gpu and not fuzz and not slow'
 
 fuzz: $(READY)  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
 	if $(WITH) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \

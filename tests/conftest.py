@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import forget
+from tests.progress import Progress
+from tests.workers import Machine
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -29,7 +31,15 @@ settings.register_profile(
 settings.load_profile(os.environ.get("MOEFP8_HYPOTHESIS_PROFILE", "default"))
 
 
-_KEPT_BYTES = 2 << 30  # of a GPU's memory: a process keeps this much of what it has freed
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    return Machine.at_hand().num_workers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if getattr(session.config.option, "numprocesses", None):
+        session.config.pluginmanager.register(Progress(session))
 
 
 def pytest_collection_finish() -> None:
@@ -41,6 +51,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+_KEPT_BYTES = 2 << 30  # of a GPU's memory: a process keeps this much of what it has freed
 
 
 @pytest.fixture(autouse=True)

@@ -110,6 +110,10 @@ def test_peft_adapts_no_module_whose_name_ends_as_that_of_another(tmp_path):
         ),
     ],
 )
+# PEFT looks for these keys among modules alone, though it applies them to parameters too.
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning:peft.tuners"
+)
 def test_we_read_files_of_peft(make, settings, tmp_path):
     model, x = make(), tokens()
     theirs = drawn(peft.get_peft_model(dequantized(model), lora_config(**settings)))

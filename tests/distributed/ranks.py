@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SECONDS = 240  # a machine may be busy with much else
+PATIENCE_S = 300  # only a rank that hangs takes as long, however busy the machine is
 
 
 class Ranks:
@@ -37,10 +37,15 @@ class Ranks:
             pipe.send((function, arguments))
         return [self.take(rank) for rank in range(len(self.pipes))]
 
+    def run_on(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The same of one rank, while the others do nothing."""
+        self.pipes[rank].send((function, arguments))
+        return self.take(rank)
+
     def take(self, rank: int) -> Any:
         """What the rank's last call gave."""
-        if not self.pipes[rank].poll(_SECONDS):
-            raise TimeoutError(f"rank {rank} has not answered for {_SECONDS} s")
+        if not self.pipes[rank].poll(PATIENCE_S):
+            raise TimeoutError(f"rank {rank} has not answered for {PATIENCE_S} s")
         return self.pipes[rank].recv()
 
     def close(self) -> None:
@@ -62,7 +67,7 @@ def _serve(rank: int, num_ranks: int, folder: Path, backend: str, pipe: Connecti
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    store, timeout = f"file://{folder}/store", timedelta(seconds=_SECONDS)
+    store, timeout = f"file://{folder}/store", timedelta(seconds=PATIENCE_S)
     dist.init_process_group(backend, store, timeout, world_size=num_ranks, rank=rank)
     while True:
         try:

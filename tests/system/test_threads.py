@@ -7,6 +7,8 @@ import pytest
 
 from moefp8.system.threads import ForksWait, Once
 
+PATIENCE_S = 300  # only what hangs takes as long, however busy the machine is
+
 
 def test_a_failed_build_is_tried_again():
     once: Once[str, int] = Once()
@@ -23,13 +25,13 @@ def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
     def first():
         with forks_wait:
             within.set()
-            end.wait(10)
+            end.wait(PATIENCE_S)
             order.append("first")
 
     def fork():
         forks_wait._empty()
         order.append("fork")
-        late_has_begun.wait(10)
+        late_has_begun.wait(PATIENCE_S)
         time.sleep(0.05)
         forks_wait._door.release()
 
@@ -40,12 +42,12 @@ def test_forks_wait_for_those_within_and_nobody_enters_meanwhile():
 
     threads = [threading.Thread(target=target) for target in (first, fork, late)]
     threads[0].start()
-    within.wait(10)
+    within.wait(PATIENCE_S)
     threads[1].start()
     while not forks_wait._door.locked():
         time.sleep(0.001)
     threads[2].start()
     end.set()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(PATIENCE_S)
     assert order == ["first", "fork", "late"]

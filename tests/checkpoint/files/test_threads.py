@@ -70,7 +70,7 @@ thread.start()
 entered.wait()
 child = os.fork()
 if not child:
-    signal.alarm(60)  # which ends it
+    signal.alarm(300)  # which ends one that hangs
     save_checkpoint(model, folder / "child")
     os._exit(0)
 thread.join()

@@ -1,6 +1,8 @@
 """Lists of modules in a config.json that somebody made to hurt: none takes long."""
 
+import time
 import warnings
+from itertools import count
 from random import Random
 
 import pytest
@@ -31,6 +33,15 @@ def test_patterns_that_take_for_ever_are_named(tmp_path):
     }
 
 
+def test_a_busy_machine_finds_what_an_idle_one_does(tmp_path, monkeypatch):
+    tensors = {"lm_head.weight": bf16(4, 4), "x.weight": bf16(4, 4)}
+    path = write(tmp_path / "c", tensors, config_with(ignore=["re:lm_h.*", "re:x"]))
+    idle = inspect_checkpoint(path)
+    assert not any("not looked for" in x.rule for x in idle.anomalies)
+    monkeypatch.setattr(time, "monotonic", count(step=100.0).__next__)  # 100 s between two steps
+    assert inspect_checkpoint(path) == idle
+
+
 def test_no_pattern_makes_python_warn():
     random = Random(0)
     with warnings.catch_warnings():
@@ -48,11 +59,14 @@ def test_no_pattern_makes_python_warn():
     [
         ["re:a*a*a*x", *(f"re:{'(a|a|a|a|a)' * 3}a*a*a*[{c}]" for c in "bcdefghijklm" * 9)],
         [f"x.{i}" for i in range(300_000)],
-        [f"re:{i}{'[āԁሀ]' * 38}" for i in range(8000)],  # each takes 2 ms to compile
+        [f"re:{i}{'[āԁሀ]' * 38}" for i in range(2000)],  # each takes 2 ms to compile
     ],
 )
-def test_lists_without_end_are_given_up(tmp_path, listed):
+def test_lists_without_end_are_given_up(tmp_path, monkeypatch, listed):
+    """By a clock that is ten times as fast, to save time."""
+    real = time.thread_time
+    monkeypatch.setattr(time, "thread_time", lambda: 10 * real())
     tensors = {f"model.layers.{i}.{'a' * 100}.weight": bf16(1, 1) for i in range(60)}
     path = write(tmp_path / "c", tensors, config_with(ignore=listed))
-    with within(12):
+    with within(2):
         inspect_checkpoint(path)

@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 import moefp8
 from moefp8 import GroupedExperts
 from moefp8.distributed import ExpertParallel
+from tests.distributed.ranks import PATIENCE_S
 
 BF16 = torch.bfloat16
+# Ranks that wait until such a timeout have not answered in time: the test fails.
+LONG = timedelta(seconds=2 * PATIENCE_S)
 
 
 class Kind(NamedTuple):
@@ -85,7 +88,7 @@ def part(kind: Kind, rank: int, num_ranks: int) -> GroupedExperts:
 
 @lru_cache(maxsize=16)
 def parallel(kind: Kind) -> ExpertParallel:
-    experts = ExpertParallel(whole(kind), dist.group.WORLD, timeout=timedelta(seconds=20))
+    experts = ExpertParallel(whole(kind), dist.group.WORLD, timeout=LONG)
     adapt(experts.experts, kind)
     return experts
 

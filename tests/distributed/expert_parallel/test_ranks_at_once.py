@@ -28,6 +28,7 @@ from moefp8.routing.combine_launch import CombineSources
 from tests import naive
 from tests.distributed.expert_parallel.host_ranks import BF16, ranks_of
 from tests.distributed.expert_parallel.peers_cases import HostMemories, Recording, build
+from tests.distributed.ranks import PATIENCE_S
 from tests.fakes.emulator import FakeDriver
 
 E, H, K = 5, 256, 3
@@ -125,8 +126,8 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), "a rank waits forever"
     assert all(memory.error.tolist() == [0] * 4 for memory in memories)
     for number, (came, expected) in enumerate(zip(results, wanted, strict=True)):
         assert torch.equal(came, expected), divmod(number, num_ranks)

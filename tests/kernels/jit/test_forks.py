@@ -11,6 +11,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import (
     CUBIN,
+    PATIENCE_S,
     files_in,
     run_python,
     symbol_of,
@@ -28,7 +29,7 @@ def test_threads_compile_each_kernel_once(tmp_path, compiles):
     barrier = threading.Barrier(12)
 
     def ask(i):
-        barrier.wait(timeout=10)
+        barrier.wait(PATIENCE_S)
         return jit.compile_kernel(kernels[i % 3])
 
     with ThreadPoolExecutor(12) as pool:
@@ -40,7 +41,7 @@ def test_threads_compile_each_kernel_once(tmp_path, compiles):
 
 def test_different_keys_build_at_the_same_time():
     both = threading.Barrier(2)
-    build = lambda: (both.wait(timeout=10), CUBIN)[1]  # noqa: E731
+    build = lambda: (both.wait(PATIENCE_S), CUBIN)[1]  # noqa: E731
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: cache.cached(key, build), ["one", "other"]))
 
@@ -57,7 +58,7 @@ def test_a_child_compiles_too(tmp_path, folder, method):
         # Python dislikes forks of processes with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         with multiprocessing.get_context(method).Pool(1) as pool:
-            found = pool.apply_async(symbols_of, [[old, new]]).get(timeout=60)
+            found = pool.apply_async(symbols_of, [[old, new]]).get(PATIENCE_S)
     assert found == [symbol_of(1), symbol_of(2)]
     assert len(files_in(folder)) == 2
     assert {path: path.stat().st_ino for path in before} == before
@@ -100,7 +101,7 @@ tell(codes)
 def test_a_fork_while_a_thread_builds():
     code = """
 values, building, end = Once(), threading.Event(), threading.Event()
-build = lambda: (building.set(), end.wait(20), "parent")[-1]
+build = lambda: (building.set(), end.wait(), "parent")[-1]
 thread = threading.Thread(target=lambda: values.get("key", build))
 thread.start()
 building.wait()

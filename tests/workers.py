@@ -1,0 +1,44 @@
+"""How many workers `--numprocesses auto` starts: one a core, or fewer where memory is short."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+GIB = 1 << 30
+WORKER_GIB = 2  # a worker grows to 1.5, and ranks and compilers that it starts take the rest
+
+
+class Machine(NamedTuple):
+    """The cores that this process may use, and the memory in bytes that is free for it."""
+
+    num_cores: int
+    num_bytes: float
+
+    @classmethod
+    def at_hand(cls, root: Path = Path("/")) -> "Machine":
+        """Read affinity, and the limits of Linux and of a container; root: of the file system."""
+        affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
+        num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        num_bytes, cgroup = float("inf"), root / "sys/fs/cgroup"
+        with suppress(OSError):
+            num_bytes = 1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]
+        with suppress(OSError, ValueError):  # "max" is no number, and no limit
+            quota, period = map(int, (cgroup / "cpu.max").read_text().split())
+            num_cores = min(num_cores, max(1, quota // period))
+        with suppress(OSError, ValueError):
+            limit, used = int((cgroup / "memory.max").read_text()), _numbers(cgroup / "memory.stat")
+            num_bytes = min(num_bytes, limit - used["anon"] - used["shmem"])  # caches give way
+        return cls(num_cores, num_bytes)
+
+    @property
+    def num_workers(self) -> int:
+        return int(max(1, min(self.num_cores, self.num_bytes // (WORKER_GIB * GIB))))
+
+    def __str__(self) -> str:
+        return f"{self.num_cores} cores and {self.num_bytes / GIB:.1f} GiB of free memory"
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first two words of each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, path.open())}
