@@ -2,7 +2,13 @@
 
 from .errors import assert_matches_reference, relative_error, row_errors
 from .gradients import gradients
-from .reference import ReferenceExperts, ReferenceLinear, reference_model, teacher_forced
+from .reference import (
+    ReferenceExperts,
+    ReferenceLinear,
+    module_errors,
+    reference_model,
+    teacher_forced,
+)
 from .strategies import Spread, gemm_shapes, routings, sizes, spread
 
 __all__ = [
@@ -12,6 +18,7 @@ __all__ = [
     "assert_matches_reference",
     "gemm_shapes",
     "gradients",
+    "module_errors",
     "reference_model",
     "relative_error",
     "routings",

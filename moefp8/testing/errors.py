@@ -1,5 +1,7 @@
 """How far a result is from its reference, by its worst row: means over all rows hide lost ones."""
 
+from numbers import Real
+
 import torch
 
 
@@ -7,19 +9,28 @@ def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """`|actual - expected| / |expected|` of every row [...], as fp64 Euclidean norms.
 
     A row of `expected` that is zero wants zeros: its error is 0 or inf. A NaN or Inf on either
-    side makes the error of its row inf.
+    side makes the error of its row inf. Dtypes may differ.
 
     Raises:
+        TypeError: one of them is not a tensor of real numbers.
         ValueError: the shapes differ.
     """
+    for name, x in (("actual", actual), ("expected", expected)):
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            came = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(
+                f"row_errors: {name} must be a tensor of real numbers, got {came}; compare the "
+                "tensors of an output one by one, complex ones by torch.view_as_real"
+            )
     if actual.shape != expected.shape:
         raise ValueError(
             f"row_errors: actual and expected must have one shape, got {list(actual.shape)} and "
             f"{list(expected.shape)}"
         )
     actual, expected = actual.detach().double(), expected.detach().double()
-    distance, size = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
-    errors = torch.where(distance == 0, 0.0, distance / size)
+    difference = actual - expected
+    errors = difference.norm(dim=-1) / expected.norm(dim=-1)
+    errors = torch.where((difference == 0).all(dim=-1), 0.0, errors)
     return torch.where(errors.isfinite(), errors, torch.inf)
 
 
@@ -44,7 +55,21 @@ def assert_matches_reference(
         max_relative_error: per row. The default is BF16 rounding: *is the kernel right*, against
             a reference with the same FP8 operands. *Is FP8 good enough*, against BF16 operands,
             is another question: about 0.04 per GEMM, 0.06 for a layer of experts.
+
+    Raises:
+        TypeError: max_relative_error is no number, or as in `row_errors`.
+        ValueError: max_relative_error is not in [0, 1), or as in `row_errors`.
     """
+    if isinstance(max_relative_error, bool) or not isinstance(max_relative_error, Real):
+        raise TypeError(
+            "assert_matches_reference: max_relative_error must be a number, got "
+            f"{max_relative_error!r}; call .item() on a tensor"
+        )
+    if not 0 <= max_relative_error < 1:  # nor is NaN
+        raise ValueError(
+            "assert_matches_reference: max_relative_error must be in [0, 1), got "
+            f"{max_relative_error}; zeros have an error of 1, which a larger bound lets pass"
+        )
     errors = row_errors(actual, expected)
     num_wrong = int((errors > max_relative_error).sum())
     if num_wrong:

@@ -36,9 +36,12 @@ def gradients(
         trains = isinstance(x, torch.Tensor) and x.is_floating_point()
         return x.detach().clone().requires_grad_() if trains else x
 
+    def writable(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
     given = [leaf(x) for x in args]
     named = {name: leaf(x) for name, x in kwargs.items()}
-    output = model(*given, **named)
+    output = model(*map(writable, given), **{name: writable(x) for name, x in named.items()})
     if loss is not None:
         total = loss(output)
     elif not isinstance(output, torch.Tensor):

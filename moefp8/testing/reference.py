@@ -7,17 +7,19 @@ rounded to BF16, or quantized, where the FP8 modules do that.
 import copy
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import check_no_adapters
 from ..layers.parts import parts_of
+from .errors import row_errors
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
 MIN_GRADIENT = 2.0**-60
@@ -43,8 +45,67 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
         ValueError: a module is one rank's part; compare the model before `shard`. Or it has
             adapters.
     """
+    return _copy_with_references(model, quantize_activations, shared=model.buffers())
+
+
+def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """`model(*args, **kwargs)`, and the same of its reference fed with the model's own activations.
+
+    Rounding to FP8 amplifies: where two runs differ by one BF16 rounding, now and then they choose
+    different E4M3 codes, and a few layers on they differ by a percent though both are right. So
+    here every FP8 module of the reference gets the inputs that it got in the model, and all else
+    runs on the reference's own values: a right model matches to BF16 rounding. An error of a module
+    enters the result unless all that it gives goes into other FP8 modules; see `module_errors`.
+
+    A model may write into its arguments, its buffers and its hidden states (`h += linear(h)`): the
+    reference runs on copies of what they were before.
+    """
+    reference = _copy_with_references(model, quantize_activations=True)
+    own_args, own_kwargs = _copied((args, kwargs))
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, FP8Linear | GroupedExperts):
+                inputs = deque[Any]()
+                record = module.register_forward_pre_hook(
+                    lambda _, *given, inputs=inputs: inputs.append(_copied(given)), with_kwargs=True
+                )
+                replay = reference.get_submodule(name).register_forward_pre_hook(
+                    lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True
+                )
+                hooks.callback(record.remove)
+                hooks.callback(replay.remove)
+        output = model(*args, **kwargs)
+        return output, reference(*own_args, **own_kwargs)
+
+
+def module_errors(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """The `row_errors` of every FP8 module in `model(*args, **kwargs)`, by its name.
+
+    Each module is compared with its reference on the inputs that it gets in the model. Modules that
+    get no rows are left out.
+    """
+    reference, errors = reference_model(model), dict[str, list[torch.Tensor]]()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, FP8Linear | GroupedExperts):
+
+                def compare(_: Any, args: Any, kwargs: Any, y: Any, name: str = name) -> None:
+                    expected = reference.get_submodule(name)(*args, **kwargs)
+                    errors.setdefault(name, []).append(row_errors(y, expected).flatten())
+
+                hook = module.register_forward_hook(compare, with_kwargs=True)
+                hooks.callback(hook.remove)
+        model(*args, **kwargs)
+    rows = {name: torch.cat(calls) for name, calls in errors.items()}
+    return {name: x for name, x in rows.items() if x.numel()}
+
+
+def _copy_with_references(
+    model: nn.Module, quantize_activations: bool, shared: Iterable[torch.Tensor] = ()
+) -> nn.Module:
+    """shared: tensors that the copy shares with the model, besides its parameters."""
     check_no_adapters("reference_model", model, "which references know nothing of")
-    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *shared)}
     for module in model.modules():
         if isinstance(module, FP8Linear):
             memo[id(module)] = ReferenceLinear(module, quantize_activations)
@@ -57,29 +118,10 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
     return copy.deepcopy(model, memo)
 
 
-def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """`model(*args, **kwargs)`, and the same of its reference fed with the model's own activations.
-
-    Rounding to FP8 amplifies: where two runs differ by one BF16 rounding, now and then they choose
-    different E4M3 codes, and a few layers on they differ by a percent though both are right. So
-    here every FP8 module of the reference gets the inputs that it got in the model, and all else
-    runs on the reference's own values: each module's error enters the result once, and a right
-    model matches to BF16 rounding.
-    """
-    reference = reference_model(model)
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, FP8Linear | GroupedExperts):
-                inputs = deque[Any]()
-                record = module.register_forward_pre_hook(
-                    lambda _, *given, inputs=inputs: inputs.append(given), with_kwargs=True
-                )
-                replay = reference.get_submodule(name).register_forward_pre_hook(
-                    lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True
-                )
-                hooks.callback(record.remove)
-                hooks.callback(replay.remove)
-        return model(*args, **kwargs), reference(*args, **kwargs)
+def _copied(value: Any) -> Any:
+    """A deep copy; gradients flow through the copies of tensors in tuples, lists and dicts."""
+    memo = {id(x): x.clone() for x in tree_leaves(value) if isinstance(x, torch.Tensor)}
+    return copy.deepcopy(value, memo)
 
 
 class _Reference(nn.Module):
@@ -126,9 +168,16 @@ class ReferenceExperts(_Reference):
         self.__dict__["experts"] = experts  # no submodule
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x, weights = hidden_states.float(), top_k_weights.float()
+        *leading, hidden_size = hidden_states.shape
+        x = hidden_states.reshape(math.prod(leading), hidden_size).float()
+        weights = top_k_weights.float()
         terms = torch.zeros((*top_k_index.shape, x.shape[1]), device=x.device)
         for expert in range(self.experts.num_experts):
             at = torch.where(top_k_index == expert)
@@ -136,7 +185,10 @@ class ReferenceExperts(_Reference):
                 rows = _mapped(x[at[0]], there=_same, back=_to_bf16)
                 with without_autocast(x.device):
                     terms[at] = self._expert(expert, rows, weights[at])
-        return terms.sum(dim=1).bfloat16().to(hidden_states.dtype)
+        y = terms.sum(dim=1).bfloat16().view(hidden_states.shape)
+        if addend is not None:
+            y = y + addend.view(y.shape)
+        return y.to(hidden_states.dtype)
 
     def _expert(self, expert: int, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [R, H] through one expert, times its weights [R]."""

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Spread(NamedTuple):
-    """What `spread` draws: a seed and how far apart the magnitudes lie. `tensor` makes the data."""
+    """What `spread` draws: a seed and how far apart the magnitudes of blocks are.
+
+    `tensor` makes activations of it, `weight` makes weights.
+    """
 
     seed: int
     octaves: int
@@ -22,17 +25,38 @@ class Spread(NamedTuple):
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Normal numbers [..., K] whose rows and 1x128 blocks differ by up to 2**octaves."""
+        return self._blocks(1, *shape).to(dtype)
+
+    def weight(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Normal numbers [..., N, K] whose 128x128 blocks differ by up to 2**octaves.
+
+        So a scale that is applied to another block is seen; weights as modules draw them have
+        nearly the same scale in each block.
+        """
+        return self._blocks(128, *shape).to(dtype)
+
+    def _blocks(self, height: int, *shape: int) -> torch.Tensor:
+        """Normal numbers [..., N, K] with a magnitude for each `height` x 128."""
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.randn(shape, generator=generator)
-        num_blocks = -(-shape[-1] // 128)
-        exponents = (torch.rand(*shape[:-1], num_blocks, generator=generator) - 0.5) * self.octaves
-        zeros = torch.rand(*shape[:-1], num_blocks, generator=generator) < self.zero_fraction
+        *rows, num_columns = shape
+        if height > 1:
+            rows[-1] = -(-rows[-1] // height)
+        grid = *rows, -(-num_columns // 128)
+        exponents = (torch.rand(grid, generator=generator) - 0.5) * self.octaves
+        zeros = torch.rand(grid, generator=generator) < self.zero_fraction
         magnitudes = torch.exp2(exponents).masked_fill(zeros, 0.0)
-        return (values * magnitudes.repeat_interleave(128, dim=-1)[..., : shape[-1]]).to(dtype)
+        magnitudes = magnitudes.repeat_interleave(128, dim=-1)[..., :num_columns]
+        if height > 1:
+            magnitudes = magnitudes.repeat_interleave(height, dim=-2)[..., : shape[-2], :]
+        return values * magnitudes
 
 
 def spread(max_octaves: int = 24) -> "SearchStrategy[Spread]":
-    """Data whose scales spread over up to `max_octaves` powers of two, with some blocks zero."""
+    """Activations and weights whose blocks differ by up to `max_octaves` powers of two.
+
+    Some blocks are zero.
+    """
     from hypothesis import strategies as st
 
     return st.builds(

@@ -92,8 +92,10 @@ class FakeDriver(jit.Driver):
         return [made for made in self.launched if made.kernel.source == gemm_launch.SOURCE]
 
     def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
-        self.kernels.append(kernel)
-        return jit.Function(kernel, device_index, ctypes.c_void_p(len(self.kernels)), 232448)
+        if kernel not in self.kernels:
+            self.kernels.append(kernel)
+        handle = ctypes.c_void_p(self.kernels.index(kernel) + 1)
+        return jit.Function(kernel, device_index, handle, 232448)
 
     def num_sms(self, device_index: int) -> int:
         return self.sms
@@ -181,7 +183,8 @@ class Emulator(RoutingEmulator):
 
     def cuGraphKernelNodeGetParams_v2(self, node, out):
         *_, launches = self.captured.values()  # the last is the graph that is being made
-        config, function = launches[node.value - 1][:2]
+        config, function, parameters = launches[node.value - 1]
+        out._obj.parameters = ctypes.addressof(parameters)
         out._obj.function = function.value
         out._obj.grid_x, out._obj.block_x = config.grid_x, config.block_x
         out._obj.shared_bytes = config.shared_bytes
@@ -192,20 +195,25 @@ class Emulator(RoutingEmulator):
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable, node, params):
-        """The arguments are copied, as CUDA copies them: the last of them is a structure."""
         nodes = self.captured[executable.value]
-        config, function, parameters, *_ = nodes[node.value - 1]
-        at = params._obj.parameters
-        given = list((ctypes.c_void_p * len(parameters)).from_address(at))
+        config, function, parameters = nodes[node.value - 1]
+        given = type(parameters).from_address(params._obj.parameters)
+        nodes[node.value - 1] = config, function, self._copies(function, given)
+        return 0
+
+    def _copies(self, function, parameters):
+        """The arguments, copied as CUDA copies them: the last of them is a structure."""
+        given = list(parameters)
         last = ARGUMENTS[self.kernels[function.value - 1].source.stem]
         size = given[-1] - given[0] + ctypes.sizeof(last)
         held = ctypes.create_string_buffer(ctypes.string_at(given[0], size), size)
         copies = [ctypes.addressof(held) + x - given[0] for x in given]
-        nodes[node.value - 1] = config, function, copies, held
-        return 0
+        array = (ctypes.c_void_p * len(copies))(*copies)
+        array.held = held  # while the array lives
+        return array
 
     def cuGraphLaunch(self, executable, stream):
-        for config, function, parameters, *_ in self.captured[executable.value]:
+        for config, function, parameters in self.captured[executable.value]:
             config.stream = stream
             self.launch(config, function, parameters)
         return 0
@@ -243,10 +251,11 @@ class Emulator(RoutingEmulator):
         return 0
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
-        config, parameters = config._obj, list(parameters)
+        config = config._obj
         if config.stream in self.captured:
             kept = launch.Config.from_buffer_copy(config)
-            self.captured[config.stream].append((kept, function, parameters))
+            copies = self._copies(function, parameters)
+            self.captured[config.stream].append((kept, function, copies))
             return 0
         return self.launch(config, function, parameters)
 
@@ -264,7 +273,7 @@ class Emulator(RoutingEmulator):
             programmatic=bool(found.get(6, 0)),
         )
         self.launched.append(made)
-        self.compute(made, parameters)
+        self.compute(made, list(parameters))
         return 0
 
     def compute(self, made, parameters):

@@ -10,11 +10,15 @@ from moefp8.kernels import fp8_gemm_nt
 from moefp8.quant import BlockScaled, quantize_1x128, quantize_128x128
 from moefp8.testing import (
     ReferenceLinear,
+    Spread,
     assert_matches_reference,
     gemm_shapes,
+    gradients,
+    module_errors,
     reference_model,
     relative_error,
     routings,
+    row_errors,
     spread,
     teacher_forced,
 )
@@ -84,9 +88,47 @@ def test_nan_is_never_close():
     assert relative_error(nan, nan) == relative_error(nan, torch.ones(2, 3)) == float("inf")
 
 
-def test_shapes_must_match():
-    with pytest.raises(ValueError, match=r"one shape, got \[2, 3\] and \[2, 1\]"):
-        relative_error(torch.ones(2, 3), torch.ones(2, 1))
+@pytest.mark.parametrize("other", [(2, 1), (1, 3), (3,), (0, 3), (2, 3, 1)])
+def test_shapes_must_match(other):
+    for measure in (row_errors, relative_error, assert_matches_reference):
+        with pytest.raises(ValueError, match=r"one shape, got \[2, 3\] and \["):
+            measure(torch.ones(2, 3), torch.ones(other))
+
+
+@pytest.mark.parametrize("bound", [NAN, float("inf"), -1e-3, -float("inf"), 1, 1.0, 4.0])
+def test_a_bound_that_zeros_pass_or_nothing_passes_is_refused(bound):
+    for actual in (torch.zeros(2, 3), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"max_relative_error must be in \[0, 1\), got"):
+            assert_matches_reference(actual, torch.ones(2, 3), bound)
+
+
+@pytest.mark.parametrize(
+    "bound", [True, False, None, "0.1", 0.1j, torch.tensor(0.1), torch.tensor([NAN, 0.1])]
+)
+def test_a_bound_that_is_no_number_is_refused(bound):
+    with pytest.raises(TypeError, match=r"max_relative_error must be a number, got .*\.item\(\)"):
+        assert_matches_reference(torch.ones(2, 3), torch.ones(2, 3), bound)
+
+
+def test_a_bound_is_the_largest_error_that_passes():
+    expected = torch.ones(2, 3)
+    assert_matches_reference(expected, expected, 0)
+    assert_matches_reference(expected * 1.5, expected, 0.5)
+    with pytest.raises(AssertionError, match="2 of 2 rows"):
+        assert_matches_reference(torch.zeros(2, 3), expected, 0.999)
+
+
+@pytest.mark.parametrize("output", [torch.ones(2, dtype=torch.complex64), (torch.ones(2),), None])
+def test_what_is_not_a_tensor_of_real_numbers_is_refused(output):
+    for pair in ((output, torch.ones(2)), (torch.ones(2), output)):
+        with pytest.raises(TypeError, match=r"must be a tensor of real numbers, got (\w|\.)+; "):
+            relative_error(*pair)
+
+
+def test_numbers_whose_squares_vanish_are_compared():
+    tiny = torch.full((2, 3), 1e-200, dtype=torch.float64)
+    assert relative_error(tiny, tiny) == 0
+    assert relative_error(torch.zeros_like(tiny), tiny) == float("inf")
 
 
 def test_references_notice_a_wrong_scale():
@@ -138,6 +180,9 @@ class ByKeyword(nn.Sequential):
         return self[1](x=self[0](x))
 
 
+# ---- Teacher forcing ----
+
+
 def test_teacher_forcing_reaches_calls_by_keyword():
     model, x = ByKeyword(nn.Linear(8, 256), FP8Linear(256, 8)), torch.randn(4, 8)
     seen = []
@@ -153,10 +198,144 @@ def test_teacher_forcing_reaches_calls_by_keyword():
     assert_matches_reference(output, expected)
 
 
+class InPlace(nn.Module):
+    """Layers that write into their hidden states, a buffer and a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = FP8Linear(256, 128), FP8Linear(128, 256)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x, cache=None):
+        self.calls += 1
+        h = x * self.calls
+        for _ in range(2):
+            up = self.up(h)
+            h.add_(self.down(up))
+            up.mul_(2)
+            h += self.down(nn.functional.relu_(up))
+            h.mul_(0.5)
+        if cache is not None:
+            h[:] += sum(cache.states, torch.zeros_like(h))
+            cache.states.append(h.clone())
+        return h
+
+
+class Cache:
+    """States of earlier calls, in an object that is no tuple, list or dict."""
+
+    def __init__(self) -> None:
+        self.states = [torch.ones(4, 256)]
+
+
+def test_teacher_forcing_allows_for_hidden_states_that_are_written_in_place():
+    model, cache = InPlace(), Cache()
+    for _ in range(2):  # a cache and a buffer count, too
+        assert_matches_reference(*teacher_forced(model, torch.randn(4, 256), cache=cache))
+    assert model.calls == 2
+    assert len(cache.states) == 3  # as after a call of the model
+
+
+class IntoArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = FP8Linear(256, 256)
+
+    def forward(self, x):
+        x.add_(self.linear(x)).mul_(2)
+        return self.linear(x)
+
+
+def test_models_may_write_into_their_arguments():
+    model, x = IntoArgument(), torch.randn(4, 256)
+    ours, expected = (gradients(z, x) for z in (model, reference_model(model)))
+    assert_matches_reference(ours["0"], expected["0"], 1e-2)
+    assert_matches_reference(*teacher_forced(model, x.clone()))
+    before, after = x.clone(), x.clone()
+    model(after)
+    teacher_forced(model, x)
+    assert torch.equal(x, after)  # as a call of the model does
+    assert not torch.equal(x, before)
+
+
+def test_gradients_flow_through_both_outputs_of_teacher_forcing():
+    model, x = nn.Sequential(nn.Linear(8, 256), FP8Linear(256, 8)), torch.randn(4, 8)
+    for output in teacher_forced(model, x.requires_grad_()):
+        (grad,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        assert grad.any()
+
+
+# ---- Errors of modules ----
+
+
+def test_the_module_that_is_wrong_is_named():
+    """Teacher forcing does not see it where all that the module gives goes into another one."""
+    model, x = nn.Sequential(*(FP8Linear(256, 256) for _ in range(3))), torch.randn(4, 256)
+    assert all(errors.max() < 4e-3 for errors in module_errors(model, x).values())
+    model[1].register_forward_hook(lambda *args: args[-1].index_fill(0, torch.tensor(2), 0))
+    errors = module_errors(model, x)
+    assert [*errors] == ["0", "1", "2"]
+    assert errors["1"].argmax() == 2
+    assert [bool(x.max() < 4e-3) for x in errors.values()] == [True, False, True]
+    assert_matches_reference(*teacher_forced(model, x))
+
+
+class Uneven(nn.Module):
+    """It calls a linear twice, experts by keyword with what they add, and a linear with no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.idle, self.unused = (FP8Linear(256, 256) for _ in range(3))
+        self.experts = GroupedExperts(3, 256, 200)
+
+    def forward(self, x):
+        h = self.linear(x=self.linear(x))
+        scores, ids = torch.ones(6, 1), torch.arange(6)[:, None] % 4
+        y = self.experts(top_k_weights=scores, top_k_index=ids, hidden_states=h, addend=h)
+        h += self.idle(h[:0]).sum()
+        return h + y
+
+
+def test_every_call_of_a_module_is_compared():
+    model, x = Uneven(), torch.randn(2, 3, 256).bfloat16()
+    errors = module_errors(model, x)
+    assert {name: x.shape for name, x in errors.items()} == {"linear": (12,), "experts": (6,)}
+    assert all(x.max() < 0.05 for x in errors.values())
+    assert_matches_reference(*teacher_forced(model, x), 2e-2)
+
+
 def test_unquantized_activations_are_another_reference():
     linear, x = FP8Linear(512, 64), torch.randn(8, 512)
     exact = reference_model(linear, quantize_activations=False)(x)
     assert 5e-3 < relative_error(reference_model(linear)(x), exact) < 0.06
+
+
+def sizes_of_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """The largest number of each 128x128 block."""
+    return quantize_128x128(weight).scale_inv * 448
+
+
+def factor_of(weight: torch.Tensor) -> float:
+    largest = sizes_of_blocks(weight)
+    return float(largest.max() / largest.min()) if largest.all() else 0.0
+
+
+def test_blocks_of_weights_differ_in_size_but_not_the_rows_of_a_block():
+    weight = Spread(seed=1, octaves=12, zero_fraction=0.0).weight(2, 300, 520, dtype=torch.float32)
+    assert factor_of(weight) > 2**6
+    for rows in (slice(128), slice(128, 256), slice(256, 300)):
+        for columns in (slice(128), slice(384, 512)):
+            deviations = weight[1, rows, columns].std(dim=-1)
+            assert deviations.max() < 2 * deviations.min()
+    zeros = Spread(seed=1, octaves=12, zero_fraction=0.3).weight(2, 300, 520) == 0
+    assert 0 < zeros[:, ::128, ::128].sum() < zeros[:, ::128, ::128].numel()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (3, 128, 128)])
+def test_weights_have_any_shape(shape):
+    weight = Spread(seed=1, octaves=3, zero_fraction=0.0).weight(*shape)
+    assert weight.shape == shape
+    assert weight.dtype == torch.bfloat16
 
 
 def test_strategies_reach_the_hard_cases():
@@ -168,5 +347,6 @@ def test_strategies_reach_the_hard_cases():
     find(gemm_shapes(), lambda s: 0 in s)
     find(gemm_shapes(), lambda s: s[2] > 128 and s[2] % 128 == 1)
     find(spread(), lambda s: s.octaves > 20 and s.zero_fraction > 0)
+    find(spread(), lambda s: factor_of(s.weight(129, 129)) > 2**10)
     with pytest.raises(ValueError, match="got 7"):
         routings(6, 7)

@@ -65,23 +65,31 @@ class LaunchGraph:
         return made if made is not None and executable and made._find_nodes() else None
 
     def _find_nodes(self) -> bool:
-        """Whether each launch has a node of its own, in order."""
+        """Whether each launch has a node of its own.
+
+        The driver lists the nodes in any order. Arguments distinguish launches of one kernel and
+        shape; where these are equal, too, those of a later call may differ: then there is no graph.
+        """
         lib, count = self._library, c_size_t(len(self._launches) + 1)
         nodes = (c_void_p * count.value)()
         if lib.cuGraphGetNodes(self._graph, nodes, ctypes.byref(count)):
             return False
         if count.value != len(self._launches):
             return False
-        for launch, node in zip(self._launches, map(c_void_p, nodes), strict=False):
+        for node in map(c_void_p, nodes[: count.value]):
             params = NodeParams()
             if lib.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)):
                 return False
             shape = params.grid_x, params.block_x, params.shared_bytes
-            if launch.shape != shape or launch.handle not in (params.function, params.kernel):
+            handles = params.function, params.kernel
+            alike = [x for x in self._launches if x.shape == shape and x.handle in handles]
+            if len(alike) > 1:
+                alike = [x for x in alike if x.has_arguments(params.parameters)]
+            if len(alike) != 1:
                 return False
-            params.parameters, params.extra = launch.parameters, None
-            self._nodes.append(_Node(launch, node, params))
-        return True
+            params.parameters, params.extra = alike[0].parameters, None
+            self._nodes.append(_Node(alike[0], node, params))
+        return len({at.launch for at in self._nodes}) == count.value
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> bool:
         """Whether it is launched; if not, nothing is, and the launches themselves tell why."""

@@ -6,7 +6,7 @@ writes into it. `kernels/common/prepared.py` keeps them so.
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import Structure, c_char, c_int, c_uint, c_void_p
+from ctypes import Structure, c_char, c_int, c_uint, c_void_p, string_at
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -141,11 +141,12 @@ class Launch:
 
     def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
         """Copy the arguments into one block of memory; return where each begins in it."""
-        block, starts = bytearray(), []
+        block, starts, self._sizes = bytearray(), [], list[int]()
         for x in arguments:
             data = x.data if isinstance(x, TensorMaps) else bytes(x)
             block += bytes(-len(block) % _ALIGNMENT)
             starts.append(len(block))
+            self._sizes.append(len(data))
             block += data
         block += bytes(-len(block) % _WORD)
         memory = ctypes.create_string_buffer(len(block) + _ALIGNMENT)
@@ -202,6 +203,14 @@ class Launch:
     def parameters(self) -> int:
         """The address of the array of addresses of the arguments."""
         return ctypes.addressof(self._parameters)
+
+    def has_arguments(self, parameters: int | None) -> bool:
+        """Whether a node with these `parameters`, or None, has the same bytes as arguments."""
+        if not parameters:
+            return False
+        others = (c_void_p * len(self._sizes)).from_address(parameters)
+        triples = zip(self._parameters, others, self._sizes, strict=True)
+        return all(string_at(own, size) == string_at(x, size) for own, x, size in triples)
 
     def _replace_address(self, at: int, address: int) -> None:
         """Replace the address in the tensor map that lies at `at`."""

@@ -1,9 +1,13 @@
 """Kernels in a row as one call of the driver: when that is, and what happens where it cannot be."""
 
 import os
+from collections.abc import Callable
 
 import pytest
+import torch
 
+from moefp8 import GroupedExperts
+from moefp8.kernels import jit
 from tests.fakes.emulator import Emulator, FakeDriver, emulated
 from tests.kernels.common.cases import Sample, expert_layer, linear_layer
 
@@ -106,25 +110,75 @@ def test_a_driver_that_makes_no_graph_launches_the_kernels(driver, layer, fails,
         assert run(driver, sample) == ["kernel"] * sample.num_kernels
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("num_more", [0, 1])
-def test_nodes_that_are_not_the_launches_in_order_make_no_graph(
-    driver, layer, num_more, monkeypatch
-):
-    """The first nodes come in reverse, or there are more than launches."""
+def reorder_nodes(driver: FakeDriver, monkeypatch, order: Callable[[list[int]], list[int]]) -> None:
+    """Let the driver list the nodes of a graph as `order` has them."""
     get_nodes = driver.library.cuGraphGetNodes
 
     def get_others(graph, nodes, count):
         get_nodes(graph, nodes, count)
-        if num_more == 0:
-            nodes[: count._obj.value] = nodes[: count._obj.value][::-1]
-        count._obj.value += num_more
+        others = order(nodes[: count._obj.value])
+        nodes[: len(others)], count._obj.value = others, len(others)
         return 0
 
     monkeypatch.setattr(driver.library, "cuGraphGetNodes", get_others)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("order", [lambda x: [*x, x[-1]], lambda x: x[:-1]], ids=["more", "fewer"])
+def test_nodes_that_are_not_the_launches_make_no_graph(driver, layer, order, monkeypatch):
+    reorder_nodes(driver, monkeypatch, order)
     for sample in [LAYERS[layer](20)] * 4:
         assert run(driver, sample) == ["kernel"] * sample.num_kernels
     assert driver.library.captured == {}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nodes_may_come_in_any_order(driver, layer, monkeypatch):
+    """CUDA promises none."""
+    reorder_nodes(driver, monkeypatch, lambda nodes: nodes[::-1])
+    samples = [LAYERS[layer](20) for _ in range(3)]
+    for _ in range(2):
+        run(driver, samples[0])
+    for sample in (*samples, samples[0]):
+        assert run(driver, sample) == ["graph"]
+
+
+@pytest.mark.parametrize("num_equal", [0, 2])
+def test_nodes_of_equal_kernels_get_their_own_arguments(driver, num_equal, monkeypatch):
+    """A trained backward gathers columns of gradients and of tokens: two launches of one kernel.
+
+    In the first calls these may be the same tensor, and then nothing tells the nodes apart.
+    """
+    swaps = []
+
+    def swapped(nodes: list[int]) -> list[int]:
+        *_, captured = driver.library.captured.values()
+        firsts, others = {}, list(nodes)
+        for i, (config, function, _) in enumerate(captured):
+            first = firsts.setdefault((function.value, config.grid_x), i)
+            if first != i:
+                others[first], others[i] = others[i], others[first]
+                swaps.append(driver.kernels[function.value - 1].source.stem)
+        return others
+
+    reorder_nodes(driver, monkeypatch, swapped)
+    layer = GroupedExperts(2, 128, 128, trainable=True)
+    ids, scores = torch.randint(0, 2, (20, 1)), torch.rand(20, 1)
+
+    def weight_gradients(x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        layer(x, ids, scores).backward(grad)
+        return [weight.grad for weight in layer.parameters()]
+
+    for i in range(4):
+        x, grad = torch.randn(2, 20, 128).bfloat16()
+        inputs = (x, x) if i < num_equal else (x, grad)
+        found = weight_gradients(*inputs)
+        with jit.using(FakeDriver()):  # its first call, so without a graph
+            expected = weight_gradients(*inputs)
+        assert all(map(torch.equal, found, expected))
+    assert "columns" in swaps
+    assert ("graph" in driver.library.calls[-4:]) == (num_equal == 0)
 
 
 @pytest.mark.parametrize("fails", ["cuGraphLaunch", "cuGraphExecKernelNodeSetParams_v2"])
