@@ -12,7 +12,7 @@ ON_CPU := -m 'not gpu' --numprocesses $(JOBS) --dist worksteal
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
 
-.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu fuzz sanitize verify-compilers check format bench-load clean
+.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu public fuzz sanitize verify-compilers check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -49,6 +49,9 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 
 test-gpu: .venv/ready  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+public: .venv/ready  ## all public names on this checkout and on AGAINST=DIR, bit for bit; DEVICE=cuda for a GPU
+	$(BIN)/python -m tests.public --against $(AGAINST) --device $(or $(DEVICE),cpu)
 
 fuzz: .venv/ready  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
 	MOEFP8_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/fuzz \
