@@ -48,10 +48,11 @@ def compare(here: Outcomes, there: Outcomes, exceptions: Mapping[str, str]) -> l
     findings = []
     for case in dict.fromkeys([*there, *here]):
         ours, theirs = here.get(case, {}), there.get(case, {})
-        for leaf in dict.fromkeys([*theirs, *ours]):
+        raised = [RAISED] if RAISED in ours or RAISED in theirs else []
+        for leaf in raised or dict.fromkeys([*theirs, *ours]):
             how = difference(ours.get(leaf), theirs.get(leaf))
-            if how is None and leaf == RAISED:
-                how = f"{ours[leaf]} here and there"
+            if leaf == RAISED:
+                how = f"{ours.get(leaf, 'nothing')} here, {theirs.get(leaf, 'nothing')} there"
             if how is not None:
                 name = f"{case}{leaf}"
                 reasons = (reason for x, reason in exceptions.items() if fnmatch(name, x))

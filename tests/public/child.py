@@ -31,20 +31,20 @@ def main() -> None:
     import torch
 
     import moefp8
-    from tests.public.cases import ROOMS, cases_of
+    from tests.public.cases import ROOMS, cases_in
 
     library = Path(os.environ["PYTHONPATH"])
     if not Path(moefp8.__file__).is_relative_to(library):
         sys.exit(f"moefp8 must come from {library}, got {moefp8.__file__}")
     torch.set_num_threads(1)
     rooms = [x for x in ROOMS if any(fnmatch(x, y.partition(".")[0]) for y in arguments.only)]
-    cases = [x for room in rooms for x in cases_of(room)]
+    cases = [x for room in rooms for x in cases_in(room)]
     outcomes, seconds = {}, {}
     for x in cases:
         is_meant = any(fnmatch(x.name, y) for y in arguments.only)
         if is_meant and x.needs in (None, arguments.device):
             begin = cpu_seconds()
-            outcomes[x.name] = outcome_of(x, arguments.device, arguments.out / x.name)
+            outcomes[x.name] = run_case(x, arguments.device, arguments.out / x.name)
             seconds[x.name] = cpu_seconds() - begin
     torch.save(outcomes, arguments.out / "outcomes.pt")
     (arguments.out / "seconds.json").write_text(json.dumps(seconds))
@@ -55,7 +55,7 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def outcome_of(case, device: str, folder: Path) -> dict:
+def run_case(case, device: str, folder: Path) -> dict:
     """Run a case in an empty folder; an error that it does not expect is its outcome."""
     from tests.public.cases import seed
     from tests.public.outcome import RAISED, leaves, steady

@@ -30,8 +30,7 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Leaf]]:
     elif isinstance(value, nn.Module):
         yield f"{name}/repr", steady(repr(value))
         yield from leaves(f"{name}/state", value.state_dict())
-    elif isinstance(value, Mapping):
-        yield f"{name}/keys", steady(", ".join(map(str, value)))
+    elif isinstance(value, Mapping) and value:
         for key, part in value.items():
             yield from leaves(f"{name}/{key}", part)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -43,18 +42,11 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Leaf]]:
         yield from leaves(name, sorted(value))
     elif isinstance(value, Path):
         yield from _files(name, value)
-    elif isinstance(value, list) or (isinstance(value, tuple) and any(map(_is_deep, value))):
-        yield f"{name}/length", str(len(value))
+    elif isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
             yield from leaves(f"{name}/{index}", part)
     else:
         yield name, steady(value if isinstance(value, str) else repr(value))
-
-
-def _is_deep(value: Any) -> bool:
-    """Tell whether a value has parts of its own to compare."""
-    is_deep = isinstance(value, torch.Tensor | nn.Module | Mapping | Path | Set | list | tuple)
-    return is_deep or dataclasses.is_dataclass(value)
 
 
 def _plain(tensor: torch.Tensor) -> Leaf:
@@ -80,7 +72,7 @@ def _files(name: str, folder: Path) -> Iterator[tuple[str, Leaf]]:
 def steady(text: str) -> str:
     """Leave out of a text what differs from run to run."""
     folders = {os.getcwd(): "HERE", sys.prefix: "PYTHON", library(): "LIBRARY"}
-    for folder in sorted(folders, key=len, reverse=True):  # one may be inside of another
+    for folder in sorted(folders, key=len, reverse=True):  # one may contain another
         text = text.replace(folder, folders[folder])
     return _ADDRESS.sub("0x#", _TIMES.sub("#", text))
 
@@ -99,14 +91,14 @@ def difference(here: Leaf | None, there: Leaf | None) -> str | None:
         return "only there" if here is None else "only here"
     if isinstance(here, str) or isinstance(there, str):
         if isinstance(here, str) and isinstance(there, str):
-            return None if here == there else _of_texts(here, there)
+            return None if here == there else _compare_texts(here, there)
         return f"{_shown(here)} here, {_shown(there)} there"
     if _kind(here) != _kind(there):
         return f"{_kind(here)} here, {_kind(there)} there"
-    return _of_bits(here, there)
+    return _compare_bits(here, there)
 
 
-def _of_bits(here: torch.Tensor, there: torch.Tensor) -> str | None:
+def _compare_bits(here: torch.Tensor, there: torch.Tensor) -> str | None:
     bits = [x.reshape(-1).view(torch.uint8).view(x.numel(), -1) for x in (here, there) if x.numel()]
     if not bits or torch.equal(*bits):
         return None
@@ -118,7 +110,7 @@ def _of_bits(here: torch.Tensor, there: torch.Tensor) -> str | None:
     return f"{how} ({len(differing)} of {here.numel()} values, {here.dtype})"
 
 
-def _of_texts(here: str, there: str) -> str:
+def _compare_texts(here: str, there: str) -> str:
     at = next((i for i, (x, y) in enumerate(zip(here, there, strict=False)) if x != y), None)
     at = min(len(here), len(there)) if at is None else at
     begin = max(at - 20, 0)

@@ -56,19 +56,19 @@ def docs() -> str:
 @cache
 def names() -> dict[str, Any]:
     """Return dotted name -> object of all that is public; a method is that of its class."""
-    found: dict[str, Any] = {}
+    public: dict[str, Any] = {}
     for module in MODULES:
         import_module(module)
         exported = sys.modules[module].__all__
-        found |= {f"{module}.{x}": getattr(sys.modules[module], x) for x in exported}
+        public |= {f"{module}.{x}": getattr(sys.modules[module], x) for x in exported}
     blocks = "\n".join(_BLOCK.findall(docs()))
     for name in sorted(Source(blocks).names):
         with contextlib.suppress(AttributeError):
-            found.setdefault(name, resolved(name))
-    classes = {name: x for name, x in found.items() if inspect.isclass(x) and _is_ours(x)}
+            public.setdefault(name, resolved(name))
+    classes = {name: x for name, x in public.items() if inspect.isclass(x) and _is_ours(x)}
     for name, x in classes.items():
-        found |= {f"{name}.{method}": getattr(x, method) for method in _methods(x)}
-    return {name: x for name, x in found.items() if not isinstance(x, ModuleType)}
+        public |= {f"{name}.{method}": getattr(x, method) for method in _methods(x)}
+    return {name: x for name, x in public.items() if not isinstance(x, ModuleType)}
 
 
 @cache
@@ -80,9 +80,9 @@ def _names_in_docs() -> set[str]:
 @cache
 def things() -> dict[str, Any]:
     """Return what `names` stand for, each thing once; classmethods as functions of their class."""
-    found = {name: getattr(x, "__func__", x) for name, x in names().items()}
-    first = {id(x): name for name, x in reversed(found.items())}
-    return {name: x for name, x in found.items() if first[id(x)] == name}
+    functions = {name: getattr(x, "__func__", x) for name, x in names().items()}
+    first = {id(x): name for name, x in reversed(functions.items())}
+    return {name: x for name, x in functions.items() if first[id(x)] == name}
 
 
 def _is_ours(x: Any) -> bool:
@@ -102,13 +102,13 @@ def _methods(owner: type) -> Iterator[str]:
 def resolved(name: str) -> Any:
     """Return the object of a dotted name; raises AttributeError if there is none."""
     parts = name.split(".")
-    found: Any = import_module(parts[0])
+    value: Any = import_module(parts[0])
     for i, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             with contextlib.suppress(ImportError):
                 import_module(".".join(parts[:i]))
-        found = getattr(found, part)
-    return getattr(found, "__func__", found)
+        value = getattr(value, part)
+    return getattr(value, "__func__", value)
 
 
 def parameters(x: Any) -> dict[str, inspect.Parameter]:
@@ -243,33 +243,33 @@ def unused(source: Source) -> list[str]:
             keywords[id(resolved(name))] |= source.keywords.get(name, set())
     missing = []
     for name, x in things().items():
-        given = keywords.get(id(x))
+        used = keywords.get(id(x))
         if inspect.isclass(public.get(name.rpartition(".")[0])):
-            given = _keywords_of_method(source, name.rpartition(".")[2], given)
-        if callable(x) and given is None:
+            used = _method_keywords(source, name.rpartition(".")[2], used)
+        if callable(x) and used is None:
             missing.append(name)
-        missing += [f"{name}({y}=)" for y in parameters(x) if y not in (given or ())]
+        missing += [f"{name}({y}=)" for y in parameters(x) if y not in (used or ())]
     for command, known in options().items():
-        used = source.commands[command] if command else source.strings
-        missing += [f"{command} {y}".strip() for y in sorted(known - used - {"--help"})]
+        words = source.commands[command] if command else source.strings
+        missing += [f"{command} {y}".strip() for y in sorted(known - words - {"--help"})]
     words = source.strings.union(*source.keywords.values())
-    used = {x for word in words for x in _VARIABLE.findall(word)}
-    return missing + sorted({*_VARIABLE.findall(docs())} - used)
+    variables = {x for word in words for x in _VARIABLE.findall(word)}
+    return missing + sorted({*_VARIABLE.findall(docs())} - variables)
 
 
-def _keywords_of_method(source: Source, method: str, given: set[str] | None) -> set[str] | None:
+def _method_keywords(source: Source, method: str, used: set[str] | None) -> set[str] | None:
     """Keywords in calls of any object's method of that name; `forward` is called by its object."""
-    names_of_calls = (f".{method}", "") if method == "forward" else (f".{method}",)
-    called = [source.keywords[x] for x in names_of_calls if x in source.keywords]
-    return None if given is None and not called else set().union(given or (), *called)
+    callees = (f".{method}", "") if method == "forward" else (f".{method}",)
+    others = [source.keywords[x] for x in callees if x in source.keywords]
+    return None if used is None and not others else set().union(used or (), *others)
 
 
 def foreign(source: Source) -> list[str]:
     """List all that the source uses of moefp8 and that is not public, or does not exist."""
     public = {*names(), *MODULES, "moefp8.__all__", "moefp8.__version__"}
     modules = {x.rpartition(".")[0] for x in public}  # as `moefp8.functional` in docs' imports
-    used = {x for x in source.names if not x.endswith(".__name__")}
-    return sorted(x for x in used - public if not any(f"{y}.".startswith(f"{x}.") for y in modules))
+    others = source.names - public
+    return sorted(x for x in others if not any(f"{y}.".startswith(f"{x}.") for y in modules))
 
 
 def _exists(name: str) -> bool:

@@ -70,19 +70,25 @@ def test_values_become_named_leaves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(f'{{"in": "{tmp_path}"}}')
     Path("data").write_bytes(b"12")
-    value = {"a": [torch.ones(1).expand(3), "took 1.25 s"], "b": (1, None), "files": Path(".")}
-    found = dict(leaves("", value))
-    assert {*found} >= {"/keys", "/a/length", "/a/0", "/a/1", "/b", "/files/data/digest"}
-    assert found["/a/1"] == "took # s"
-    assert found["/b"] == "(1, None)"
-    assert found["/files/config.json"] == '{"in": "HERE"}'
+    value = {
+        "a": [torch.ones(1).expand(3), "took 1.25 s"],
+        "b": (1, None),
+        "files": Path("."),
+        "none": {},
+    }
+    result = dict(leaves("", value))
+    assert {*result} >= {"/a/0", "/a/1", "/files/data/digest"}
+    assert result["/a/1"] == "took # s"
+    assert (result["/b/0"], result["/b/1"]) == ("1", "None")
+    assert result["/none"] == "{}"
+    assert result["/files/config.json"] == '{"in": "HERE"}'
 
 
 def test_exceptions_and_errors_of_cases():
     here = {"a.b": {"/x": "1", "/y": "2"}, "a.c": {RAISED: "ValueError"}}
     there = {"a.b": {"/x": "3", "/y": "2"}, "a.c": {RAISED: "ValueError"}}
-    found = compare(here, there, read_exceptions("# why\na.b/*: it was wrong: see the log\n"))
-    assert [(x.name, x.reason) for x in found] == [
+    result = compare(here, there, read_exceptions("# why\na.b/*: it was wrong: see the log\n"))
+    assert [(x.name, x.reason) for x in result] == [
         ("a.b/x", "it was wrong: see the log"),
         (f"a.c{RAISED}", None),
     ]

@@ -50,7 +50,7 @@ def _register(run: Callable[[str], Any], needs: str | None) -> Callable[[str], A
     return run
 
 
-def cases_of(room: str) -> list[Case]:
+def cases_in(room: str) -> list[Case]:
     """Import a room's file and return its cases in their order."""
     import_module(f"{__name__}.{room}")
     return [x for x in _cases.values() if x.name.startswith(f"{room}.")]

@@ -47,7 +47,7 @@ def saved_and_loaded(device: str) -> Any:
 
 
 @case
-def of_a_layer(device: str) -> Any:
+def moe_layer(device: str) -> Any:
     model = _layer(device)
     moefp8.save_checkpoint(model, "saved")
     other = _layer(device)
@@ -66,7 +66,7 @@ def with_masters(device: str) -> Any:
 
 
 @case
-def of_deepseek(device: str) -> Any:
+def deepseek_layer(device: str) -> Any:
     """One layer of a published kind, by `rename` and `ignore`."""
     write_checkpoint("deepseek_v3")
     layer = moefp8.MoE(
@@ -96,7 +96,7 @@ def of_deepseek(device: str) -> Any:
 
 
 @case
-def parts_of_ranks(device: str) -> Any:
+def rank_parts(device: str) -> Any:
     moefp8.save_checkpoint(_layer(device), "whole")
     plan = {"*.experts": "experts", "*.shared_experts": "intermediate"}
     outcomes = []
@@ -110,20 +110,28 @@ def parts_of_ranks(device: str) -> Any:
 @case
 def inspected(device: str) -> Any:
     write_checkpoint("qwen3_moe")
-    found = inspect_checkpoint(path="CHECKPOINT", weights=True, progress=False)
+    inspection = inspect_checkpoint(path="CHECKPOINT", weights=True, progress=False)
     other = inspect_checkpoint("ORIGINAL")
     layers = fp8_layers(path="CHECKPOINT", top_k=2)
     again = Inspection(
         path="here",
-        family=found.family,
-        kinds=found.kinds,
-        left_out=found.left_out,
-        dtypes=found.dtypes,
-        files=found.files,
-        anomalies=found.anomalies,
+        family=inspection.family,
+        kinds=inspection.kinds,
+        left_out=inspection.left_out,
+        dtypes=inspection.dtypes,
+        files=inspection.files,
+        anomalies=inspection.anomalies,
     )
-    verdicts = [(x.is_fp8, x.is_loadable) for x in (found, other, again)]
-    return found, other, verdicts, layers, layers.names, layers.top_k, fp8_modules("CHECKPOINT")
+    verdicts = [(x.is_fp8, x.is_loadable) for x in (inspection, other, again)]
+    return (
+        inspection,
+        other,
+        verdicts,
+        layers,
+        layers.names,
+        layers.top_k,
+        fp8_modules("CHECKPOINT"),
+    )
 
 
 @case

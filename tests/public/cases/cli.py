@@ -18,10 +18,25 @@ from ._small import write_checkpoint
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
+SUMS = """
+import sys, torch, moefp8
+from moefp8.routing import softmax_topk
+torch.manual_seed(0)
+x = torch.randn(700, 1024).bfloat16().cuda()
+y = moefp8.FP8Linear(1024, 512, device="cuda")(x)
+torch.save(y, sys.argv[-1])
+softmax_topk(torch.zeros(3, 600, device="cuda"), 2, True)
+"""
+
+
 def _process(*argv: str, **variables: str) -> tuple[int, str, str]:
     """Run a command in a process of its own, with these environment variables besides."""
+    return _python("-m", "moefp8", *argv, **variables)
+
+
+def _python(*argv: str, **variables: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "moefp8", *argv],
+        [sys.executable, *argv],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -61,6 +76,16 @@ def settings(device: str) -> Any:
             MOEFP8_NVRTC="/nowhere/libnvrtc.so",
         ),
     ]
+
+
+@gpu_case
+def kernel_settings(device: str) -> Any:
+    """More than 512 experts have no kernel, which is an error if it is asked for."""
+    own = {"MOEFP8_CACHE_DIR": "kernels"}
+    interleaved = _python("-c", SUMS, "0.pt", MOEFP8_STRICT="1", MOEFP8_INTERLEAVE="1", **own)
+    plain = _python("-c", SUMS, "1.pt", MOEFP8_STRICT="0", MOEFP8_INTERLEAVE="0", **own)
+    last = [err.strip().rpartition("\n")[2] for _, _, err in (interleaved, plain)]
+    return interleaved[0], plain[0], last, [torch.load(f"{i}.pt") for i in range(2)]
 
 
 @case

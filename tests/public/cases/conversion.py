@@ -47,7 +47,7 @@ def _model(device: str) -> Model:
 
 
 @case
-def all_of_a_model(device: str) -> Any:
+def whole_model(device: str) -> Any:
     x, model = randn(9, 136, device=device), _model(device)
     before = model(x)
     return before, moefp8.convert(model), model(x)

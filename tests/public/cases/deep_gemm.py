@@ -136,7 +136,7 @@ def weight_gradients(device: str) -> Any:
 
 
 @case
-def weight_gradients_of_experts(device: str) -> Any:
+def expert_weight_gradients(device: str) -> Any:
     outputs: list[Any] = []
     for ks in ([256, 0, 128], [128] * 10):
         on_device = torch.tensor(ks, dtype=torch.int32, device=device)
@@ -178,7 +178,9 @@ def _flat(pair: Any, ks: list[int]) -> Any:
 @case
 def casts(device: str) -> Any:
     x = randn(256, 384, device=device)
+    x[:9], x[9] = 1e-5 * x[:9], 0
     odd = randn(37, 200, device=device, dtype=torch.float32)
+    odd[:3], odd[:, 5] = 1e-6 * odd[:3], 0
     return [
         deep_gemm.per_token_cast_to_fp8(x=x, use_ue8m0=True, gran_k=64, use_packed_ue8m0=False),
         deep_gemm.per_token_cast_to_fp8(odd),
@@ -226,7 +228,7 @@ def layouts(device: str) -> Any:
 
 @case
 def settings(device: str) -> Any:
-    def all_of_them() -> list[Any]:
+    def current() -> list[Any]:
         return [
             attempt(lambda: deep_gemm.get_num_sms()),
             deep_gemm.get_tc_util(),
@@ -235,7 +237,7 @@ def settings(device: str) -> Any:
             deep_gemm.get_mk_alignment_for_contiguous_layout(),
         ]
 
-    seen = [all_of_them()]
+    seen = [current()]
     try:
         deep_gemm.set_num_sms(num_sms=16)
         deep_gemm.set_tc_util(new_tc_util=80)
@@ -244,14 +246,14 @@ def settings(device: str) -> Any:
         deep_gemm.set_ignore_compile_dims(new_value=True)
         deep_gemm.set_block_size_multiple_of(new_value=(64, 64))
         deep_gemm.set_mk_alignment_for_contiguous_layout(new_value=256)
-        seen.append(all_of_them())
+        seen.append(current())
     finally:
         deep_gemm.set_num_sms(0)
         deep_gemm.set_tc_util(100)
         deep_gemm.set_pdl(False)
         deep_gemm.set_compile_mode(0)
         deep_gemm.set_mk_alignment_for_contiguous_layout(128)
-    return [*seen, all_of_them()]
+    return [*seen, current()]
 
 
 @case

@@ -22,7 +22,7 @@ from . import BF16, attempt, case, choices, randn, seed, step
 
 
 @contextmanager
-def group_of_one(device: str) -> Iterator[Any]:
+def single_group(device: str) -> Iterator[Any]:
     """A default group of this process alone, and its mesh."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -71,7 +71,7 @@ def data_parallel(device: str) -> Any:
     model = nn.Sequential(nn.Linear(136, 136).to(device), _layer(device))
     model[1].requires_grad_(False)
     names = [*moefp8.frozen_parameters(model=model)]
-    with group_of_one(device):
+    with single_group(device):
         ddp = DistributedDataParallel(moefp8.prepare_ddp(model=model, process_group=None))
         return names, step(ddp, randn(7, 136, device=device, dtype=torch.float32))
 
@@ -82,7 +82,7 @@ def fully_sharded(device: str) -> Any:
         moefp8.FP8Linear(136, 136, device=device, trainable=True, dtype=torch.float32)
         for _ in range(2)
     ]
-    with group_of_one(device) as mesh:
+    with single_group(device) as mesh:
         model = moefp8.prepare_fsdp(model=nn.Sequential(*layers))
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -97,9 +97,9 @@ def fully_sharded(device: str) -> Any:
 
 
 @case
-def experts_of_a_group_of_one(device: str) -> Any:
+def experts_alone(device: str) -> Any:
     outcomes = []
-    with group_of_one(device) as mesh:
+    with single_group(device) as mesh:
         layer = _layer(device, expert_mesh=mesh)
         outcomes.append(step(layer, randn(7, 136, device=device)))
         experts = ExpertParallel(
@@ -124,7 +124,7 @@ def experts_of_a_group_of_one(device: str) -> Any:
 
 
 @case
-def experts_of_two_processes(device: str) -> Any:
+def experts_on_two_ranks(device: str) -> Any:
     """Each has its own number of tokens; on one GPU, they share it."""
     torch.multiprocessing.spawn(_rank, (device,), nprocs=2)
     return [torch.load(f"{rank}.pt") for rank in range(2)]
@@ -152,7 +152,7 @@ def _rank(rank: int, device: str) -> None:
 @case
 def warnings_and_errors(device: str) -> Any:
     layer = _layer(device)
-    with group_of_one(device) as mesh, warnings.catch_warnings(record=True) as raised:
+    with single_group(device) as mesh, warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         experts = ExpertParallel(moefp8.GroupedExperts(5, 136, 72, device=device), mesh)
         outcomes = [

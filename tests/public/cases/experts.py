@@ -58,7 +58,7 @@ def one_expert_for_all_and_more_choices(device: str) -> Any:
 
 
 @gpu_case
-def sizes_of_real_layers(device: str) -> Any:
+def real_sizes(device: str) -> Any:
     moe = MoE(2048, 768, 32, 8, shared_intermediate_size=768, device=device)
     trained = MoE(2048, 768, 32, 8, device=device, trainable=True)
     outputs = [moe(randn(t, 2048, device=device)) for t in (1, 16, 128, 1500)]
@@ -67,7 +67,7 @@ def sizes_of_real_layers(device: str) -> Any:
 
 
 @case
-def gradients_of_frozen(device: str) -> Any:
+def frozen_gradients(device: str) -> Any:
     outcomes = {}
     for saved in (BF16, torch.float8_e4m3fn):
         for kept in (True, None):
@@ -81,13 +81,13 @@ def gradients_of_frozen(device: str) -> Any:
 
 
 @case
-def gradients_of_masked(device: str) -> Any:
+def masked_gradients(device: str) -> Any:
     experts = GroupedExperts(E, H, I, device=device, layout="masked", swiglu_limit=1.0)
     return step(experts, *_tokens(device))
 
 
 @case
-def gradients_of_trained(device: str) -> Any:
+def trained_gradients(device: str) -> Any:
     outcomes = {}
     for wgrad in ("128x1", "128x128", "bf16"):
         for dtype in (BF16, torch.float32):
@@ -196,7 +196,7 @@ def layer(device: str) -> Any:
 
 
 @case
-def layers_of_other_kinds(device: str) -> Any:
+def other_layers(device: str) -> Any:
     layers = [
         MoE(H, I, 8, 2, device=device),
         MoE(H, I, 8, 2, shared_intermediate_size=128, device=device),

@@ -14,7 +14,7 @@ import moefp8.hf
 
 from . import BF16, attempt, case, choices, randn
 from ._small import write_checkpoint
-from .distributed import group_of_one
+from .distributed import single_group
 
 
 def _ids(device: str) -> torch.Tensor:
@@ -149,9 +149,9 @@ def generated(device: str) -> Any:
 
 
 @case
-def of_a_group_of_one(device: str) -> Any:
+def expert_parallel_alone(device: str) -> Any:
     write_checkpoint("deepseek_v3")
-    with group_of_one(device):
+    with single_group(device):
         with torch.device("meta"):
             plan = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained("CHECKPOINT")

@@ -107,7 +107,7 @@ def layouts(device: str) -> Any:
 
 
 @case
-def limit_of_sms(device: str) -> Any:
+def sm_limit(device: str) -> Any:
     a, b = _pair(40, 300, 512, device)
     limits, d = [attempt(lambda: kernels.get_num_sms())], _nan(40, 300, device=device)
     kernels.set_num_sms(num_sms=8)

@@ -42,7 +42,7 @@ def many_rows(device: str) -> Any:
 
 
 @gpu_case
-def sizes_of_real_layers(device: str) -> Any:
+def real_sizes(device: str) -> Any:
     linear = FP8Linear(4096, 1536, bias=False, device=device)
     trained = FP8Linear(4096, 1536, device=device, trainable=True)
     outputs = [linear(randn(m, 4096, device=device)) for m in (1, 16, 128, 700, 2048)]
@@ -51,7 +51,7 @@ def sizes_of_real_layers(device: str) -> Any:
 
 
 @case
-def gradients_of_frozen(device: str) -> Any:
+def frozen_gradients(device: str) -> Any:
     outcomes = {}
     for kept in (True, False, None):
         linear = FP8Linear(256, 144, device=device, keep_transposed=kept)
@@ -62,7 +62,7 @@ def gradients_of_frozen(device: str) -> Any:
 
 
 @case
-def gradients_of_trained(device: str) -> Any:
+def trained_gradients(device: str) -> Any:
     outcomes = {}
     for wgrad in ("128x1", "128x128", "bf16"):
         for dtype in (BF16, torch.float32):

@@ -39,6 +39,6 @@ def commands(device: str) -> Any:
 
 
 @case
-def of_the_package(device: str) -> Any:
+def package(device: str) -> Any:
     public = {name: type(getattr(moefp8, name)).__name__ for name in moefp8.__all__}
     return public, moefp8.__version__, isinstance(moefp8.FP8Linear(8, 8, device=device), nn.Module)

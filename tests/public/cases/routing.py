@@ -24,9 +24,9 @@ def softmax(device: str) -> Any:
     for num_experts, k in ((7, 1), (16, 4), (130, 8), (600, 3)):
         for renormalize in (True, False):
             logits = randn(20, num_experts, device=device, dtype=torch.float32).requires_grad_()
-            found = softmax_topk(logits=logits, k=k, renormalize=renormalize)
-            found.top_k_weights.square().sum().backward()
-            outcomes[num_experts, k, renormalize] = found, logits.grad
+            chosen = softmax_topk(logits=logits, k=k, renormalize=renormalize)
+            chosen.top_k_weights.square().sum().backward()
+            outcomes[num_experts, k, renormalize] = chosen, logits.grad
     ties = torch.zeros(3, 16, device=device)
     return outcomes, softmax_topk(ties, 4, True)
 
@@ -38,7 +38,7 @@ def sigmoid(device: str) -> Any:
         for has_bias in (False, True):
             logits = randn(20, 32, device=device, dtype=torch.float32).requires_grad_()
             bias = randn(32, device=device, dtype=torch.float32) if has_bias else None
-            found = sigmoid_group_topk(
+            chosen = sigmoid_group_topk(
                 logits=logits,
                 bias=bias,
                 k=4,
@@ -47,8 +47,8 @@ def sigmoid(device: str) -> Any:
                 renormalize=has_bias,
                 scaling_factor=2.5,
             )
-            found.top_k_weights.square().sum().backward()
-            outcomes[num_groups, has_bias] = found, logits.grad
+            chosen.top_k_weights.square().sum().backward()
+            outcomes[num_groups, has_bias] = chosen, logits.grad
     return outcomes, sigmoid_group_topk(logits, None, 4)
 
 

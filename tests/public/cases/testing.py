@@ -70,7 +70,7 @@ def whole_models(device: str) -> Any:
 
 
 @case
-def of_gradients(device: str) -> Any:
+def gradients_by_name(device: str) -> Any:
     moe = moefp8.MoE(136, 72, 4, 2, device=device)
     x = randn(9, 136, device=device)
     other = gradients(model=moe, hidden_states=x, loss=lambda y: y.float().square().sum(), seed=3)

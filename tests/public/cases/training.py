@@ -17,7 +17,7 @@ def _layer(device: str, **options: Any) -> moefp8.MoE:
 
 
 @case
-def steps_of_an_optimizer(device: str) -> Any:
+def optimizer_steps(device: str) -> Any:
     outcomes = {}
     for dtype in (BF16, torch.float32):
         layer = _layer(device, trainable=True, dtype=dtype)
@@ -71,7 +71,7 @@ def around_frozen_parts(device: str) -> Any:
 
 
 @case
-def written_behind_autograd(device: str) -> Any:
+def writes_through_data(device: str) -> Any:
     linear, x = (
         moefp8.FP8Linear(136, 72, device=device, trainable=True),
         randn(5, 136, device=device),
@@ -86,7 +86,7 @@ def written_behind_autograd(device: str) -> Any:
 
 
 @gpu_case
-def graph_of_a_micro_batch(device: str) -> Any:
+def micro_batch_graph(device: str) -> Any:
     linear, x = (
         moefp8.FP8Linear(256, 128, device=device, trainable=True),
         randn(64, 256, device=device),
@@ -111,7 +111,7 @@ def graph_of_a_micro_batch(device: str) -> Any:
 
 
 @gpu_case
-def graph_of_a_layer(device: str) -> Any:
+def layer_graph(device: str) -> Any:
     layer, x = _layer(device), randn(16, 136, device=device)
     with torch.inference_mode():
         side = torch.cuda.Stream()
