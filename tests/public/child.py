@@ -38,8 +38,12 @@ def main() -> None:
         sys.exit(f"moefp8 must come from {library}, got {moefp8.__file__}")
     torch.set_num_threads(1)
     rooms = [x for x in ROOMS if any(fnmatch(x, y.partition(".")[0]) for y in arguments.only)]
-    cases = [x for room in rooms for x in cases_in(room)]
-    outcomes, seconds = {}, {}
+    cases, outcomes, seconds = [], {}, {}
+    for room in rooms:
+        try:
+            cases += cases_in(room)
+        except (AttributeError, ImportError) as error:  # an older library may lack a name
+            outcomes[f"{room}.import"] = raised(error)
     for x in cases:
         is_meant = any(fnmatch(x.name, y) for y in arguments.only)
         if is_meant and x.needs in (None, arguments.device):
@@ -58,7 +62,7 @@ def cpu_seconds() -> float:
 def run_case(case, device: str, folder: Path) -> dict:
     """Run a case in an empty folder; an error that it does not expect is its outcome."""
     from tests.public.cases import seed
-    from tests.public.outcome import RAISED, leaves, steady
+    from tests.public.outcome import leaves
 
     folder.mkdir()
     os.chdir(folder)
@@ -66,8 +70,15 @@ def run_case(case, device: str, folder: Path) -> dict:
     try:
         return dict(leaves("", case.run(device)))
     except Exception as error:
-        traceback.print_exc()
-        return {RAISED: steady(f"{type(error).__name__}: {error}")}
+        return raised(error)
+
+
+def raised(error: Exception) -> dict:
+    """Return the outcome of a case that raised what it does not expect, and where that was."""
+    from tests.public.outcome import RAISED, steady
+
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return {RAISED: steady(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")}
 
 
 if __name__ == "__main__":

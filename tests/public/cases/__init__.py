@@ -2,7 +2,9 @@
 
 A case is called with a device, in an empty current directory, after a fixed seed. It returns
 tensors, modules, texts, paths and structures of these; `tests.public.outcome` takes them apart.
-Keywords are written out in calls, where `tests.public.surface` reads them.
+Keywords are written out in calls, where `tests.public.surface` reads them. A name that older
+libraries lack is used by attribute (`moefp8.layers.Name`) in a case of its own, since an import of
+it at the top would end all cases of the file there.
 """
 
 import random
