@@ -97,21 +97,20 @@ def test_exceptions_and_errors_of_cases():
 
 
 def test_one_changed_constant_is_seen_and_nothing_else(tmp_path):
-    """Two runs of this checkout give equal bits; a run of a changed copy differs where it must."""
+    """Of a copy with another scale, what quantizes differs, and all else is equal to the bit."""
     changed = tmp_path / "changed"
     shutil.copytree(REPOSITORY / "moefp8", changed / "moefp8")
     numerics = changed / "moefp8" / "quant" / "numerics.py"
     text = numerics.read_text()
     assert text.count("min=min_amax)") == 1
     numerics.write_text(text.replace("min=min_amax)", "min=2 * min_amax)"))
-    checkouts = {"here": REPOSITORY, "again": REPOSITORY, "changed": changed}
-    runs = {name: Run(x, tmp_path / f"{name}.out", "cpu", ROOMS) for name, x in checkouts.items()}
-    here, again, other = (run.outcomes() for run in runs.values())
-    assert compare(here, again, {}) == []
+    checkouts = {"here": REPOSITORY, "there": changed}
+    runs = [Run(x, tmp_path / name, "cpu", ROOMS) for name, x in checkouts.items()]
+    here, there = (run.outcomes() for run in runs)
+    assert {*here} == {*there}
     assert len(here) > 10
-    names = {x.name.partition("/")[0] for x in compare(here, other, {})}
-    assert names
-    assert names <= {"quant.rows", "quant.blocks", "linear.forward"}
+    names = {x.name.partition("/")[0] for x in compare(here, there, {})}
+    assert names == {"quant.rows", "quant.blocks"}
 
 
 def test_a_folder_without_the_library_is_refused(tmp_path):

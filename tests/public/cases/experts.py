@@ -231,6 +231,7 @@ def errors(device: str) -> Any:
         attempt(lambda: TopKRouter(H, 8, 2, scoring="softmax", num_groups=2, topk_groups=1)),
         attempt(lambda: MoE(H, I, 8, 2, expert_mesh="none")),
         attempt(lambda: MoE(H, I, 8, 2, no_such_argument=1)),
+        attempt(lambda: MoE(H, I, 8, 2, device=device)(x[:, :100])),
     ]
     if device == "cpu":
         outcomes.append(attempt(lambda: experts(x, ids + 3, scores)))

@@ -12,10 +12,11 @@ DTYPES = BF16, torch.float16, torch.float32
 
 
 def _uneven(*shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of many magnitudes, with zeros, NaN and Inf."""
+    """Numbers of many magnitudes, with zeros, whole blocks of tiny ones, NaN and Inf."""
     x = randn(*shape, device=device, dtype=torch.float32)
     x = x * torch.exp2(torch.randint(-12, 8, (shape[0], 1)).to(device))
     if x.numel() > 600:
+        x[:-2, :128] *= 1e-8
         x[0, :128] = 0
         x[-1, 3], x[-2, 5] = float("nan"), float("inf")
     return x.to(dtype)

@@ -72,6 +72,7 @@ def whole_models(device: str) -> Any:
 @case
 def gradients_by_name(device: str) -> Any:
     moe = moefp8.MoE(136, 72, 4, 2, device=device)
+    moe.without_use = nn.Parameter(torch.ones(3, device=device))
     x = randn(9, 136, device=device)
     other = gradients(model=moe, hidden_states=x, loss=lambda y: y.float().square().sum(), seed=3)
     return gradients(moe, x), other, gradients(reference_model(moe), x)

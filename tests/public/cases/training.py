@@ -47,10 +47,17 @@ def checkpointed(device: str) -> Any:
 
 @case
 def main_grad(device: str) -> Any:
+    """The attributes that Megatron's optimizers give to weights."""
     linear = moefp8.FP8Linear(136, 72, device=device, trainable=True)
-    linear.weight.main_grad = torch.zeros(72, 136, device=device)
-    outcomes = [step(linear, randn(9, 136, device=device)) for _ in range(2)]
-    return outcomes, linear.weight.main_grad, linear.weight.grad
+    weight = linear.weight
+    weight.main_grad = torch.ones(72, 136, device=device)
+    weight.zero_out_wgrad = True  # else its own gradient is memory that nothing has written
+    outcomes = []
+    for overwrites in (True, False):
+        weight.overwrite_main_grad, weight.grad_added_to_main_grad = overwrites, False
+        outcomes.append(step(linear, randn(9, 136, device=device)))
+        outcomes.append((weight.main_grad.clone(), weight.grad, weight.grad_added_to_main_grad))
+    return outcomes
 
 
 @case
