@@ -17,7 +17,7 @@ READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
 
-.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick fuzz sanitize verify-compilers check format bench-load clean
+.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick public fuzz sanitize verify-compilers check format bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -58,6 +58,9 @@ test-gpu: $(READY)  ## the tests that need a GPU; WITH=python3: by a Python that
 
 test-gpu-quick: $(READY)  ## every kernel, layer and direction on a GPU, in two minutes
 	OMP_NUM_THREADS=1 $(WITH) -m pytest $(WORKERS) -m 'gpu and not fuzz and not slow'
+
+public: $(READY)  ## all public names on this checkout and on AGAINST=DIR, bit for bit; DEVICE=cuda for a GPU
+	$(WITH) -m tests.public --against $(AGAINST) --device $(or $(DEVICE),cpu)
 
 fuzz: $(READY)  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if there is one
 	if $(WITH) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
