@@ -102,10 +102,10 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
             slot_scores = memory.view(at + received.scores, (num_slots, K), torch.float32)
             if combines:
                 back = y[rank], maps[rank], slot_scores, out
-                given_back = recorded(combine, place, of, memory, *back)
+                given_back = recorded(combine, place, of, memory, number, *back)
             else:
                 back = y[rank], slot_ids, None, out, None
-                given_back = recorded(peers_launch.give_back, memory, place, of, *back)
+                given_back = recorded(peers_launch.give_back, memory, place, of, number, *back)
             launches[rank] += [pushed, given_back]
             parts = []
             for r in range(num_ranks):
@@ -136,14 +136,15 @@ def combine(
     place: Place,
     of: Sizes,
     memory: Any,
+    turn: int,
     y: torch.Tensor,
     token_to_row: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     places = len(out), memory.returning_at, memory.state.data_ptr()
-    sources = CombineSources(*map(Source, range(4)))
+    sources = CombineSources(*map(Source, range(4)), word=Source(4))
     launch = CombineAndGiveBack(place, of, *places).prepare(
         weights, H, y_row_pitch=H, is_aligned=True, sources=sources, programmatic=True
     )
-    launch.on(-1, tuple(x.data_ptr() for x in (y, token_to_row, weights, out)))
+    launch.on(-1, (*(x.data_ptr() for x in (y, token_to_row, weights, out)), turn))
