@@ -30,7 +30,10 @@ class Gpu:
     """A GPU on the CPU, and what exchanges on its streams wait for."""
 
     def __init__(self, driver: FakeDriver) -> None:
-        self.driver, self.stream = driver, Stream()
+        self.driver, self.stream, self.num_waits = driver, Stream(), 0
+
+    def wait(self, device: torch.device) -> None:
+        self.num_waits += 1
 
     def exchange(self, group: Any, stream: Stream, capture: int | None = None) -> list[Stream]:
         """For which streams one waits, in a capture or eagerly."""
@@ -45,7 +48,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
     with jit.using(FakeDriver()) as driver:
         made = Gpu(driver)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.stream)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", made.wait)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
         yield made
 
@@ -89,6 +92,14 @@ def test_memory_that_a_graph_may_write_is_kept_when_it_grows(gpu, is_captured):
     group.memory_for(DEVICE, 2 * MANY, 1)
     assert (old() is not None) == is_captured
     assert group.memory.receiving >= 2 * MANY
+
+
+def test_memory_grows_when_the_gpu_has_read_it(gpu):
+    group = group_of_one()
+    for num_waits, receiving in enumerate((1, MANY, 2 * MANY), start=1):
+        group.memory_for(DEVICE, receiving, 1)
+        group.memory_for(DEVICE, receiving, 1)
+        assert gpu.num_waits == num_waits
 
 
 def test_memory_does_not_grow_in_a_capture(gpu):

@@ -164,6 +164,18 @@ def gradients(
     return [torch.zeros_like(z) if g is None else g for g, z in zip(found, inputs, strict=True)]
 
 
+def test_turns_that_graphs_hold_are_told_apart(gpu):
+    """Also those of one layer; eager ones are ordered by their hosts."""
+    group, x, turns = group_of_one(), torch.randn(T, H), []
+    block = Block(ParallelExperts(group, E), 0)
+    for gpu.capture in (None, None, 1, 1, 2):
+        block(x)
+        turns.append(group.memory.state[2].item())
+    assert turns[0] == turns[1]
+    assert len(set(turns)) == 4
+    assert len({turn % 2**32 for turn in turns}) == 1  # all ranks are at one layer
+
+
 def test_an_exchange_that_an_exception_ends(gpu):
     group = group_of_one()
     block, alone = Block(ParallelExperts(group, E), 0), Block(None, 0)

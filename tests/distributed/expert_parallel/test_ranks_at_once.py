@@ -29,6 +29,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import Source
 from moefp8.routing.combine_launch import CombineSources
 from tests import naive
+from tests.distributed.expert_parallel import peers_cases
 from tests.distributed.expert_parallel.host_ranks import BF16, ranks_of
 from tests.distributed.expert_parallel.peers_cases import HostMemories, Recording, build
 from tests.fakes.emulator import FakeDriver
@@ -46,6 +47,7 @@ CALLS: dict[int, list[tuple[int, ...]]] = {
     3: [(9, 5, 0), (1100, 0, 3), (0, 0, 2), (30, 500, 1700)],
 }
 NEVER = 10**17  # ns
+WORDS = peers_cases.WORDS // 8
 
 
 @pytest.fixture(scope="module")
@@ -260,23 +262,25 @@ def test_one_rank_that_gives_nothing_back_is_an_error(gpus):
     assert [memory.error.tolist() for memory in memories] == [[2, 1, 1, -1], [2, 0, 1, 7]]
 
 
-def another(turn: Turn) -> Turn:
-    """The same of another stream."""
-    return Turn(turn.memories, turn.number + (1 << 32), turn.num_tokens, None)
-
-
 OVERLAPS = [3, 0, 1, 7]  # kind, rank, which turn
 
 
 def test_results_of_a_turn_that_another_one_has_followed_are_an_error(gpus):
-    memories = memories_of(1, 30)
+    """The other rank is not told that they have come."""
+    memories = memories_of(2, 30)
     first = Turn(memories, 7, 30, None)
-    second, (back, _) = another(first), first.give_back(0)
-    for made in (first.pushes[0], second.pushes[0], second.give_back(0)[0]):
-        run(gpus[0], made)
+    turns = first, Turn(memories, 7 + (1 << 32), 30, None)
+
+    def pushes(rank: int) -> None:
+        for turn in turns:
+            run(gpus[rank], turn.pushes[rank])
+
+    together(*(partial(pushes, rank) for rank in range(2)))
     assert memories[0].error.tolist() == [0] * 4
-    run(gpus[0], back)
-    assert memories[0].error.tolist()[:2] == OVERLAPS[:2]
+    words = [memory.tensor.view(torch.int64).clone() for memory in memories]
+    run(gpus[0], first.give_back(0)[0])
+    assert memories[0].error.tolist() == OVERLAPS
+    assert torch.equal(memories[1].tensor.view(torch.int64)[:WORDS], words[1][:WORDS])
 
 
 def when(condition: Callable[[], object]) -> None:
