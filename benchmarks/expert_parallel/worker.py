@@ -210,8 +210,8 @@ def _keeping(run: Run, *kept: Any) -> Run:
 def _moves_of(us: dict[str, float], num_bytes: dict[str, int]) -> dict[str, Any]:
     """Of dispatch and combine: bytes, their own time, that of a copy, and the share of its speed.
 
-    A meeting, of one token, counts half of those of a dispatch and its release; what is left of a
-    combine behind a dispatch is its own, with the sum over ranks.
+    A meeting, of one token, counts half of those of a dispatch and of the end of its turn; what is
+    left of a combine behind a dispatch is its own, with the sum over ranks.
     """
     own = {DISPATCH: us[DISPATCH] - us[MEETINGS] / 2}
     own[COMBINE] = us[COMBINE] - own[DISPATCH]

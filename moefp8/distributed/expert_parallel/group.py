@@ -233,7 +233,8 @@ def _watch(memory: PeerMemory, agreement: Agreement) -> None:
         if kind == _IS_ELSEWHERE:
             what = (
                 "is at another layer, or has another number of tokens, as when ranks replay CUDA "
-                "graphs that were not captured together"
+                "graphs that were not captured together, or when one has left a layer by an "
+                "exception"
             )
         elif kind == _OVERLAPS:
             what = (

@@ -155,8 +155,8 @@ class PeerExchange:
 
 
 def _signature_of(call: Call, num_tokens: list[int]) -> int:
-    """What all ranks must be at when they meet: the layer, the phase, how many tokens each has."""
+    """What all ranks must be at when they meet: the layer, the phase, which tokens each has."""
     mixed: Any = 0
-    for x in (call.phase, call.layer, call.top_k, call.hidden_size, *num_tokens):
+    for x in (call.phase, call.layer, call.top_k, call.hidden_size, call.dtype, *num_tokens):
         mixed = (mixed * 1_000_003 + x + 1) % (2**32 - 5)
     return int(mixed)
