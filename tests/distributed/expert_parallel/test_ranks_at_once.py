@@ -198,13 +198,14 @@ class Turn:
         at = memory.receiving_at + self.received.rows
         return memory.view(at, shape, torch.uint8, self.received.row_pitch).clone()
 
-    def give_back(self, rank: int) -> tuple[Any, torch.Tensor]:
+    def give_back(self, rank: int, deadline_ns: int = NEVER) -> tuple[Any, torch.Tensor]:
         """The launch, whose rows are ones, and its sums."""
+        place = self.place[rank]._replace(deadline_ns=deadline_ns)
         y = torch.ones(len(self.rows), H, dtype=BF16)
         out = torch.full((self.num_tokens, H), -1.0, dtype=BF16)
         ids = self.ids.int().repeat(len(self.memories), 1)
         self.kept.append((y, ids, out))
-        of = self.memories[rank], self.place[rank], self.sizes, self.number
+        of = self.memories[rank], place, self.sizes, self.number
         return recorded(peers_launch.give_back, *of, y, ids, None, out, None), out
 
 
@@ -278,7 +279,7 @@ def test_results_of_a_turn_that_another_one_has_followed_are_an_error(gpus):
     together(*(partial(pushes, rank) for rank in range(2)))
     assert memories[0].error.tolist() == [0] * 4
     words = [memory.tensor.view(torch.int64).clone() for memory in memories]
-    run(gpus[0], first.give_back(0)[0])
+    run(gpus[0], first.give_back(0, deadline_ns=10**6)[0])
     assert memories[0].error.tolist() == OVERLAPS
     assert torch.equal(memories[1].tensor.view(torch.int64)[:WORDS], words[1][:WORDS])
 
@@ -303,9 +304,9 @@ def test_a_turn_that_begins_while_tokens_are_pushed_is_an_error(gpus):
 
 
 def test_a_turn_that_begins_while_results_are_given_back_is_an_error(gpus):
-    """The rank waits for the results of the other one."""
-    memories = memories_of(2, 30)
-    turn, words = Turn(memories, 7, 30, None), memories[0].tensor.view(torch.int64)
+    """The rank has one CTA, which waits for the results of the other one."""
+    memories = memories_of(2, 1)
+    turn, words = Turn(memories, 7, 1, None), memories[0].tensor.view(torch.int64)
     back, _ = turn.give_back(0)
     together(*(partial(run, gpus[rank], turn.pushes[rank]) for rank in range(2)))
 
