@@ -150,24 +150,21 @@ def _captured(call: Run) -> Run:
 def _moves(given: Given) -> tuple[dict[str, Run], dict[str, int]]:
     """Exchanges without experts, copies of as many bytes, and how many these are for a rank.
 
-    A dispatch is followed by a release, which tells as much as a combine and moves nothing.
+    A dispatch ends the turn of the dispatch before, to which no results have come.
     """
     group = ExpertGroup.of(given.groups["peers"])
     (x, ids, scores), layer = given.tokens, given.layer
     num_tokens, num_ranks = len(x), given.num_ranks
-    sizes = layer.num_experts, layer.hidden_size, layer.top_k
     number = group.number_layer()
 
     def exchange(n: int) -> Any:
-        calls = [Agreed(0, number, *sizes, 1, 0, 0, n)] * num_ranks
-        return group.exchange(calls, ids[:n])
+        sizes = layer.num_experts, layer.hidden_size, layer.top_k
+        return group.exchange([Agreed(0, number, *sizes, num_tokens=n)] * num_ranks, ids[:n])
 
     y = torch.zeros(num_ranks * num_tokens, layer.hidden_size, device="cuda", dtype=x.dtype)
 
     def dispatch(n: int) -> None:
-        moved = exchange(n)
-        moved.dispatch_codes(x[:n], scores[:n])
-        moved.release()
+        exchange(n).dispatch_codes(x[:n], scores[:n])
 
     def dispatch_and_combine() -> None:
         moved = exchange(num_tokens)
@@ -213,8 +210,8 @@ def _keeping(run: Run, *kept: Any) -> Run:
 def _moves_of(us: dict[str, float], num_bytes: dict[str, int]) -> dict[str, Any]:
     """Of dispatch and combine: bytes, their own time, that of a copy, and the share of its speed.
 
-    A meeting, of one token, counts half of those of a dispatch and its release; what is left of a
-    combine behind a dispatch is its own, with the sum over ranks.
+    A meeting, of one token, counts half of those of a dispatch and of the end of its turn; what is
+    left of a combine behind a dispatch is its own, with the sum over ranks.
     """
     own = {DISPATCH: us[DISPATCH] - us[MEETINGS] / 2}
     own[COMBINE] = us[COMBINE] - own[DISPATCH]

@@ -153,6 +153,7 @@ def _launch(
     gate_up: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
     combine: Combine | None = None,
+    word: int = 0,
 ) -> torch.Tensor:
     limit = inputs.swiglu_limit
     check_limit(_OP, limit)
@@ -160,7 +161,7 @@ def _launch(
     tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
     check = partial(_allocate, inputs)
     scale_inv = inputs.hidden_states_scale_inv
-    others = inputs.addend, y, gate_up, scale_inv, combine
+    others = inputs.addend, y, gate_up, scale_inv, combine, word
     return launch_experts(check, tokens, projections, options, *others)
 
 
@@ -227,15 +228,16 @@ def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
 
 
 def launch_combining(
-    inputs: ExpertsInputs, combine: Combine, y: torch.Tensor, *, saves: bool
+    inputs: ExpertsInputs, combine: Combine, word: int, y: torch.Tensor, *, saves: bool
 ) -> torch.Tensor | None:
     """`experts` on a Hopper GPU, where `combine` sums the rows of tokens and brings them elsewhere.
 
-    y: what the kernel of `combine` takes for the result. It knows no addend.
+    word: what the kernel of `combine` is told in this call.
+    y: what it takes for the result. It knows no addend.
     saves: whether to return gate and up as `experts_saving` does; else None.
     """
     gate_up = _empty_gate_up(inputs) if saves else None
     if saves:
         inputs = inputs._replace(masked=False)
-    _launch(inputs, gate_up, y, combine)
+    _launch(inputs, gate_up, y, combine, word)
     return gate_up

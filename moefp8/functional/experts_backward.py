@@ -158,16 +158,17 @@ same one. On a Hopper GPU, what a token gets does not depend on the other tokens
 
 
 def launch_combining_gradients(
-    inputs: ExpertsBackwardInputs, combine: Combine, out: torch.Tensor
+    inputs: ExpertsBackwardInputs, combine: Combine, word: int, out: torch.Tensor
 ) -> None:
     """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens and brings them
     elsewhere, and the gradients of weights with them; see `runs_as_a_whole`.
 
-    out: what the kernel of `combine` takes for the result.
+    word: what the kernel of `combine` is told in this call.
+    out: what it takes for the result.
     """
     weights = inputs.top_k_weights
     of_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-    launch_experts_backward(partial(_check, inputs), inputs, out, of_weights, combine)
+    launch_experts_backward(partial(_check, inputs), inputs, out, of_weights, combine, word)
 
 
 # ---- Autograd ----

@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 _OP = "experts_backward"
 # The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
 # forward saved and its scales or 0, both transposed weights and their scales, both results, the
-# scales of the tokens' gradients or 0, the workspace.
-_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(13))
-_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, _GRAD_SCALES, _MEMORY = _REST
+# scales of the tokens' gradients or 0, the word of a `Combine`, the workspace.
+_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(14))
+_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, *_REST = _REST
+_GRAD_SCALES, _WORD, _MEMORY = _REST
 
 
 def launch_experts_backward(
@@ -58,11 +59,13 @@ def launch_experts_backward(
     dx: torch.Tensor,
     of_weights: torch.Tensor,
     combine: Combine | None = None,
+    word: int = 0,
 ) -> None:
     """`experts_backward` on the current stream; nothing waits for it.
 
     check: raises if the arguments are wrong; called for layouts that are new.
     combine: stands for `prepare_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
+    word: what the kernel of `combine` is told in this call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         check()
@@ -84,7 +87,7 @@ def launch_experts_backward(
         gate_up, scales = saved_as_read(gate_up, scales)
     inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
     if combine is not None:
-        _launch(check, inputs, weights, dx, of_weights, combine)
+        _launch(check, inputs, weights, dx, of_weights, combine, word)
     else:
         _launch_parts(check, inputs, weights, dx, of_weights)
 
@@ -139,6 +142,7 @@ def _launch(
     dx: torch.Tensor,
     of_weights: torch.Tensor,
     combine: Combine | None = None,
+    word: int = 0,
 ) -> None:
     grad, ids, top_k_weights, gate_up, scales = inputs[:5]
     grad_scales = inputs.grad_scale_inv
@@ -166,7 +170,7 @@ def _launch(
     addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
     saved = gate_up.data_ptr(), saved_scales
     tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
-    found(grad.get_device(), (*tokens, *saved, *addresses, of_grad))
+    found(grad.get_device(), (*tokens, *saved, *addresses, of_grad, word))
 
 
 def _prepare(
@@ -233,7 +237,12 @@ def _prepare(
         y_row_pitch=round_up(h, 8),
         is_aligned=is_aligned,
         sources=CombineSources(
-            _in_memory(at.results), token_to_row, is_first, _DX, of_choices=_OF_WEIGHTS
+            _in_memory(at.results),
+            token_to_row,
+            is_first,
+            _DX,
+            of_choices=_OF_WEIGHTS,
+            word=None if combine is None else _WORD,
         ),
         programmatic=True,
     )

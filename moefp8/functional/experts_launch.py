@@ -58,8 +58,10 @@ Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choic
 Options = tuple[float, bool, int, int | None]
 
 # The addresses of a call, in order: the tokens, the six of `Weights`, the result, the addend or 0,
-# what a backward needs or 0, the scales of the tokens or 0, the workspace.
-_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _X_SCALES, _MEMORY = map(Source, range(14))
+# what a backward needs or 0, the scales of the tokens or 0, the word of a `Combine`, the workspace.
+_X, _IDS, _SCORES, *_OF_WEIGHTS, _Y, _ADDEND, _SAVED, _X_SCALES, _WORD, _MEMORY = map(
+    Source, range(15)
+)
 _GATE, _GATE_SCALES, _UP, _UP_SCALES, _DOWN, _DOWN_SCALES = _OF_WEIGHTS
 
 
@@ -98,6 +100,7 @@ def launch_experts(
     gate_up: torch.Tensor | None = None,
     x_scale_inv: torch.Tensor | None = None,
     combine: Combine | None = None,
+    word: int = 0,
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
 
@@ -109,6 +112,7 @@ def launch_experts(
     x_scale_inv: the scales of tokens that come as codes.
     combine: stands for `prepare_combine`; `y` is then what it needs, and neither tokens nor weights
         may be such that they are split or copied.
+    word: what the kernel of `combine` is told in this call.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])
@@ -141,7 +145,7 @@ def launch_experts(
         copies = fitting_weights(split_weights(projections))
         weights = tuple([z.data_ptr() for z in copies])
     saved = 0 if gate_up is None else gate_up.data_ptr()
-    others = y.data_ptr(), added, saved, scales
+    others = y.data_ptr(), added, saved, scales, word
     found.launches(x.get_device(), (*addresses[:3], *weights, *others))
     return y
 
@@ -244,7 +248,7 @@ def prepare_experts(
 ) -> Launches:
     """The prepared launches of all kernels of a layer. They take a call's addresses in this order:
     the tokens, `Weights`, y [T, H], the addend [T, H] or 0, memory for gate and up [T k, 2, I] or
-    0, the scales of the tokens or 0, the workspace.
+    0, the scales of the tokens or 0, the word of `combine`, the workspace.
 
     weights: TMA must be able to address them.
     is_aligned: whether y, and the addend if there is one, lie at multiples of 16 bytes.
@@ -293,6 +297,7 @@ def prepare_experts(
             weights=_SCORES,
             out=_Y,
             addend=_ADDEND if has_addend else None,
+            word=None if combine is None else _WORD,
         ),
         programmatic=True,
     )

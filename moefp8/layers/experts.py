@@ -278,16 +278,17 @@ class GroupedExperts(TrainableModule):
         Raises TypeError or ValueError for other inputs; `backward()` raises NotImplementedError if
         a frozen weight asks for a gradient.
         """
+        if self.parallel is not None:  # it also tells the other ranks what is wrong
+            exchanged: torch.Tensor = self.parallel(
+                self, hidden_states, top_k_index, top_k_weights, addend
+            )
+            return exchanged
         if hidden_states.ndim != 2 and hidden_states.ndim:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             added = {} if addend is None else {"addend": addend.reshape(-1, addend.shape[-1])}
             y = self.forward(rows, top_k_index, top_k_weights, **added)
             return y.view(hidden_states.shape)
-        given = hidden_states, top_k_index, top_k_weights, addend
-        if self.parallel is None:
-            return self.compute(*given)
-        exchanged: torch.Tensor = self.parallel(self, *given)
-        return exchanged
+        return self.compute(hidden_states, top_k_index, top_k_weights, addend)
 
     def compute(
         self,

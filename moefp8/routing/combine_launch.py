@@ -60,6 +60,7 @@ class CombineSources(NamedTuple):
     """Which addresses of a launch are those of a combine; addend: None if there is none.
 
     of_choices: fp32 [T, k], which a combine that brings sums to another GPU brings there, too.
+    word: what such a combine is told in each call.
     """
 
     y: Source
@@ -68,6 +69,7 @@ class CombineSources(NamedTuple):
     out: Source
     addend: Source | None = None
     of_choices: Source | None = None
+    word: Source | None = None
 
 
 def prepare_combine(

@@ -234,7 +234,7 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
     def call_with(configs: Pair) -> Call:
         launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
         none = torch.empty(0)  # its address is 0: no addend, nothing is saved, tokens are no codes
-        others = none, none, none
+        others = none, none, none, none
         return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, *others)])
 
     return call_with

@@ -5,6 +5,7 @@ no GPU is waited for. A rank that has ended, or does not come within the timeout
 others, and so is one that comes with something else.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...kernels.common.checks import FLOATS
 from .host_words import HostWords
 
-_ALIKE = "phase", "layer", "num_experts", "hidden_size", "top_k", "is_fp8", "is_captured"
-PHASES = "forward", "backward"
+PHASES = "forward", "backward", "gradients of tokens"
+_TENSORS = "hidden_states", "top_k_index", "top_k_weights"
+_DEVICES = "cpu", "cuda", "meta", "another device"
 T = TypeVar("T")
 
 
@@ -24,10 +27,11 @@ class Call(NamedTuple):
     """What a rank is about to do.
 
     phase: an index into `PHASES`. layer: which layer of the group, by the order they were made in.
-    num_experts: E. is_fp8: whether tokens travel as FP8 codes. is_captured: whether a CUDA graph
-    is being captured. asks: 1 if hidden states or scores ask for a gradient, plus 2 if weights do,
-    plus 4 under torch.no_grad(). num_tokens: T. has_failed: whether this rank's arguments are
-    wrong, and then only phase and layer mean something.
+    num_experts: E. dtype, devices: those of the tensors, as `codes_of` writes them. is_fp8: whether
+    tokens travel as FP8 codes. is_captured: whether a CUDA graph is being captured. asks: 1 if
+    hidden states or scores ask for a gradient, plus 2 if weights do, plus 4 under torch.no_grad().
+    num_tokens: T. has_failed: whether this rank's arguments are wrong, and then only phase and
+    layer mean something.
 
     Ranks may differ in the last three, and in no other.
     """
@@ -37,6 +41,8 @@ class Call(NamedTuple):
     num_experts: int = 0
     hidden_size: int = 0
     top_k: int = 0
+    dtype: int = 0
+    devices: int = 0
     is_fp8: int = 0
     is_captured: int = 0
     asks: int = 0
@@ -48,6 +54,22 @@ class Call(NamedTuple):
         return f"{PHASES[self.phase]} of layer {self.layer}"
 
 
+_ALIKE = Call._fields[:-3]
+
+
+def codes_of(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[int, int]:
+    """`Call.dtype`, which is that of x, and `Call.devices`: two bits for the kind of each."""
+    devices = 0
+    for kind in (x.device.type, ids.device.type, scores.device.type):
+        devices = devices * 4 + (_DEVICES.index(kind) if kind in _DEVICES else len(_DEVICES) - 1)
+    return FLOATS.index(x.dtype), devices
+
+
+def are_on_one(devices: int) -> bool:
+    """Whether all tensors are on devices of one kind."""
+    return devices % 0b010101 == 0
+
+
 class Agreement:
     """The hosts of a group's ranks: by memory that all of them share if they are one, else by gloo.
 
@@ -56,6 +78,7 @@ class Agreement:
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self.ranks, self.timeout = dist.get_process_group_ranks(group), timeout
+        self._process = os.getpid()
         with self.explaining("the first layer of a group"):
             self.group: Any = dist.new_group(
                 self.ranks, timeout, backend="gloo", use_local_synchronization=True
@@ -77,9 +100,16 @@ class Agreement:
         """The calls of all ranks, by rank.
 
         Raises:
-            RuntimeError: a rank has ended, does not come in time, or had wrong arguments.
+            RuntimeError: a rank has ended, does not come in time, or had wrong arguments; or this
+                process is a child that a rank has forked.
             ValueError: ranks are at different calls. All ranks raise it.
         """
+        if os.getpid() != self._process:  # what it wrote would be taken for its parent's
+            raise RuntimeError(
+                f"ExpertParallel: {call.name} was called in a process that a rank has forked, and "
+                "which is no rank of the group; call the layer in the rank's own process, or start "
+                'processes with the method "spawn" and make a group of them'
+            )
         with self.explaining(call.name):
             calls = [Call(*x) for x in self._gather(call)]
         failed = [rank for rank, x in enumerate(calls) if x.has_failed]
@@ -94,9 +124,21 @@ class Agreement:
             raise ValueError(
                 "ExpertParallel: all ranks must make the same calls in the same order, but "
                 f"{_told(name, came)}; call the layers in one order on all ranks, with tokens "
-                "of one width and as many choices"
+                "of one width and dtype, on one kind of device, and as many choices"
             )
         return calls
+
+    def check_alike(self, **values: tuple[int, object]) -> None:
+        """Raise ValueError on all ranks if one has another value: a number, and what it means."""
+        with self.explaining("the first layer of a group"):
+            everyone = self._gather_by_gloo([number for number, _ in values.values()])
+        for (name, (_, own)), came in zip(values.items(), zip(*everyone, strict=True), strict=True):
+            if len(set(came)) > 1:
+                others = [rank for rank, x in enumerate(came) if x != came[0]]
+                raise ValueError(
+                    f"ExpertParallel: all ranks must make their layers with one {name}, but rank "
+                    f"{others[0]} has another than rank 0, and this rank has {own}"
+                )
 
     def _gather_by_gloo(self, values: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -127,6 +169,14 @@ class _Explaining:
 
 
 def _told(name: str, came: Sequence[int]) -> str:
-    values = [PHASES[x] for x in came] if name == "phase" else list(came)
+    values: list[object] = list(came)
+    if name == "phase":
+        values = [PHASES[x] for x in came]
+    elif name == "dtype":
+        values = [str(FLOATS[x]).removeprefix("torch.") for x in came]
+    elif name == "devices":
+        of_tensors = [[x >> shift & 3 for x in came] for shift in (4, 2, 0)]
+        which = next(i for i, kinds in enumerate(of_tensors) if len(set(kinds)) > 1)
+        name, values = f"the device of {_TENSORS[which]}", [_DEVICES[x] for x in of_tensors[which]]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
     return f"{name} is {each}"

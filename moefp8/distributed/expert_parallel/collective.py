@@ -84,9 +84,6 @@ class CollectiveExchange:
         """`combine`, and fp32 [R, k] -> [T, k]: of a choice only its expert's rank gives not 0."""
         return self.combine(rows), self.combine(of_scores)
 
-    def release(self) -> None:
-        """Tell the others that what `dispatch` gave has been read, where no `combine` does."""
-
     def keep_choices(self) -> None:
         """Own `ids`, for a backward."""
 

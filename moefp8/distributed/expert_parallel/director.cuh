@@ -51,7 +51,8 @@ class Director {
     const bool all_push = order.num_pushing >= gridDim.x;
     const bool pushes = all_push || take(state.num_begun) < order.num_pushing;
     if (!is_leader()) return;
-    plan = {next_value(state, Push::kResults, state.signature), pushes, kNone, 0};
+    check_turn(ranks, turn, newest_turn(state));
+    plan = {next_value(state, Push::kResults, turn), pushes, kNone, 0};
     first = {Step::kNothing, 0};
   }
 
@@ -89,12 +90,17 @@ class Director {
   // Behind the last step.
   __device__ void end() {
     State& state = *ranks.state;
-    if (!is_leader() || atomicAdd(&state.num_left, 1u) != gridDim.x - 1) return;
+    if (!is_leader()) return;
+    const uint64_t newest = newest_turn(state);
+    const uint32_t num_left = atomicAdd(&state.num_left, 1u);
+    check_turn(ranks, turn, newest);
+    if (num_left != gridDim.x - 1) return;
     state.num_begun = state.num_pushes = state.num_sums = state.num_left = 0;
     ++state.counts[static_cast<int>(Push::kResults)];
   }
 
   const Ranks& ranks;
+  const uint64_t turn;  // that it ends
   const Order& order;
   const Memories& memories;
   Plan& plan;

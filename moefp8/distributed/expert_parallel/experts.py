@@ -13,8 +13,8 @@ The backward does the same with the gradient of the result, and brings back thos
 and of scores.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,16 @@ from torch.autograd.function import once_differentiable
 from ...functional.autograd import first_order, no_gradients, records
 from ...functional.experts import ExpertsInputs
 from ...functional.experts_backward import ExpertsBackwardInputs
-from ...kernels.common.checks import FLOATS, check_choices, check_shape, check_tensor
+from ...kernels.common.checks import (
+    FLOATS,
+    check_choices,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
-from .agreement import Call, T
+from .agreement import Call, T, are_on_one, codes_of
 from .local import LocalExperts
 from .needed import NeededByExchange
 from .shared_batch import SharedBatch
@@ -48,9 +54,11 @@ class ParallelExperts:
         self, group: "ExpertGroup", num_experts: int, batch: SharedBatch | None = None
     ) -> None:
         self.group, self.num_experts, self.number = group, num_experts, group.number_layer()
-        self.batch, call = batch, partial(self._share, batch) if batch else self._call
+        self.batch = batch
         # Not a decorator, which would import Dynamo with this module.
-        self._run = torch.compiler.disable(call, reason="the ranks' hosts agree on each call")
+        self._run = torch.compiler.disable(
+            self._with_rows, reason="the ranks' hosts agree on each call"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelExperts":
         return ParallelExperts(self.group, self.num_experts, self.batch)  # a layer of its own
@@ -69,7 +77,7 @@ class ParallelExperts:
         top_k_weights: torch.Tensor,
         addend: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Arguments and result as in `GroupedExperts.forward`, with tokens [T, H]."""
+        """Arguments and result as in `GroupedExperts.forward`."""
         y: torch.Tensor = self._run(layer, hidden_states, top_k_index, top_k_weights, addend)
         return y
 
@@ -77,6 +85,16 @@ class ParallelExperts:
         """Which kernels may bring tokens to the experts and results back."""
         num_sharing = self.batch.size if self.batch else 1
         return NeededByExchange(self.group.size, num_sharing, *self.group.may_use)
+
+    def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        """The call, with tokens [T, H]."""
+        rows = self._checked(lambda: _rows_of(x, *others))
+        batch = self.batch
+        y = self._call(layer, *rows) if batch is None else self._share(batch, layer, *rows)
+        return y if y.shape == x.shape else y.view(x.shape)
+
+    def _checked(self, check: Callable[[], T]) -> T:
+        return self.group.agreement.checked(Call(0, self.number), check)
 
     def _call(
         self,
@@ -87,10 +105,11 @@ class ParallelExperts:
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = hidden_states, top_k_index, top_k_weights
-        agreement, unknown = self.group.agreement, Call(0, self.number)
-        agreement.checked(unknown, lambda: self._check(layer, *given, addend))
+        self._checked(lambda: self._check(layer, *given, addend))
         call = self._told(layer, *given)
-        calls = agreement.agree(call)
+        calls = self.group.agreement.agree(call)
+        if not are_on_one(call.devices):  # the same on all ranks
+            _check_device(*given)
         asks = _agreed(calls)
         exchange = self.group.exchange(calls, top_k_index)
         backward = _Backward(self.group, call._replace(phase=1, asks=0))
@@ -114,8 +133,8 @@ class ParallelExperts:
             asks = _TOKENS * tokens | _WEIGHTS * weights
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         is_fp8 = not (layer.trainable or layer.runs_in_steps)
-        sizes = self.num_experts, x.shape[1], ids.shape[1]
-        return Call(0, self.number, *sizes, is_fp8, captures, asks, len(x))
+        alike = self.num_experts, x.shape[1], ids.shape[1], *codes_of(x, ids, scores)
+        return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
 
     def _check(
         self,
@@ -136,8 +155,31 @@ class ParallelExperts:
         if addend is not None:
             check_tensor(_LAYER, "addend", addend, (torch.bfloat16,), 2)
             check_shape(_LAYER, "addend", addend, x.shape, "[T, H] as hidden_states")
+            check_same_device(_LAYER, hidden_states=x, addend=addend)
+        if x.device.type == ids.device.type == scores.device.type:  # kinds are agreed on
+            _check_device(x, ids, scores)
         if ids.device.type == "cpu":
             check_choices(_LAYER, ids, self.num_experts)
+
+
+def _rows_of(x: Any, ids: Any, scores: Any, addend: Any) -> tuple[Any, ...]:
+    """The arguments, with hidden states and addend as rows [T, H]."""
+    named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
+            came = type(value).__name__
+            raise TypeError(f"{_LAYER}: {name} must be a tensor, got {came}")
+    if x.ndim not in (0, 2):
+        num_tokens = math.prod(x.shape[:-1])
+        if addend is not None and addend.shape == x.shape:
+            addend = addend.reshape(num_tokens, x.shape[-1])
+        x = x.reshape(num_tokens, x.shape[-1])
+    return x, ids, scores, addend
+
+
+def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
+    if not x.device == ids.device == scores.device:
+        check_same_device(_LAYER, hidden_states=x, top_k_index=ids, top_k_weights=scores)
 
 
 class _Backward:
@@ -148,6 +190,10 @@ class _Backward:
 
     def agree(self) -> None:
         self._group.agreement.agree(self._call)
+
+    def agree_on_tokens(self) -> None:
+        """Of experts whose gradients come in two steps: that the second one is asked for."""
+        self._group.agreement.agree(self._call._replace(phase=2))
 
     def checked(self, check: Callable[[], T]) -> T:
         return self._group.agreement.checked(self._call, check)
@@ -273,12 +319,12 @@ def _any_experts(
     if of_tokens is None:
         tokens, of_choices = _dispatch(exchange, x, scores, dtype)
     else:
-        tokens, of_choices = _Dispatch.apply(exchange, of_tokens, x, scores, dtype)
+        tokens, of_choices = _Dispatch.apply(exchange, backward, of_tokens, x, scores, dtype)
     exchange.keep_choices()
     rows = layer.compute(tokens, exchange.ids, of_choices).bfloat16()
     if anchor is None:
         return exchange.combine(rows)
-    y: torch.Tensor = _Combine.apply(exchange, backward, of_tokens is not None, anchor, rows)
+    y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
     return y
 
 
@@ -295,19 +341,21 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         exchange: Any,
+        backward: _Backward,
         anchor: torch.Tensor,
         x: torch.Tensor,
         scores: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.dtype = exchange, x.dtype
+        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
         return _dispatch(exchange, x, scores, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, of_scores: torch.Tensor) -> tuple[Any, ...]:
+        ctx.agreement.agree_on_tokens()
         summed, of_scores = ctx.exchange.combine_gradients(dx.bfloat16(), of_scores)
-        return None, None, summed.to(ctx.dtype), of_scores, None
+        return None, None, None, summed.to(ctx.dtype), of_scores, None
 
 
 class _Combine(torch.autograd.Function):
@@ -316,11 +364,10 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         exchange: Any,
         backward: _Backward,
-        of_tokens: bool,
         anchor: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.exchange, ctx.agreement, ctx.of_tokens = exchange, backward, of_tokens
+        ctx.exchange, ctx.agreement = exchange, backward
         y: torch.Tensor = exchange.combine(rows)
         return y
 
@@ -329,6 +376,4 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
         (of_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
-        if not ctx.of_tokens:  # else `_Dispatch` brings gradients back, which tells as much
-            ctx.exchange.release()
-        return None, None, None, None, of_rows
+        return None, None, None, of_rows

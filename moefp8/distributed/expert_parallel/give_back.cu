@@ -14,7 +14,7 @@
 
 // Rows of slots that are there.
 struct Results {
-  const uint8_t* y;         // bf16 [P M, H], or null: nothing is given back
+  const uint8_t* y;         // bf16 [P M, H]
   const int* ids;           // [P M, k]
   const float* of_choices;  // [P M, k], which go with the rows; or null
   uint32_t first_expert, num_experts;  // of this rank
@@ -39,6 +39,7 @@ struct Sums {
 
 struct Arguments {
   Ranks ranks;
+  uint64_t turn;    // that it ends
   Results results;  // what the first kernel gives back; of the second, of_choices alone
   Rows rows;        // what the second one sums
   Sums sums;
@@ -209,7 +210,7 @@ __device__ inline void push_and_sum(const Arguments& args, Give give) {
   __shared__ Step steps[2];  // this one and the next one, in turns
   const Order& order = args.order;
   memories.load(args.ranks);
-  Director director{args.ranks, order, memories, plan};
+  Director director{args.ranks, args.turn, order, memories, plan};
   const bool directs = threadIdx.x >= kWorkers * kWarp;
   if (directs) director.begin(steps[0]);
 #pragma unroll 1

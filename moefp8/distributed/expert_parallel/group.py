@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from ...kernels.jit import current_driver
 from .agreement import Agreement, Call
 from .collective import CollectiveExchange
 from .peer_memory import PeerMemory, Peers
@@ -22,7 +23,8 @@ Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 # Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
-_LAST_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # on which a GPU exchanged something
+# On which a GPU has exchanged something, eagerly and in captures, and in which capture.
+_LAST_STREAMS: dict[tuple[torch.device, bool], tuple[torch.cuda.Stream, int | None]] = {}
 
 
 class ExpertGroup:
@@ -43,7 +45,7 @@ class ExpertGroup:
         process_group: Any = None,
     ) -> None:
         self.rank, self.size, self.agreement, self.peers = rank, size, agreement, peers
-        self.transport, self._num_layers = transport, 0
+        self.transport, self._num_layers, self.last_turn = transport, 0, 0
         self._process_group = None if process_group is None else ref(process_group)
         self._memory: PeerMemory | None = None
         self._kept: list[PeerMemory] = []  # that captured graphs may write
@@ -55,7 +57,8 @@ class ExpertGroup:
     ) -> "ExpertGroup":
         """The one of a mesh of one dimension, or of a process group, made at the first call.
 
-        Raises ValueError if it was made with another timeout or transport.
+        Raises ValueError if it was made with another timeout or transport, or if they are not the
+        same on all ranks that make it.
         """
         group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of(mesh)
         if transport is not None and transport not in TRANSPORTS:
@@ -65,12 +68,17 @@ class ExpertGroup:
         found = _GROUPS.get(group)
         if found is None:
             agreement = Agreement(group, timeout or TIMEOUT)
+            seconds, how = agreement.timeout.total_seconds(), transport or "auto"
+            agreement.check_alike(
+                timeout=(int(seconds * 1000), agreement.timeout),
+                transport=(TRANSPORTS.index(how), repr(how)),
+            )
             found = _GROUPS[group] = cls(
                 dist.get_rank(group),
                 dist.get_world_size(group),
                 agreement,
                 Peers(group.group_name, agreement.group),
-                transport=transport or "auto",
+                transport=how,
                 process_group=group,
             )
         for name, asked, known in (
@@ -98,6 +106,11 @@ class ExpertGroup:
     def number_layer(self) -> int:
         self._num_layers += 1
         return self._num_layers - 1
+
+    def number_turn(self) -> int:
+        """The number of a turn that begins; `last_turn` is that of the last one."""
+        self.last_turn += 1
+        return self.last_turn
 
     def exchange(self, calls: list[Call], ids: torch.Tensor) -> CollectiveExchange | PeerExchange:
         """The exchange of a call that all ranks have agreed on; ids: [T, k] of this rank's."""
@@ -151,7 +164,7 @@ class ExpertGroup:
         """
         old = self._memory
         if old is None or old.receiving < receiving or old.returning < returning:
-            if torch.cuda.is_current_stream_capturing():
+            if current_driver().is_capturing():
                 raise RuntimeError(
                     "ExpertParallel: the group's memory cannot grow while a CUDA graph is "
                     "captured; run the layers once before, with as many tokens and a backward if "
@@ -166,20 +179,26 @@ class ExpertGroup:
             self._memory = self.peers.make(device, *sizes)
             _watch(self._memory, self.agreement)
         memory = self.memory
-        if torch.cuda.is_current_stream_capturing():
+        if current_driver().is_capturing():
             memory.was_captured = True
         self._follow(device)
         return memory
 
     def _follow(self, device: torch.device) -> None:
-        """Exchanges of a GPU run one after the other, whatever their streams and groups.
+        """Eager exchanges of a GPU run one after the other, whatever their streams and groups, and
+        so do those of one captured graph. When a graph is replayed, no host orders anything.
 
         CTAs that wait would fill the GPUs of two ranks, each for another exchange.
         """
-        current, last = torch.cuda.current_stream(device), _LAST_STREAMS.get(device)
-        if last not in (None, current) and not torch.cuda.is_current_stream_capturing():
+        current, capture = (
+            torch.cuda.current_stream(device),
+            current_driver().capture_id(device.index),
+        )
+        which = device, capture is not None
+        last, of_capture = _LAST_STREAMS.get(which, (current, capture))
+        if last != current and of_capture == capture:
             current.wait_stream(last)
-        _LAST_STREAMS[device] = current
+        _LAST_STREAMS[which] = current, capture
 
 
 def _group_of(mesh: Any) -> Any:
@@ -214,7 +233,14 @@ def _watch(memory: PeerMemory, agreement: Agreement) -> None:
         if kind == _IS_ELSEWHERE:
             what = (
                 "is at another layer, or has another number of tokens, as when ranks replay CUDA "
-                "graphs that were not captured together"
+                "graphs that were not captured together, or when one has left a layer by an "
+                "exception"
+            )
+        elif kind == _OVERLAPS:
+            what = (
+                "runs two exchanges of a group at once, as when CUDA graphs are replayed on two "
+                "streams, or beside an eager call; run them on one stream, or let each stream wait "
+                "for the other (torch.cuda.Stream.wait_stream)"
             )
         print(
             f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been ended, and "
@@ -232,4 +258,4 @@ def _watch(memory: PeerMemory, agreement: Agreement) -> None:
     Thread(target=keep_looking, name="moefp8 ExpertParallel", daemon=True).start()
 
 
-_IS_ELSEWHERE = 2  # what `fail` in ranks.cuh writes; 1: it did not come
+_IS_ELSEWHERE, _OVERLAPS = 2, 3  # `Failure` in ranks.cuh; 1: it did not come

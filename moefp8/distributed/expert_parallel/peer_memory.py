@@ -80,10 +80,11 @@ class PeerMemory:
 
     Attributes:
         receiving, returning: how many bytes of each area there are.
-        state: `State` of ranks.cuh: two counts, the signature, the address of `error`, `addresses`,
+        state: `State` of ranks.cuh: two counts, the turn, the address of `error`, `addresses`,
             and counters of 4 bytes: one of what each word tells of, and five of items and CTAs.
         error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
-            rank did not come, 2 if it is at something else; that rank; what it told.
+            rank did not come, 2 if it is at something else, 3 if two turns of it overlap; that
+            rank; what it told.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ sizes are those that the hosts agreed on, no GPU is waited for, and one CUDA gra
 routing of as many tokens.
 """
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ...functional.experts import ExpertsInputs, launch_combining, runs_as_a_who
 from ...functional.experts_backward import ExpertsBackwardInputs, launch_combining_gradients
 from ...functional.experts_backward_launch import runs_as_a_whole as runs_backward_as_a_whole
 from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
+from ...kernels.jit import current_driver
 from .agreement import Call
 from .collective import run_experts, run_experts_backward
 from .peer_memory import GivenBack, Received
@@ -22,12 +24,18 @@ from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
 if TYPE_CHECKING:
     from .group import ExpertGroup
 
+_CAPTURED_TURNS = count(1)  # numbers of turns that CUDA graphs hold
+
 
 class PeerExchange:
     """One call's exchange, as `CollectiveExchange`, whose results lie in memory of the group.
 
     So what `dispatch` gives has to be read, and copied if it is kept, before the next `combine` or
-    `release`, and one of these follows each dispatch.
+    the next dispatch of the group.
+
+    A dispatch begins a turn, and a `combine` ends it. Autograd may leave out the `combine`: then
+    the next dispatch of the group ends the turn on the GPU. Or it runs another exchange between
+    the two: then `combine` begins a turn of its own.
     """
 
     def __init__(self, group: "ExpertGroup", calls: list[Call], ids: torch.Tensor) -> None:
@@ -39,7 +47,7 @@ class PeerExchange:
         self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
         self._signature = _signature_of(call, [x.num_tokens for x in calls])
         self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
-        self.ids = ids
+        self.ids, self._turn, self._number = ids, 0, 0
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> list[torch.Tensor]:
         return self._push(x, scores, None)
@@ -65,8 +73,12 @@ class PeerExchange:
         received = Received.of(num_slots, h * dtype.itemsize, h, sizes.top_k)
         memory = self._group.memory_for(x.device, received.size, self._given_back.size)
         scores = None if scores is None else scores.contiguous()
+        # Hosts order what is not captured, so that turns of graphs alone are told apart.
+        number = next(_CAPTURED_TURNS) % 2**32 if current_driver().is_capturing() else 0
+        self._turn = (number << 32) + self._signature
+        self._number = self._group.number_turn()
         given = x, self._choices, scores, min_amax
-        push(memory, self._place, sizes, received, self._signature, *given)
+        push(memory, self._place, sizes, received, self._turn, *given)
         at = memory.receiving_at
         rows = memory.view(at + received.rows, (num_slots, h), dtype, received.row_pitch)
         found = [rows]
@@ -88,7 +100,7 @@ class PeerExchange:
         if h % 8 or not runs_as_a_whole(inputs, saves=saves):
             return run_experts(self, inputs, saves=saves)
         y = self._empty_sum()
-        return y, launch_combining(inputs, self._combine(), y, saves=saves)
+        return y, launch_combining(inputs, self._combine(), self._turn, y, saves=saves)
 
     def experts_backward(self, inputs: ExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The last kernel gives gradients back, as that of `experts` gives results."""
@@ -97,7 +109,7 @@ class PeerExchange:
             return run_experts_backward(self, inputs)
         size = num_tokens * (2 * h + 4 * top_k)
         both = self._choices.new_empty(size, dtype=torch.uint8)
-        launch_combining_gradients(inputs, self._combine(), both)
+        launch_combining_gradients(inputs, self._combine(), self._turn, both)
         dx, of_scores = both[: num_tokens * 2 * h], both[num_tokens * 2 * h :]
         of_scores = of_scores.view(torch.float32).view(num_tokens, top_k)
         return dx.view(torch.bfloat16).view(num_tokens, h), of_scores
@@ -111,10 +123,6 @@ class PeerExchange:
         y, of_choices = self._take_back(rows, of_scores)
         assert of_choices is not None
         return y, of_choices
-
-    def release(self) -> None:
-        if self._sizes.max_tokens > 0:
-            self._give_back(None, None, None, None)
 
     def keep_choices(self) -> None:
         """Own the choices, which the group's memory holds until the next dispatch."""
@@ -130,12 +138,11 @@ class PeerExchange:
         if of_scores is not None:
             of_scores = of_scores.contiguous()
             y_of_scores = of_scores.new_empty(self._choices.shape)
-        self._give_back(rows.contiguous(), of_scores, y, y_of_scores)
+        if self._number != self._group.last_turn:  # which ranks each token reaches was overwritten
+            self._push(y[:, :0], None, None)
+        given = rows.contiguous(), self.ids, of_scores, y, y_of_scores
+        give_back(self._group.memory, self._place, self._sizes, self._turn, *given)
         return y, y_of_scores
-
-    def _give_back(self, rows: Any, of_scores: Any, y: Any, y_of_scores: Any) -> None:
-        given = rows, self.ids, of_scores, y, y_of_scores
-        give_back(self._group.memory, self._place, self._sizes, *given)
 
     def _combine(self) -> CombineAndGiveBack:
         memory, num_tokens = self._group.memory, len(self._choices)
@@ -148,8 +155,8 @@ class PeerExchange:
 
 
 def _signature_of(call: Call, num_tokens: list[int]) -> int:
-    """What all ranks must be at when they meet: the layer, the phase, how many tokens each has."""
+    """What all ranks must be at when they meet: the layer, the phase, which tokens each has."""
     mixed: Any = 0
-    for x in (call.phase, call.layer, call.top_k, call.hidden_size, *num_tokens):
+    for x in (call.phase, call.layer, call.top_k, call.hidden_size, call.dtype, *num_tokens):
         mixed = (mixed * 1_000_003 + x + 1) % (2**32 - 5)
     return int(mixed)

@@ -48,7 +48,7 @@ class PushArguments(ctypes.Structure):
 
     _fields_ = fields(
         (_Ranks, "ranks"),
-        (c_uint64, "signature"),
+        (c_uint64, "turn"),
         (_Choices, "choices"),
         (_Tokens, "tokens"),
         (c_float, "min_amax"),
@@ -82,6 +82,7 @@ class GiveBackArguments(ctypes.Structure):
 
     _fields_ = fields(
         (_Ranks, "ranks"),
+        (c_uint64, "turn"),
         (_Results, "results"),
         (_Rows, "rows"),
         (_Sums, "sums"),
@@ -142,8 +143,8 @@ def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
 
 _PUSHING_CTAS = 8  # that an SM has room for
 
-# The addresses of a push, in this order; the signature counts as one.
-_X, _IDS, _SCORES, _STATE, _SIGNATURE = map(Source, range(5))
+# The addresses of a push, in this order; the turn counts as one.
+_X, _IDS, _SCORES, _STATE, _TURN = map(Source, range(5))
 
 
 def push(
@@ -151,7 +152,7 @@ def push(
     place: Place,
     sizes: Sizes,
     received: Received,
-    signature: int,
+    turn: int,
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor | None,
@@ -160,7 +161,10 @@ def push(
     """Push tokens [T, H] on the current stream, and wait there for those of the other ranks.
 
     Args:
-        x: [T, H], columns lie side by side. ids: int32 or int64 [T, k], contiguous.
+        turn: what begins: the signature, below 2^32 - 1, which must be that of all ranks, plus
+            2^32 times a number that tells this rank's turns of several streams apart.
+        x: [T, H], columns lie side by side; or [T, 0], for a turn that only brings results back.
+        ids: int32 or int64 [T, k], contiguous.
         scores: fp32 [T, k], contiguous, which go with the ids to all slots of all ranks; or None.
         min_amax: tokens travel as codes, quantized with that; None: as they are.
     """
@@ -173,7 +177,7 @@ def push(
 
     def prepare() -> Launch:
         at, word = memory.receiving_at, x.element_size()
-        num_tokens, h, top_k = len(x), sizes.hidden_size, sizes.top_k
+        (num_tokens, h), top_k = x.shape, sizes.top_k
         given_back = _given_back(place, sizes)
         pitch = x.stride(0) * word if num_tokens > 1 else h * word
         arguments = PushArguments(
@@ -202,7 +206,7 @@ def push(
             ),
             min_amax=min_amax or 0.0,
         )
-        found = pointers(PushArguments, signature=_SIGNATURE)
+        found = pointers(PushArguments, turn=_TURN)
         found += pointers(_Ranks, at=PushArguments.ranks.offset, state=_STATE)
         found += pointers(
             _Choices,
@@ -225,7 +229,7 @@ def push(
         return _launch(kernel, arguments, found, device_index, grid)
 
     addresses = _addresses(x, ids, scores, memory.state)
-    prepared(key, prepare).on(x.get_device(), (*addresses, signature))
+    prepared(key, prepare).on(x.get_device(), (*addresses, turn))
 
 
 # ---- Giving back ----
@@ -236,63 +240,66 @@ _SHARE_PUSHING = 0.5  # of these
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
 _MOST_PIECES = 2  # of a warp in an item
 _WORKERS = 8  # warps of a CTA that push and sum; one more directs them
-_Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE = map(Source, range(6))
+_Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE, _OWN_TURN = map(Source, range(7))
 
 
 def give_back(
     memory: PeerMemory,
     place: Place,
     sizes: Sizes,
-    y: torch.Tensor | None,
+    turn: int,
+    y: torch.Tensor,
     ids: torch.Tensor,
     of_choices: torch.Tensor | None,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     out_of_choices: torch.Tensor | None,
 ) -> None:
     """Give results back on the current stream, and sum there what all ranks give.
 
     Args:
-        y: bf16 [P M, H], contiguous: the rows of slots; those without an expert here stay. None:
-            nothing is given back, but all ranks know that what they pushed has been read.
+        turn: the one that `push` began.
+        y: bf16 [P M, H], contiguous: the rows of slots; those without an expert here stay.
         ids: int32 [P M, k], contiguous: the choices of all slots.
         of_choices: fp32 [P M, k], contiguous, or None.
-        out, out_of_choices: bf16 [T, H] and fp32 [T, k] for the sums, contiguous, as far as there
-            are `y` and `of_choices`.
+        out: bf16 [T, H] for the sums of y, contiguous.
+        out_of_choices: fp32 [T, k] for those of `of_choices`, contiguous, or None.
     """
-    num_tokens = 0 if out is None else len(out)
+    num_tokens = len(out)
     key = (
         "give_back",
-        (y is None, of_choices is None, 0 if y is None else y.data_ptr() % 16, ids.get_device()),
+        (of_choices is None, y.data_ptr() % 16, ids.get_device()),
         (place, sizes, num_tokens, memory.receiving),
     )
 
     def prepare() -> Launch:
         row_bytes, has_scores = sizes.hidden_size * 2, of_choices is not None
-        unit = _unit_of(0 if y is None else y.data_ptr(), row_bytes)
+        unit = _unit_of(y.data_ptr(), row_bytes)
         arguments = _give_back_arguments(memory.returning_at, place, sizes, num_tokens, unit)
         first, end = (
             r * sizes.num_experts // place.num_ranks for r in (place.rank, place.rank + 1)
         )
         arguments.results = _Results(first_expert=first, num_experts=end - first)
-        found = pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
+        found = pointers(GiveBackArguments, turn=_OWN_TURN)
+        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
         found += pointers(
             _Results,
             at=GiveBackArguments.results.offset,
-            y=None if y is None else _Y,
+            y=_Y,
             ids=_SLOT_IDS,
             of_choices=_OF_CHOICES if has_scores else None,
         )
         found += pointers(
             _Sums,
             at=GiveBackArguments.sums.offset,
-            y=None if out is None else _OUT,
+            y=_OUT,
             y_of_choices=_OUT_OF_CHOICES if has_scores else None,
         )
-        given = arguments, found, ids.get_device(), place, None if y is None else sizes
-        return _launch_giving(give_back_kernel_of(unit), *given)
+        return _launch_giving(
+            give_back_kernel_of(unit), arguments, found, ids.get_device(), place, sizes
+        )
 
-    given = y, ids, of_choices, out, out_of_choices, memory.state
-    prepared(key, prepare).on(ids.get_device(), _addresses(*given))
+    addresses = _addresses(y, ids, of_choices, out, out_of_choices, memory.state)
+    prepared(key, prepare).on(ids.get_device(), (*addresses, turn))
 
 
 def _given_back(place: Place, sizes: Sizes) -> GivenBack:
@@ -350,14 +357,11 @@ def _launch_giving(
     found: list[Pointer],
     device_index: int,
     place: Place,
-    sizes: Sizes | None,
+    sizes: Sizes,
 ) -> Launch:
-    """As many CTAs as run at once: some push first, the others sum. sizes: None: there is nothing
-    to give back."""
+    """As many CTAs as run at once: some push first, the others sum."""
     most = current_driver().num_sms(device_index) * _CTAS_OF_SM
-    order = Order(num_chunks=1, num_pushes=1, num_sums=1, pieces_of_warp=1, num_pushing=1)
-    if sizes is not None:
-        order = order_of(place, sizes, arguments.num_pieces.value, most)
+    order = order_of(place, sizes, arguments.num_pieces.value, most)
     num_pushes, num_sums = (order.num_chunks * n for n in (order.num_pushes, order.num_sums))
     if num_pushes > order.num_pushing:
         grid = min(most, order.num_pushing + num_sums)
@@ -372,7 +376,8 @@ class CombineAndGiveBack(NamedTuple):
     """What stands for `prepare_combine` where results are given back at once, and summed.
 
     The result is bf16 [T, H]; behind it, where there is something of choices, fp32 [T, k]. Without,
-    weights are the scores that have come with tokens; else they are of this rank's own.
+    weights are the scores that have come with tokens; else they are of this rank's own. The word of
+    a call is the turn that it ends.
 
     num_tokens: T. returning_at, state: of the group's `PeerMemory`.
     """
@@ -409,6 +414,7 @@ class CombineAndGiveBack(NamedTuple):
             token_to_row=sources.token_to_row,
             weights=sources.weights,
         )
+        found += pointers(GiveBackArguments, turn=sources.word)
         behind = None
         if sources.of_choices is not None:
             behind = sources.out._replace(plus=self.num_tokens * hidden_size * 2)

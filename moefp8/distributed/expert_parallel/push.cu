@@ -47,7 +47,7 @@ struct Tokens {
 
 struct Arguments {
   Ranks ranks;
-  uint64_t signature;  // what all ranks must be at
+  uint64_t turn;  // that it begins
   Choices choices;
   Tokens tokens;
   float min_amax;  // a block's largest magnitude counts as at least this
@@ -55,9 +55,9 @@ struct Arguments {
 
 // Every rank gets the choices of all slots of this rank: those without a token are of no one.
 __device__ inline void push_choices(const Arguments& args, const Memories& memories) {
-  const auto& [ranks, signature, choices, tokens, min_amax] = args;
+  const auto& [ranks, turn, choices, tokens, min_amax] = args;
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  if (first == 0) ranks.state->signature = signature;
+  if (first == 0) ranks.state->turn = turn;
   if (choices.are_sent) {
     const uint32_t begin = ranks.rank * choices.max_tokens * choices.top_k;
     for (uint32_t i = first; i < choices.max_tokens * choices.top_k; i += step) {
@@ -84,21 +84,27 @@ __device__ inline void push_choices(const Arguments& args, const Memories& memor
 }
 
 // The last CTA that has pushed tells the other ranks, and waits for each of them. All threads call it.
-__device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64_t signature) {
+__device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64_t turn) {
   __shared__ bool is_last_cta;
   State& state = *ranks.state;
   __syncthreads();
   if (threadIdx.x == 0) is_last_cta = is_last(state, 0, gridDim.x);
   __syncthreads();
   if (!is_last_cta) return;
-  const uint64_t value = next_value(state, Push::kTokens, signature);
-  if (threadIdx.x < ranks.num_ranks && threadIdx.x != ranks.rank) {
+  const uint64_t value = next_value(state, Push::kTokens, turn);
+  if (threadIdx.x == ranks.rank) {
+    check_turn(ranks, turn, newest_turn(state));
+  } else if (threadIdx.x < ranks.num_ranks) {
     tell(words(memories.of[threadIdx.x], 0) + ranks.rank, value);
     wait_for_rank(ranks, memories, 0, threadIdx.x, value);
   }
   __syncthreads();
   let_next_kernel_start();  // not before: while this waits, SMs are free for what the others wait for
-  if (threadIdx.x == 0) ++state.counts[static_cast<int>(Push::kTokens)];
+  if (threadIdx.x == 0) {
+    uint64_t& count = state.counts[static_cast<int>(Push::kTokens)];
+    state.counts[static_cast<int>(Push::kResults)] = count;  // a turn that was open has ended
+    ++count;
+  }
 }
 
 // rows[slot], scales[slot] = quantize_1x128(x[t]) in the memory of each rank that has an expert of token t.
@@ -107,13 +113,13 @@ __device__ inline void meet(const Ranks& ranks, const Memories& memories, uint64
 // Alignment: rows and row_pitch of 16 B; vectorized if x and its pitch are too and H is one of 8; else any.
 template <Input kInput, bool kVectorized>
 __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__ Arguments args) {
-  const auto& [ranks, signature, choices, tokens, min_amax] = args;
+  const auto& [ranks, turn, choices, tokens, min_amax] = args;
   const uint32_t column = threadIdx.x % kLanes * kColumns;
   const uint32_t num_blocks = choices.num_tokens * tokens.num_k_blocks, step = gridDim.x * blockDim.x / kLanes;
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
-  push_choices(args, memories);
+  const bool ends_turn = is_open(*ranks.state);
   struct Held {
     uint32_t token, k_block, width;
     Floats<kInput> share;
@@ -128,8 +134,11 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
   };
   uint32_t index = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   constexpr uint32_t kInWarp = kWarp / kLanes;
+  Held next;
+  if (num_blocks > 0) next = load(index);  // beside what tells whether a turn is open
+  if (ends_turn) end_turn(ranks, memories);
+  push_choices(args, memories);
   if (num_blocks > 0) {
-    Held next = load(index);
 #pragma unroll 1
     for (; index / kInWarp * kInWarp < num_blocks; index += step) {  // the same for all blocks of a warp
       const Held held = next;
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(256) push_codes_kernel(const __grid_constant__
       }
     }
   }
-  meet(ranks, memories, signature);
+  meet(ranks, memories, turn);
 }
 
 constexpr int kAtOnce = 4;  // units of a thread that are in flight together
@@ -179,12 +188,13 @@ struct Piece {
 // Alignment: that of Unit, for all rows and their length.
 template <class Unit>
 __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ Arguments args) {
-  const auto& [ranks, signature, choices, tokens, min_amax] = args;
+  const auto& [ranks, turn, choices, tokens, min_amax] = args;
   const uint32_t num_units = tokens.row_bytes / sizeof(Unit), num_pieces = ceil_div(num_units, Piece<Unit>::kUnits);
   const uint32_t warps = gridDim.x * blockDim.x / kWarp, end = choices.num_tokens * num_pieces;
   __shared__ Memories memories;
   memories.load(ranks);
   wait_for_previous_kernel();
+  if (is_open(*ranks.state)) end_turn(ranks, memories);
   push_choices(args, memories);
 #pragma unroll 1
   for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; i < end; i += warps) {
@@ -198,5 +208,5 @@ __global__ void __launch_bounds__(256) push_rows_kernel(const __grid_constant__ 
       piece.store(memories.of[__ffs(bits) - 1] + tokens.rows + slot * tokens.row_pitch, first, num_units);
     }
   }
-  meet(ranks, memories, signature);
+  meet(ranks, memories, turn);
 }

@@ -5,6 +5,7 @@ They return what was raised as its text, as `tests.distributed.ranks` does.
 
 import copy
 import gc
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,57 @@ def forward_and(then: str, kind: Kind, tokens: Tokens) -> Any:
     if then == "backward":
         return told(lambda: y.backward(tokens.grad))
     return told(lambda: experts(x, tokens.ids, tokens.scores))
+
+
+def calls_with(kind: Kind, x: Any, ids: Any, scores: Any, addend: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        return parallel(kind)(x, ids, scores, addend=addend)
+
+
+def backward_of(what: str, kind: Kind, tokens: Tokens) -> Any:
+    """A backward whose gradients are those of weights alone, or of all; and another right call."""
+    experts, x = parallel(kind), tokens.x.clone().requires_grad_()
+    weights = [z.requires_grad_() for z in experts.parameters()]
+    y = experts(x, tokens.ids, tokens.scores)
+    inputs = weights if what == "weights" else [x, *weights]
+    found = told(lambda: torch.autograd.grad(y, inputs, tokens.grad))
+    if isinstance(found, str):
+        return found
+    return told(lambda: run_parallel(kind, tokens).y)
+
+
+def made_with(**options: Any) -> Any:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    return told(lambda: bool(ExpertParallel(whole(Kind()), group, **options)))
+
+
+def made_alike_or_not(rank: int) -> list[Any]:
+    seconds = timedelta(seconds=10 + rank)
+    return [
+        made_with(transport=("peers", "collective")[rank]),
+        made_with(transport=("auto", None)[rank]),
+        made_with(timeout=seconds),
+    ]
+
+
+def forks(kind: Kind, tokens: Tokens, has_child: bool) -> Any:
+    """A child calls the layer, and both of a group of its own and of the other rank's go on.
+
+    What the child was told, and what this rank's next call gives.
+    """
+    experts, said = parallel(kind), b""
+    run(experts, tokens, with_gradients=False)
+    if has_child:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            error = told(lambda: run(experts, tokens, with_gradients=False))
+            os.write(write, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(read, 10_000)
+    with torch.no_grad():
+        return said.decode(), told(lambda: run(experts, tokens, with_gradients=False).y)
 
 
 def asks_for_weights(kind: Kind, tokens: Tokens, asks: bool) -> Any:

@@ -26,6 +26,7 @@ from tests.distributed.expert_parallel.peers_cases import GUARD, HostMemories
 
 BF16 = torch.bfloat16
 SIGNATURE = 2**32 - 6
+NO_RESULTS = 2**32 - 1  # in place of a signature, where a turn ends without results
 UNTOUCHED = -77
 
 
@@ -75,7 +76,11 @@ class Host:
         self.expected = [x.clone() for x in self.memories.bytes_of]
         self.reached: list[list[set[int]]] = []
         self.scores: list[torch.Tensor] = []
-        self.num_pushed, self.num_given_back, self.signature = 0, 0, 0
+        self.num_pushed, self.num_given_back, self.turn = 0, 0, 0
+
+    @property
+    def signature(self) -> int:
+        return self.turn % 2**32
 
     def place(self, rank: int) -> Place:
         return Place(rank, self.num_ranks, 10**6)
@@ -88,24 +93,23 @@ class Host:
         length = (1 + MAX_CHUNKS) * MAX_RANKS * 8
         return self.memory(rank).tensor[:length].view(torch.int64).view(-1, MAX_RANKS)
 
-    def launch(self, rank: int, which: slice, value: int, launch: Callable[[int], None]) -> None:
-        """Launch where all others have told `value` in words `which`."""
+    def launch(self, rank: int, told: dict[int, int], launch: Callable[[int], None]) -> None:
+        """Launch where all others have told these values, by word."""
         words, others = self.words(rank), [r for r in range(self.num_ranks) if r != rank]
         before = words.clone()
-        words[which, others] = value
+        for word, value in told.items():
+            words[word, others] = value
         launch(rank)
         words[:, others] = before[:, others]
 
-    def check(self, which: slice, value: int) -> None:
-        """Every rank has told all others `value`, and written what was expected of it."""
+    def check(self, told: dict[int, int]) -> None:
+        """Every rank has told all others these values, and written what was expected of it."""
         for rank in range(self.num_ranks):
-            for word, other in itertools.product(
-                range(*which.indices(1 + MAX_CHUNKS)), range(self.num_ranks)
-            ):
+            for (word, value), other in itertools.product(told.items(), range(self.num_ranks)):
                 if other != rank:
                     put(self.expected[rank], (word * MAX_RANKS + other) * 8, torch.tensor([value]))
             memory = self.memory(rank)
-            state = [self.num_pushed, self.num_given_back, self.signature]
+            state = [self.num_pushed, self.num_given_back, self.turn]
             assert memory.state[:4].tolist() == [*state, memory.error.data_ptr()]
             assert not memory.state[4 + MAX_RANKS :].any()  # counters are as before
             assert memory.error.tolist() == [0] * 4
@@ -122,7 +126,7 @@ class Host:
     ) -> None:
         case, received, at = self.case, self.received, self.memory(0).receiving_at
         most, top_k, num_experts, h = case.sizes
-        self.signature = SIGNATURE - self.num_pushed
+        self.turn = (self.num_pushed << 32) + SIGNATURE - self.num_pushed
         self.scores = self.scores if scores is None else scores
         chosen = [z.tolist() for z in ids]
         self.reached = [[ranks_of(z, num_experts, self.num_ranks) for z in own] for own in chosen]
@@ -161,17 +165,21 @@ class Host:
 
         def launch(rank: int) -> None:
             given = x[rank], ids[rank], None if scores is None else scores[rank], min_amax
-            of = self.memory(rank), self.place(rank), case.sizes, received, self.signature
+            of = self.memory(rank), self.place(rank), case.sizes, received, self.turn
             peers_launch.push(*of, *given)
             for which, begin, end in padding:  # it may hold anything
                 here = slice(GUARD + begin, GUARD + end)
                 self.expected[which][here] = self.memories.bytes_of[which][here]
 
+        told = {}
+        if self.num_given_back < self.num_pushed:  # the turn before has brought no results
+            self.num_given_back += 1
+            told[1] = self.num_given_back << 32 | NO_RESULTS
         self.num_pushed += 1
-        value, words = self.num_pushed << 32 | self.signature, slice(0, 1)
+        told[0] = self.num_pushed << 32 | self.signature
         for rank in range(self.num_ranks):
-            self.launch(rank, words, value, launch)
-        self.check(words, value)
+            self.launch(rank, told, launch)
+        self.check(told)
 
     def slots_of(self, rank: int) -> slice:
         most = self.case.sizes.max_tokens
@@ -185,19 +193,16 @@ class Host:
 
     # ---- Results ----
 
-    def give_back(
-        self, y: list[torch.Tensor] | None, of_choices: list[torch.Tensor] | None
-    ) -> None:
+    def give_back(self, y: list[torch.Tensor], of_choices: list[torch.Tensor] | None) -> None:
         """y, of_choices: of each rank [P M, H] and [P M, k]."""
         ids = [self.slot_ids(rank).clone() for rank in range(self.num_ranks)]
         for rank, own in enumerate(ids):  # which others may overwrite
             own[self.slots_of(rank)] = UNTOUCHED
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
-            given = None if y is None else y[rank], ids[rank]
             scores = None if of_choices is None else of_choices[rank]
-            of = self.memory(rank), self.place(rank), self.case.sizes
-            peers_launch.give_back(*of, *given, scores, out, out_of_choices)
+            of = self.memory(rank), self.place(rank), self.case.sizes, self.turn
+            peers_launch.give_back(*of, y[rank], ids[rank], scores, out, out_of_choices)
 
         self._return(y, of_choices, launch)
 
@@ -230,13 +235,15 @@ class Host:
                 y_row_pitch=y[rank].stride(0),
                 is_aligned=True,
                 sources=CombineSources(
-                    *map(Source, range(4)), of_choices=Source(4) if has_choices else None
+                    *map(Source, range(4)),
+                    of_choices=Source(5) if has_choices else None,
+                    word=Source(4),
                 ),
                 programmatic=True,
             )
-            given = [y[rank], token_to_row[rank], weights[rank], both]
-            given += [] if of_choices is None else [of_choices[rank]]
-            made.on(-1, tuple(x.data_ptr() for x in given))
+            given = [x.data_ptr() for x in (y[rank], token_to_row[rank], weights[rank], both)]
+            choices = [] if of_choices is None else [of_choices[rank].data_ptr()]
+            made.on(-1, (*given, self.turn, *choices))
             end = len(out) * 2 * h
             out.copy_(both[:end].view(BF16).view_as(out))
             if of_choices is not None:
@@ -247,7 +254,7 @@ class Host:
 
     def _return(
         self,
-        rows: list[torch.Tensor] | None,
+        rows: list[torch.Tensor],
         of_choices: list[torch.Tensor] | None,
         launch: Callable[[int, Any, Any], None],
     ) -> None:
@@ -255,7 +262,7 @@ class Host:
         most, top_k, _, h = self.case.sizes
         at = self.memory(0).returning_at
         given: list[tuple[int, int, int, torch.Tensor]] = []  # from, to, where, what
-        for source, own in enumerate(self.reached if rows is not None else []):
+        for source, own in enumerate(self.reached):
             for (token, reached), rank in itertools.product(enumerate(own), range(self.num_ranks)):
                 if rank not in reached or rank == source:  # its own results do not travel
                     continue
@@ -279,20 +286,14 @@ class Host:
             out = torch.full((num_tokens + 2, h), UNTOUCHED).to(BF16)
             out_of_choices = torch.full((num_tokens + 2, top_k), float(UNTOUCHED))
             wanted = out.clone(), out_of_choices.clone()
-            if rows is not None:
-                wanted[0][1:-1] = self._sum(rank, rows, h).to(BF16)
+            wanted[0][1:-1] = self._sum(rank, rows, h).to(BF16)
             if of_choices is not None:
                 wanted[1][1:-1] = self._sum(rank, of_choices, top_k)
             sums = placed_at_16(out), out_of_choices
             self.launch(
                 rank,
-                slice(1, 1 + MAX_CHUNKS),
-                value,
-                lambda r, z=sums: launch(
-                    r,
-                    None if rows is None else z[0][1:-1],
-                    None if of_choices is None else z[1][1:-1],
-                ),
+                dict.fromkeys(range(1, 1 + MAX_CHUNKS), value),
+                lambda r, z=sums: launch(r, z[0][1:-1], None if of_choices is None else z[1][1:-1]),
             )
             assert torch.equal(sums[0], wanted[0]), rank
             assert torch.equal(sums[1], wanted[1]), rank
@@ -302,7 +303,7 @@ class Host:
             told = [self.words(other)[1:, rank] for other in range(self.num_ranks) if other != rank]
             counts |= {int((words == value).sum()) for words in told}
         (num_chunks,) = counts or {0}
-        self.check(slice(1, 1 + num_chunks), value)
+        self.check(dict.fromkeys(range(1, 1 + num_chunks), value))
 
     def _sum(self, rank: int, of_slots: list[torch.Tensor], width: int) -> torch.Tensor:
         """fp32 [T, width] of what all ranks give for this rank's tokens, in their order."""

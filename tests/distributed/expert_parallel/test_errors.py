@@ -67,7 +67,7 @@ WRONG = {
     "ValueError: ExpertParallel: top_k_index must have 2": {"ids": torch.zeros(4).long()},
     "ValueError: ExpertParallel: top_k_weights must be [T, k]": {"scores": torch.zeros(4, 3)},
     "ValueError: ExpertParallel: top_k_index must be in [0, E]": {"ids": torch.full((4, 2), E + 1)},
-    "AttributeError: ": {"ids": None},
+    "TypeError: ExpertParallel: top_k_index must be a tensor, got NoneType": {"ids": None},
 }
 
 
@@ -103,6 +103,70 @@ def test_as_many_choices_on_each_rank(group):
     assert_all(came, "ValueError: ExpertParallel: all ranks must make the same calls in the same ")
     assert "top_k is 2 on rank 0, 3 on rank 1" in came[0]
     assert_works(group)
+
+
+NOT_A_TENSOR = {"hidden_states": ([0.0], IDS, SCORES), "top_k_weights": (X, IDS, None)}
+
+
+@pytest.mark.parametrize("name", NOT_A_TENSOR)
+def test_what_is_no_tensor_on_one_rank_is_an_error_of_both(group, name):
+    given = NOT_A_TENSOR[name], (X, IDS, SCORES)
+    first, second = group.run(cases.calls_with, [(FROZEN, *x) for x in given])
+    assert first.startswith(f"TypeError: ExpertParallel: {name} must be a tensor, got ")
+    assert second.startswith("RuntimeError: ExpertParallel: forward of layer 0 cannot go on, since")
+    assert_works(group)
+
+
+# What ranks come with, and what they are told.
+NOT_ALIKE = {
+    "dtype is bfloat16 on rank 0, float32 on rank 1": ((X, IDS, SCORES), (X.float(), IDS, SCORES)),
+    "dtype is float16 on rank 0, bfloat16 on rank 1": ((X.half(), IDS, SCORES), (X, IDS, SCORES)),
+    "the device of hidden_states is cpu on rank 0, meta on rank 1": (
+        (X, IDS, SCORES),
+        (X.to("meta"), IDS.to("meta"), SCORES.to("meta")),
+    ),
+    "the device of top_k_index is meta on rank 0, cpu on rank 1": (
+        (X, IDS.to("meta"), SCORES),
+        (X, IDS, SCORES),
+    ),
+    "the device of top_k_weights is cpu on rank 0, meta on rank 1": (
+        (X, IDS, SCORES),
+        (X, IDS, SCORES.to("meta")),
+    ),
+}
+
+
+@pytest.mark.parametrize("says", NOT_ALIKE)
+@pytest.mark.parametrize("kind", [FROZEN, TRAINED], ids=lambda kind: kind.what)
+def test_tokens_of_one_dtype_and_kind_of_device_on_each_rank(group, kind, says):
+    came = group.run(cases.calls_with, [(kind, *x) for x in NOT_ALIKE[says]])
+    assert_all(came, "ValueError: ExpertParallel: all ranks must make the same calls in the same ")
+    assert says in came[0]
+    assert_works(group, kind)
+
+
+def test_tensors_of_two_devices_on_all_ranks(group):
+    came = group.run(cases.calls_with, [(FROZEN, X, IDS.to("meta"), SCORES)] * 2)
+    assert_all(came, "ValueError: ExpertParallel: all tensors must be on one device, got hidden_st")
+    assert_works(group)
+
+
+def test_an_addend_on_another_device(group):
+    given = (FROZEN, X, IDS, SCORES, X.to("meta")), (FROZEN, X, IDS, SCORES)
+    first, second = group.run(cases.calls_with, given)
+    assert first.startswith("ValueError: ExpertParallel: all tensors must be on one device, got ")
+    assert second.startswith("RuntimeError: ExpertParallel: forward of layer 0 cannot go on, since")
+    assert_works(group)
+
+
+def test_all_ranks_ask_for_gradients_of_tokens_or_none_does(group):
+    given = [(what, TRAINED, x) for what, x in zip(("all", "weights"), tokens_of(), strict=True)]
+    first, second = group.run(cases.backward_of, given)
+    says = "phase is gradients of tokens on rank 0, forward on rank 1"
+    assert_all([first, second], "ValueError: ExpertParallel: all ranks must make the same calls")
+    assert says in first
+    assert says in second
+    assert_works(group, TRAINED)
 
 
 def test_layers_come_in_one_order(group):
@@ -183,6 +247,30 @@ def test_layers_that_cannot_be(group):
             assert "mesh must be a DeviceMesh of one dimension" in came[name]
         assert came["adapters"].startswith("ValueError: shard: the model must have no adapters")
     assert_works(group)
+
+
+def test_ranks_make_a_layer_with_one_timeout_and_transport(group):
+    came = group.run(cases.made_alike_or_not, [(0,), (1,)])
+    for rank, (transport, same, timeout) in enumerate(came):
+        message = "ValueError: ExpertParallel: all ranks must make their layers with one "
+        other = "but rank 1 has another than rank 0, and this rank has "
+        mine = ("'peers'", "'collective'")[rank]
+        assert transport == f"{message}transport, {other}{mine}"
+        assert same is True
+        assert timeout == f"{message}timeout, {other}0:00:1{rank}"
+    assert_works(group)
+
+
+def test_a_child_of_a_rank_is_told_that_it_is_no_rank(group):
+    """It writes nothing: the ranks go on as if there were none."""
+    tokens = tokens_of()
+    each = [(FROZEN, x, rank == 0) for rank, x in enumerate(tokens)]
+    came = group.run(cases.forks, each)
+    wanted = expected(FROZEN, tokens, with_gradients=False)
+    for (said, y), theirs, has_child in zip(came, wanted, (True, False), strict=True):
+        assert said.startswith("RuntimeError: ExpertParallel: forward of layer 0 was ") == has_child
+        assert ("in a process that a rank has forked" in said) == has_child
+        assert torch.equal(y, theirs.y)
 
 
 def test_a_copy_is_a_layer_of_its_own(group):

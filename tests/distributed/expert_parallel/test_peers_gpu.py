@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from moefp8.distributed import ExpertParallel
 from tests.distributed.expert_parallel.cases import (
@@ -29,7 +33,7 @@ from tests.distributed.expert_parallel.cases import (
     whole,
 )
 from tests.distributed.expert_parallel.looping_rank import SECONDS
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import PATIENCE_S, Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, slow
 
 pytestmark = NEEDS_GPU
@@ -122,6 +126,159 @@ def insists_on_peers(may_share: bool, kind: Kind, tokens: Tokens) -> None:
     experts(*moved(tokens, "cuda")[:3])
 
 
+class Late(TorchDispatchMode):
+    """The GPU pauses before each copy: so between a push of tokens and where they are read.
+
+    In a capture, so does each replay.
+    """
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            torch.cuda._sleep(40_000_000)  # some 20 ms
+        return op(*args, **(kwargs or {}))
+
+
+def late(is_late: bool) -> Any:
+    return Late() if is_late else nullcontext()
+
+
+def gradients(way: str, kind: Kind, tokens: Tokens) -> list[torch.Tensor]:
+    """Of a residual block, twice in a row."""
+    experts, found = parallel(kind).to("cuda"), []
+    weights = [w for w in experts.parameters() if w.requires_grad]
+    x, ids, scores, _, grad = moved(tokens, "cuda")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x + experts(x, ids, scores)
+
+    for _ in range(2):
+        own = x.clone().requires_grad_()
+        y = checkpoint(block, own, use_reentrant=False) if way == "checkpoint" else block(own)
+        inputs = weights if way == "weights" else [own, *weights]
+        found += [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+    torch.cuda.synchronize()
+    return [z.cpu() for z in found]
+
+
+def late_gradients(way: str, is_late: bool, kind: Kind, tokens: Tokens) -> list[bool]:
+    """Whether they have the bits of a run in which nobody is late."""
+    gradients(way, kind, tokens)
+    wanted = gradients(way, kind, tokens)
+    with late(is_late):
+        came = gradients(way, kind, tokens)
+    return [torch.equal(x, y) for x, y in zip(came, wanted, strict=True)]
+
+
+def replayed_gradients(is_late: bool, kind: Kind, tokens: list[Tokens]) -> list[bool]:
+    """Whether a graph gives those of weights, though nobody asks for those of tokens.
+
+    Then eager ones again.
+    """
+    experts, given = parallel(kind).to("cuda"), [moved(z, "cuda") for z in tokens]
+    weights = [w for w in experts.parameters() if w.requires_grad]
+    x, ids, scores, grad = (z.clone() for z in given[0] if z is not None)
+    x.requires_grad_()
+
+    def compute() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(experts(x, ids, scores), weights, grad))
+
+    def take(z: Tokens) -> None:
+        with torch.no_grad():
+            for own, new in zip((x, ids, scores, grad), (*z[:3], z.grad), strict=True):
+                own.copy_(new)
+
+    wanted = []
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for z in given:
+            take(z)
+            wanted.append(compute())
+    torch.cuda.synchronize()
+    graph, same = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph), late(is_late):
+        out = compute()
+    for z, of_z in zip(given, wanted, strict=True):
+        take(z)
+        graph.replay()
+        same += [torch.equal(a, b) for a, b in zip(out, of_z, strict=True)]
+    same += [torch.equal(a, b) for a, b in zip(compute(), wanted[-1], strict=True)]
+    return same
+
+
+def on_two_streams(kinds: list[Kind], tokens: list[Tokens], is_captured: bool) -> list[bool]:
+    """Whether layers that run side by side give what they give one after the other."""
+    layers = [parallel(kind).to("cuda") for kind in kinds]
+    given = [moved(z, "cuda")[:3] for z in tokens]
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()
+    main.wait_stream(torch.cuda.current_stream())
+
+    def both() -> list[torch.Tensor]:
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            first = layers[0](*given[0])
+        second = layers[1](*given[1])
+        here.wait_stream(side)
+        return [first, second]
+
+    with torch.no_grad(), torch.cuda.stream(main):
+        wanted = [layer(*z) for layer, z in zip(layers, given, strict=True)]
+        run, came = both, []
+        if is_captured:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                outputs = both()
+
+            def run() -> list[torch.Tensor]:
+                graph.replay()
+                return [y.clone() for y in outputs]
+
+        for number in range(8):
+            if number % dist.get_world_size() == dist.get_rank():
+                torch.cuda._sleep(1_000_000)
+            came += run()
+        torch.cuda.synchronize()
+    return [torch.equal(y, wanted[i % 2]) for i, y in enumerate(came)]
+
+
+def replays_on_two_streams(kind: Kind, tokens: Tokens) -> None:
+    """Of two graphs of a layer, the first of which pauses between its push and what reads it."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    layer = ExpertParallel(whole(kind).cuda(), group, transport="peers")
+    given, graphs = moved(tokens, "cuda")[:3], []
+    for number in range(2):
+        with torch.no_grad():
+            layer(*given)
+            torch.cuda.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]), late(number == 0):
+                layer(*given)
+    for graph in graphs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.replay()
+    torch.cuda.synchronize()
+
+
+def replays_after_growth(kind: Kind, few: Tokens, many: Tokens) -> list[bool]:
+    """Whether a graph gives the same when the group has other memory, and eager calls do."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    layer = ExpertParallel(whole(kind).cuda(), group, transport="peers")
+    given = moved(few, "cuda")[:3]
+    graph, y = captured(layer, given)
+    graph.replay()
+    wanted, same = y.clone(), []
+    with torch.no_grad():
+        for _ in range(2):
+            layer(*moved(many, "cuda")[:3])
+            filled = [torch.full((1 << 20,), 0xFF, dtype=torch.uint8).cuda() for _ in range(8)]
+            graph.replay()
+            same += [torch.equal(y, wanted), torch.equal(layer(*given), wanted)]
+            del filled
+    return same
+
+
 # ---- What all of them give ----
 
 
@@ -178,6 +335,48 @@ def test_one_graph_serves_every_routing(group):
     assert_results(group, replays, kind, tokens)
 
 
+@with_ranks(2)
+@pytest.mark.parametrize("way", ["all", "weights", "checkpoint"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_late_rank_was_sent_is_there_until_it_is_read(group, way, rank):
+    """Forward and backward; autograd may leave the turn of a push open."""
+    kind = KINDS["trained"]
+    each = [(way, i == rank, kind, z) for i, z in enumerate(draw(kind, (200, 150), 3, 0))]
+    for same in group.run(late_gradients, each):
+        assert all(same), same
+
+
+@with_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_graph_may_leave_a_turn_open(group, rank):
+    kind = KINDS["trained"]
+    tokens = [draw(kind, (200, 150), 3, i) for i in range(3)]
+    each = zip(
+        (rank == 0, rank == 1), (kind, kind), map(list, zip(*tokens, strict=True)), strict=True
+    )
+    for same in group.run(replayed_gradients, list(each)):
+        assert all(same), same
+
+
+@with_ranks(1, 2)
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "one graph"])
+def test_layers_on_two_streams_follow_one_another(group, is_captured):
+    kinds = [KINDS["frozen"], KINDS["in codes"]]
+    num_ranks = len(group.pipes)
+    tokens = [draw(kind, [900 + 10 * i] * num_ranks, 3, i) for i, kind in enumerate(kinds)]
+    each = [(kinds, list(of_rank), is_captured) for of_rank in zip(*tokens, strict=True)]
+    for same in group.run(on_two_streams, each):
+        assert all(same), same
+
+
+@with_ranks(2)
+def test_a_graph_keeps_the_memory_that_it_was_captured_with(group):
+    kind = KINDS["frozen"]
+    each = zip([kind] * 2, draw(kind, (5, 3), 3, 0), draw(kind, (9000, 9), 3, 1), strict=True)
+    for same in group.run(replays_after_growth, list(each)):
+        assert all(same), same
+
+
 def assert_results(
     group: Ranks, function: Callable[..., object], kind: Kind, tokens: list[list[Tokens]]
 ) -> None:
@@ -190,6 +389,15 @@ def assert_results(
 
 
 # ---- What goes wrong ----
+
+
+def assert_said(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank writes this to stderr soon."""
+    said, end = "", time.monotonic() + PATIENCE_S
+    while text not in said and time.monotonic() < end:
+        time.sleep(0.1)
+        said += capfd.readouterr().err
+    assert text in said
 
 
 # When both trap, on one GPU, the driver tells one, and the other synchronizes for good.
@@ -205,17 +413,23 @@ def test_a_rank_that_does_not_come_is_an_error(other, says, tmp_path, monkeypatc
     """In processes of their own, since all work on the GPU is ended."""
     monkeypatch.setenv(MAY_SHARE, "1")
     kind = KINDS["frozen"]
-    tokens, said = draw(kind, [3, 5], 2, 0), ""
+    tokens = draw(kind, [3, 5], 2, 0)
     with ranks(2, tmp_path, "nccl") as group:
         group.run(run_parallel, [(kind, z, False, "cuda") for z in tokens])  # kernels are loaded
         each = zip((0, other), (kind, kind), tokens, strict=True)
         first, _ = group.run(replays_the_graph_of, list(each))
         assert "AcceleratorError" in first
-        end = time.monotonic() + 5
-        while says not in said and time.monotonic() < end:
-            time.sleep(0.1)
-            said += capfd.readouterr().err
-    assert says in said
+        assert_said(says, capfd)
+
+
+@pytest.mark.slow
+def test_replays_that_overlap_are_an_error(tmp_path, capfd):
+    """In a process of its own, since all work on the GPU is ended."""
+    kind = KINDS["trained"]
+    with ranks(1, tmp_path, "nccl") as group:
+        (came,) = group.run(replays_on_two_streams, [(kind, *draw(kind, [64], 2, 0))])
+        assert "AcceleratorError" in came
+        assert_said("rank 0 runs two exchanges of a group at once", capfd)
 
 
 @pytest.mark.slow

@@ -230,30 +230,28 @@ def test_results_go_back_by_items(gpu, most, h, offset, unit):
     memory, ids = HostMemories(2, 0, back.size).of[1], torch.zeros(2 * most, 2).int()
     y = placed(2 * most, h, torch.bfloat16, h, offset)
     out = torch.empty(most, h, dtype=torch.bfloat16)
-    for rows, sums in ((y, out), (None, None)):
-        peers_launch.give_back(memory, PLACE, of, rows, ids, None, sums, None)
-    one, none = gpu.launched
+    peers_launch.give_back(memory, PLACE, of, 5, y, ids, None, out, None)
+    (one,) = gpu.launched
     grid = grid_of(one.arguments.order, 30)  # three of each SM
     assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 288)
     assert (one.arguments.num_tokens, one.arguments.max_tokens) == (most, most)
-    assert (none.grid, none.block, none.arguments.results.y) == (1, 288, None)
 
 
 @pytest.mark.parametrize(("most", "h"), [(3, 8), (64, 256), (4000, 256)])
 def test_sums_go_back_by_units_of_eight_columns(gpu, most, h):
     combine = CombineAndGiveBack(PLACE, Sizes(most, 3, 8, h), 2, 8192, 80)
     weights = torch.zeros(2 * most, 3)
-    sources = CombineSources(*map(Source, range(4)))
+    sources = CombineSources(*map(Source, range(4)), word=Source(4))
     launch = combine.prepare(
         weights, h, y_row_pitch=h + 8, is_aligned=True, sources=sources, programmatic=True
     )
-    launch.on(-1, (16, 32, 48, 64))
+    launch.on(-1, (16, 32, 48, 64, 2**40 + 5))
     (made,) = gpu.launched
     x = made.arguments
     grid = grid_of(x.order, 30)  # three of each SM
     assert (made.kernel, made.grid, made.block) == (COMBINE_AND_GIVE_BACK, grid, 288)
     assert (x.rows.y, x.rows.token_to_row, x.rows.weights) == (16, 32, 48)
-    assert (x.sums.y, x.ranks.state) == (64, 80)
+    assert (x.sums.y, x.ranks.state, x.turn) == (64, 80, 2**40 + 5)
     assert x.sums.scores == 8192 + GivenBack.of(2, most, h, 3).scores
     assert (x.rows.y_row_bytes, x.num_units) == (2 * h + 16, h // 8)
     assert x.num_pieces.value == -(-h // 256)

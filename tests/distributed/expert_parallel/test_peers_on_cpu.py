@@ -136,7 +136,7 @@ def test_sums_go_back_to_where_tokens_came_from(name, has_scores):
 
 
 def test_exchanges_follow_one_another():
-    """As forward and backward of frozen experts do, a forward without tokens, and again."""
+    """As forward and backward of frozen experts do; then one that no results answer, and again."""
     case = CASES["uneven experts"]
     host = Host(case, case.hidden_size)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_exchanges_follow_one_another():
         host.push(x, ids, None, 2.0**-60)
         host.give_back(y, of_choices)
         host.push(x, ids, scores, 1e-4)
-        host.give_back(None, None)
+        host.push(x, ids, None, 1e-4)
 
 
 def test_codes_of_what_is_no_number():
@@ -213,7 +213,7 @@ def test_what_is_wrong_is_written_down(word, told, error):
         y, of_choices = (z[0] for z in results_of(case))
         out = torch.empty(case.tokens[0], case.hidden_size, dtype=BF16)
         sums = out, torch.empty(case.tokens[0], case.top_k)
-        ids = host.slot_ids(0).clone()
-        peers_launch.give_back(memory, place, case.sizes, y, ids, of_choices, *sums)
+        given = y, host.slot_ids(0).clone(), of_choices, *sums
+        peers_launch.give_back(memory, place, case.sizes, SIGNATURE, *given)
     assert memory.error.tolist() == error
     assert host.words(1)[word, 0].item() == 1 << 32 | SIGNATURE

@@ -4,14 +4,18 @@ Push and give back are the kernels' own text; a stand-in does what all others wo
 those that the sanitizer runs on a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from moefp8.distributed.expert_parallel.experts import ParallelExperts
+from moefp8.distributed.expert_parallel.local import LocalExperts
 from moefp8.kernels import jit
 from moefp8.routing import plan_launch
+from tests.distributed.expert_parallel.local_ranks import group_of_one
 from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, HostGroup, build
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
@@ -66,3 +70,122 @@ def test_a_rank_of_one_gives_the_bits_of_no_group(gpu, launch):
     whole = "frozen" in name and "odd" not in name
     assert ("combine_and_give_back_kernel" in launched) == whole
     assert ("give_back_kernel" in launched) != whole
+
+
+# ---- Turns that autograd leaves open ----
+
+E, H, K, T = 4, 64, 2, 9
+Parts = tuple[ParallelExperts | None, nn.Parameter, torch.Tensor, torch.Tensor]
+
+
+def scaled(
+    scale: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Experts that multiply by a vector of their own; E is nobody's."""
+    of_choices = nn.functional.pad(scale, (0, 0, 0, 1))[ids.long()] * scores[..., None]
+    return (x[:, None].float() * of_choices).sum(1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """A residual block, whose experts are those of `parallel`, or are here if that is None."""
+
+    def __init__(self, parallel: ParallelExperts | None, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.norm = nn.RMSNorm(H)
+        self.scale = nn.Parameter(torch.randn(E, H, generator=generator))
+        self.ids = torch.randint(0, E + 1, (T, K), generator=generator)
+        self.scores = torch.rand(T, K, generator=generator)
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x).bfloat16(), self.ids, self.scores
+        if self.parallel is None:
+            return x + scaled(self.scale, *given)
+        layer = LocalExperts(H, 0, E, lambda *z: scaled(self.scale, *z), [self.scale])
+        return x + self.parallel(layer, *given, None)
+
+
+def plain(blocks: list[Block], x: torch.Tensor) -> torch.Tensor:
+    return blocks[1](blocks[0](x))
+
+
+def checkpointed(blocks: list[Block], x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def with_another(blocks: list[Block], x: torch.Tensor) -> torch.Tensor:
+    """Of what is computed again, the last exchange is that of a layer without a gradient."""
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return blocks[0](x), blocks[1](x.detach())
+
+    return checkpoint(both, x, use_reentrant=False)[0]
+
+
+WAYS = {"plain": plain, "checkpointed": checkpointed, "with another": with_another}
+ASKS: dict[str, Callable[[torch.Tensor, list[Block]], list[torch.Tensor]]] = {
+    "all": lambda x, blocks: [x, *(block.scale for block in blocks)],
+    "weights": lambda x, blocks: [blocks[0].scale],
+    "tokens": lambda x, blocks: [x],
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_right_whatever_autograd_leaves_out(gpu, way, asks):
+    """Again and again, so that each begins where the one before has stopped."""
+    group = group_of_one()
+    blocks = [Block(ParallelExperts(group, E), seed) for seed in range(2)]
+    alone = [Block(None, seed) for seed in range(2)]
+    for _ in range(2):
+        found = [gradients(WAYS[way], ASKS[asks], z) for z in (blocks, alone)]
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
+    assert group.memory.error.tolist() == [0] * 4
+    with torch.no_grad():
+        x = torch.randn(T, H)
+        assert (plain(blocks, x) - plain(alone, x)).norm() <= 2**-7 * plain(alone, x).norm()
+    pushed, given_back, *_ = group.memory.state.tolist()
+    assert pushed == given_back
+
+
+def gradients(
+    way: Callable[[list[Block], torch.Tensor], torch.Tensor],
+    asks: Callable[[torch.Tensor, list[Block]], list[torch.Tensor]],
+    blocks: list[Block],
+) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    x, grad = torch.randn(T, H, requires_grad=True), torch.randn(T, H)
+    inputs = asks(x, blocks)
+    found = torch.autograd.grad(way(blocks, x), inputs, grad, allow_unused=True)
+    return [torch.zeros_like(z) if g is None else g for g, z in zip(found, inputs, strict=True)]
+
+
+def test_turns_that_graphs_hold_are_told_apart(gpu):
+    """Also those of one layer; eager ones are ordered by their hosts."""
+    group, x, turns = group_of_one(), torch.randn(T, H), []
+    block = Block(ParallelExperts(group, E), 0)
+    for gpu.capture in (None, None, 1, 1, 2):
+        block(x)
+        turns.append(group.memory.state[2].item())
+    assert turns[0] == turns[1]
+    assert len(set(turns)) == 4
+    assert len({turn % 2**32 for turn in turns}) == 1  # all ranks are at one layer
+
+
+def test_an_exchange_that_an_exception_ends(gpu):
+    group = group_of_one()
+    block, alone = Block(ParallelExperts(group, E), 0), Block(None, 0)
+    x = torch.randn(T, H)
+
+    def fails(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            block.parallel(LocalExperts(H, 0, E, fails), x, block.ids, block.scores, None)
+        assert (block(x) - alone(x)).norm() <= 2**-7 * alone(x).norm()
+    assert group.memory.error.tolist() == [0] * 4
