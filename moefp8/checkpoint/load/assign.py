@@ -7,10 +7,10 @@ import torch
 
 from ...kernels import E4M3, num_blocks
 from ..errors import raise_if_any
-from ..files.config import block_problem, is_leftover
+from ..files.config import is_leftover, says_separate
 from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
 from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, split_expert, weight_of_scale
-from ..files.source import Source, kept_entries
+from ..files.source import Source, disagreement, kept_entries
 from ..model.slots import Inventory, ModelTensor, Role, Slot
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -77,9 +77,7 @@ class _Matcher:
         """Raise CheckpointError unless all fits; the headline ends with outcome."""
         names = {key: renamed(key, self.rename) for key in entries}
         self.fp8 = {canonical(name) for key, name in names.items() if entries[key].dtype == FP8}
-        weights = filter(None, map(weight_of_scale, names.values()))
-        is_scaled = not self.fp8.isdisjoint(map(canonical, weights))
-        if is_scaled and (problem := block_problem(self.source.config)):
+        if problem := disagreement(self.source, entries.values()):
             self.problems.append(problem)
         for key, name in names.items():
             self._place(entries[key], name)
@@ -168,7 +166,8 @@ class _Matcher:
             )
         if entry.shape != slot.shape:
             return rule
-        if is_cut and self.inventory.is_ambiguous(slot):
+        is_told = says_separate(self.source.config)
+        if is_cut and not is_told and self.inventory.is_ambiguous(slot):
             return (
                 f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
                 f"blocks one after the other or as {num_rows} rows, since there are as many; store "
