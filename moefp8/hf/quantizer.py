@@ -117,8 +117,8 @@ class FP8Quantizer(HfQuantizer):
                     "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
                     f"{', '.join(map(str, files)) or 'none'}"
                 )
-            _refuse_fp8(_fp8_in_pickles(files))
             _refuse_quantized_pickles(files)
+            _refuse_fp8(_fp8_in_pickles(files))
             return
         source = open_shards(files)
         if problem := disagreement(source, source.entries.values()):
