@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
+from ..checkpoint.errors import printable
 from ..checkpoint.files.config import FP8_QUANTIZATION, SEPARATE, format_problem
 from ..layers.conversion.choose import FilterFn, Overrides, Patterns, patterns_of
 
@@ -131,7 +132,14 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
     does not let an `FP8Config` take such a checkpoint over. kwargs are those of AutoConfig. Raises
     ValueError if the checkpoint is not quantized in FP8 blocks of 128x128.
     """
-    config = AutoConfig.from_pretrained(path, **kwargs)
+    try:
+        config = AutoConfig.from_pretrained(path, **kwargs)
+    except (TypeError, AttributeError) as error:  # a key of the file is an argument there
+        told = printable(str(error), 200)
+        raise ValueError(
+            f"pretrained_config: config.json of {path}: transformers cannot read it ({told}); "
+            "fetch the file again"
+        ) from error
     places = config, config.get_text_config(decoder=True)
     said = (getattr(place, "quantization_config", None) for place in places)
     stored = next((x for x in said if x is not None), None)

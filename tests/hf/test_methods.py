@@ -5,19 +5,21 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import moefp8
 from moefp8.checkpoint import inspect_checkpoint, quantize_checkpoint
 from moefp8.hf import pretrained_config
-from tests.checkpoint.cases import refusal
+from tests.checkpoint.cases import assert_same_tensors, refusal
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import fp8_of, saved
 from tests.hf.model_cases import change_config, tensors_of
 
 OURS = {"fp8", "compressed-tensors"}
 KNOWN = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - OURS)
 UNKNOWN = ["modelopt", "modelopt_fp4", "FP8", "fp8_block", "nvfp4a16", ""]
+CODES = "model.layers.0.mlp.up_proj.weight_scale_inv"  # where there are codes
 RELABELS = "into config.json", "'quant_method': 'fp8'", "set quant_method"
 
 
@@ -105,11 +107,26 @@ def test_a_pickle_beside_a_config_that_says_another_format(checkpoint, tmp_path)
     assert "quant_method 'modelopt', quant_algo 'NVFP4'" in refusal(fp8_of, path)
 
 
+def test_keys_and_values_of_a_config_are_never_arguments(checkpoint):
+    """Where an `FP8Config` is passed, transformers makes them arguments before moefp8 is asked."""
+    says(checkpoint, "fp8")
+    stored = quantization_of(checkpoint)
+    odd = {"self": 1, "cls": 2, "activation_scheme": 5, "scale_fmt": [], "ignored_layers": {}}
+    change_config(checkpoint, quantization_config=stored | odd)
+    config = pretrained_config(str(checkpoint))
+    if CODES in tensors_of(checkpoint):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config)
+        assert_same_tensors(model.state_dict(), tensors_of(checkpoint))
+    change_config(checkpoint, quantization_config=stored, self=1)
+    with pytest.raises(ValueError, match=r"pretrained_config: .* transformers cannot read it"):
+        pretrained_config(str(checkpoint))
+    change_config(checkpoint, "self")
+
+
 def test_config_and_tensors_must_agree(checkpoint):
     """Both are told: what config.json says, and what the tensors are."""
-    is_fp8 = any(x.dtype == torch.float8_e4m3fn for x in tensors_of(checkpoint).values())
     says(checkpoint, "fp8")
-    if is_fp8:
+    if CODES in tensors_of(checkpoint):
         assert inspect_checkpoint(checkpoint).is_loadable
         fp8_of(checkpoint)
         return

@@ -4,6 +4,8 @@ import warnings
 from random import Random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from moefp8.checkpoint import inspect_checkpoint
 from moefp8.checkpoint.inspect.patterns import Modules
@@ -29,6 +31,16 @@ def test_patterns_that_take_for_ever_are_named(tmp_path):
     assert {x.kind for x in found if "does not list it" in x.rule} == {
         f"model.layers.*.{'a' * 60}.weight"  # and neither the head nor the gate
     }
+
+
+@given(st.text("\\()[]{}|?*+.^$-:=!<>P1a,\n", max_size=12))
+@example("\\")
+@example("a\\")
+def test_any_pattern_is_looked_for_or_named(pattern):
+    listed = Modules([f"re:{pattern}", "mlp.gate"])
+    assert "model.mlp.gate" in listed
+    assert isinstance("a.b" in listed, bool)
+    assert listed.bad.keys() <= {f"re:{pattern}"}
 
 
 def test_no_pattern_makes_python_warn():
