@@ -39,8 +39,8 @@ from ..checkpoint.files.source import Source, disagreement, open_shards
 from ..checkpoint.inspect.fp8 import fp8_modules_of
 from ..checkpoint.load.assign import Copy, assign_fp8, widens
 from ..checkpoint.load.load import check_scales
+from ..checkpoint.model.skeleton import renaming
 from ..checkpoint.model.slots import Inventory
-from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.adapter import check_no_adapters

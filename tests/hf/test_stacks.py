@@ -89,3 +89,16 @@ def test_stacks_load_as_convert_makes_them_once_files_are_quantized(name, tmp_pa
     model.save_pretrained(tmp_path / "bf16")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8", progress=False)
     assert_experts_load(tmp_path / "fp8", moefp8.convert(model, only=experts_of(model)))
+
+
+@pytest.mark.parametrize("name", sampled("mixtral", "granitemoe"))
+def test_save_checkpoint_writes_what_all_loaders_read(name, tmp_path):
+    model = tiny_model(name, changes=SIZES[name])
+    moefp8.convert(model, only=experts_of(model))
+    moefp8.save_checkpoint(model, tmp_path / "fp8")
+    assert_equal(assert_experts_load(tmp_path / "fp8", model), model)
+    with torch.device("meta"):
+        again = moefp8.convert(tiny_model(name, changes=SIZES[name]), only=experts_of(model))
+    again.model.rotary_emb = model.model.rotary_emb  # no checkpoint has it
+    moefp8.load_checkpoint(again, tmp_path / "fp8")
+    assert_equal(again, model)

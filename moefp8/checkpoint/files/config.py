@@ -117,6 +117,14 @@ def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config without what it says of quantization."""
+    changed = {key: x for key, x in config.items() if key not in _QUANTIZATIONS}
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = without_quantization(config["text_config"])
+    return changed
+
+
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
     """Return config without MTP layers: models do not hold them, so no save has them."""
     changed = dict(config)

@@ -17,10 +17,10 @@ from ..errors import CheckpointError, raise_if_any
 from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
+from ..model.skeleton import Skeleton
 from .fillings import Filling, converted_fillings
 from .moves import ONE_BY_ONE, Move, Moves, Piece, Selected, apart, cut, turned, whole
 from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
-from .skeleton import Skeleton, names_of
 
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
@@ -214,7 +214,5 @@ def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     home, _, leaf = filling.entries()[0].key.rpartition(".")
     if filling.is_converted or leaf not in ONE_BY_ONE:
         return False
-    made = [skeleton.conversion_of(f"{home}.0.{piece}.weight") for piece in ONE_BY_ONE[leaf]]
-    return all(
-        x and x[0] == filling.slot.name and "MergeModulelist" in names_of(x[1]) for x in made
-    )
+    keys = (f"{home}.0.{piece}.weight" for piece in ONE_BY_ONE[leaf])
+    return all(skeleton.is_merged(key, filling.slot.name) for key in keys)
