@@ -7,13 +7,14 @@ so that config.json has to say it.
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, FineGrainedFP8Config
 
 import moefp8
 from benchmarks.families.models import tiny_model
 from moefp8 import GroupedExperts
 from moefp8.checkpoint import inspect_checkpoint, quantize_checkpoint
 from tests.checkpoint.cases import assert_same_tensors
+from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.hf.model_cases import tensors_of
 from tests.sampling import ALL_KERNELS
@@ -81,6 +82,7 @@ def test_stacks_load_as_they_were_saved(name, tmp_path):
     moefp8.convert(model, only=None if ALL_KERNELS else experts_of(model))
     model.save_pretrained(tmp_path / "fp8")
     assert_equal(assert_experts_load(tmp_path / "fp8", model), model)
+    FineGrainedFP8Config.from_dict(quantization_of(tmp_path / "fp8"))  # transformers' own takes it
 
 
 @pytest.mark.parametrize("name", sampled("hy_v4_vl_text"))

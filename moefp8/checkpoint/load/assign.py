@@ -171,8 +171,8 @@ class _Matcher:
             return (
                 f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
                 f"blocks one after the other or as {num_rows} rows, since there are as many; store "
-                "experts one by one, as quantize_checkpoint and save_checkpoint do "
-                "(experts.0.gate_proj.weight and such), or keep them in 16 bits"
+                "experts one by one (experts.0.gate_proj.weight and such), or quantize the 16-bit "
+                "original (python -m moefp8 quantize), which writes down the cut"
             )
         return None
 
