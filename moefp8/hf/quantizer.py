@@ -345,7 +345,7 @@ def _check(source: Source, model: nn.Module, rename: Rename) -> None:
     assignment = assign_fp8(source, Inventory(model), rename)
     assignment.copies = [copy for copy in assignment.copies if _is_held(copy, model)]
     with ExitStack() as stack:
-        files = open_files(stack, [copy.entry for copy in assignment.copies], source.shards)
+        files = open_files(stack, assignment.entries(), source.shards)
         check_scales(assignment, files, source)
 
 

@@ -13,10 +13,10 @@ import moefp8
 from benchmarks.families.models import tiny_model
 from moefp8 import GroupedExperts
 from moefp8.checkpoint import inspect_checkpoint, quantize_checkpoint
-from tests.checkpoint.cases import assert_same_tensors
+from tests.checkpoint.cases import assert_same_tensors, refusal
 from tests.checkpoint.quantize.cases import quantization_of
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
-from tests.hf.model_cases import tensors_of
+from tests.hf.model_cases import change_config, tensors_of
 from tests.sampling import ALL_KERNELS
 
 ODD = {"moe_intermediate_size": 100}
@@ -83,6 +83,26 @@ def test_stacks_load_as_they_were_saved(name, tmp_path):
     model.save_pretrained(tmp_path / "fp8")
     assert_equal(assert_experts_load(tmp_path / "fp8", model), model)
     FineGrainedFP8Config.from_dict(quantization_of(tmp_path / "fp8"))  # transformers' own takes it
+
+
+@pytest.mark.parametrize("name", sampled("hy_v4_vl_text"))
+def test_stacks_of_directories_that_do_not_say_the_cut_load(name, tmp_path):
+    """Codes tell it: the largest one is in each block that was cut."""
+    model = tiny_model(name, changes=SIZES[name])
+    moefp8.convert(model, only=experts_of(model))
+    model.save_pretrained(tmp_path / "fp8")
+    stored = quantization_of(tmp_path / "fp8")
+    change_config(tmp_path / "fp8", quantization_config=without(stored, "gate_up_blocks"))
+    assert_experts_load(tmp_path / "fp8", model)
+    model.get_submodule(experts_of(model)).gate_up_proj.data.view(torch.uint8)[:] = 0x30
+    model.save_pretrained(tmp_path / "other")
+    change_config(tmp_path / "other", quantization_config=without(stored, "gate_up_blocks"))
+    assert "nothing tells whether gate and up" in refusal(fp8_of, tmp_path / "other", type(model))
+    assert not inspect_checkpoint(tmp_path / "other").is_loadable
+
+
+def without(values: dict, name: str) -> dict:
+    return {key: x for key, x in values.items() if key != name}
 
 
 @pytest.mark.parametrize("name", sampled("hy_v4_vl_text"))

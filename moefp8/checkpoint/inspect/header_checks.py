@@ -4,12 +4,11 @@ import re
 from collections.abc import Iterator
 
 from ..errors import quoted
-from ..files.config import says_separate
 from ..files.header import FP8, SCALE_DTYPES, TORCH_DTYPES, Entry
 from ..files.names import folded, has_odd_number, scale_of_weight
 from ..files.source import disagreement
 from .anomalies import Anomaly
-from .contents import Contents, grid_of, is_ambiguous, readings_of
+from .contents import Contents, grid_of, readings_of
 from .missing import missing_experts, missing_layers
 from .patterns import Modules
 
@@ -75,7 +74,7 @@ def _pairs(contents: Contents) -> Faults:
 
 
 def _grids(contents: Contents) -> Faults:
-    block, is_told = contents.block(), says_separate(contents.config)
+    block = contents.block()
     for name, scale in contents.scales.items():
         weight = contents.weights.get(name)
         if weight is None or weight.dtype != FP8:
@@ -87,9 +86,6 @@ def _grids(contents: Contents) -> Faults:
             must = f"must be {list(wanted)}" if wanted else "a weight must have 2 or 3 dimensions"
             rule = f"scales do not fit blocks of {list(block)}, but {fits}"
             yield scale, rule, f"{shapes}, {must}"
-        elif not is_told and is_ambiguous(name, weight.shape, block):
-            rule = "scales that do not tell how gate and up were cut into blocks"
-            yield scale, rule, f"{shapes} either way"
 
 
 def _config(contents: Contents) -> Iterator[Anomaly]:
