@@ -32,7 +32,7 @@ ALLOWED = {
     "checkpoint/errors": set(),
     "checkpoint/arguments": {"checkpoint/errors"},
     "checkpoint/files": {*CHECKPOINT, "kernels", "system"},
-    "checkpoint/model": {*CHECKPOINT, "checkpoint/model", "kernels", "layers"},
+    "checkpoint/model": {*CHECKPOINT, "checkpoint/model", "kernels", "layers", "system"},
     **{
         room: {room, *CHECKPOINT, "checkpoint/model", "kernels", "quant", "layers", "system"}
         for room in (f"checkpoint/{name}" for name in ("load", "save", "inspect", "quantize"))

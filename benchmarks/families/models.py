@@ -114,13 +114,16 @@ def _names(values: dict[str, Any]) -> Iterator[str]:
             yield from _names(value)
 
 
-def tiny_config(name: str) -> PretrainedConfig:
-    """Raises whatever transformers raises for sizes that do not fit each other."""
+def tiny_config(name: str, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """Return a small config. changes: values to set besides, nested as in config.json.
+
+    Raises whatever transformers raises for sizes that do not fit each other.
+    """
     config_class = CONFIG_MAPPING[name]
     defaults = config_class()
     given = _shrunk(defaults)
     given = _merged(given, OVERRIDES.get(name, {}))
-    return config_class(**given)
+    return config_class(**_merged(given, changes or {}))
 
 
 def _shrunk(config: PretrainedConfig) -> dict[str, Any]:
@@ -146,10 +149,15 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def tiny_model(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Return a model of random weights, in eval mode. Raises NotBuilt."""
+def tiny_model(
+    name: str, dtype: torch.dtype = torch.bfloat16, changes: dict[str, Any] | None = None
+) -> nn.Module:
+    """Return a model of random weights, in eval mode; changes are those of `tiny_config`.
+
+    Raises NotBuilt.
+    """
     try:
-        config = tiny_config(name)
+        config = tiny_config(name, changes)
         kinds = (_KINDS[1], *_KINDS) if hasattr(config, "text_config") else _KINDS
         kind = next(kind[type(config)] for kind in kinds if type(config) in kind)
         kind = kind[0] if isinstance(kind, tuple) else kind

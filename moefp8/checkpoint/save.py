@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..layers.adapter import adapters_of
 from ..layers.parts import parts_of
 from .errors import CheckpointError, failing_as, raise_if_any
-from .files.config import FP8_QUANTIZATION, is_leftover, without_mtp
+from .files.config import (
+    FP8_QUANTIZATION,
+    SEPARATE,
+    is_leftover,
+    quantization_of,
+    without_mtp,
+    without_quantization,
+)
 from .files.header import DTYPE_NAMES
 from .files.names import SCALE_SUFFIX, scale_of_weight
 from .files.target import in_shards, shard_name, target_of, write_index, write_json
 from .files.workplace import workplace
 from .model.record import Record, recall
+from .model.skeleton import skeleton_around
 from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
+
+_LEAVES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def save_checkpoint(
@@ -29,8 +39,10 @@ def save_checkpoint(
 ) -> None:
     """Write model into the directory path, which must be empty if it exists.
 
-    Experts are written one by one under DeepSeek's names, other tensors under the model's; a
-    model that was loaded gets its checkpoint's names and config.json back. MTP layers, which no
+    Experts are written one by one under DeepSeek's names, other tensors under the model's; in a
+    model of transformers, under the names that its loader stacks, or as stacks if it knows no
+    others. What `load_checkpoint` filled gets its checkpoint's names and config.json back. MTP
+    layers, which no
     model holds, are not written, and config.json then says so. A tied tensor is written once.
     Master weights are written as plain weights in their dtype, and config.json says nothing of FP8
     if nothing else is; `freeze` the model first to write FP8.
@@ -50,8 +62,10 @@ def save_checkpoint(
     target = target_of(path)
     _check_whole(model)
     inventory, record = Inventory(model), recall(model)
-    tensors = _named_tensors(inventory, record)
-    config = _config(model, inventory, record)
+    leaves = _expert_leaves(model, inventory, record)
+    slots = list(_slots_to_save(inventory, record, leaves))
+    tensors = _named_tensors(slots, record, leaves)
+    config = _config(model, inventory, record, slots)
     if not any(is_leftover(config, key) for key in tensors):
         config = without_mtp(config)
     if adapters := adapters_of(model):
@@ -79,12 +93,37 @@ def _check_whole(model: nn.Module) -> None:
         )
 
 
-def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tensor]:
+Leaves = tuple[str, ...]  # what the loader of stacked experts calls gate, up and down of one
+
+
+def _expert_leaves(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Leaves]:
+    """Return module -> leaves, () for stacks, if transformers' loader decides what is found."""
+    skeleton = None if record.config or record.names else skeleton_around(model)
+    if skeleton is None:
+        return {}
+    found: dict[str, Leaves] = {}
+    for module in dict.fromkeys(x.module for x in inventory.slots.values() if x.is_fused):
+        stacks = [f"{module}.gate_up_proj", f"{module}.gate_up_proj", f"{module}.down_proj"]
+        named = (
+            leaves
+            for leaves in _LEAVES
+            if all(
+                skeleton.is_merged(f"{module}.0.{leaf}.weight", stack)
+                for leaf, stack in zip(leaves, stacks, strict=True)
+            )
+        )
+        found[module] = next(named, ())
+    return found
+
+
+def _named_tensors(
+    slots: Iterable[Slot], record: Record, leaves: dict[str, Leaves]
+) -> dict[str, torch.Tensor]:
     """Return checkpoint key -> view of the model's tensor."""
     tensors: dict[str, torch.Tensor] = {}
     problems = []
-    for slot in _slots_to_save(inventory, record):
-        key, tensor = _key(slot, record), slot.owner.tensor
+    for slot in slots:
+        key, tensor = _key(slot, record, leaves.get(slot.module, ())), slot.owner.tensor
         if tensor.is_meta:
             problems.append(f"{slot.name}: on the meta device; load or initialise the model first")
         elif is_traceable_wrapper_subclass(tensor):
@@ -104,16 +143,14 @@ def _named_tensors(inventory: Inventory, record: Record) -> dict[str, torch.Tens
     return tensors
 
 
-def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
-    """Yield every part once, and a stacked tensor whole if the checkpoint had it whole.
-
-    If scales would not tell how gate and up are cut, all of that module is taken apart.
-    """
+def _slots_to_save(
+    inventory: Inventory, record: Record, leaves: dict[str, Leaves]
+) -> Iterator[Slot]:
+    """Yield every part once, and a stacked tensor whole if its loader wants it so, or had it so."""
     whole: set[ModelTensor] = set()
-    apart = {slot.module for slot in inventory.slots.values() if inventory.is_ambiguous(slot)}
     for slot in inventory.slots.values():
         was_whole = slot.name in record.names or slot.weight_name in record.names
-        if slot.is_fused and was_whole and slot.module not in apart:
+        if slot.is_fused and (was_whole or leaves.get(slot.module) == ()):
             whole.add(slot.owner)
             yield slot
     for slot in inventory.parts.values():
@@ -121,16 +158,21 @@ def _slots_to_save(inventory: Inventory, record: Record) -> Iterator[Slot]:
             yield slot
 
 
-def _key(slot: Slot, record: Record) -> str:
+def _key(slot: Slot, record: Record, leaves: Leaves) -> str:
     """Return the recorded name of slot; a scale that has none follows its weight's."""
     name = slot.name if slot.is_fused else slot.parts[0]
+    if leaves and not slot.is_fused:
+        home, leaf, weight = name.rsplit(".", 2)
+        name = f"{home}.{leaves[_LEAVES[0].index(leaf)]}.{weight}"
     weight = name.removesuffix(SCALE_SUFFIX)
     if slot.role is Role.SCALE and name not in record.names and weight in record.names:
         return scale_of_weight(record.names[weight])
     return record.names.get(name, name)
 
 
-def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Any]:
+def _config(
+    model: nn.Module, inventory: Inventory, record: Record, slots: Iterable[Slot]
+) -> dict[str, Any]:
     config = dict(record.config)
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
@@ -138,10 +180,11 @@ def _config(model: nn.Module, inventory: Inventory, record: Record) -> dict[str,
         config.pop("quantization_config", None)  # it is a plug-in's; what is written is plain fp8
     has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     if not has_fp8:  # what was loaded in FP8 may be master weights now
-        config.pop("quantization_config", None)
-    if has_fp8 and not config.get("quantization_config"):
-        config["quantization_config"] = FP8_QUANTIZATION
-    return config
+        return without_quantization(config)
+    quantization = quantization_of(config) or FP8_QUANTIZATION
+    if any(inventory.is_ambiguous(slot) for slot in slots):
+        quantization = {**quantization, **SEPARATE}
+    return {**config, "quantization_config": quantization}
 
 
 def _write_all(

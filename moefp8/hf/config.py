@@ -9,7 +9,8 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
-from ..checkpoint.files.config import FP8_QUANTIZATION, block_problem
+from ..checkpoint.errors import printable
+from ..checkpoint.files.config import FP8_QUANTIZATION, SEPARATE, format_problem
 from ..layers.conversion.choose import FilterFn, Overrides, Patterns, patterns_of
 
 METHOD = "moefp8"
@@ -68,6 +69,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         self.filter_fn, self.overrides = filter_fn, overrides
         self.stored: dict[str, Any] = {}  # the checkpoint's own quantization_config
         self.kept: list[str] | None = None  # what config.json lists as not FP8; None: as stored
+        self.says_separate = False  # whether config.json says how gate and up are cut
 
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
@@ -99,6 +101,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
     def to_dict(self) -> dict[str, Any]:
         """What config.json gets: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
         config = {"quant_method": "fp8", **copy.deepcopy(self.stored or FP8_QUANTIZATION)}
+        config |= SEPARATE if self.says_separate else {}
         if self.kept or (self.stored and self.kept is not None):
             name = "ignore" if "config_groups" in config else "modules_to_not_convert"
             config[name] = list(self.kept)
@@ -129,14 +132,23 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
     does not let an `FP8Config` take such a checkpoint over. kwargs are those of AutoConfig. Raises
     ValueError if the checkpoint is not quantized in FP8 blocks of 128x128.
     """
-    config = AutoConfig.from_pretrained(path, **kwargs)
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict):
+    try:
+        config = AutoConfig.from_pretrained(path, **kwargs)
+    except (TypeError, AttributeError) as error:  # a key of the file is an argument there
+        told = printable(str(error), 200)
+        raise ValueError(
+            f"pretrained_config: config.json of {path}: transformers cannot read it ({told}); "
+            "fetch the file again"
+        ) from error
+    places = config, config.get_text_config(decoder=True)
+    said = (getattr(place, "quantization_config", None) for place in places)
+    stored = next((x for x in said if x is not None), None)
+    if stored is None:
         raise ValueError(
             f"pretrained_config: {path} must have a quantization_config, got none; pass "
             "quantization_config=FP8Config() to from_pretrained, which quantizes"
         )
-    if problem := block_problem({"quantization_config": stored}):
+    if problem := format_problem({"quantization_config": stored}):
         raise ValueError(f"pretrained_config: {path}: {problem}")
     config.quantization_config = {"quant_method": METHOD, _STORED: stored}
     return config

@@ -14,22 +14,33 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+)
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint import CheckpointError
-from ..checkpoint.files.config import FP8_QUANTIZATION, block_problem
+from ..checkpoint.files.config import (
+    config_path,
+    format_name,
+    has_ambiguous_blocks,
+    quantization_of,
+    read_config,
+)
 from ..checkpoint.files.header import FP8, Entry
 from ..checkpoint.files.names import Rename, weight_of_scale
 from ..checkpoint.files.reading import open_files
 from ..checkpoint.files.safe_read import check_inside
-from ..checkpoint.files.source import Source, open_shards
+from ..checkpoint.files.source import Source, disagreement, open_shards
 from ..checkpoint.inspect.fp8 import fp8_modules_of
 from ..checkpoint.load.assign import Copy, assign_fp8, widens
 from ..checkpoint.load.load import check_scales
+from ..checkpoint.model.skeleton import renaming
 from ..checkpoint.model.slots import Inventory
-from ..checkpoint.quantize.skeleton import renaming
 from ..kernels import E4M3
 from ..layers import Conversion, FP8Linear, GroupedExperts, convert, dequantize, plan_conversion
 from ..layers.adapter import check_no_adapters
@@ -106,17 +117,17 @@ class FP8Quantizer(HfQuantizer):
                     "moefp8.hf: FP8 checkpoints must be .safetensors files, got "
                     f"{', '.join(map(str, files)) or 'none'}"
                 )
+            _refuse_quantized_pickles(files)
             _refuse_fp8(_fp8_in_pickles(files))
             return
         source = open_shards(files)
+        if problem := disagreement(source, source.entries.values()):
+            raise CheckpointError(f"{source.path}: {problem}")
         if not self.pre_quantized:
             _refuse_fp8(entry for entry in source.entries.values() if entry.dtype == FP8)
             _widen(source, model, _rename_of(model, self))
             return
-        if problem := block_problem(source.config):
-            raise CheckpointError(f"{source.path}: {problem}")
-        stored = source.config.get("quantization_config") or {}
-        self.quantization_config = FP8Config.of_checkpoint(stored)
+        self.quantization_config = FP8Config.of_checkpoint(quantization_of(source.config) or {})
         scales = (key for key in source.entries if weight_of_scale(key) in source.entries)
         self._scale_leaves = {key.rpartition(".")[2] for key in scales} & {"weight_scale", "scale"}
         convert(model, only=fp8_modules_of(source, model, rename=_rename_of(model, self)))
@@ -199,7 +210,7 @@ class FP8Quantizer(HfQuantizer):
             return
         if self._known is None:
             recorded = getattr(model, "_weight_conversions", None)
-            self._known = recorded or get_model_conversion_mapping(model)
+            self._known = recorded or _conversions_to_revert(model)
         plan = plan_conversion(model, filter_fn=lambda module, name: False)
         trained = (
             name
@@ -207,9 +218,14 @@ class FP8Quantizer(HfQuantizer):
             if isinstance(module, TrainableModule) and module.trainable
         )
         self.quantization_config.kept = sorted({*plan.kept, *trained})
+        self.quantization_config.says_separate = any(
+            isinstance(module, GroupedExperts) and has_ambiguous_blocks(module.intermediate_size)
+            for module in model.modules()
+        )
         conversions = self.update_weight_conversions(self._known, model)
+        with_scale = [x for name in stacks for x in (name, f"{name}{SCALE}")]
         model._weight_conversions = [
-            x for x in conversions if not (_renames(x, stacks) or _cuts(x, names))
+            x for x in conversions if not (_renames(x, with_scale) or _cuts(x, names))
         ]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -243,6 +259,12 @@ def _weights_of(model: nn.Module, kind: type[FixedDtypeModule] = FixedDtypeModul
         if isinstance(module, kind)
         for leaf in module.fp8_names
     ]
+
+
+def _conversions_to_revert(model: PreTrainedModel) -> list[Any]:
+    """What transformers reverts when it saves a model that it did not load."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [x for x in conversions if not isinstance(x, PrefixChange)]
 
 
 def _cuts(conversion: Any, names: list[str]) -> bool:
@@ -303,7 +325,18 @@ def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
     if (first := next(found, None)) is not None:
         raise CheckpointError(
             f"{first}: FP8, but the model's config has no quantization_config, so its scales would "
-            f"be left out; write {FP8_QUANTIZATION} into config.json, or use moefp8.load_checkpoint"
+            "be left out; fetch the checkpoint's own config.json, or use moefp8.load_checkpoint, "
+            "which goes by the scales"
+        )
+
+
+def _refuse_quantized_pickles(files: list[Path]) -> None:
+    """Refuse what is no safetensors file beside a config.json that says it is quantized."""
+    config = read_config(files[0]) if files and config_path(files[0]).exists() else {}
+    if quantization_of(config) is not None:
+        raise CheckpointError(
+            f"{files[0]}: config.json says {format_name(config)}, but only .safetensors files are "
+            "loaded in FP8; quantize the 16-bit original (python -m moefp8 quantize)"
         )
 
 
@@ -312,7 +345,7 @@ def _check(source: Source, model: nn.Module, rename: Rename) -> None:
     assignment = assign_fp8(source, Inventory(model), rename)
     assignment.copies = [copy for copy in assignment.copies if _is_held(copy, model)]
     with ExitStack() as stack:
-        files = open_files(stack, [copy.entry for copy in assignment.copies], source.shards)
+        files = open_files(stack, assignment.entries(), source.shards)
         check_scales(assignment, files, source)
 
 

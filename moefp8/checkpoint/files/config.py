@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import printable
+from ..errors import printable, quoted
 from .safe_read import read_object
 
 BLOCK = [128, 128]
@@ -17,6 +17,12 @@ FP8_QUANTIZATION = {
     "weight_block_size": BLOCK,
 }
 
+# Scales of gate and up in one tensor [E, 2I, H] may tell no cut; others ignore this key of ours.
+SEPARATE = {"gate_up_blocks": "separate"}
+
+_METHODS = ("fp8", "compressed-tensors")
+_QUANTIZATIONS = ("quantization_config", "compression_config")
+_FORMAT_KEYS = ("quant_method", "quant_algo", "format", "fmt")
 _DECODER_LAYER = re.compile(
     r"(?:model\.|language_model\.|model\.language_model\.|language_model\.model\.)?"
     r"layers\.(0|[1-9][0-9]{0,8})\."  # int() refuses thousands of digits
@@ -34,22 +40,57 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_object(config_path(path))
 
 
-def block_problem(config: dict[str, Any]) -> str | None:
-    """Say what is wrong with the blocks that config states; if it states none, shapes decide."""
-    found = block_sizes(config)
-    is_right = bool(found) and all(block == BLOCK for block in found)
-    if is_right or config.get("quantization_config") is None:
+def has_ambiguous_blocks(intermediate_size: int, block: int = BLOCK[0]) -> bool:
+    """Whether gate and up, each cut into blocks by itself, have as many as all their 2I rows."""
+    return 2 * (intermediate_size % block) > block
+
+
+def says_separate(config: Mapping[str, Any]) -> bool:
+    """Whether config says that gate and up of one tensor have blocks of their own."""
+    quantization = quantization_of(config)
+    return isinstance(quantization, dict) and quantization.items() >= SEPARATE.items()
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return what config says of quantization, in any of the places where it is looked for."""
+    places = (part.get(key) for part in (config, text_config(config)) for key in _QUANTIZATIONS)
+    return next((x for x in places if x is not None), None)
+
+
+def format_problem(config: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the format that config states; if it states none, shapes decide."""
+    quantization = quantization_of(config)
+    if quantization is None:
         return None
-    told = printable(", ".join(map(str, found)), 200) or "none"
+    method = quantization.get("quant_method", "fp8") if isinstance(quantization, dict) else None
+    if method not in _METHODS:
+        return (
+            f"config.json: quant_method must be one of {', '.join(_METHODS)}, but it says "
+            f"{format_name(config)}, a format that moefp8 does not load; quantize the 16-bit "
+            "original (python -m moefp8 quantize), or fetch its FP8 release in 128x128 blocks"
+        )
+    sizes = block_sizes(config)
+    if sizes and all(block == BLOCK for block in sizes):
+        return None
+    told = printable(", ".join(map(str, sizes)), 200) or "none"
     return (
         "config.json: quantization_config.weight_block_size must be [128, 128], "
-        f"got {told}; requantize the checkpoint in 128x128 blocks"
+        f"got {told} ({format_name(config)}); requantize the checkpoint in 128x128 blocks"
     )
+
+
+def format_name(config: Mapping[str, Any]) -> str:
+    """Name the format that config states, in its own words: `quant_method 'fp8', fmt 'e4m3'`."""
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict):
+        return f"quantization_config {quoted(quantization)}"
+    facts = [f"{key} {quoted(quantization[key])}" for key in _FORMAT_KEYS if key in quantization]
+    return printable(", ".join(facts) or "no quant_method", 200)
 
 
 def block_sizes(config: Mapping[str, Any]) -> list[Any]:
     """Return the sizes that config states as fp8 or compressed-tensors do, right or wrong."""
-    quantization = config.get("quantization_config")
+    quantization = quantization_of(config)
     if not isinstance(quantization, dict):
         return []
     groups = quantization.get("config_groups")
@@ -74,6 +115,14 @@ def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     """Return the first of these numbers that config has."""
     values = (text_config(config).get(name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config without what it says of quantization."""
+    changed = {key: x for key, x in config.items() if key not in _QUANTIZATIONS}
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = without_quantization(config["text_config"])
+    return changed
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:

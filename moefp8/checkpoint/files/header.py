@@ -39,6 +39,7 @@ TORCH_DTYPES = {
 }
 FP8 = "F8_E4M3"
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "BOOL")  # of what is not quantized
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, failing_as, quoted, raise_if_any
-from .config import config_path
-from .header import Entry, Shard, read_shard
+from .config import config_path, format_name, format_problem, quantization_of
+from .header import PLAIN_DTYPES, Entry, Shard, read_shard
 from .safe_read import check_inside, check_key, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -187,6 +187,24 @@ def _merge(shards: Iterable[Shard], problems: _Problems) -> dict[str, Entry]:
         for entry in shard.entries:
             entries.setdefault(entry.key, entry)
     return entries
+
+
+def disagreement(source: Source, entries: Iterable[Entry]) -> str | None:
+    """Say what is wrong with the format of entries, by config.json and by their dtypes.
+
+    One file of several may hold no quantized tensor.
+    """
+    if any(entry.dtype not in PLAIN_DTYPES for entry in entries):
+        return format_problem(source.config)
+    dtypes = sorted({entry.dtype for entry in source.entries.values()})
+    is_quantized = not set(dtypes) <= set(PLAIN_DTYPES)
+    is_part = source.path.is_file() and source.path.name != SINGLE_NAME
+    if is_part or is_quantized or not dtypes or quantization_of(source.config) is None:
+        return None
+    return (
+        f"config.json says {format_name(source.config)}, but no tensor is quantized: dtypes are "
+        f"{', '.join(dtypes)}; fetch config.json and the weights from one place"
+    )
 
 
 def kept_entries(source: Source, ignore: Iterable[str]) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ..files.config import BLOCK, block_sizes, is_leftover
+from ..files.config import BLOCK, block_sizes, has_ambiguous_blocks, is_leftover, quantization_of
 from ..files.header import Entry
 from ..files.names import canonical, folded, split_expert, weight_of_scale
 from ..files.source import Scan
@@ -40,8 +40,8 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """The quantization_config of config.json, or {} if there is none."""
-        found = self.config.get("quantization_config")
+        """What config.json says of quantization, or {} if it says nothing."""
+        found = quantization_of(self.config)
         return found if isinstance(found, dict) else {}
 
     @cached_property
@@ -155,8 +155,8 @@ def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> b
 
     They are then as many as for one tensor of all rows, of which one block holds rows of both.
     """
-    is_cut = name.endswith(_FUSED_GATE_UP) and len(shape) == 3 and shape[1] % (2 * block[0]) != 0
-    return is_cut and grid_of(name, shape, block) == grid_of("", shape, block)
+    is_fused = name.endswith(_FUSED_GATE_UP) and len(shape) == 3
+    return is_fused and (shape[1] % 2 == 1 or has_ambiguous_blocks(shape[1] // 2, block[0]))
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 
 from ..errors import quoted
-from ..files.config import block_problem
 from ..files.header import FP8, SCALE_DTYPES, TORCH_DTYPES, Entry
 from ..files.names import folded, has_odd_number, scale_of_weight
+from ..files.source import disagreement
 from .anomalies import Anomaly
-from .contents import Contents, grid_of, is_ambiguous, readings_of
+from .contents import Contents, grid_of, readings_of
 from .missing import missing_experts, missing_layers
 from .patterns import Modules
 
@@ -86,16 +86,14 @@ def _grids(contents: Contents) -> Faults:
             must = f"must be {list(wanted)}" if wanted else "a weight must have 2 or 3 dimensions"
             rule = f"scales do not fit blocks of {list(block)}, but {fits}"
             yield scale, rule, f"{shapes}, {must}"
-        elif is_ambiguous(name, weight.shape, block):
-            rule = "scales that do not tell how gate and up were cut into blocks"
-            yield scale, rule, f"{shapes} either way"
 
 
 def _config(contents: Contents) -> Iterator[Anomaly]:
-    weights = (contents.weights.get(name) for name in contents.scales)
-    has_fp8 = any(weight is not None and weight.dtype == FP8 for weight in weights)
-    if has_fp8 and (problem := block_problem(contents.config)):
-        yield Anomaly("error", "blocks of another size", "config.json", (problem,))
+    source = contents.scan.source
+    entries = (entry for key, entry in source.entries.items() if key not in contents.left_out)
+    problem = disagreement(source, entries)
+    if problem and (contents.scales or not contents.scan.problems):
+        yield Anomaly("error", "another format", "config.json", (problem,))
 
 
 def _lists(contents: Contents) -> Iterator[Anomaly]:

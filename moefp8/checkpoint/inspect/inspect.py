@@ -4,19 +4,21 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...system.progress import Progress
 from ..errors import CheckpointError
+from ..files.config import says_separate
+from ..files.cuts import are_separate
 from ..files.header import FP8, SCALE_DTYPES, Entry
 from ..files.names import folded
 from ..files.reading import open_files
 from ..files.source import scan_source
 from ..files.values import SCALE_TESTS, WEIGHT_TESTS, Counts, Test, count_values
 from .anomalies import Anomaly, fold
-from .contents import Contents, Kind, contents_of, kinds_of
+from .contents import Contents, Kind, contents_of, grid_of, is_ambiguous, kinds_of
 from .family import Family, family_of
 from .header_checks import check_headers
 
@@ -68,7 +70,8 @@ def inspect_checkpoint(
     """
     contents = contents_of(scan_source(path))
     entries = contents.scan.source.entries
-    anomalies = [*check_headers(contents), *_check_values(contents, weights, progress)]
+    anomalies = [*check_headers(contents), *_check_cuts(contents)]
+    anomalies += _check_values(contents, weights, progress)
     return Inspection(
         str(path),
         family_of(contents),
@@ -95,6 +98,25 @@ def _layer_name(key: str) -> str:
     parts = key.split(".")
     end = parts.index("layers") + 2 if "layers" in parts else 1
     return ".".join([*parts[:end], "*"])
+
+
+def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
+    """Find scales that do not tell how gate and up were cut, and codes that do not either."""
+    block = contents.block()
+    for name, scale in () if says_separate(contents.config) else contents.scales.items():
+        weight = contents.weights.get(name)
+        if weight is None or weight.dtype != FP8 or not is_ambiguous(name, weight.shape, block):
+            continue
+        if grid_of(name, weight.shape, block) != scale.shape:
+            continue  # it was told
+        with suppress(CheckpointError), ExitStack() as stack:  # other checks tell what is broken
+            files = open_files(stack, [weight], contents.scan.source.shards)
+            if weight.shape[1] % 2 == 0 and are_separate(weight, files[weight.file]):
+                continue
+        rule = "scales that do not tell how gate and up were cut into blocks"
+        severity = "note" if scale.key in contents.left_out else "error"
+        text = f"{scale}: {list(scale.shape)} for {list(weight.shape)} either way"
+        yield Anomaly(severity, rule, folded(scale.key), (text,))
 
 
 def _check_values(contents: Contents, weights: bool, progress: bool | None) -> Iterator[Anomaly]:

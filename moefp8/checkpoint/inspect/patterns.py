@@ -66,7 +66,7 @@ def _problem(pattern: str) -> str | None:
     tokens = _TOKENS.findall(_LAST.sub("", pattern))
     if any(token[0] == ")" and token[1:] in ("*", "+", "{") for token in tokens):
         return "it repeats a group"
-    if "(?" in tokens or any(token[0] == "\\" and token[1].isdigit() for token in tokens):
+    if "(?" in tokens or any(token[0] == "\\" and token[1:].isdigit() for token in tokens):
         return "it has a group of a kind that is not supported, or refers to one"
     if sum(token in ("*", "+", "{") for token in tokens) > _MAX_REPEATS:
         return f"it must have at most {_MAX_REPEATS} repeats"

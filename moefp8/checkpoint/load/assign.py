@@ -7,10 +7,10 @@ import torch
 
 from ...kernels import E4M3, num_blocks
 from ..errors import raise_if_any
-from ..files.config import block_problem, is_leftover
+from ..files.config import is_leftover, says_separate
 from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
 from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, split_expert, weight_of_scale
-from ..files.source import Source, kept_entries
+from ..files.source import Source, disagreement, kept_entries
 from ..model.slots import Inventory, ModelTensor, Role, Slot
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -30,7 +30,8 @@ class Assignment:
     """copies: what is to be read here; twins: pairs of entries for one tied tensor, to be compared.
 
     ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
-    widened: 16-bit correction biases that the checkpoint holds in FP32.
+    widened: 16-bit correction biases that the checkpoint holds in FP32. unsure: stacks of gate and
+    up whose codes must tell how they are cut, and what is wrong if they do not.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -38,6 +39,12 @@ class Assignment:
     ignored: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     widened: set[ModelTensor] = field(default_factory=set)
+    unsure: list[tuple[Entry, str]] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """All that is read."""
+        twins = [entry for twin in self.twins for entry in twin]
+        return [*(copy.entry for copy in self.copies), *twins, *(x for x, _ in self.unsure)]
 
 
 def assign(
@@ -77,13 +84,12 @@ class _Matcher:
         """Raise CheckpointError unless all fits; the headline ends with outcome."""
         names = {key: renamed(key, self.rename) for key in entries}
         self.fp8 = {canonical(name) for key, name in names.items() if entries[key].dtype == FP8}
-        weights = filter(None, map(weight_of_scale, names.values()))
-        is_scaled = not self.fp8.isdisjoint(map(canonical, weights))
-        if is_scaled and (problem := block_problem(self.source.config)):
+        if problem := disagreement(self.source, entries.values()):
             self.problems.append(problem)
         for key, name in names.items():
             self._place(entries[key], name)
         self._check_missing()
+        self._check_cuts()
         headline = f"checkpoint {self.source.path} does not fit the model{outcome}"
         raise_if_any(self.problems, headline)
         return self.assignment
@@ -168,14 +174,30 @@ class _Matcher:
             )
         if entry.shape != slot.shape:
             return rule
-        if is_cut and self.inventory.is_ambiguous(slot):
-            return (
-                f"nothing tells whether gate and up, {num_rows // 2} rows each, were cut into "
-                f"blocks one after the other or as {num_rows} rows, since there are as many; store "
-                "experts one by one, as quantize_checkpoint and save_checkpoint do "
-                "(experts.0.gate_proj.weight and such), or keep them in 16 bits"
-            )
         return None
+
+    def _check_cuts(self) -> None:
+        """Find stacks of gate and up whose scales fit two cuts, of which config.json tells none."""
+        if says_separate(self.source.config):
+            return
+        for slot in (*self.inventory.slots.values(), *self.inventory.scales.values()):
+            if slot.role is not Role.SCALE or not self.inventory.is_ambiguous(slot):
+                continue
+            scale = self.taken.get(slot.parts[0])
+            if scale is None or scale.shape != slot.shape:
+                continue
+            num_rows = self.inventory.slots[slot.weight_name].shape[1]
+            problem = (
+                f"{scale}: nothing tells whether gate and up, {num_rows // 2} rows each, were cut "
+                f"into blocks one after the other or as {num_rows} rows, since there are as many; "
+                "store experts one by one (experts.0.gate_proj.weight and such), or quantize the "
+                "16-bit original (python -m moefp8 quantize), which writes down the cut"
+            )
+            weight = self.taken.get(slot.parts[0].removesuffix(SCALE_SUFFIX))
+            if weight is not None and weight.dtype == FP8 and len(weight.shape) == 3:
+                self.assignment.unsure.append((weight, problem))
+            elif weight is not None:
+                self.problems.append(problem)
 
     def _told_at_weight(self, name: str) -> bool:
         """Whether name scales an FP8 weight whose slot takes no FP8, which is told there."""

@@ -14,6 +14,7 @@ from torch import nn
 from ...system.progress import Progress
 from ..arguments import usable_device
 from ..errors import CheckpointError, failing_as, raise_if_any
+from ..files.cuts import are_separate
 from ..files.header import Entry
 from ..files.reading import Files, open_files
 from ..files.source import Source, open_source
@@ -73,10 +74,8 @@ def load_checkpoint(
     place = usable_device(device, "load_checkpoint")
     source = open_source(path)
     assignment = assign(source, Inventory(model), ignore, rename)
-    entries = [copy.entry for copy in assignment.copies]
-    entries += [entry for twin in assignment.twins for entry in twin]
     with ExitStack() as stack:
-        files = open_files(stack, entries, source.shards)
+        files = open_files(stack, assignment.entries(), source.shards)
         _check_twins(assignment.twins, files)
         check_scales(assignment, files, source)
         _materialise(assignment, place)
@@ -103,7 +102,12 @@ def _check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
 
 
 def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
-    """Raise CheckpointError for NaN and infinity: one such scale makes a token's output NaN."""
+    """Raise CheckpointError for scales that are not finite, or of blocks that nothing tells.
+
+    One such scale makes a token's output NaN.
+    """
+    unsure = [problem for x, problem in assignment.unsure if not are_separate(x, files[x.file])]
+    raise_if_any(unsure, f"checkpoint {source.path} does not fit the model; {_UNCHANGED}")
     scales = [copy.entry for copy in assignment.copies if copy.slot.role is Role.SCALE]
     found = count_values(scales, files, {"not finite": not_finite})["not finite"]
     raise_if_any(

@@ -1,1 +1,1 @@
-"""The model that a checkpoint fills: its tensors, and what it remembers of its last load."""
+"""The model that a checkpoint fills: its tensors, its names in transformers, and its last load."""

@@ -20,6 +20,7 @@ from ...kernels import BLOCK, E4M3, num_blocks
 from ...layers.adapter import Adapter
 from ...layers.parts import Index, Parts, is_stacked, overlaps, paddings, parts_of, whole_shape
 from ...layers.trainable import TrainableModule
+from ..files.config import has_ambiguous_blocks
 from ..files.names import SCALE_SUFFIX, canonical, join, scale_of_weight
 from .memory import memory_problems
 
@@ -147,8 +148,7 @@ class Inventory:
         is_fp8 = slot.role in (Role.WEIGHT, Role.SCALE) and slot.is_fused
         if not (is_fp8 and slot.weight_name.endswith("gate_up_proj")):
             return False
-        rows = self.slots[slot.weight_name].shape[1]
-        return 2 * num_blocks(rows // 2) == num_blocks(rows) and rows % (2 * BLOCK) != 0
+        return has_ambiguous_blocks(self.slots[slot.weight_name].shape[1] // 2)
 
     @cached_property
     def _aliases(self) -> dict[str, Slot | None]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..files.header import TORCH_DTYPES, Entry
+from ..model.skeleton import Skeleton, names_of, order_of
 from ..model.slots import Slot
 from .moves import Piece
-from .skeleton import Skeleton, names_of, order_of
 
 _ENTRY = 1 << 40  # more than an entry has rows
 _MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide

@@ -40,14 +40,21 @@ class Piece:
 class Move:
     """Pieces, one above the other, become the tensor `key` of this shape.
 
-    In FP8, that is a matrix, or a stack of matrices whose numbers of rows are multiples of 128; all
-    of its pieces but the last have such numbers too. Any other tensor is one piece, and is copied.
+    In FP8, that is a matrix, or a stack of matrices, each cut into blocks by itself; halves: 2 if a
+    matrix is gate above up, of which each is. A piece begins where a block does. Any other tensor
+    is one piece, and is copied.
     """
 
     pieces: tuple[Piece, ...]
     key: str
     shape: tuple[int, ...]
     is_fp8: bool = True
+    halves: int = 1
+
+    @property
+    def part_rows(self) -> int:
+        """The rows of each part of an FP8 weight that is cut into blocks by itself."""
+        return self.shape[-2] // self.halves
 
     @property
     def entry(self) -> Entry:
@@ -62,14 +69,9 @@ class Move:
         """Return (key, dtype, shape) of what it becomes; a 128x128 block has one scale."""
         if not self.is_fp8:
             return [(self.key, self.entry.dtype, self.shape)]
-        *stack, n, k = self.shape
-        scale = (scale_of_weight(self.key), "F32", (*stack, num_blocks(n), num_blocks(k)))
-        return [(self.key, FP8, self.shape), scale]
-
-    def matrix(self) -> tuple[int, int]:
-        """Return (N, K); a stack counts as one matrix above the other."""
-        *stack, n, k = self.shape
-        return math.prod(stack) * n, k
+        *stack, _, k = self.shape
+        grid = (*stack, self.halves * num_blocks(self.part_rows), num_blocks(k))
+        return [(self.key, FP8, self.shape), (scale_of_weight(self.key), "F32", grid)]
 
     def num_output_bytes(self) -> int:
         return sum(TORCH_DTYPES[x].itemsize * math.prod(shape) for _, x, shape in self.outputs())

@@ -17,7 +17,7 @@ from ...layers.conversion.choose import patterns_of
 from ...system.progress import Progress
 from ..arguments import usable_device
 from ..errors import CheckpointError
-from ..files.config import FP8_QUANTIZATION, config_path
+from ..files.config import FP8_QUANTIZATION, SEPARATE, config_path, has_ambiguous_blocks
 from ..files.header import stamp_of
 from ..files.safe_read import check_inside
 from ..files.source import Source, open_source
@@ -197,6 +197,8 @@ def _weight_map(shards: Shards) -> dict[str, str]:
 
 def _config(source: Source, selection: Selection) -> dict[str, Any]:
     quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": selection.kept_modules}
+    if any(x.halves == 2 and has_ambiguous_blocks(x.part_rows) for x in selection.moves):
+        quantization |= SEPARATE
     return {**source.config, "quantization_config": quantization}
 
 

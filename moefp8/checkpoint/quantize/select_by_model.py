@@ -6,7 +6,7 @@ E experts, H hidden, I intermediate.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 from ...kernels import BLOCK
 from ...layers import Conversion, plan_conversion
@@ -17,10 +17,10 @@ from ..errors import CheckpointError, raise_if_any
 from ..files.config import is_leftover
 from ..files.header import Entry
 from ..files.source import Source
+from ..model.skeleton import Skeleton
 from .fillings import Filling, converted_fillings
-from .moves import ONE_BY_ONE, Move, Moves, Selected, apart, cut, turned, whole
+from .moves import ONE_BY_ONE, Move, Moves, Piece, Selected, apart, cut, turned, whole
 from .select_by_name import dtype_problems, is_linear, is_named, split_modules, stays
-from .skeleton import Skeleton, names_of
 
 _OTHER_FORM = "its weights are stored in another form, which is converted when they are loaded"
 _LOST = "its weights or scales would not be found"
@@ -150,11 +150,11 @@ def _moves_of(
         return _LOST
     if all(_can_be_apart(x, skeleton) for x in fillings):
         return {key: list(apart(entry)) for key, entry in entries.items()}
-    if not all(map(_is_even, fillings)):
-        return _UNEVEN
     moves: Moves = {key: [] for key in entries}
     for x in fillings:
-        fused = Move(x.pieces, spelled[x.slot.name], x.slot.shape)
+        fused = _fused(x.pieces, spelled[x.slot.name], x.slot.shape)
+        if not _begins_with_blocks(fused):
+            return _UNEVEN
         moves[fused.entry.key].append(fused)
     return moves
 
@@ -164,8 +164,6 @@ def _dbrx(module: str, weights: list[Entry], num_experts: int, skeleton: Skeleto
     gate, up, down = weights
     rows, h = gate.shape
     i = rows // num_experts
-    if i % BLOCK or h % BLOCK:
-        return _UNEVEN
     names = [f"{module}.{name}" for name in STACKS]
     spelled = skeleton.spelled(names, [entry.key for entry in weights])
     if spelled is None:
@@ -175,7 +173,7 @@ def _dbrx(module: str, weights: list[Entry], num_experts: int, skeleton: Skeleto
     gate_up = tuple(chain.from_iterable(pairs))
     down_t = cut(down, num_experts, is_transposed=True)
     return {
-        gate.key: [Move(gate_up, gate_up_name, (num_experts, 2 * i, h))],
+        gate.key: [_fused(gate_up, gate_up_name, (num_experts, 2 * i, h))],
         up.key: [],
         down.key: [Move(down_t, down_name, (num_experts, h, i))],
     }
@@ -199,13 +197,16 @@ def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
     return {id(x.owner) for x in named}
 
 
-def _is_even(filling: Filling) -> bool:
-    """Whether each part that is cut by itself, as gate and up are, ends with a whole block."""
-    *stack, num_rows, num_columns = filling.slot.shape
-    parts = 2 if filling.slot.name.endswith("gate_up_proj") else 1
-    rows = [num_rows // parts] if stack else []
-    rows += [piece.num_rows(num_columns) for piece in filling.pieces[:-1]]
-    return not any(n % BLOCK for n in rows)
+def _fused(pieces: tuple[Piece, ...], key: str, shape: tuple[int, ...]) -> Move:
+    """Move pieces into one weight; in stacks of them, gate and up have blocks of their own."""
+    is_gate_up = len(shape) == 3 and key.endswith("gate_up_proj")
+    return Move(pieces, key, shape, halves=2 if is_gate_up else 1)
+
+
+def _begins_with_blocks(move: Move) -> bool:
+    """Whether each piece begins where a block does."""
+    begins = accumulate(piece.num_rows(move.shape[-1]) for piece in move.pieces[:-1])
+    return not any(begin % move.part_rows % BLOCK for begin in begins)
 
 
 def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
@@ -213,7 +214,5 @@ def _can_be_apart(filling: Filling, skeleton: Skeleton) -> bool:
     home, _, leaf = filling.entries()[0].key.rpartition(".")
     if filling.is_converted or leaf not in ONE_BY_ONE:
         return False
-    made = [skeleton.conversion_of(f"{home}.0.{piece}.weight") for piece in ONE_BY_ONE[leaf]]
-    return all(
-        x and x[0] == filling.slot.name and "MergeModulelist" in names_of(x[1]) for x in made
-    )
+    keys = (f"{home}.0.{piece}.weight" for piece in ONE_BY_ONE[leaf])
+    return all(skeleton.is_merged(key, filling.slot.name) for key in keys)

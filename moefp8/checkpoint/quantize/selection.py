@@ -8,10 +8,10 @@ from ..errors import raise_if_any
 from ..files.header import TORCH_DTYPES, Entry
 from ..files.names import weight_of_scale
 from ..files.source import Source
+from ..model.skeleton import Skeleton, skeleton_of
 from .moves import Move, whole
 from .select_by_model import select_by_model
 from .select_by_name import is_named, kept_modules, select_by_name
-from .skeleton import Skeleton, skeleton_of
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,14 @@ def write_shard(
 
 
 def _quantize(job: _Job, move: Move) -> WeightReport:
-    data, scale = (key for key, _, _ in move.outputs())
-    n, k = move.matrix()
-    scale_inv = torch.empty(num_blocks(n), num_blocks(k))
+    (data, _, _), (scale, _, grid) = move.outputs()
+    k = move.shape[-1]
+    scale_inv = torch.empty(grid).flatten(0, -2)
     sums = ErrorSums()
-    first = 0
-    for piece, band in _bands(job, move, k):
-        block_rows = scale_inv[first // BLOCK :][: num_blocks(len(band))]
+    for piece, first, band in _bands(job, move, k):
+        part, row = divmod(first, move.part_rows)
+        first_block = part * num_blocks(move.part_rows) + row // BLOCK
+        block_rows = scale_inv[first_block:][: num_blocks(len(band))]
         with failing_as(piece.entry, "quantizing failed", OUTCOME):
             quantized = _quantize_band(band.to(job.device), block_rows, sums)
             if not block_rows.isfinite().all():  # NaN and Inf make the scale of their block so
@@ -106,7 +107,6 @@ def _quantize(job: _Job, move: Move) -> WeightReport:
                 )
         job.write(data, first * k, quantized)
         job.advance(band.nbytes)
-        first += len(band)
     job.write(scale, 0, scale_inv)
     return sums.report(move.key, move.shape)
 
@@ -126,21 +126,31 @@ def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums)
     return data
 
 
-def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield bands [rows, K], all but the last of a multiple of 128 rows; an empty weight has none.
+def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, int, torch.Tensor]]:
+    """Yield (piece, number of its first row, band [rows, K]); an empty weight has none.
 
-    What is stored transposed is read whole, and then cut.
+    A band is of one part, and has a multiple of 128 rows unless it ends a part or a piece. What is
+    stored transposed is read whole, and then cut.
     """
     step = max(_BAND_ELEMENTS // max(k, 1) // BLOCK, 1) * BLOCK
+    begin = 0
     for piece in move.pieces:
-        num_rows = piece.num_rows(k)
-        if piece.is_transposed:
-            stored = job.read(piece, 0, torch.empty(k, num_rows, dtype=piece.dtype))
-            yield from ((piece, band) for band in stored.t().split(step) if band.numel())
-            continue
-        for first in range(0, num_rows, step):
-            band = torch.empty(min(step, num_rows - first), k, dtype=piece.dtype)
-            yield piece, job.read(piece, first * k * piece.dtype.itemsize, band)
+        end = begin + piece.num_rows(k)
+        stored = torch.empty(k, end - begin if piece.is_transposed else 0, dtype=piece.dtype)
+        if stored.numel():
+            job.read(piece, 0, stored)
+        first = begin
+        while first < end:
+            num_rows = min(step, move.part_rows - first % move.part_rows, end - first)
+            offset = first - begin
+            if piece.is_transposed:
+                band = stored.t()[offset : offset + num_rows]
+            else:
+                band = torch.empty(num_rows, k, dtype=piece.dtype)
+                job.read(piece, offset * k * piece.dtype.itemsize, band)
+            yield piece, first, band
+            first += num_rows
+        begin = end
 
 
 def _copy(job: _Job, move: Move) -> None:

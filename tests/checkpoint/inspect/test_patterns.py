@@ -6,6 +6,8 @@ from itertools import count
 from random import Random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from moefp8.checkpoint import inspect_checkpoint
 from moefp8.checkpoint.inspect.patterns import Modules
@@ -40,6 +42,16 @@ def test_a_busy_machine_finds_what_an_idle_one_does(tmp_path, monkeypatch):
     assert not any("not looked for" in x.rule for x in idle.anomalies)
     monkeypatch.setattr(time, "monotonic", count(step=100.0).__next__)  # 100 s between two steps
     assert inspect_checkpoint(path) == idle
+
+
+@given(st.text("\\()[]{}|?*+.^$-:=!<>P1a,\n", max_size=12))
+@example("\\")
+@example("a\\")
+def test_any_pattern_is_looked_for_or_named(pattern):
+    listed = Modules([f"re:{pattern}", "mlp.gate"])
+    assert "model.mlp.gate" in listed
+    assert isinstance("a.b" in listed, bool)
+    assert listed.bad.keys() <= {f"re:{pattern}"}
 
 
 def test_no_pattern_makes_python_warn():

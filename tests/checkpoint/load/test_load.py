@@ -74,7 +74,7 @@ def test_large_tensors_are_read_in_pieces(tmp_path):
         "strided": torch.zeros(64, 128).T,
     }
     tensors = {key: torch.randn(x.shape) for key, x in targets.items()}
-    load_checkpoint(nn.ParameterDict(targets), write(tmp_path / "c", tensors))
+    load_checkpoint(nn.ParameterDict(targets), write(tmp_path / "c", tensors, {}))
     assert all(torch.equal(x, tensors[key].to(x.dtype)) for key, x in targets.items())
 
 

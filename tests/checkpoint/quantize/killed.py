@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from moefp8.checkpoint import quantize_checkpoint
-from moefp8.checkpoint.quantize.skeleton import skeleton_of
+from moefp8.checkpoint.model.skeleton import skeleton_of
 from tests.checkpoint.quantize.cases import PLAIN, files_of, finished, partial_of
 
 OPTIONS = {"max_shard_bytes": 200_000, "progress": False}

@@ -85,7 +85,6 @@ WITH_TEXT = "converted together with model.language_model.layers.*.mlp.text_moe.
 @pytest.mark.parametrize(
     ("text", "skip", "why"),
     [
-        ({"moe_intermediate_size": [192, 128]}, (), "128 does not divide"),
         ({"moe_intermediate_size": [256, 128]}, "model.layers.*.mlp.experts.[0-7].*", "skipped"),
         # No key has these names, but reports and errors print them.
         ({}, "mlp.text_moe.experts", "skipped"),

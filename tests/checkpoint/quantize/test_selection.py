@@ -1,6 +1,5 @@
 """quantize_checkpoint chooses what convert and FP8Config choose, and writes what loaders find."""
 
-import logging
 import re
 
 import pytest
@@ -17,7 +16,7 @@ from transformers import (
 )
 
 from benchmarks.families.models import tiny_model
-from moefp8 import FP8Linear, GroupedExperts
+from moefp8 import GroupedExperts
 from moefp8.checkpoint import CheckpointError, quantize_checkpoint
 from moefp8.layers import plan_conversion
 from tests.checkpoint.cases import read
@@ -52,19 +51,14 @@ def test_a_family_of_stacks_keeps_its_stacks(tmp_path):
     assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
 
 
-def test_stacks_that_blocks_do_not_divide_stay_and_that_is_said(tmp_path, caplog):
-    saved(stacks_only(320), tmp_path / "s")
-    caplog.set_level(logging.INFO, logger="moefp8")
-    why = "2 model.layers.*.block_sparse_moe.experts (made of parts of sizes that 128 does not"
-    with pytest.warns(UserWarning, match="quantize_checkpoint: experts stay in 16 bits") as caught:
-        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
-    assert why in str(caught[0].message)
-    assert why in caplog.text
-    assert set(done.conversion.swapped.values()) == {"linear"}
-    model = fp8_of(tmp_path / "t")
-    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 8
-    kept = quantization_of(tmp_path / "t")["modules_to_not_convert"]
-    assert "model.layers.1.block_sparse_moe.experts" in kept
+@pytest.mark.parametrize(("rows", "is_said"), [(320, False), (328, True), (96, True)])
+def test_stacks_that_blocks_do_not_divide(tmp_path, rows, is_said):
+    """Where scales do not tell how gate and up are cut, config.json does, and only there."""
+    saved(stacks_only(rows), tmp_path / "s")
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert set(done.conversion.swapped.values()) == {"linear", "experts"}
+    assert ("gate_up_blocks" in quantization_of(tmp_path / "t")) == is_said
+    loaded_alike(tmp_path)
 
 
 def test_dbrx_gets_the_stacks_that_convert_makes(tmp_path):
@@ -81,12 +75,14 @@ def test_dbrx_gets_the_stacks_that_convert_makes(tmp_path):
     assert sum(isinstance(module, GroupedExperts) for module in model.modules()) == 2
 
 
-@pytest.mark.parametrize("sizes", [{"ffn_hidden_size": 320}, {"d_model": 192}])
-def test_dbrx_of_sizes_that_blocks_do_not_divide_stays(tmp_path, sizes):
+@pytest.mark.parametrize(
+    "sizes", [{"ffn_hidden_size": 320}, {"ffn_hidden_size": 104}, {"d_model": 192}]
+)
+def test_dbrx_of_sizes_that_blocks_do_not_divide(tmp_path, sizes):
     saved(dbrx(**sizes), tmp_path / "s")
-    with pytest.warns(UserWarning, match=r"experts stay in 16 bits: .*ffn\.experts .*128 does not"):
-        done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
-    assert set(done.conversion.swapped.values()) == {"linear"}
+    done = quantize_checkpoint(tmp_path / "s", tmp_path / "t")
+    assert set(done.conversion.swapped.values()) == {"linear", "experts"}
+    loaded_alike(tmp_path)
     ids = torch.randint(0, 256, (1, 9))
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "s")

@@ -286,7 +286,7 @@ def test_results_of_a_turn_that_another_one_has_followed_are_an_error(gpus):
 
 
 def when(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(1e-4)

@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import constants
 
 from moefp8.checkpoint import quantize_checkpoint
-from moefp8.checkpoint.quantize import untrusted
-from moefp8.checkpoint.quantize.skeleton import Skeleton, skeleton_of
-from moefp8.checkpoint.quantize.untrusted import offline
+from moefp8.checkpoint.model import untrusted
+from moefp8.checkpoint.model.skeleton import Skeleton, skeleton_of
+from moefp8.checkpoint.model.untrusted import offline
 from moefp8.cli.main import main
 from tests.checkpoint.deadline import within
 from tests.checkpoint.quantize.cases import LINEAR, bf16, write_source

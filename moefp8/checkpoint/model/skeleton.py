@@ -20,7 +20,7 @@ from ...layers import GroupedExperts
 from ...layers.conversion.stacks import STACKS, stacks_of
 from ..errors import printable, quoted
 from ..files.names import Rename, scale_of_weight, weight_of_scale
-from ..model.slots import Inventory
+from .slots import Inventory
 from .untrusted import Bounded, count_problem, offline, stacks_problem, without_fetched
 
 
@@ -54,6 +54,11 @@ class Skeleton:
                 if pattern is not None:
                     return self.rename(target), step, pattern
         return None
+
+    def is_merged(self, key: str, name: str) -> bool:
+        """Whether a loader stacks the weight of one expert that has this key into that of name."""
+        made = self.conversion_of(key)
+        return made is not None and made[0] == name and "MergeModulelist" in names_of(made[1])
 
     def is_found(self, key: str, name: str) -> bool:
         """Whether a loader takes a weight of this key, and its scales, for those of name."""
@@ -112,6 +117,18 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return Skeleton(model.to(torch.bfloat16), list(get_model_conversion_mapping(model, None, None)))
+
+
+def skeleton_around(model: Any) -> Skeleton | None:
+    """Return the skeleton of a model that transformers made, and None for any other model."""
+    kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    if not isinstance(model, kind):
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # a transformers that is too old for moefp8.hf
+        return None
+    return Skeleton(model, list(get_model_conversion_mapping(model, None, None)))
 
 
 def order_of(key: str) -> Any:
