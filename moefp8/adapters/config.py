@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..layers import GroupedExperts
-from .patterns import Pattern, Steps
+from ..system.patterns import MAX_NAME, Deadline, compile_simple
 from .targets import Target, join, modules_of
 
 CONFIG = "adapter_config.json"
@@ -28,7 +28,6 @@ SILENT = {
 # In MoE models of transformers, PEFT takes target_modules of these names for weights of experts
 # (`_convert_peft_config_moe`), also where they are of shared experts or of dense layers.
 _RENAMED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-_MAX_STEPS = 100_000_000  # 10 to 30 s; 2000 adapters with a pattern each take half of it
 INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the model's own weights
 
 
@@ -68,14 +67,13 @@ class Settings(NamedTuple):
 
         Raises ValueError for patterns that cannot be read, or take too long to match.
         """
-        steps = Steps(_MAX_STEPS)
-        ranks = _compiled("rank_pattern", self.rank_pattern, steps)
-        alphas = _compiled("alpha_pattern", self.alpha_pattern, steps)
-        options = {}
+        ranks = _compiled("rank_pattern", self.rank_pattern)
+        alphas = _compiled("alpha_pattern", self.alpha_pattern)
+        options, deadline = {}, Deadline()
         try:
             for target in targets:
-                rank = _first(ranks, target, self.usual.rank)
-                alpha = _first(alphas, target, self.usual.alpha)
+                rank = _first(ranks, target, self.usual.rank, deadline)
+                alpha = _first(alphas, target, self.usual.alpha, deadline)
                 options[target] = self.usual._replace(rank=rank, alpha=alpha)
         except TimeoutError as error:
             raise ValueError(
@@ -84,25 +82,33 @@ class Settings(NamedTuple):
         return options
 
 
-def _compiled(key: str, values: Mapping[str, Any], steps: Steps) -> list[tuple[Pattern, Any]]:
-    patterns = []
+def _compiled(key: str, values: Mapping[str, Any]) -> dict[re.Pattern[str], Any]:
+    patterns = {}
     for text, value in values.items():
         try:
-            patterns.append((Pattern(text, steps), value))
-        except (ValueError, TimeoutError) as error:
+            patterns[compile_simple(text)] = value
+        except ValueError as error:
             raise ValueError(
-                f"load_lora: {key} in {CONFIG} has {text[:200]!r}, which cannot be matched with "
-                f"names: {error}; names of modules or their ends do as well"
+                f"load_lora: {key} in {CONFIG} has {text[:200]!r}, which is not matched, "
+                f"since {error}; names of modules or their ends do as well"
             ) from None
     return patterns
 
 
-def _first(patterns: Iterable[tuple[Pattern, Any]], target: Target, usual: Any) -> Any:
-    """The value of the first pattern that matches a name, or its end behind a dot."""
+def _first(
+    patterns: Mapping[re.Pattern[str], Any], target: Target, usual: Any, deadline: Deadline
+) -> Any:
+    """The value of the first pattern that matches a name, or its end after a dot.
+
+    Raises TimeoutError.
+    """
     names = {target.name, join(target.path, target.parameter)}
-    starts = {name: {0, *(i + 1 for i, x in enumerate(name) if x == ".")} for name in names}
-    for pattern, value in patterns:
-        if any(len(name) in pattern.ends(name, starts[name]) for name in names):
+    if patterns and max(map(len, names)) > MAX_NAME:
+        raise TimeoutError(f"{target.name[:200]!r} has more than {MAX_NAME} characters")
+    starts = {name: [0, *(i + 1 for i, x in enumerate(name) if x == ".")] for name in names}
+    for pattern, value in patterns.items():
+        deadline.check(f"to match them up to {pattern.pattern!r} took too long")
+        if any(pattern.fullmatch(name, start) for name in names for start in starts[name]):
             return value
     return usual
 
