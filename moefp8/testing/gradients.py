@@ -20,7 +20,7 @@ def gradients(
     compare each tensor. `.grad` of nothing is changed.
 
     Args:
-        args, kwargs: of the model. Of these, float tensors get gradients.
+        args, kwargs: of the model, which gets copies of tensors. Float tensors get gradients.
         loss: a function of what the model returns; None takes `(output * noise).sum()` of a tensor,
             where `noise` is normal numbers of `seed`: an ordinary sum would forgive rows that were
             swapped.

@@ -67,7 +67,7 @@ def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, An
             if isinstance(module, FP8Linear | GroupedExperts):
                 inputs = deque[Any]()
                 record = module.register_forward_pre_hook(
-                    lambda _, *given, inputs=inputs: inputs.append(_copied(given)), with_kwargs=True
+                    lambda _, *call, inputs=inputs: inputs.append(_copied(call)), with_kwargs=True
                 )
                 replay = reference.get_submodule(name).register_forward_pre_hook(
                     lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True

@@ -197,17 +197,16 @@ class Emulator(RoutingEmulator):
     def cuGraphExecKernelNodeSetParams_v2(self, executable, node, params):
         nodes = self.captured[executable.value]
         config, function, parameters = nodes[node.value - 1]
-        given = type(parameters).from_address(params._obj.parameters)
-        nodes[node.value - 1] = config, function, self._copies(function, given)
+        new = type(parameters).from_address(params._obj.parameters)
+        nodes[node.value - 1] = config, function, self._copies(function, new)
         return 0
 
     def _copies(self, function, parameters):
         """The arguments, copied as CUDA copies them: the last of them is a structure."""
-        given = list(parameters)
-        last = ARGUMENTS[self.kernels[function.value - 1].source.stem]
-        size = given[-1] - given[0] + ctypes.sizeof(last)
-        held = ctypes.create_string_buffer(ctypes.string_at(given[0], size), size)
-        copies = [ctypes.addressof(held) + x - given[0] for x in given]
+        first, last = parameters[0], ARGUMENTS[self.kernels[function.value - 1].source.stem]
+        size = parameters[-1] - first + ctypes.sizeof(last)
+        held = ctypes.create_string_buffer(ctypes.string_at(first, size), size)
+        copies = [ctypes.addressof(held) + x - first for x in parameters]
         array = (ctypes.c_void_p * len(copies))(*copies)
         array.held = held  # while the array lives
         return array

@@ -22,11 +22,11 @@ PAGE = REPOSITORY / "docs" / "testing.md"
 
 def code_of(page: Path, *texts: str) -> list[CodeType]:
     """The blocks of the page that have these texts, one for each."""
-    found = []
+    codes = []
     for text in texts:
         (block,) = (x for x in blocks_of(page) if x.kind == PYTHON and text in x.text)
-        found.append(compile("\n" * block.line + block.text, str(page), "exec"))
-    return found
+        codes.append(compile("\n" * block.line + block.text, str(page), "exec"))
+    return codes
 
 
 # In the page's order, since each uses names of those before it.
@@ -80,21 +80,21 @@ Method = Callable[..., Any]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def of_result(change: Callable[[Any], Any]) -> Callable[[Method], Method]:
+def wrong_result(change: Callable[[Any], Any]) -> Callable[[Method], Method]:
     return lambda right: lambda *args: change(right(*args))
 
 
-def of_inputs(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[[Method], Method]:
+def wrong_inputs(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[[Method], Method]:
     """change: of x, or of hidden states, ids and scores."""
     return lambda right: lambda module, *inputs: right(module, *change(*inputs))
 
 
-def of_module(change: Callable[[nn.Module], nn.Module]) -> Callable[[Method], Method]:
+def wrong_module(change: Callable[[nn.Module], nn.Module]) -> Callable[[Method], Method]:
     """change: of a copy of the module."""
     return lambda right: lambda module, *inputs: right(change(copy.deepcopy(module)), *inputs)
 
 
-def of_values(change: Change, *names: str) -> Callable[[nn.Module], nn.Module]:
+def changed_values(change: Change, *names: str) -> Callable[[nn.Module], nn.Module]:
     """change: of parameters whose names end so."""
 
     def changed(module: nn.Module) -> nn.Module:
@@ -106,7 +106,7 @@ def of_values(change: Change, *names: str) -> Callable[[nn.Module], nn.Module]:
     return changed
 
 
-def of_attribute(name: str, value: Any) -> Callable[[nn.Module], nn.Module]:
+def changed_attribute(name: str, value: Any) -> Callable[[nn.Module], nn.Module]:
     def changed(module: nn.Module) -> nn.Module:
         setattr(module, name, value)
         return module
@@ -114,7 +114,7 @@ def of_attribute(name: str, value: Any) -> Callable[[nn.Module], nn.Module]:
     return changed
 
 
-def of_backward(fault: Callable[[Method], Method]) -> Callable[[Method], Method]:
+def wrong_backward(fault: Callable[[Method], Method]) -> Callable[[Method], Method]:
     """The outputs are right; the gradients are those of the faulty method."""
 
     def both(right: Method) -> Method:
@@ -127,7 +127,7 @@ def of_backward(fault: Callable[[Method], Method]) -> Callable[[Method], Method]
     return both
 
 
-def of_gradient(change: Change) -> Callable[[Method], Method]:
+def wrong_gradient(change: Change) -> Callable[[Method], Method]:
     """change: of the gradient of hidden states."""
 
     def hooked(x: torch.Tensor, *routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -136,7 +136,7 @@ def of_gradient(change: Change) -> Callable[[Method], Method]:
             x.register_hook(change)
         return x, *routing
 
-    return of_inputs(hooked)
+    return wrong_inputs(hooked)
 
 
 def in_third_call(fault: Callable[[Method], Method]) -> Callable[[Method], Method]:
@@ -223,65 +223,73 @@ class Fault(NamedTuple):
     methods: tuple[tuple[type[nn.Module], str], ...]
 
 
-OF_LINEARS, OF_EXPERTS = (FP8Linear, "forward"), (GroupedExperts, "forward")
+LINEAR_FORWARD, EXPERTS_FORWARD = (FP8Linear, "forward"), (GroupedExperts, "forward")
 STORED_LINEAR, STORED_EXPERTS = (FP8Linear, "from_linear"), (GroupedExperts, "from_weights")
 SCALES, GATE_UP, GATE_UP_SCALES = "scale_inv", "gate_up_proj", "gate_up_proj_scale_inv"
 
 
-def of_both(blocks: str, wrong: Callable[[Method], Method]) -> Fault:
-    return Fault(blocks, wrong, (OF_LINEARS, OF_EXPERTS))
+def in_both(blocks: str, wrong: Callable[[Method], Method]) -> Fault:
+    return Fault(blocks, wrong, (LINEAR_FORWARD, EXPERTS_FORWARD))
 
 
-def of_experts(blocks: str, wrong: Callable[[Method], Method]) -> Fault:
-    return Fault(blocks, wrong, (OF_EXPERTS,))
+def in_experts(blocks: str, wrong: Callable[[Method], Method]) -> Fault:
+    return Fault(blocks, wrong, (EXPERTS_FORWARD,))
 
 
 FORWARD, TIGHT = "linear, experts, drawn, modules, model", "linear, experts, modules, model"
 ROUTED = "experts, drawn"
 FAULTS = {
-    "all is zero": of_both(FORWARD, of_result(torch.zeros_like)),
-    "one row is lost": of_both(FORWARD, of_result(first_row(0))),
-    "one row is lost in one layer": of_both("modules", in_third_call(of_result(first_row(0)))),
-    "two tokens get each other's rows": of_both(FORWARD, of_result(rows_swapped)),
-    "one element is NaN": of_both(FORWARD, of_result(first_row(torch.nan, FIRST))),
-    "all is one percent too large": of_both(TIGHT, of_result(lambda y: y * 1.01)),
-    "activations are not quantized": of_both(TIGHT, unquantized),
-    "one scale of activations is wrong": of_both(FORWARD, of_inputs(one_scale_twice)),
-    "the last 128 columns are lost": of_both(FORWARD, of_inputs(last_block_lost)),
-    "one scale of weights is wrong": of_both(
-        FORWARD, of_module(of_values(first_scale_wrong, SCALES))
+    "all is zero": in_both(FORWARD, wrong_result(torch.zeros_like)),
+    "one row is lost": in_both(FORWARD, wrong_result(first_row(0))),
+    "one row is lost in one layer": in_both("modules", in_third_call(wrong_result(first_row(0)))),
+    "two tokens get each other's rows": in_both(FORWARD, wrong_result(rows_swapped)),
+    "one element is NaN": in_both(FORWARD, wrong_result(first_row(torch.nan, FIRST))),
+    "all is one percent too large": in_both(TIGHT, wrong_result(lambda y: y * 1.01)),
+    "activations are not quantized": in_both(TIGHT, unquantized),
+    "one scale of activations is wrong": in_both(FORWARD, wrong_inputs(one_scale_twice)),
+    "the last 128 columns are lost": in_both(FORWARD, wrong_inputs(last_block_lost)),
+    "one scale of weights is wrong": in_both(
+        FORWARD, wrong_module(changed_values(first_scale_wrong, SCALES))
     ),
-    "a weight's scales are those of the next block": of_both(
-        FORWARD, of_module(of_values(next_scales, SCALES))
+    "a weight's scales are those of the next block": in_both(
+        FORWARD, wrong_module(changed_values(next_scales, SCALES))
     ),
-    "a weight's scales are transposed": of_both(FORWARD, of_module(of_values(transposed, SCALES))),
+    "a weight's scales are transposed": in_both(
+        FORWARD, wrong_module(changed_values(transposed, SCALES))
+    ),
     "a weight is stored with the scales of the next block": Fault(
-        "linear, drawn", of_result(of_values(next_scales, SCALES)), (STORED_LINEAR, STORED_EXPERTS)
+        "linear, drawn",
+        wrong_result(changed_values(next_scales, SCALES)),
+        (STORED_LINEAR, STORED_EXPERTS),
     ),
     "the bias is left out": Fault(
-        "linear, modules, model", of_module(of_attribute("bias", None)), (OF_LINEARS,)
+        "linear, modules, model", wrong_module(changed_attribute("bias", None)), (LINEAR_FORWARD,)
     ),
-    "gate and up are swapped": of_experts(
-        ROUTED, of_module(of_values(halves_swapped, GATE_UP, GATE_UP_SCALES))
+    "gate and up are swapped": in_experts(
+        ROUTED, wrong_module(changed_values(halves_swapped, GATE_UP, GATE_UP_SCALES))
     ),
-    "gate and up have each other's scales": of_experts(
-        ROUTED, of_module(of_values(halves_swapped, GATE_UP_SCALES))
+    "gate and up have each other's scales": in_experts(
+        ROUTED, wrong_module(changed_values(halves_swapped, GATE_UP_SCALES))
     ),
     "gate and up are stored in each other's place": Fault(
-        "drawn", of_result(of_values(halves_swapped, GATE_UP, GATE_UP_SCALES)), (STORED_EXPERTS,)
+        "drawn",
+        wrong_result(changed_values(halves_swapped, GATE_UP, GATE_UP_SCALES)),
+        (STORED_EXPERTS,),
     ),
-    "gate and up are clamped": of_experts(ROUTED, of_module(of_attribute("swiglu_limit", 1.0))),
-    "two experts are swapped": of_experts(ROUTED, of_inputs(two_experts_swapped)),
-    "a token's choices get each other's weights": of_experts(ROUTED, of_inputs(choices_swapped)),
-    "one choice of a token is lost": of_experts(ROUTED, of_inputs(one_choice_lost)),
-    "a choice that is held elsewhere counts": of_experts("drawn", of_inputs(all_held_here)),
-    "a layer passes no gradient": of_both("gradients", of_result(torch.Tensor.detach)),
-    "two tokens get each other's gradients": of_both("gradients", of_gradient(rows_swapped)),
-    "gradients are twice as large": of_both("gradients", of_gradient(lambda grad: 2 * grad)),
-    "gradients are made with the scales of the next block": of_both(
-        "gradients", of_backward(of_module(of_values(next_scales, SCALES)))
+    "gate and up are clamped": in_experts(
+        ROUTED, wrong_module(changed_attribute("swiglu_limit", 1.0))
     ),
-    "weights of choices get no gradient": of_experts("gradients", of_inputs(scores_detached)),
+    "two experts are swapped": in_experts(ROUTED, wrong_inputs(two_experts_swapped)),
+    "a token's choices get each other's weights": in_experts(ROUTED, wrong_inputs(choices_swapped)),
+    "one choice of a token is lost": in_experts(ROUTED, wrong_inputs(one_choice_lost)),
+    "a choice that is held elsewhere counts": in_experts("drawn", wrong_inputs(all_held_here)),
+    "a layer passes no gradient": in_both("gradients", wrong_result(torch.Tensor.detach)),
+    "two tokens get each other's gradients": in_both("gradients", wrong_gradient(rows_swapped)),
+    "gradients are twice as large": in_both("gradients", wrong_gradient(lambda grad: 2 * grad)),
+    "gradients are made with the scales of the next block": in_both(
+        "gradients", wrong_backward(wrong_module(changed_values(next_scales, SCALES)))
+    ),
+    "weights of choices get no gradient": in_experts("gradients", wrong_inputs(scores_detached)),
 }
 
 
@@ -302,7 +310,7 @@ def test_the_page_notices(fault, block, namespaces, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [x for x, y in FAULTS.items() if "drawn" in y.blocks and OF_EXPERTS in y.methods]
+    "fault", [x for x, y in FAULTS.items() if "drawn" in y.blocks and EXPERTS_FORWARD in y.methods]
 )
 def test_the_readme_notices(fault, monkeypatch):
     put_in(fault, monkeypatch)

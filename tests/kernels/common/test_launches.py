@@ -173,10 +173,10 @@ def test_nodes_of_equal_kernels_get_their_own_arguments(driver, num_equal, monke
     for i in range(4):
         x, grad = torch.randn(2, 20, 128).bfloat16()
         inputs = (x, x) if i < num_equal else (x, grad)
-        found = weight_gradients(*inputs)
+        gradients = weight_gradients(*inputs)
         with jit.using(FakeDriver()):  # its first call, so without a graph
             expected = weight_gradients(*inputs)
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, gradients, expected))
     assert "columns" in swaps
     assert ("graph" in driver.library.calls[-4:]) == (num_equal == 0)
 
