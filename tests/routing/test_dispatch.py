@@ -34,6 +34,7 @@ from tests.routing.cases import (
     run_combine,
     run_dispatch,
 )
+from tests.sampling import pairs
 
 FLAGS = True, False
 OF_DISPATCH = [
@@ -222,63 +223,63 @@ def test_plan_equals_the_portable_body(
     assert all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", [False, True])
+def has_memory(_: str, masked: bool, *others: tuple) -> bool:
+    num_tokens, _, num_experts, *_ = others[-1]
+    return not masked or num_experts * num_tokens <= 2**18
+
+
+DISPATCHED = [
+    (1, 2, 8, 128, torch.float32, 4), (4, 8, 5, 130, torch.float16, 1),
+    (1, 32, 300, 4104, torch.bfloat16, 9),
+    (2, 8, 130, 2104, torch.bfloat16, 7),
+    (3, 10, 5, 200, torch.float16, 2),
+    (37, 1, 8, 333, torch.float32, 6),
+    (50, 40, 64, 8, torch.bfloat16, 3),
+    (130, 8, 256, 264, torch.bfloat16, 3),
+    (20, 3, 4, 1500, torch.float32, 30),
+    (70, 5, 20, 16, torch.bfloat16, 1),
+    (1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40),
+    (1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "num_experts", "hidden_size", "dtype", "num_sms"),
-    [
-        (1, 2, 8, 128, torch.float32, 4), (4, 8, 5, 130, torch.float16, 1),
-        (1, 32, 300, 4104, torch.bfloat16, 9),
-        (2, 8, 130, 2104, torch.bfloat16, 7),
-        (3, 10, 5, 200, torch.float16, 2),
-        (37, 1, 8, 333, torch.float32, 6),
-        (50, 40, 64, 8, torch.bfloat16, 3),
-        (130, 8, 256, 264, torch.bfloat16, 3),
-        (20, 3, 4, 1500, torch.float32, 30),
-        (70, 5, 20, 16, torch.bfloat16, 1),
-        (1366, 6, 1030, 24, torch.bfloat16, 3), (1025, 8, 600, 40, torch.float16, 40),
-        (1366, 6, 8, 24, torch.bfloat16, 2), (130, 65, 1023, 136, torch.float32, 5),
-    ],
-)  # fmt: skip
-def test_dispatch_equals_its_parts(
-    on_cpu, kind, masked, num_tokens, top_k, num_experts, hidden_size, dtype, num_sms
-):
-    on_cpu.sms = num_sms
+    ("kind", "masked", "shape"), pairs(KINDS, FLAGS, DISPATCHED, where=has_memory), ids=str
+)
+def test_dispatch_equals_its_parts(on_cpu, kind, masked, shape):
+    num_tokens, top_k, num_experts, hidden_size, dtype, on_cpu.sms = shape
     x = torch.randn(num_tokens, hidden_size + 8)[:, :hidden_size].to(dtype)
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     if kind != "out of range":
         ids = torch.stack([ids, ids + 1], 2).int()[..., 0]  # strides of 2 k and 2
     max_m = num_tokens + 1 if masked else None
-    if masked and num_experts * num_tokens > 2**18:
-        pytest.skip("too much memory")
     done = run_dispatch(x, ids, num_experts, max_m)
     check_dispatch(done, x, ids, num_experts, max_m)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", [False, True])
+OF_CODES = [
+    (1, 2, 8, 128, 4), (4, 8, 5, 131, 1), (1, 32, 300, 4112, 9),
+    (3, 10, 5, 200, 2), (37, 1, 8, 333, 6), (50, 40, 64, 8, 3),
+    (130, 8, 256, 272, 3), (20, 3, 4, 1504, 30), (70, 5, 20, 16, 1),
+    (274, 30, 8, 32, 2), (274, 30, 1030, 24, 3),
+]  # fmt: skip
+PLACES = list(zip(CODE_PLACES, SCALE_PLACES, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "num_experts", "hidden_size", "num_sms"),
-    [
-        (1, 2, 8, 128, 4), (4, 8, 5, 131, 1), (1, 32, 300, 4112, 9),
-        (3, 10, 5, 200, 2), (37, 1, 8, 333, 6), (50, 40, 64, 8, 3),
-        (130, 8, 256, 272, 3), (20, 3, 4, 1504, 30), (70, 5, 20, 16, 1),
-        (274, 30, 8, 32, 2), (274, 30, 1030, 24, 3),
-    ],
-)  # fmt: skip
-def test_codes_and_scales_pass_as_they_are(
-    on_cpu, kind, masked, num_tokens, top_k, num_experts, hidden_size, num_sms
-):
-    on_cpu.sms = num_sms
+    ("kind", "masked", "places", "shape"),
+    pairs(KINDS, FLAGS, PLACES, OF_CODES, where=has_memory),
+    ids=str,
+)
+def test_codes_and_scales_pass_as_they_are(on_cpu, kind, masked, places, shape):
+    num_tokens, top_k, num_experts, hidden_size, on_cpu.sms = shape
     codes, scales = codes_of(num_tokens, hidden_size, "cpu")
     ids = ids_of(kind, num_tokens, top_k, num_experts)
     max_m = num_tokens + 1 if masked else None
-    if masked and num_experts * num_tokens > 2**18:
-        pytest.skip("too much memory")
-    for place, of_scales in zip(CODE_PLACES.values(), SCALE_PLACES.values(), strict=True):
-        given = place(codes.view(torch.uint8)).view(E4M3), of_scales(scales)
-        done = run_dispatch(given[0], ids, num_experts, max_m, x_scale_inv=given[1])
-        check_dispatch(done, given[0], ids, num_experts, max_m, x_scale_inv=given[1])
+    codes = CODE_PLACES[places[0]](codes.view(torch.uint8)).view(E4M3)
+    scales = SCALE_PLACES[places[1]](scales)
+    done = run_dispatch(codes, ids, num_experts, max_m, x_scale_inv=scales)
+    check_dispatch(done, codes, ids, num_experts, max_m, x_scale_inv=scales)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -328,15 +329,19 @@ def test_plan_of_a_rank_equals_the_portable_body(on_cpu, kind, rank, wide, spare
     assert all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize(("wide", "masked"), [(True, False), (False, True)])
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_sms"), [(1, 2, 4), (70, 5, 3), (1400, 6, 2)])
+OF_RANKS = [(1, 2, 4), (70, 5, 3), (1400, 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "wide", "masked", "shape"),
+    pairs(KINDS, RANKS, FLAGS, FLAGS, OF_RANKS),
+    ids=str,
+)
 def test_dispatch_of_a_rank_takes_the_ids_of_the_whole_model(
-    on_cpu, kind, rank, wide, masked, num_tokens, top_k, num_sms
+    on_cpu, kind, rank, wide, masked, shape
 ):
     """The last choices are counted by a kernel before."""
-    on_cpu.sms = num_sms
+    num_tokens, top_k, on_cpu.sms = shape
     x, ids = torch.randn(num_tokens, 24), ids_of_whole(kind, num_tokens, top_k, rank, wide)
     (num_experts, first, _), max_m = rank, num_tokens if masked else None
     done = run_dispatch(x, ids, num_experts, max_m, first)

@@ -124,7 +124,7 @@ def gathers_until_one_ends() -> str:
 
 
 def test_all_have_what_each_tells(group):
-    assert group.run(gathers, [(3000,)] * len(group.pipes)) == [True] * len(group.pipes)
+    assert group.run(gathers, [(600,)] * len(group.pipes)) == [True] * len(group.pipes)
 
 
 def test_no_file_is_left(group, tmp_path):
