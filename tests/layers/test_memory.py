@@ -15,16 +15,16 @@ NUM_LAYERS = 3
 
 
 def linear() -> nn.Module:
-    module = nn.Linear(4096, 2048, bias=False, device="meta")
-    module.weight = zeros(2048, 4096)
+    module = nn.Linear(3072, 3072, bias=False, device="meta")
+    module.weight = zeros(3072, 3072)
     return module
 
 
 def conv1d() -> nn.Module:
     utils = pytest.importorskip("transformers.pytorch_utils")
     with torch.device("meta"):
-        module = utils.Conv1D(2048, 4096)
-    module.weight, module.bias = zeros(4096, 2048), zeros(2048)
+        module = utils.Conv1D(3072, 3072)
+    module.weight, module.bias = zeros(3072, 3072), zeros(3072)
     return module
 
 
@@ -58,7 +58,11 @@ def model_of(make) -> nn.Module:
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_convert_takes_less_than_a_module(make):
-    assert peak_beside(partial(model_of, make), moefp8.convert) < num_bytes(make())
+    def run(model):
+        moefp8.convert(model)
+        assert all(isinstance(x, FP8Linear | GroupedExperts) for x in model)
+
+    assert peak_beside(partial(model_of, make), run) < num_bytes(make())
 
 
 def fp8_linear(**options) -> nn.Module:
