@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -124,12 +124,25 @@ class GroupedExperts(TrainableModule):
                 draw_as_linear(torch.empty_like(x[0], dtype=torch.float32), x.shape[2])
                 for x in (self.gate_up_proj, self.down_proj)
             )
-            self._assign_expert(expert, gate_up, down)
+            self._assign_expert(expert, (gate_up,), down)
 
     @torch.no_grad()
-    def _assign_expert(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """Quantize gate_up [2I, H] and down [H, I] into their slots."""
-        halves = gate_up.view(2, self.intermediate_size, self.hidden_size)
+    def _quantize_from(self, gate_up: Sequence[torch.Tensor], down: torch.Tensor) -> None:
+        """Take codes of weights, on their device.
+
+        gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
+        """
+        self.to_empty(device=down.device)
+        for expert in range(0 if down.is_meta else self.num_experts):
+            self._assign_expert(expert, [x[expert] for x in gate_up], down[expert])
+
+    @torch.no_grad()
+    def _assign_expert(
+        self, expert: int, gate_up: Sequence[torch.Tensor], down: torch.Tensor
+    ) -> None:
+        """Quantize gate_up, [2I, H] or two [I, H], and down [H, I] into their slots."""
+        rows = gate_up[0] if len(gate_up) == 1 else torch.cat([*gate_up])
+        halves = rows.view(2, self.intermediate_size, self.hidden_size)
         data, scale_inv = quantize_128x128(halves)
         self.gate_up_proj[expert].copy_(data.flatten(0, 1))
         self.gate_up_proj_scale_inv[expert].copy_(scale_inv.flatten(0, 1))
@@ -174,9 +187,7 @@ class GroupedExperts(TrainableModule):
             }
             experts._hold_master_weights(made, wgrad)
             return experts
-        experts.to_empty(device=gate_up_proj.device)
-        for expert in range(0 if gate_up_proj.is_meta else e):
-            experts._assign_expert(expert, gate_up_proj[expert], down_proj[expert])
+        experts._quantize_from((gate_up_proj,), down_proj)
         return experts
 
     @torch.no_grad()

@@ -119,24 +119,26 @@ class FP8Linear(TrainableModule):
         op = "FP8Linear.from_linear"
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{op}: expected nn.Linear, got {type(linear)}")
+        layer = cls(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
         if not trainable:
-            return cls._from_weight(linear.weight, linear.bias).train(linear.training)
+            layer._quantize_from(linear.weight.detach())
+            layer._share_bias(linear.bias)
+            return layer.train(linear.training)
         check_tensor(op, "weight", linear.weight, FLOATS, 2)
         check_rows_contiguous(op, "weight", linear.weight)
-        layer = cls(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
         layer._hold_master_weights({"weight": linear.get_parameter("weight")}, wgrad)
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    @classmethod
     @torch.no_grad()
-    def _from_weight(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "FP8Linear":
-        """Quantize weight [N, K]; the bias [N] is shared."""
-        layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        layer.to_empty(device=weight.device)._assign(quantize_128x128(weight.detach()))
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return layer
+    def _quantize_from(self, weight: torch.Tensor) -> None:
+        """Take codes of weight [N, K], on its device."""
+        data, scale_inv = quantize_128x128(weight)
+        self._hold_codes({"weight": data, "weight_scale_inv": scale_inv})
+
+    def _share_bias(self, bias: torch.Tensor | None) -> None:
+        """Hold that bias, in a parameter that asks for no gradient."""
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

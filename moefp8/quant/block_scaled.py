@@ -7,6 +7,7 @@ import torch
 from ..kernels.common.blocks import BLOCK, E4M3, e4m3_to_float, num_blocks
 from ..kernels.common.checks import check_same_device, check_tensor
 from . import quantize as ops
+from .numerics import tiles_128x128
 
 
 class BlockScaled(NamedTuple):
@@ -85,7 +86,14 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
             "dequantize: scale_inv must be [..., N, ceil(K/128)] or [..., ceil(N/128), "
             f"ceil(K/128)] for data {list(data.shape)}, got {list(scale_inv.shape)}"
         )
-    scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
-    if of_rows != rows:
-        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., : rows[-1], :]
-    return (e4m3_to_float(data) * scale).to(dtype)
+    if of_rows == rows:
+        scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
+        return (e4m3_to_float(data) * scale).to(dtype)
+    values = torch.empty(data.shape, dtype=dtype, device=data.device)
+    matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (data, scale_inv, values))
+    for codes, scales, weights in zip(*matrices, strict=True):
+        for tile, blocks in tiles_128x128(codes):
+            x = e4m3_to_float(codes[tile])
+            scale = scales[blocks].repeat_interleave(BLOCK, dim=0)[: len(x)]
+            weights[tile] = x.mul_(scale.repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]])
+    return values

@@ -108,10 +108,8 @@ def _body(inputs: BothInputs) -> None:
         x[(None,) * (3 - x.ndim)].unflatten(-2, (parts, size)).flatten(0, 1)
         for x, size in ((w, n), (data, n), (scale_inv, num_blocks(n)))
     )
-    # One part is quantized at a time, since FP32 copies of all experts would not fit.
-    for part, *outputs in zip(*of_parts, strict=True):
-        for output, found in zip(outputs, numerics.quantize_128x128(part), strict=True):
-            output.copy_(found)
+    for part, codes, scales in zip(*of_parts, strict=True):
+        numerics.quantize_128x128_into(part, codes, scales)
     copy_transposed(data, parts, transposed)
 
 

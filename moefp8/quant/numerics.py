@@ -10,6 +10,7 @@ zeros that keep their signs. The code of a NaN is 0x7f.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from einops import rearrange, reduce
@@ -43,12 +44,52 @@ def quantize_128x128(
     w: torch.Tensor, ue8m0: bool = False, min_amax: float = MIN_AMAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w [N, K] -> e4m3 [N, K], and fp32 [ceil(N/128), ceil(K/128)]."""
-    n, k = w.shape
-    blocks = blocks_128x128(w.float())
-    amax = reduce(blocks.abs(), "nb r kb c -> nb kb", "max")
-    scale_inv = _scale_from_amax(amax, ue8m0, min_amax)
-    quantized = _to_e4m3(blocks / scale_inv[:, None, :, None])
-    return rearrange(quantized, "nb r kb c -> (nb r) (kb c)")[:n, :k], scale_inv
+    data = torch.empty(w.shape, dtype=E4M3, device=w.device)
+    scale_shape = [num_blocks(size) for size in w.shape]
+    scale_inv = torch.empty(scale_shape, dtype=torch.float32, device=w.device)
+    quantize_128x128_into(w, data, scale_inv, ue8m0, min_amax)
+    return data, scale_inv
+
+
+def quantize_128x128_into(
+    w: torch.Tensor,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    ue8m0: bool = False,
+    min_amax: float = MIN_AMAX,
+) -> None:
+    """Fill `data` and `scale_inv` with what `quantize_128x128` returns, one tile at a time."""
+    for tile, tile_blocks in tiles_128x128(w):
+        blocks = blocks_128x128(w[tile].float())
+        amax = reduce(blocks.abs(), "nb r kb c -> nb kb", "max")
+        scale = scale_inv[tile_blocks] = _scale_from_amax(amax, ue8m0, min_amax)
+        quantized = _to_e4m3(blocks / scale[:, None, :, None])
+        n, k = data[tile].shape
+        data[tile] = rearrange(quantized, "nb r kb c -> (nb r) (kb c)")[:n, :k]
+
+
+Slices = tuple[slice, slice]
+
+
+def tiles_128x128(w: torch.Tensor) -> Iterator[tuple[Slices, Slices]]:
+    """Cut w [N, K] along blocks into tiles whose FP32 copies are small.
+
+    Yields a tile's rows and columns, and those of its blocks. On a CPU, copies of 2 MiB stay in its
+    cache: [14336, 4096] in BF16 is quantized in 70 ms, and as a whole in 387 (Xeon, one thread;
+    copies of 1 MiB: 87, of 4 MiB: 74). On a GPU each tile is some ten launches.
+    """
+    num_rows, num_columns = map(num_blocks, w.shape)
+    most = 32 if w.device.type == "cpu" else 1024
+    columns = max(min(num_columns, most), 1)
+    rows = most // columns
+    for row in range(0, num_rows, rows):
+        for column in range(0, num_columns, columns):
+            blocks = slice(row, row + rows), slice(column, column + columns)
+            yield (_elements(blocks[0]), _elements(blocks[1])), blocks
+
+
+def _elements(blocks: slice) -> slice:
+    return slice(blocks.start * BLOCK, blocks.stop * BLOCK)
 
 
 def blocks_128x128(x: torch.Tensor) -> torch.Tensor:

@@ -44,10 +44,8 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     data, scale_inv = _allocate_128x128(w, ue8m0)
     matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
-    # One matrix is quantized at a time, since FP32 copies of all experts would not fit.
-    for matrix, *outputs in zip(*matrices, strict=True):
-        for output, found in zip(outputs, numerics.quantize_128x128(matrix, ue8m0), strict=True):
-            output.copy_(found)
+    for matrix, codes, scales in zip(*matrices, strict=True):
+        numerics.quantize_128x128_into(matrix, codes, scales, ue8m0)
     return data, scale_inv
 
 

@@ -27,8 +27,8 @@ class PlainExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         y = torch.zeros_like(hidden_states)
-        for choice in range(top_k_index.shape[1]):
-            for token, expert in enumerate(top_k_index[:, choice].tolist()):
-                part = self.expert(hidden_states[token], expert)
-                y[token] += top_k_weights[token, choice] * part
+        for expert in top_k_index.unique().tolist():
+            token, choice = torch.where(top_k_index == expert)
+            part = self.expert(hidden_states[token], expert)
+            y.index_add_(0, token, top_k_weights[token, choice, None] * part)
         return y

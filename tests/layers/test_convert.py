@@ -1,9 +1,12 @@
 """`convert`: what is swapped, what is left, and what is refused before anything changes."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.testing import relative_error
@@ -218,3 +221,147 @@ def test_progress_is_shown_on_a_terminal_alone(capsys, progress, is_shown):
         nothing_to_quantize = nn.ModuleList([nn.Linear(256, 256)])
     convert(nothing_to_quantize, progress=progress)
     assert not capsys.readouterr().err
+
+
+# All or nothing
+
+
+def in_buffer(experts):
+    gate_up_proj = experts.gate_up_proj.detach()
+    del experts.gate_up_proj
+    experts.register_buffer("gate_up_proj", gate_up_proj)
+
+
+def in_hidden_buffer(experts):
+    down_proj = experts.down_proj.detach()
+    del experts.down_proj
+    experts.register_buffer("down_proj", down_proj, persistent=False)
+
+
+def in_parametrization(experts):
+    parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+
+
+def partly_on_meta(name):
+    return lambda experts: experts.register_parameter(
+        name, nn.Parameter(getattr(experts, name).to("meta"))
+    )
+
+
+def without_experts(experts):
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[:0].detach())
+    experts.down_proj = nn.Parameter(experts.down_proj[:0].detach())
+
+
+class Wrapped(torch.Tensor):
+    """Each of its operations raises, as those of sharded and quantized tensors may."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0])
+        raise NotImplementedError(func)
+
+
+def of_weight(change):
+    def spoil(linear):
+        linear.weight = nn.Parameter(change(linear.weight.detach()))
+
+    return spoil
+
+
+class Strict(nn.Module):
+    """It holds linears alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def __setattr__(self, name, value):
+        if name == "linear" and not isinstance(value, nn.Linear):
+            raise TypeError("linear must be an nn.Linear")
+        super().__setattr__(name, value)
+
+
+SPOILT = {
+    "buffer": ("experts", in_buffer, "must hold gate_up_proj as a parameter, got a buffer"),
+    "hidden buffer": ("experts", in_hidden_buffer, "must hold down_proj as a parameter"),
+    "parametrization": ("experts", in_parametrization, "must have no parameters but"),
+    "gate and up on meta": ("experts", partly_on_meta("gate_up_proj"), "one device, got cpu, meta"),
+    "down on meta": ("experts", partly_on_meta("down_proj"), "on one device, got cpu, meta"),
+    "no experts": ("experts", without_experts, r"must hold weights, got .*\[0, 80, 64\]"),
+    "other dtype": ("last", lambda x: x.double(), "must be bfloat16 or .*, got float64"),
+    "sparse": ("last", of_weight(torch.Tensor.to_sparse_csr), "dense tensor, got layout sparse"),
+    "subclass": ("last", of_weight(Wrapped), "weight as a plain tensor, got a Wrapped"),
+    "strict": ("last", lambda x: x.add_module("child", Strict()), "must be an nn.Linear"),
+}
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("case", SPOILT)
+def test_all_becomes_fp8_or_nothing(case, trainable):
+    name, spoil, rule = SPOILT[case]
+    model = nn.ModuleList(
+        nn.ModuleDict({"first": nn.Linear(64, 64), "experts": Experts(), "last": nn.Linear(64, 64)})
+        for _ in range(2)
+    )
+    if case == "strict":
+        model[1]["last"] = nn.Module()
+    spoil(model[1][name])
+    modules = list(model.named_modules())
+    tensors = [(n, id(x), x.requires_grad) for n, x in model.named_parameters()]
+    with pytest.raises((ValueError, TypeError), match=rule):
+        convert(model, trainable=trainable)
+    assert list(model.named_modules()) == modules
+    assert [(n, id(x), x.requires_grad) for n, x in model.named_parameters()] == tensors
+
+
+class Interrupted:
+    """A terminal that is closed after some lines."""
+
+    lines = 0
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        pass
+
+    def write(self, text):
+        self.lines += 1
+        raise BrokenPipeError
+
+
+def test_an_interruption_leaves_each_module_whole_and_convert_goes_on(monkeypatch):
+    """Originals are freed in turn, so that what was quantized stays."""
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(128, 128), Experts()])
+    originals, x = list(model), torch.randn(3, 128)
+    monkeypatch.setattr("sys.stderr", Interrupted())
+    with pytest.raises(BrokenPipeError):
+        convert(model)
+    assert list(model)[:1] == originals[:1]
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear, GroupedExperts]
+    monkeypatch.undo()
+    convert(model)
+    assert [type(m) for m in model] == [FP8Linear, FP8Linear, GroupedExperts]
+    assert torch.equal(model[1](x), FP8Linear.from_linear(originals[1])(x))
+
+
+def test_originals_are_freed_one_by_one():
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    originals = [weakref.ref(linear.weight) for linear in model]
+    alive = []
+
+    class Terminal(Interrupted):
+        def write(self, text):
+            alive.append(sum(x() is not None for x in originals))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", Terminal())
+        patch.setattr("time.monotonic", iter(range(10**6)).__next__)
+        convert(model)
+    assert alive[:4] == [3, 2, 1, 0]

@@ -1,6 +1,7 @@
 """`convert` and experts of others: run before they are swapped, refused if not as ours."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import moefp8.layers.conversion.plain
 from moefp8 import GroupedExperts, convert
 from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
+from tests.layers.memory import peak
 from tests.layers.plain_experts import PlainExperts as Experts
 
 E, H, I = 4, 64, 40
@@ -31,8 +33,33 @@ FORWARDS = {
     "4 percent": (lambda run, *inputs: 1.04 * run(*inputs), r"up to [45] % off"),
     "many tokens": (
         lambda run, x, *choice: run(x, *choice) * (2 if len(x) > 30 else 1),
-        r"on 64 random tokens",
+        r"on 31 random tokens",
     ),
+    "capacity of 100": (
+        lambda run, x, ids, scores: run(x, ids, scores * (ranks(ids) <= 100)),
+        "on 101 random tokens of 1 choices",
+    ),
+    "capacity of a global": (
+        lambda run, x, ids, scores: run(x, ids, scores * within_limit(ids)),
+        "on 901 random tokens of 1 choices",
+    ),
+    "capacity of a product": (
+        lambda run, x, ids, scores: run(x, ids, scores * (ranks(ids) <= 8 * x.shape[1])),
+        "on 4097 random tokens of 1 choices",
+    ),
+    "one token": (
+        lambda run, x, *choice: run(x, *choice) * (2 if len(x) == 1 else 1),
+        "on 1 random tokens",
+    ),
+    "pairs of tokens": (
+        lambda run, x, *choice: run(x, *choice) * (2 if len(x) % 48 == 0 else 1),
+        "on 48 random tokens",
+    ),
+    "four choices": (
+        lambda run, x, ids, scores: run(x, ids, scores * (2 if ids.shape[1] == 4 else 1)),
+        "on 1 random tokens of 4 choices",
+    ),
+    "counts in a global": (lambda run, *inputs: run(*counted(*inputs)), "changes .*NUM_CALLS"),
     "by choices": (lambda run, x, ids, scores: run(x, ids, scores * 2 / ids.shape[1]), OFF),
     "clamped scores": (lambda run, x, ids, scores: run(x, ids, scores.clamp(min=0.1)), OFF),
     "positive": (lambda run, x, ids, scores: run(x, ids, scores.abs()), OFF),
@@ -84,6 +111,70 @@ class Capacity(Experts):
         return super().forward(x, ids, scores * (rank.gather(1, ids) <= 4))
 
 
+LIMIT, NUM_CALLS = 900, 0
+CONFIG = SimpleNamespace(capacity=3000, unused=7)
+
+
+def ranks(ids):
+    """Which token of its expert each choice is, from 1 on."""
+    num_experts = int(ids.max()) + 1
+    return F.one_hot(ids, num_experts).sum(1).cumsum(0).gather(1, ids)
+
+
+def within_limit(ids):
+    return ranks(ids) <= LIMIT
+
+
+def counted(*inputs):
+    global NUM_CALLS
+    NUM_CALLS += 1
+    return inputs
+
+
+class CapacityOfAttribute(Experts):
+    capacity = 5000
+
+    def forward(self, x, ids, scores):
+        return super().forward(x, ids, scores * (ranks(ids) <= self.capacity))
+
+
+class CapacityOfConfig(CapacityOfAttribute):
+    def __init__(self):
+        super().__init__()
+        self.config = CONFIG
+
+    def forward(self, x, ids, scores):
+        return Experts.forward(self, x, ids, scores * (ranks(ids) <= self.config.capacity))
+
+
+class CountsInContainer(Experts):
+    def __init__(self):
+        super().__init__()
+        self.counts = {"calls": [0]}
+
+    def forward(self, *inputs):
+        self.counts["calls"][0] += 1
+        return super().forward(*inputs)
+
+
+class CountsInTensor(Experts):
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.zeros(E)
+
+    def forward(self, x, ids, scores):
+        self.counts += ids.flatten().bincount(minlength=E)
+        return super().forward(x, ids, scores)
+
+
+class CountsInClass(Experts):
+    num_calls = 0
+
+    def forward(self, *inputs):
+        type(self).num_calls += 1
+        return super().forward(*inputs)
+
+
 class Identity(Experts):
     """The id E is an expert that gives back what it gets."""
 
@@ -121,8 +212,13 @@ FOREIGN = {
     "buffer": (ScaledByBuffer, r"no buffers that are saved, got \['factor'\]"),
     "hidden buffer": (ScaledByHiddenBuffer, OFF),
     "last is other": (LastIsOther, OFF),
-    "capacity": (Capacity, r"on 64 random tokens of 1 choices, .* up to 100 % off"),
+    "capacity": (Capacity, r"up to 100 % off"),
     "identity": (Identity, "must count the id E with weight 0"),
+    "capacity of an attribute": (CapacityOfAttribute, "on 5001 random tokens of 1 choices"),
+    "capacity of a config": (CapacityOfConfig, "on 3001 random tokens of 1 choices"),
+    "counts in a container": (CountsInContainer, "changes nothing .*, but that changes .*calls"),
+    "counts in a tensor": (CountsInTensor, "changes nothing .*, but that changes counts"),
+    "counts in its class": (CountsInClass, "changes nothing .*, but that changes .*num_calls"),
     "counts": (Counts, "changes nothing in it, but that changes num_calls"),
     "counts in a buffer": (CountsInBuffer, "changes nothing in it, but that changes counts"),
     "other call": (OtherCall, "must have no hooks and no forward of its own"),
@@ -165,19 +261,62 @@ def test_so_are_they_on_the_meta_device(case):
         convert(model)
 
 
-def large(kind: type[Experts], fill) -> Experts:
-    experts = kind()
-    experts.gate_up_proj = nn.Parameter(fill(E, 2 * 2048, 1024).bfloat16())
-    experts.down_proj = nn.Parameter(fill(E, 1024, 2048).bfloat16())
+def large(kind: type[Experts], fill, num_experts=64, hidden_size=256, width=32) -> Experts:
+    experts = kind(num_experts=0)
+    gate_up, down = (num_experts, 2 * width, hidden_size), (num_experts, hidden_size, width)
+    experts.gate_up_proj = nn.Parameter(fill(*gate_up).bfloat16())
+    experts.down_proj = nn.Parameter(fill(*down).bfloat16())
     return experts
 
 
-def test_large_experts_are_run_with_their_own_weights():
-    kind, rule = FOREIGN["other expert"]
-    with pytest.raises(ValueError, match=rule):
-        convert(large(kind, lambda *shape: torch.randn(shape) * 0.05))
-    for fill in (torch.randn, torch.zeros, lambda *shape: torch.full(shape, torch.nan)):
-        assert plan_conversion(large(Experts, fill)).swapped, "they may be filled later"
+def same_for_all(num_experts, *shape):
+    return 0.1 * torch.randn(shape).expand(num_experts, *shape)
+
+
+class OneScaled(Experts):
+    def expert(self, x, expert):
+        return super().expert(x, expert) * (3 if expert == 37 else 1)
+
+
+class OtherExpert(Experts):
+    def forward(self, x, ids, scores):
+        return super().forward(x, (ids + 1) % len(self.down_proj), scores)
+
+
+@pytest.mark.parametrize("kind", [OneScaled, OtherExpert])
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda *shape: 0.1 * torch.randn(shape),  # these are run with their own weights
+        torch.randn,
+        torch.zeros,
+        lambda *shape: torch.full(shape, torch.nan),
+        same_for_all,
+        partial(torch.empty, device="meta"),
+    ],
+    ids=["random", "large", "zeros", "nan", "equal", "meta"],
+)
+def test_of_large_stacks_each_expert_is_run(kind, fill):
+    with pytest.raises(ValueError, match=OFF):
+        plan_conversion(large(kind, fill))
+    assert plan_conversion(large(Experts, fill)).swapped, "they may be filled later"
+
+
+@pytest.mark.parametrize("kind", [OneScaled, OtherExpert])
+def test_of_very_large_stacks_too(kind):
+    fill = partial(torch.empty, device="meta")
+    with pytest.raises(ValueError, match=OFF):
+        plan_conversion(large(kind, fill, hidden_size=512, width=640))
+
+
+def test_a_forward_that_differs_in_training_is_refused_if_weights_train():
+    class Dropping(Experts):
+        def forward(self, x, *choice):
+            return super().forward(F.dropout(x, 0.1, self.training), *choice)
+
+    assert plan_conversion(Dropping()).swapped
+    with pytest.raises(ValueError, match=OFF):
+        plan_conversion(Dropping(), trainable=True)
 
 
 @pytest.mark.parametrize("limit", [0.5, 7.0, 30.0])
@@ -276,19 +415,22 @@ class NoActFn(Experts):
 class DbrxLike(nn.Module):
     """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
 
-    def __init__(self):
+    def __init__(self, num_experts=E, intermediate_size=I):
         super().__init__()
-        self.num_experts, self.mlp = E, nn.Module()
+        self.num_experts, self.mlp = num_experts, nn.Module()
         for name in ("w1", "v1", "w2"):
-            setattr(self.mlp, name, nn.Parameter(torch.randn(E * I, H) * 0.1))
+            weight = torch.randn(num_experts * intermediate_size, H) * 0.1
+            setattr(self.mlp, name, nn.Parameter(weight))
 
     def forward(self, x, index, weights):
-        w1, v1, w2 = (w.view(-1, I, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        w1, v1, w2 = (
+            w.view(self.num_experts, -1, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
+        )
         y = torch.zeros_like(x)
-        for token, chosen in enumerate(index.tolist()):
-            for choice, expert in enumerate(chosen):
-                inner = F.silu(w1[expert] @ x[token]) * (v1[expert] @ x[token])
-                y[token] += weights[token, choice] * (inner @ w2[expert])
+        for expert in index.unique().tolist():
+            token, choice = torch.where(index == expert)
+            inner = F.silu(x[token] @ w1[expert].T) * (x[token] @ v1[expert].T)
+            y.index_add_(0, token, weights[token, choice, None] * (inner @ w2[expert]))
         return y
 
 
@@ -303,13 +445,8 @@ def test_experts_are_known_by_what_they_compute(kind):
 
 
 def test_to_choose_copies_no_experts():
-    """Here a row stands for all: their copy would be larger than any memory."""
-    experts = DbrxLike()
-    experts.num_experts = 2**31
-    for name, weight in list(experts.mlp.named_parameters()):
-        row = weight.detach()[:1].expand(experts.num_experts * I, H)
-        setattr(experts.mlp, name, nn.Parameter(row, requires_grad=False))
-    assert plan_conversion(nn.Sequential(experts)).swapped == {"0": "experts"}
+    experts = DbrxLike(num_experts=256, intermediate_size=512)
+    assert peak(lambda: plan_conversion(experts)) < experts.mlp.w1.nbytes
 
 
 def test_other_experts_stay_and_that_is_said():

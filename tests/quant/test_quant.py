@@ -74,6 +74,24 @@ def test_batched_weights_are_quantized_one_by_one(batch, n, k, data):
         assert torch.equal(q.scale_inv[i], one.scale_inv)
 
 
+@pytest.mark.parametrize("shape", [(300, 34 * 128 + 5), (33 * 128 + 1, 70), (2, 800, 900)])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_large_weights_are_quantized_and_dequantized_as_their_blocks(shape, ue8m0):
+    """On a CPU they are worked at in parts."""
+    w = torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())
+    w[..., 7, 5], w[..., -1, -1] = torch.nan, torch.inf
+    q = quantize_128x128(w, ue8m0=ue8m0)
+    values = dequantize(q)
+    for i, rows in enumerate(w.split(128, -2)):
+        for j, block in enumerate(rows.split(128, -1)):
+            one = quantize_128x128(block, ue8m0=ue8m0)
+            part = ..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            assert same_bits(q.data[part].view(torch.uint8), one.data.view(torch.uint8))
+            scale_inv = q.scale_inv[..., i : i + 1, j : j + 1]
+            assert same_bits(scale_inv, one.scale_inv)
+            assert same_bits(values[part], one.data.float() * scale_inv)
+
+
 @both
 def test_dequantize_multiplies_by_the_scale_of_the_block(quantize, block_rows):
     q = quantize(torch.randn(2, 200, 300))

@@ -16,7 +16,7 @@ from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .masters import master_problem
 from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
-from .stacks import form_problem, stacks_of
+from .stacks import form_problem, stacks_of, tensor_problem
 
 Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
@@ -214,9 +214,10 @@ def _checked(
             except TypeError as error:
                 way_out = f"pass skip={pattern_of(name)!r} to leave it as it is"
                 raise TypeError(f"{error}; {way_out}") from None
-        found, problem = _check(module, probed)
         given = _override(name, overrides)
-        made = {**form, **found, **(given if isinstance(given, Mapping) else {})}
+        made = {**form, **(given if isinstance(given, Mapping) else {})}
+        found, problem = _check(module, probed, made["trainable"])
+        made = {**found, **made}
         may_freeze = problem is None and made["trainable"]
         if may_freeze:
             problem = master_problem(module)
@@ -230,7 +231,9 @@ def _checked(
     return settings
 
 
-def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any], str | None]:
+def _check(
+    module: nn.Module, probed: dict[Any, Probed], trainable: bool
+) -> tuple[dict[str, Any], str | None]:
     """(settings, what forbids swapping the module or None)."""
     if parts_of(module):
         return {}, "is one rank's part of a layer; convert before shard"
@@ -239,11 +242,12 @@ def _check(module: nn.Module, probed: dict[Any, Probed]) -> tuple[dict[str, Any]
     stacks = stacks_of(module)
     if stacks is None:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        extra = sorted(names - {"weight", "bias"})
-        return {}, f"must have no tensors but weight and bias, got {extra}" if extra else None
-    if problem := form_problem(module, stacks):
+        if extra := sorted(names - {"weight", "bias"}):
+            return {}, f"must have no tensors but weight and bias, got {extra}"
+        return {}, tensor_problem(module, ("weight",))
+    if problem := form_problem(module, stacks) or tensor_problem(module, stacks.names):
         return {}, problem
-    limit, problem = probe(module, probed)
+    limit, problem = probe(module, probed, trainable)
     return {"swiglu_limit": limit}, problem
 
 

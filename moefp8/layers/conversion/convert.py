@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +11,11 @@ from ...functional.training.linear import Wgrad
 from ...system.progress import Progress
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
-from ..module import FixedDtypeModule
 from ..saving import adopt
-from ..trainable import has_finite_scales
+from ..trainable import TrainableModule, has_finite_scales
 from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
 from .conversion import Conversion
-from .selection import is_conv1d
+from .selection import is_conv1d, widths
 from .stacks import stacks_of
 
 _LOGGER = logging.getLogger("moefp8")
@@ -37,11 +36,11 @@ def convert(
 ) -> Any:
     """Swap linears and experts modules for `FP8Linear` and `GroupedExperts`.
 
-    Weights are quantized one module at a time, so the peak is the model and one module. A model
-    on the meta device is swapped without weights, to be loaded into. `convert` swaps `nn.Linear`,
-    transformers' `Conv1D`, DBRX's experts, and experts stacked as `gate_up_proj` [E, 2I, H], gate
-    rows first, and `down_proj` [E, H, I]. Experts are first run on a few random tokens: they must
-    compute SwiGLU, or its clamped variant, and nothing else.
+    Weights are quantized one module at a time, the largest first, and each original is freed, so
+    the peak is the model and one module. A model on the meta device is swapped without weights, to
+    be loaded into. `convert` swaps `nn.Linear`, transformers' `Conv1D`, DBRX's experts, and experts
+    stacked as `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I]. Experts are
+    first run on random tokens: they must compute SwiGLU, or its clamped variant, and nothing else.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
     and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result
@@ -73,15 +72,23 @@ def convert(
         TypeError: a weight that is not bf16, fp16 or fp32; arguments of another kind.
         ValueError: an experts module of another make, a part that `shard` left, hooks and patches
             that would be lost, a pattern that matches nothing; with trainable, weights that would
-            need a copy: those of Conv1D and of DBRX's experts. The model is unchanged.
+            need a copy: those of Conv1D and of DBRX's experts. The model is unchanged. After an
+            interrupt or an OutOfMemoryError, each module is whole, and the same call goes on.
     """
     chosen = choose(model, skip, only, filter_fn, overrides, trainable, wgrad)
     conversion = chosen.conversion
     _LOGGER.info("convert: %s", conversion)
     if (warning := _warning(chosen, trainable)) is not None:
         warnings.warn(f"convert: {warning}", stacklevel=3)
-    converted = _apply(model, chosen, progress)
+    converted, not_finite = _apply(model, chosen, progress)
     adopt(converted, conversion)
+    if not_finite:
+        more = f" and {len(not_finite) - 5} more" if len(not_finite) > 5 else ""
+        warnings.warn(
+            f"convert: weights of {', '.join(not_finite[:5])}{more} hold NaN or Inf, so whole "
+            "blocks of 128x128 became NaN",
+            stacklevel=3,
+        )
     return (converted, conversion) if return_conversion else converted
 
 
@@ -116,62 +123,98 @@ def _warning(chosen: Chosen, trainable: bool) -> str | None:
     )
 
 
-def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> nn.Module:
-    """Swap; a module under two names stays one module, and shared weights become shared codes."""
-    swapped: dict[int, FixedDtypeModule] = {}
-    twins: dict[tuple[Any, ...], FixedDtypeModule] = {}
+class _Swap(NamedTuple):
+    """A module's names, what takes its place, and how many bytes are to be quantized for that.
+
+    weights: equal for modules that share their weights, and will share the codes.
+    """
+
+    names: list[str]
+    made: TrainableModule
+    num_bytes: int
+    weights: tuple[Any, ...]
+
+
+def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.Module, list[str]]:
+    """Swap the modules. Returns what takes the model's place, and whose weights are not finite.
+
+    All FP8 modules first take their places without codes. Then the largest is quantized first, so
+    that memory is short before anything is lost, or never. Each original is freed in turn, which
+    empties `chosen.modules`. After an error, those that are left there are put back.
+    """
+    left = chosen.modules
+    swaps = _prepare(left, chosen.settings)
+    total = sum(swap.num_bytes for swap in swaps)
+    quantized: dict[tuple[Any, ...], TrainableModule] = {}
     not_finite: list[str] = []
-    quantized = {
-        id(module): module
-        for name, module in chosen.modules.items()
-        if not chosen.settings[name]["trainable"]
-    }
-    total = sum(map(_num_bytes, quantized.values()))
-    with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
-        for name, module in chosen.modules.items():
-            if id(module) not in swapped:
-                made = _swap(module, chosen.settings[name], twins)
-                swapped[id(module)] = made
-                not_finite += [] if has_finite_scales(made) else [name]
-                bar.advance(_num_bytes(module) if id(module) in quantized else 0)
-            if name:
-                model.set_submodule(name, swapped[id(module)])
-            else:
-                model = swapped[id(module)]
-    if not_finite:
-        more = f" and {len(not_finite) - 5} more" if len(not_finite) > 5 else ""
-        warnings.warn(
-            f"convert: weights of {', '.join(not_finite[:5])}{more} hold NaN or Inf, so whole "
-            "blocks of 128x128 became NaN",
-            stacklevel=4,
-        )
-    return model
+    try:
+        for swap in swaps:
+            _put(model, swap.names, swap.made)
+        with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
+            for names, made, num_bytes, weights in sorted(swaps, key=lambda x: -x.num_bytes):
+                twin = quantized.setdefault(weights, made)
+                if twin is made:
+                    _quantize(made, left[names[0]])
+                for name in (*made.fp8_names, *made.fp32_names):
+                    made._parameters[name] = twin._parameters[name]
+                not_finite += [] if has_finite_scales(made) else names[:1]
+                for name in names:
+                    del left[name]
+                bar.advance(num_bytes)
+    except BaseException:
+        for name, module in left.items():
+            _put(model, [name], module)
+        raise
+    return next((swap.made for swap in swaps if "" in swap.names), model), not_finite
 
 
-def _num_bytes(module: nn.Module) -> int:
-    """The size of what is to be quantized, which is nothing on the meta device."""
-    return sum(x.nbytes for x in module.parameters(recurse=False) if not x.is_meta)
+def _put(model: nn.Module, names: list[str], module: nn.Module) -> None:
+    for name in filter(None, names):  # the model itself is in no other
+        model.set_submodule(name, module)
 
 
-def _swap(
-    module: nn.Module, settings: dict[str, Any], twins: dict[tuple[Any, ...], FixedDtypeModule]
-) -> FixedDtypeModule:
-    """The FP8 module for `module`. twins: (kind, weights) -> what was made of them first."""
+def _prepare(modules: dict[str, nn.Module], settings: dict[str, dict[str, Any]]) -> list[_Swap]:
+    """What to put in the place of each module, without codes; master weights are shared."""
+    names: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        names.setdefault(id(module), []).append(name)
+    swaps = []
+    for aliases in names.values():
+        module, options = modules[aliases[0]], settings[aliases[0]]
+        made, parameters = _without_codes(module, options)
+        made.is_converted = True
+        made.train(module.training)
+        weights = [module.get_parameter(name) for name in parameters]
+        to_quantize = [] if options["trainable"] else [x for x in weights if not x.is_meta]
+        key = kind_of(module), options["trainable"], *map(id, weights)
+        swaps.append(_Swap(aliases, made, sum(x.nbytes for x in to_quantize), key))
+    return swaps
+
+
+def _without_codes(
+    module: nn.Module, settings: dict[str, Any]
+) -> tuple[TrainableModule, tuple[str, ...]]:
+    """The FP8 module for `module`, and the names of the parameters that are its weights."""
     stacks, trainable = stacks_of(module), settings["trainable"]
-    made: FixedDtypeModule
     if stacks is not None:
-        made, names = GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
-    elif isinstance(module, nn.Linear) and trainable:
-        wgrad = settings["wgrad"]
-        made, names = FP8Linear.from_linear(module, trainable=True, wgrad=wgrad), ("weight",)
+        if trainable:
+            return GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
+        return GroupedExperts(*stacks.down.shape, device="meta", **settings), stacks.names
+    wgrad = settings["wgrad"]
+    if trainable and isinstance(module, nn.Linear):
+        return FP8Linear.from_linear(module, trainable=True, wgrad=wgrad), ("weight",)
+    linear = FP8Linear(*widths(module), bias=False, device="meta", wgrad=wgrad)
+    linear._share_bias(module._parameters.get("bias"))
+    return linear, ("weight",)
+
+
+def _quantize(made: Any, module: nn.Module) -> None:
+    """Make the codes of `made`, if it is to have any, of the weights of `module`."""
+    stacks = stacks_of(module)
+    if made.trainable:
+        return
+    if stacks is not None:
+        made._quantize_from(stacks.gate_up, stacks.down)
     else:
-        weight, names = module.get_parameter("weight"), ("weight",)
-        rows = weight.t().contiguous() if is_conv1d(module) else weight
-        made = FP8Linear._from_weight(rows, module._parameters.get("bias"))
-        made.wgrad = settings["wgrad"]
-    weights = (id(module.get_parameter(name)) for name in names)
-    first = twins.setdefault((kind_of(module), trainable, *weights), made)
-    for name in (*made.fp8_names, *made.fp32_names):
-        made._parameters[name] = first._parameters[name]
-    made.is_converted = True
-    return made.train(module.training)
+        weight = module.get_parameter("weight").detach()
+        made._quantize_from(weight.t() if is_conv1d(module) else weight)

@@ -14,12 +14,18 @@ import torch
 from torch import nn
 
 from ...functional.swiglu import swiglu
+from .source_code import values_in_reach
 from .stacks import Stacks, stated_limits
-from .trial import attributes_of, is_small, random_weights, told
+from .trial import attributes_of, random_weights, told
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
-_NUM_OF_LARGE = 12  # how many experts are run if they are large
+_MAX_TOKENS = 1 << 16  # of one expert: limits above that are not looked for
+_USUAL_TOKENS = 1 << 12  # limits below that are looked for though nothing names them,
+_USUAL_WORK = 1 << 34  # but not with more multiplications than that,
+_USUAL_ROOM = 1 << 21  # nor with more elements at a time than that and a quarter of the weights
+_MAX_CHOICES = 64  # of a token
+_CHUNK = 1 << 20  # elements of a weight of which an FP32 copy is made at a time
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
 
 
@@ -30,16 +36,25 @@ class Routing(NamedTuple):
     chosen: torch.Tensor
     scores: torch.Tensor
 
+    def repeated(self, count: int) -> "Routing":
+        return Routing(*(x.repeat(count, 1) for x in self))
+
 
 # (the SwiGLU limit of an experts module, None), or (None, how it differs from SwiGLU experts)
 Probed = tuple[float | None, str | None]
 
 
-def probe(module: nn.Module, known: dict[Any, Probed]) -> Probed:
-    """Run `module`, unless another of its make is among those known."""
-    key = _make_of(module)
-    if key is None or key not in known:
-        known[key] = _probe(module)
+def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) -> Probed:
+    """Run `module`, unless another of its make is among those known.
+
+    trainable: it has to compute the same in training mode.
+    """
+    make = _make_of(module)
+    for key in ((make, training) for training in (False, True)[: 1 + trainable]):
+        if make is None or key not in known:
+            known[key] = _probe(module, key[1])
+        if known[key][1] is not None:
+            break
     return known[key]
 
 
@@ -56,9 +71,9 @@ def _make_of(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _probe(module: nn.Module) -> Probed:
+def _probe(module: nn.Module, training: bool) -> Probed:
     random = torch.Generator().manual_seed(0)
-    with random_weights(module, random) as (stacks, changed):
+    with random_weights(module, random, training) as (stacks, changed):
         with torch.autocast(stacks.down.device.type, enabled=False):
             limit, problem = _compare(module, stacks, random)
         if problem is None and (name := changed()):
@@ -68,17 +83,18 @@ def _probe(module: nn.Module) -> Probed:
 
 def _compare(module: nn.Module, stacks: Stacks, random: torch.Generator) -> Probed:
     forward, limits = _forward_of(module), [*dict.fromkeys(stated_limits(module)), None]
-    for routing in _routings(stacks, limits, random):
+    numbers = _numbers(module, stacks)
+    for routing, count in _routings(stacks, limits, numbers, random):
         try:
-            came = forward(*routing)
+            came = forward(*routing.repeated(count))
         except Exception as error:  # a forward of others may raise anything
             return None, (
                 "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
                 f"but that raised {type(error).__name__}: {str(error)[:200]}"
             )
-        if not isinstance(came, torch.Tensor) or came.numel() != routing.x.numel():
+        if not isinstance(came, torch.Tensor) or came.numel() != count * routing.x.numel():
             return None, f"must give one tensor [T, H], got {type(came).__name__}"
-        came = came.reshape(routing.x.shape).float()
+        came = came.reshape(-1, routing.x.shape[1]).float()
         fitting = [x for x in limits if _fits(came, stacks, routing, partial(swiglu, limit=x))]
         if not fitting:
             return None, _difference(came, stacks, routing)
@@ -142,20 +158,48 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 # ---- What goes in ----
 
 
+def _numbers(module: nn.Module, stacks: Stacks) -> list[int]:
+    """The numbers at which a forward may begin to compute otherwise, in order.
+
+    They are those that it names, but H and I, which it has to name.
+    """
+    sizes = {stacks.down.shape[1], stacks.down.shape[2], 2 * stacks.down.shape[2]}
+    numbers: set[int] = set()
+    for value in values_in_reach(module).values():
+        for x in value if isinstance(value, list) else [value]:
+            if isinstance(x, int | float) and 1 <= x <= _MAX_TOKENS:
+                numbers.add(math.ceil(x))
+    return sorted(numbers - sizes)
+
+
 def _routings(
-    stacks: Stacks, limits: Sequence[float | None], random: torch.Generator
-) -> Iterator[Routing]:
-    """Yield all experts in turn; all tokens to one, so that a capacity would show; 3 choices."""
-    num_experts = len(stacks.down)
-    num_run = num_experts if is_small(stacks.down) else min(num_experts, _NUM_OF_LARGE)
-    experts = [number * (num_experts - 1) // max(num_run - 1, 1) for number in range(num_run)]
+    stacks: Stacks,
+    limits: Sequence[float | None],
+    numbers: Sequence[int],
+    random: torch.Generator,
+) -> Iterator[tuple[Routing, int]]:
+    """Yield routings, and how often to repeat their tokens.
+
+    They take all experts in turn; few and many choices; and few and many tokens of one expert,
+    so that a capacity shows.
+    """
+    num_experts, hidden_size, intermediate_size = stacks.down.shape
+    experts = range(num_experts)
     sizes = [*_TOKEN_SIZES]
     if stacks.down.dtype != torch.float16:  # FP16 would overflow
         sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
-    num_tokens = max(len(sizes), math.ceil(num_run / 2))
-    yield _routing(stacks, num_tokens, 2, experts, sizes, random)
-    yield _routing(stacks, 64, 1, experts[-1:], sizes, random)
-    yield _routing(stacks, 9, 3, experts, sizes, random)
+    num_tokens = max(len(sizes), math.ceil(num_experts / 2))
+    yield _routing(stacks, num_tokens, 2, experts, sizes, random), 1
+    yield _routing(stacks, 9, 3, experts, sizes, random), 1
+    around = {n + i for n in numbers for i in (0, 1)}
+    for top_k in sorted({1, 2, 3, 4, *around}):
+        if top_k <= min(num_experts, _MAX_CHOICES):
+            yield _routing(stacks, 1, top_k, experts, sizes[1:2], random), 1
+    work, width = 3 * hidden_size * intermediate_size, 4 * (hidden_size + intermediate_size)
+    room = max(_USUAL_ROOM, num_experts * work // 4)
+    usual = max(64, min(_USUAL_TOKENS, _USUAL_WORK // work, room // width))
+    for count in sorted({*around, usual + 1}):
+        yield _routing(stacks, 1, 1, experts[-1:], sizes[1:2], random), count
 
 
 def _routing(
@@ -192,7 +236,13 @@ def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torc
             continue
         token, choice = torch.where(chosen == expert)
         rows = x[token].float()
-        gate_up = torch.cat([rows @ weight[expert].float().t() for weight in stacks.gate_up], dim=1)
-        y = activation(*gate_up.chunk(2, dim=1)).float() @ stacks.down[expert].float().t()
+        gate_up = torch.cat([_product(rows, weight[expert]) for weight in stacks.gate_up], dim=1)
+        y = _product(activation(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
         result.index_add_(0, token, scores[token, choice, None].float() * y)
     return result
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in FP32."""
+    chunks = weight.split(max(1, _CHUNK // weight.shape[1]))
+    return torch.cat([x @ chunk.float().t() for chunk in chunks], dim=1)

@@ -50,7 +50,7 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear that can be swapped: its weight is an initialised parameter."""
     weight = module._parameters.get("weight") if _is_plain_kind(module) else None
-    return weight is not None and not is_lazy(weight)
+    return weight is not None and not is_lazy(weight) and weight.ndim == 2
 
 
 def _is_plain_kind(module: nn.Module) -> bool:

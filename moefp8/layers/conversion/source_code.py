@@ -1,12 +1,18 @@
-"""Which weights the methods of a class read, instead of calling the modules that hold them."""
+"""What the source of modules tells: weights that they read, and values that a forward can name."""
 
 import ast
 import inspect
+import sys
 import textwrap
-from collections.abc import Mapping
-from functools import cache
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .stacks import STACKS
@@ -21,7 +27,7 @@ def read_weights(kind: Any) -> frozenset[str]:
     """`a.b` for each `self.a.b.weight` in methods of a class, `a.*` for `self.a[i].weight`."""
     found: set[str] = set()
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "torch" or not issubclass(base, nn.Module):
+        if _is_of_others(base) or not issubclass(base, nn.Module):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
@@ -78,3 +84,100 @@ def _elements(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
     if isinstance(node, ast.Tuple | ast.List):
         return {chain for element in node.elts for chain in _chains(element, known)}
     return {f"{chain}.*" for chain in _chains(node, known) if chain}
+
+
+# ---- Values ----
+
+_MAX_ELEMENTS = 4096  # so many of a container or of a tensor of integers are looked at
+
+
+def values_in_reach(module: nn.Module) -> dict[str, Any]:
+    """Path -> each plain value that a module's forward, or what it calls, can name.
+
+    These are constants, defaults, globals and what functions enclose, attributes of modules,
+    classes and any other object, and elements of containers. A tensor of integers is its values,
+    any other its identity and version. Code of torch and of the standard library is left out.
+    """
+    names = {"forward", "__call__"}
+    while True:
+        walk = _Walk(set(names))
+        walk.visit("", module)
+        if walk.names == names:
+            return walk.values
+        names = walk.names
+
+
+class _Walk:
+    """names: of all that code refers to, as far as it is known; it grows on the way."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+        self.values: dict[str, Any] = {}
+        self._visited: dict[int, Any] = {}  # holds the objects, so that no id is used twice
+
+    def visit(self, path: str, x: Any) -> None:
+        if isinstance(x, int | float | complex | str | bytes | torch.dtype | None):
+            self.values[path] = x
+        elif id(x) not in self._visited:
+            self._visited[id(x)] = x
+            for name, part in self._parts(x):
+                self.visit(f"{path}.{name}".lstrip("."), part)
+
+    def _parts(self, x: Any) -> Iterable[tuple[Any, Any]]:
+        if isinstance(x, torch.Tensor):
+            return [("values", _summary(x))]
+        if isinstance(x, list | tuple | set | frozenset | deque):
+            return islice(enumerate(x), _MAX_ELEMENTS)
+        if isinstance(x, dict):
+            return islice(list(x.items()), _MAX_ELEMENTS)
+        if isinstance(x, CodeType):
+            self.names.update(x.co_names)
+            return [("constants", x.co_consts)]
+        if isinstance(x, MethodType | staticmethod | classmethod):
+            return [("self", getattr(x, "__self__", None)), ("function", x.__func__)]
+        if isinstance(x, property):
+            return [("getter", x.fget)]
+        if isinstance(x, partial):
+            return [("function", x.func), ("arguments", (x.args, x.keywords))]
+        if isinstance(x, FunctionType):
+            return () if _is_of_others(x) else self._parts_of_function(x)
+        if isinstance(x, type):
+            bases = [base for base in reversed(x.__mro__) if not _is_of_others(base)]
+            return self._named({name: y for base in bases for name, y in vars(base).items()})
+        if isinstance(x, ModuleType):
+            return () if x.__name__.partition(".")[0] in _OTHERS else self._named(vars(x))
+        held = dict(getattr(x, "__dict__", {}))
+        if isinstance(x, nn.Module):
+            held |= {**x._parameters, **x._buffers, **x._modules}
+        return [*self._named(held), ("class", type(x))]
+
+    def _named(self, held: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        return [(name, x) for name, x in held.items() if name in self.names]
+
+    def _parts_of_function(self, x: FunctionType) -> Iterator[tuple[Any, Any]]:
+        yield "code", x.__code__
+        yield "defaults", (x.__defaults__, x.__kwdefaults__)
+        yield "wrapped", getattr(x, "__wrapped__", None)
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                yield name, cell.cell_contents
+        for name in self.names & x.__globals__.keys() & _all_names(x.__code__):
+            yield name, x.__globals__[name]
+
+
+def _all_names(code: CodeType) -> set[str]:
+    inner = (_all_names(x) for x in code.co_consts if isinstance(x, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _summary(x: torch.Tensor) -> Any:
+    if x.is_meta or x.is_floating_point() or x.is_complex() or x.numel() > _MAX_ELEMENTS:
+        return id(x), None if x.is_inference() else x._version
+    return x.tolist()
+
+
+_OTHERS = {"torch", *sys.stdlib_module_names}
+
+
+def _is_of_others(x: Any) -> bool:
+    return (x.__module__ or "").partition(".")[0] in _OTHERS

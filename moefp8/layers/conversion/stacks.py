@@ -84,6 +84,27 @@ def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
         return (
             f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
         )
+    if 0 in down:
+        return f"must hold weights, got gate_up_proj {gate_up} and down_proj {down}"
+    return None
+
+
+def tensor_problem(module: nn.Module, names: Sequence[str]) -> str | None:
+    """Why the tensors of those names cannot be quantized, or be master weights."""
+    devices = set()
+    for name in names:
+        home, _, leaf = name.rpartition(".")
+        weight = module.get_submodule(home)._parameters.get(leaf)
+        if weight is None:
+            return f"must hold {name} as a parameter, got a buffer or another attribute"
+        if type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"must hold {name} as a plain tensor, got a {type(weight).__name__}"
+        if weight.layout != torch.strided:
+            layout = str(weight.layout).removeprefix("torch.")
+            return f"must hold {name} as a dense tensor, got layout {layout}"
+        devices.add(str(weight.device))
+    if len(devices) > 1:
+        return f"must hold {' and '.join(names)} on one device, got {', '.join(sorted(devices))}"
     return None
 
 

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from .source_code import values_in_reach
 from .stacks import Stacks, stacks_of
 
-_SMALL = 1 << 24  # up to so many elements, each expert gets random weights of its own
-_SAMPLE = 7  # how many experts tell whether the module's own weights are of use
+_SMALL = 1 << 20  # stacks of up to so many elements get random weights
+_ROW_STEP = 3  # how far apart rows of random weights begin that overlap
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
 def random_weights(
-    module: nn.Module, random: torch.Generator
+    module: nn.Module, random: torch.Generator, training: bool = False
 ) -> Iterator[tuple[Stacks, Callable[[], str]]]:
-    """Put `module` in eval mode with random weights, on the CPU in FP32 if it is on meta.
+    """Give `module` random weights, on the CPU in FP32 if it is on meta, and set its mode.
+
+    Large weights stay if they are of use, so that the trial takes no memory for others.
 
     Yield its stacks, and a function that names what a forward has changed, or "". In the end
     all is as before.
@@ -28,19 +31,22 @@ def random_weights(
         (path, child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
         for path, child in module.named_modules()
     ]
+    keeps_own = _is_of_use(module)
     try:
         for _, child, _, parameters, buffers in before:
-            child.training = False
-            child._parameters.update(
-                (name, None if x is None else _random_like(x, random))
-                for name, x in parameters.items()
-            )
+            child.training = training
+            if not keeps_own:
+                child._parameters.update(
+                    (name, None if x is None else _random_like(x, random))
+                    for name, x in parameters.items()
+                )
             child._buffers.update(
                 (name, None if x is None else x.clone()) for name, x in buffers.items()
             )
         stacks = stacks_of(module)
         if stacks is None:
             raise TypeError(f"{type(module).__name__} holds no stacks of experts")
+        values = values_in_reach(module)
 
         def changed() -> str:
             for path, child, held, _, buffers in before:
@@ -50,7 +56,9 @@ def random_weights(
                 for name, x in buffers.items():
                     if x is not None and not _is_same(x, child._buffers.get(name)):
                         return f"{path}.{name}".lstrip(".")
-            return ""
+            after = values_in_reach(module)
+            keys = (x for x in {**values, **after} if x not in after or x not in values)
+            return next(keys, "") or next((x for x in after if after[x] != values[x]), "")
 
         yield stacks, changed
     finally:
@@ -65,27 +73,41 @@ def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
     return x.is_meta or (y is not None and torch.equal(x, y))
 
 
-def is_small(weight: torch.Tensor) -> bool:
-    return weight.numel() <= _SMALL
-
-
 def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Random weights; if large, the parameter itself if it is of use, else one entry for all."""
-    shape = list(parameter.shape)
-    is_large = not is_small(parameter)
-    if is_large and not parameter.is_meta and _is_of_use(parameter[:_SAMPLE]):
-        return parameter
-    drawn = [1, *shape[1:]] if is_large else shape
-    values = torch.randn(drawn, generator=random, dtype=torch.float32, device="cpu")
+    """Random weights, whose rows overlap in memory if they are many."""
+    shape = parameter.shape
+    strides = [math.prod(shape[axis + 1 : -1]) * _ROW_STEP for axis in range(len(shape) - 1)]
+    is_small = parameter.numel() <= _SMALL
+    size = parameter.numel() if is_small else math.prod(shape[:-1]) * _ROW_STEP + shape[-1]
+    values = torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
     values /= math.sqrt(shape[-1])
     if not parameter.is_meta:
         values = values.to(parameter.device, parameter.dtype)
-    return values.expand(shape)
+    return values.view(shape) if is_small else values.as_strided(shape, (*strides, 1))
 
 
-def _is_of_use(weights: torch.Tensor) -> bool:
-    """Whether products with these weights tell one forward from another."""
-    return bool(weights.isfinite().all()) and float(weights.float().std()) > 1e-3
+def _is_of_use(module: nn.Module) -> bool:
+    """Whether products with a module's own weights tell one forward, and expert, from another."""
+    stacks = stacks_of(module)
+    weights = [] if stacks is None else [*stacks.gate_up, stacks.down]
+    if (
+        any(x.is_meta or not x.numel() for x in weights)
+        or sum(x.numel() for x in weights) <= _SMALL
+    ):
+        return False
+    for weight in weights:
+        norms = torch.stack([_norm(expert) for expert in weight])
+        gains = norms / math.sqrt(weight.shape[1])
+        is_usual = (gains > 0.03) & (gains < 30)
+        if not is_usual.all() or len(gains.unique()) < len(gains):
+            return False
+    return True
+
+
+def _norm(weight: torch.Tensor) -> torch.Tensor:
+    """The norm of a matrix, without an FP32 copy of all of it."""
+    rows = weight.split(max(1, _SMALL // weight.shape[1]))
+    return torch.stack([torch.linalg.vector_norm(x.float()) for x in rows]).norm()
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
