@@ -97,11 +97,11 @@ Leaves = tuple[str, ...]  # what the loader of stacked experts calls gate, up an
 
 
 def _expert_leaves(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Leaves]:
-    """Return module -> leaves, () for stacks, if transformers' loader decides what is found."""
+    """Return module -> leaves, () for stacks, where transformers' loader decides the names."""
     skeleton = None if record.config or record.names else skeleton_around(model)
     if skeleton is None:
         return {}
-    found: dict[str, Leaves] = {}
+    names: dict[str, Leaves] = {}
     for module in dict.fromkeys(x.module for x in inventory.slots.values() if x.is_fused):
         stacks = [f"{module}.gate_up_proj", f"{module}.gate_up_proj", f"{module}.down_proj"]
         named = (
@@ -112,8 +112,8 @@ def _expert_leaves(model: nn.Module, inventory: Inventory, record: Record) -> di
                 for leaf, stack in zip(leaves, stacks, strict=True)
             )
         )
-        found[module] = next(named, ())
-    return found
+        names[module] = next(named, ())
+    return names
 
 
 def _named_tensors(

@@ -135,9 +135,9 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, **kwargs)
     except (TypeError, AttributeError) as error:  # a key of the file is an argument there
-        told = printable(str(error), 200)
+        reason = printable(str(error), 200)
         raise ValueError(
-            f"pretrained_config: config.json of {path}: transformers cannot read it ({told}); "
+            f"pretrained_config: config.json of {path}: transformers cannot read it ({reason}); "
             "fetch the file again"
         ) from error
     places = config, config.get_text_config(decoder=True)

@@ -124,7 +124,7 @@ def test_keys_and_values_of_a_config_are_never_arguments(checkpoint):
 
 
 def test_config_and_tensors_must_agree(checkpoint):
-    """Both are told: what config.json says, and what the tensors are."""
+    """The error says both what config.json says and what the tensors are."""
     says(checkpoint, "fp8")
     if CODES in tensors_of(checkpoint):
         assert inspect_checkpoint(checkpoint).is_loadable

@@ -1,4 +1,4 @@
-"""Stacked experts of any I: what is saved loads to the same bits, whoever loads it.
+"""Stacked experts of any I: what is saved loads to the same bits, by each loader.
 
 Gate and up have blocks of their own. Where I mod 128 is above 64, all 2I rows have as many blocks,
 so that config.json has to say it.

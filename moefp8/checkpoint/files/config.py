@@ -72,10 +72,10 @@ def format_problem(config: Mapping[str, Any]) -> str | None:
     sizes = block_sizes(config)
     if sizes and all(block == BLOCK for block in sizes):
         return None
-    told = printable(", ".join(map(str, sizes)), 200) or "none"
+    stated = printable(", ".join(map(str, sizes)), 200) or "none"
     return (
         "config.json: quantization_config.weight_block_size must be [128, 128], "
-        f"got {told} ({format_name(config)}); requantize the checkpoint in 128x128 blocks"
+        f"got {stated} ({format_name(config)}); requantize the checkpoint in 128x128 blocks"
     )
 
 

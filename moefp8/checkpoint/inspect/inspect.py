@@ -108,7 +108,7 @@ def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
         if weight is None or weight.dtype != FP8 or not is_ambiguous(name, weight.shape, block):
             continue
         if grid_of(name, weight.shape, block) != scale.shape:
-            continue  # it was told
+            continue  # `check_headers` reports it
         with suppress(CheckpointError), ExitStack() as stack:  # other checks tell what is broken
             files = open_files(stack, [weight], contents.scan.source.shards)
             if weight.shape[1] % 2 == 0 and are_separate(weight, files[weight.file]):

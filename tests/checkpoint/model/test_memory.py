@@ -117,5 +117,5 @@ def test_experts_are_saved_such_that_they_load_again(tmp_path, i, was_fused):
     assert_same_tensors(other.state_dict(), model.state_dict())
     assert inspect_checkpoint(tmp_path / "saved").is_loadable
     quantization = read_config(tmp_path / "saved")["quantization_config"]
-    told = {"gate_up_blocks": "separate"} if was_fused and i == 100 else {}
-    assert quantization == CONFIG["quantization_config"] | told
+    separate = {"gate_up_blocks": "separate"} if was_fused and i == 100 else {}
+    assert quantization == CONFIG["quantization_config"] | separate
