@@ -232,7 +232,7 @@ def launch_combining(
 ) -> torch.Tensor | None:
     """`experts` on a Hopper GPU, where `combine` sums the rows of tokens and brings them elsewhere.
 
-    word: what the kernel of `combine` is told in this call.
+    word: a number for the kernel of `combine`, which may differ from call to call.
     y: what it takes for the result. It knows no addend.
     saves: whether to return gate and up as `experts_saving` does; else None.
     """

@@ -163,7 +163,7 @@ def launch_combining_gradients(
     """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens and brings them
     elsewhere, and the gradients of weights with them; see `runs_as_a_whole`.
 
-    word: what the kernel of `combine` is told in this call.
+    word: a number for the kernel of `combine`, which may differ from call to call.
     out: what it takes for the result.
     """
     weights = inputs.top_k_weights

@@ -65,7 +65,7 @@ def launch_experts_backward(
 
     check: raises if the arguments are wrong; called for layouts that are new.
     combine: stands for `prepare_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
-    word: what the kernel of `combine` is told in this call.
+    word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         check()

@@ -112,7 +112,7 @@ def launch_experts(
     x_scale_inv: the scales of tokens that come as codes.
     combine: stands for `prepare_combine`; `y` is then what it needs, and neither tokens nor weights
         may be such that they are split or copied.
-    word: what the kernel of `combine` is told in this call.
+    word: a number for the kernel of `combine`, which may differ from call to call.
     """
     x, tensors, driver = tokens[0], (*tokens, *projections), current_driver()
     addresses = tuple([z.data_ptr() for z in tensors])

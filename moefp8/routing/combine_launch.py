@@ -60,7 +60,7 @@ class CombineSources(NamedTuple):
     """Which addresses of a launch are those of a combine; addend: None if there is none.
 
     of_choices: fp32 [T, k], which a combine that brings sums to another GPU brings there, too.
-    word: what such a combine is told in each call.
+    word: a number for such a combine, which may differ from call to call.
     """
 
     y: Source

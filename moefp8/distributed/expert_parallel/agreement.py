@@ -175,8 +175,8 @@ def _told(name: str, came: Sequence[int]) -> str:
     elif name == "dtype":
         values = [str(FLOATS[x]).removeprefix("torch.") for x in came]
     elif name == "devices":
-        of_tensors = [[x >> shift & 3 for x in came] for shift in (4, 2, 0)]
-        which = next(i for i, kinds in enumerate(of_tensors) if len(set(kinds)) > 1)
-        name, values = f"the device of {_TENSORS[which]}", [_DEVICES[x] for x in of_tensors[which]]
+        kinds = [[x >> shift & 3 for x in came] for shift in (4, 2, 0)]
+        which = next(i for i, by_rank in enumerate(kinds) if len(set(by_rank)) > 1)
+        name, values = f"the device of {_TENSORS[which]}", [_DEVICES[x] for x in kinds[which]]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
     return f"{name} is {each}"

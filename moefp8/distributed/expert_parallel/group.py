@@ -195,8 +195,8 @@ class ExpertGroup:
             current_driver().capture_id(device.index),
         )
         which = device, capture is not None
-        last, of_capture = _LAST_STREAMS.get(which, (current, capture))
-        if last != current and of_capture == capture:
+        last, its_capture = _LAST_STREAMS.get(which, (current, capture))
+        if last != current and its_capture == capture:
             current.wait_stream(last)
         _LAST_STREAMS[which] = current, capture
 

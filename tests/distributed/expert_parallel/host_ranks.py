@@ -93,19 +93,19 @@ class Host:
         length = (1 + MAX_CHUNKS) * MAX_RANKS * 8
         return self.memory(rank).tensor[:length].view(torch.int64).view(-1, MAX_RANKS)
 
-    def launch(self, rank: int, told: dict[int, int], launch: Callable[[int], None]) -> None:
+    def launch(self, rank: int, values: dict[int, int], launch: Callable[[int], None]) -> None:
         """Launch where all others have told these values, by word."""
         words, others = self.words(rank), [r for r in range(self.num_ranks) if r != rank]
         before = words.clone()
-        for word, value in told.items():
+        for word, value in values.items():
             words[word, others] = value
         launch(rank)
         words[:, others] = before[:, others]
 
-    def check(self, told: dict[int, int]) -> None:
+    def check(self, values: dict[int, int]) -> None:
         """Every rank has told all others these values, and written what was expected of it."""
         for rank in range(self.num_ranks):
-            for (word, value), other in itertools.product(told.items(), range(self.num_ranks)):
+            for (word, value), other in itertools.product(values.items(), range(self.num_ranks)):
                 if other != rank:
                     put(self.expected[rank], (word * MAX_RANKS + other) * 8, torch.tensor([value]))
             memory = self.memory(rank)
@@ -171,15 +171,15 @@ class Host:
                 here = slice(GUARD + begin, GUARD + end)
                 self.expected[which][here] = self.memories.bytes_of[which][here]
 
-        told = {}
+        values = {}
         if self.num_given_back < self.num_pushed:  # the turn before has brought no results
             self.num_given_back += 1
-            told[1] = self.num_given_back << 32 | NO_RESULTS
+            values[1] = self.num_given_back << 32 | NO_RESULTS
         self.num_pushed += 1
-        told[0] = self.num_pushed << 32 | self.signature
+        values[0] = self.num_pushed << 32 | self.signature
         for rank in range(self.num_ranks):
-            self.launch(rank, told, launch)
-        self.check(told)
+            self.launch(rank, values, launch)
+        self.check(values)
 
     def slots_of(self, rank: int) -> slice:
         most = self.case.sizes.max_tokens
