@@ -257,6 +257,7 @@ def test_feed_forward(device, case, apart):
         check_codes_lost(results[0], results[-1])
 
 
+@pytest.mark.slow
 @on_cpu_and_gpu
 @given(
     case=fuzz_layers.layers(16 if fuzz.HAS_GPU else 5),

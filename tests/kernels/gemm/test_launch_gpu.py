@@ -31,6 +31,7 @@ pytestmark = NEEDS_GPU
 
 
 @settings(max_examples=250)
+@pytest.mark.slow
 @given(
     routing=all_routings(),
     n=sizes(500, 1),
