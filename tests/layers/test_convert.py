@@ -301,6 +301,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("case", SPOILT)
 def test_all_becomes_fp8_or_nothing(case, trainable):

@@ -73,6 +73,15 @@ def contiguous(device: str) -> Any:
 
 
 @case
+def padding(device: str) -> Any:
+    x, b = quantize_1x128(randn(130, 200, device=device)), _weights(2, 136, 200, device)
+    groups = torch.tensor([0] * 5 + [-1] * 95 + [1] * 30, dtype=torch.int32, device=device)
+    d = _nan(130, 136, device=device)
+    kernels.m_grouped_fp8_gemm_nt_contiguous(x, b, d, groups, zero_padding=True)
+    return d
+
+
+@case
 def masked(device: str) -> Any:
     b = _weights(3, 136, 200, device)
     x = quantize_1x128(randn(3, 40, 200, device=device))

@@ -70,6 +70,27 @@ def whole_models(device: str) -> Any:
 
 
 @case
+def errors_by_name(device: str) -> Any:
+    model = nn.Sequential(*(moefp8.FP8Linear(136, 136, device=device) for _ in range(2)))
+    return moefp8.testing.module_errors(model=model, input=randn(9, 136, device=device))
+
+
+@case
+def addends_and_uneven_weights(device: str) -> Any:
+    experts = moefp8.GroupedExperts(4, 136, 72, device=device)
+    by_hand, tokens = (
+        ReferenceExperts(experts),
+        (randn(9, 136, device=device), *choices(9, 2, 4, device)),
+    )
+    uneven = Spread(seed=1, octaves=4, zero_fraction=0.3)
+    return [
+        by_hand(*tokens, addend=randn(9, 136, device=device)),
+        uneven.weight(3, 200, 300, dtype=torch.float32),
+        uneven.weight(200, 300),
+    ]
+
+
+@case
 def gradients_by_name(device: str) -> Any:
     moe = moefp8.MoE(136, 72, 4, 2, device=device)
     moe.without_use = nn.Parameter(torch.ones(3, device=device))
