@@ -21,12 +21,12 @@ class Machine(NamedTuple):
         affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
         num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         num_bytes, cgroup = float("inf"), root / "sys/fs/cgroup"
-        with suppress(OSError):
+        with suppress(OSError, LookupError, ValueError):
             num_bytes = 1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]
         with suppress(OSError, ValueError):  # "max" is no number, and no limit
             quota, period = map(int, (cgroup / "cpu.max").read_text().split())
             num_cores = min(num_cores, max(1, quota // period))
-        with suppress(OSError, ValueError):
+        with suppress(OSError, LookupError, ValueError):
             limit, used = int((cgroup / "memory.max").read_text()), _numbers(cgroup / "memory.stat")
             num_bytes = min(num_bytes, limit - used["anon"] - used["shmem"])  # caches give way
         return cls(num_cores, num_bytes)
@@ -41,4 +41,4 @@ class Machine(NamedTuple):
 
 def _numbers(path: Path) -> dict[str, int]:
     """The first two words of each line."""
-    return {name: int(number) for name, number, *_ in map(str.split, path.open())}
+    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}

@@ -89,11 +89,17 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
     if of_rows == rows:
         scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
         return (e4m3_to_float(data) * scale).to(dtype)
-    values = torch.empty(data.shape, dtype=dtype, device=data.device)
+    if not data.is_cpu or torch.compiler.is_compiling():
+        return _scaled(data, scale_inv).to(dtype)
+    values = torch.empty(data.shape, dtype=dtype)
     matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (data, scale_inv, values))
     for codes, scales, weights in zip(*matrices, strict=True):
-        for tile, blocks in tiles_128x128(codes):
-            x = e4m3_to_float(codes[tile])
-            scale = scales[blocks].repeat_interleave(BLOCK, dim=0)[: len(x)]
-            weights[tile] = x.mul_(scale.repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]])
+        for tile, blocks in tiles_128x128(codes):  # what a tile needs besides stays in the cache
+            weights[tile] = _scaled(codes[tile], scales[blocks])
     return values
+
+
+def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., N, K]: codes times the scales of their 128x128 blocks."""
+    rows = scales.repeat_interleave(BLOCK, dim=-2)[..., : codes.shape[-2], :]
+    return e4m3_to_float(codes) * rows.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]

@@ -19,7 +19,8 @@ from .host_words import HostWords
 
 PHASES = "forward", "backward", "gradients of tokens"
 _TENSORS = "hidden_states", "top_k_index", "top_k_weights"
-_DEVICES = "cpu", "cuda", "meta", "another device"
+_CPU, _CUDA, _OTHER = range(3)
+_DEVICES = "cpu", "cuda", "another device"
 T = TypeVar("T")
 
 
@@ -60,8 +61,9 @@ _ALIKE = Call._fields[:-3]
 def codes_of(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[int, int]:
     """`Call.dtype`, which is that of x, and `Call.devices`: two bits for the kind of each."""
     devices = 0
-    for kind in (x.device.type, ids.device.type, scores.device.type):
-        devices = devices * 4 + (_DEVICES.index(kind) if kind in _DEVICES else len(_DEVICES) - 1)
+    for tensor in (x, ids, scores):
+        kind = _CUDA if tensor.is_cuda else _CPU if tensor.is_cpu else _OTHER
+        devices = devices * 4 + kind
     return FLOATS.index(x.dtype), devices
 
 
@@ -111,7 +113,7 @@ class Agreement:
                 'processes with the method "spawn" and make a group of them'
             )
         with self.explaining(call.name):
-            calls = [Call(*x) for x in self._gather(call)]
+            calls = [Call._make(x) for x in self._gather(call)]
         failed = [rank for rank, x in enumerate(calls) if x.has_failed]
         if failed and not call.has_failed:
             raise RuntimeError(

@@ -84,6 +84,9 @@ class CollectiveExchange:
         """`combine`, and fp32 [R, k] -> [T, k]: of a choice only its expert's rank gives not 0."""
         return self.combine(rows), self.combine(of_scores)
 
+    def check_turn(self) -> None:
+        """Nothing can overwrite what came: it has memory of its own."""
+
     def keep_choices(self) -> None:
         """Own `ids`, for a backward."""
 

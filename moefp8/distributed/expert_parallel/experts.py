@@ -32,7 +32,7 @@ from ...kernels.common.checks import (
 )
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
-from .agreement import Call, T, are_on_one, codes_of
+from .agreement import PHASES, Call, T, are_on_one, codes_of
 from .local import LocalExperts
 from .needed import NeededByExchange
 from .shared_batch import SharedBatch
@@ -88,13 +88,10 @@ class ParallelExperts:
 
     def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         """The call, with tokens [T, H]."""
-        rows = self._checked(lambda: _rows_of(x, *others))
-        batch = self.batch
+        unknown, batch = Call(0, self.number), self.batch
+        rows = self.group.agreement.checked(unknown, lambda: self._rows_of(layer, x, *others))
         y = self._call(layer, *rows) if batch is None else self._share(batch, layer, *rows)
         return y if y.shape == x.shape else y.view(x.shape)
-
-    def _checked(self, check: Callable[[], T]) -> T:
-        return self.group.agreement.checked(Call(0, self.number), check)
 
     def _call(
         self,
@@ -104,15 +101,13 @@ class ParallelExperts:
         top_k_weights: torch.Tensor,
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = hidden_states, top_k_index, top_k_weights
-        self._checked(lambda: self._check(layer, *given, addend))
-        call = self._told(layer, *given)
+        call = self._told(layer, hidden_states, top_k_index, top_k_weights)
         calls = self.group.agreement.agree(call)
         if not are_on_one(call.devices):  # the same on all ranks
-            _check_device(*given)
+            _check_device(hidden_states, top_k_index, top_k_weights)
         asks = _agreed(calls)
         exchange = self.group.exchange(calls, top_k_index)
-        backward = _Backward(self.group, call._replace(phase=1, asks=0))
+        backward = _Backward(self.group, call)
         scores = top_k_weights.float()
         if call.is_fp8 and isinstance(layer, GroupedExperts):
             y = _frozen_experts(layer, exchange, backward, hidden_states, scores, asks)
@@ -136,6 +131,23 @@ class ParallelExperts:
         alike = self.num_experts, x.shape[1], ids.shape[1], *codes_of(x, ids, scores)
         return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
 
+    def _rows_of(
+        self, layer: GroupedExperts | LocalExperts, x: Any, ids: Any, scores: Any, addend: Any
+    ) -> tuple[Any, ...]:
+        """The arguments, with hidden states and addend as rows [T, H], once they are right."""
+        named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
+        for name, value in named.items():
+            if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
+                came = type(value).__name__
+                raise TypeError(f"{_LAYER}: {name} must be a tensor, got {came}")
+        if x.ndim not in (0, 2):
+            num_tokens = math.prod(x.shape[:-1])
+            if addend is not None and addend.shape == x.shape:
+                addend = addend.reshape(num_tokens, x.shape[-1])
+            x = x.reshape(num_tokens, x.shape[-1])
+        self._check(layer, x, ids, scores, addend)
+        return x, ids, scores, addend
+
     def _check(
         self,
         layer: GroupedExperts | LocalExperts,
@@ -156,25 +168,10 @@ class ParallelExperts:
             check_tensor(_LAYER, "addend", addend, (torch.bfloat16,), 2)
             check_shape(_LAYER, "addend", addend, x.shape, "[T, H] as hidden_states")
             check_same_device(_LAYER, hidden_states=x, addend=addend)
-        if x.device.type == ids.device.type == scores.device.type:  # kinds are agreed on
+        if are_on_one(codes_of(x, ids, scores)[1]):  # kinds of devices are agreed on
             _check_device(x, ids, scores)
-        if ids.device.type == "cpu":
+        if ids.is_cpu:
             check_choices(_LAYER, ids, self.num_experts)
-
-
-def _rows_of(x: Any, ids: Any, scores: Any, addend: Any) -> tuple[Any, ...]:
-    """The arguments, with hidden states and addend as rows [T, H]."""
-    named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
-    for name, value in named.items():
-        if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
-            came = type(value).__name__
-            raise TypeError(f"{_LAYER}: {name} must be a tensor, got {came}")
-    if x.ndim not in (0, 2):
-        num_tokens = math.prod(x.shape[:-1])
-        if addend is not None and addend.shape == x.shape:
-            addend = addend.reshape(num_tokens, x.shape[-1])
-        x = x.reshape(num_tokens, x.shape[-1])
-    return x, ids, scores, addend
 
 
 def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
@@ -183,20 +180,23 @@ def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> N
 
 
 class _Backward:
-    """The agreement of a call's backward."""
+    """The agreement of a call's backward; call: that of the forward."""
 
     def __init__(self, group: "ExpertGroup", call: Call) -> None:
         self._group, self._call = group, call
 
     def agree(self) -> None:
-        self._group.agreement.agree(self._call)
+        self._group.agreement.agree(self._as("backward"))
 
     def agree_on_tokens(self) -> None:
         """Of experts whose gradients come in two steps: that the second one is asked for."""
-        self._group.agreement.agree(self._call._replace(phase=2))
+        self._group.agreement.agree(self._as("gradients of tokens"))
 
     def checked(self, check: Callable[[], T]) -> T:
-        return self._group.agreement.checked(self._call, check)
+        return self._group.agreement.checked(self._as("backward"), check)
+
+    def _as(self, phase: str) -> Call:
+        return self._call._replace(phase=PHASES.index(phase), asks=0)
 
 
 def _agreed(calls: list[Call]) -> int:
@@ -333,7 +333,9 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens that came, in this dtype, and the scores of their choices, in memory of their own."""
     tokens, of_choices = exchange.dispatch(x, scores)
-    return tokens.to(dtype, copy=True), of_choices.clone()
+    copies = tokens.to(dtype, copy=True), of_choices.clone()
+    exchange.check_turn()
+    return copies
 
 
 class _Dispatch(torch.autograd.Function):
@@ -376,4 +378,5 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
         (of_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
+        ctx.exchange.check_turn()
         return None, None, None, of_rows

@@ -16,7 +16,7 @@ from ...kernels.jit import current_driver
 from .agreement import Agreement, Call
 from .collective import CollectiveExchange
 from .peer_memory import PeerMemory, Peers
-from .peers import PeerExchange
+from .peers import OVERLAPS, PeerExchange
 
 TIMEOUT = timedelta(minutes=5)
 Transport = Literal["auto", "peers", "collective"]
@@ -234,14 +234,10 @@ def _watch(memory: PeerMemory, agreement: Agreement) -> None:
             what = (
                 "is at another layer, or has another number of tokens, as when ranks replay CUDA "
                 "graphs that were not captured together, or when one has left a layer by an "
-                "exception"
+                "exception, or computes less of a checkpoint again"
             )
         elif kind == _OVERLAPS:
-            what = (
-                "runs two exchanges of a group at once, as when CUDA graphs are replayed on two "
-                "streams, or beside an eager call; run them on one stream, or let each stream wait "
-                "for the other (torch.cuda.Stream.wait_stream)"
-            )
+            what = OVERLAPS
         print(
             f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been ended, and "
             "the next call of CUDA raises an error",

@@ -97,6 +97,7 @@ class PeerMemory:
         counters = [0] * ((_NUM_WORDS + 5 + 1) // 2)
         words = [0, 0, 0, self.error.data_ptr(), *addresses, *others, *counters]
         self.state = torch.tensor(words, dtype=torch.int64).to(tensor.device)
+        self.turn = self.state[2]
 
     @staticmethod
     def sizes(receiving: int, returning: int, old: "PeerMemory | None") -> tuple[int, int]:

@@ -6,8 +6,9 @@ sizes are those that the hosts agreed on, no GPU is waited for, and one CUDA gra
 routing of as many tokens.
 """
 
+from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from .group import ExpertGroup
 
 _CAPTURED_TURNS = count(1)  # numbers of turns that CUDA graphs hold
+OVERLAPS = (
+    "runs two exchanges of a group at once, as when CUDA graphs are replayed on two streams, or "
+    "beside an eager call; run them on one stream, or let each stream wait for the other "
+    "(torch.cuda.Stream.wait_stream)"
+)
 
 
 class PeerExchange:
@@ -45,16 +51,20 @@ class PeerExchange:
         self._sizes = Sizes(most, call.top_k, call.num_experts, call.hidden_size)
         seconds = group.agreement.timeout.total_seconds()
         self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
-        self._signature = _signature_of(call, [x.num_tokens for x in calls])
+        layer = call.layer, call.top_k, call.hidden_size, call.dtype
+        self._identity = *layer, *[x.num_tokens for x in calls]
         self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
-        self.ids, self._turn, self._number = ids, 0, 0
+        self.ids, self._turn, self._number, self._is_backward = ids, 0, 0, False
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Tokens go with their scores, and gradients, in a backward, without."""
+        self._is_backward = scores is None
         return self._push(x, scores, None)
 
     def dispatch_codes(
         self, x: torch.Tensor, scores: torch.Tensor | None = None, *, are_gradients: bool = False
     ) -> list[torch.Tensor]:
+        self._is_backward = are_gradients
         return self._push(x, scores, MIN_GRADIENT_AMAX if are_gradients else MIN_AMAX)
 
     def _push(
@@ -74,8 +84,8 @@ class PeerExchange:
         memory = self._group.memory_for(x.device, received.size, self._given_back.size)
         scores = None if scores is None else scores.contiguous()
         # Hosts order what is not captured, so that turns of graphs alone are told apart.
-        number = next(_CAPTURED_TURNS) % 2**32 if current_driver().is_capturing() else 0
-        self._turn = (number << 32) + self._signature
+        number = next(_CAPTURED_TURNS) % 2**31 if current_driver().is_capturing() else 0
+        self._turn = (number << 32) + _signature_of(self._is_backward, *self._identity)
         self._number = self._group.number_turn()
         given = x, self._choices, scores, min_amax
         push(memory, self._place, sizes, received, self._turn, *given)
@@ -124,6 +134,15 @@ class PeerExchange:
         assert of_choices is not None
         return y, of_choices
 
+    def check_turn(self) -> None:
+        """End all work of the GPU if another turn has begun, as what was copied may be of that one.
+
+        Only replays of graphs can overlap, and turns that results answer are checked by `combine`.
+        """
+        if self._sizes.max_tokens > 0 and self._group.memory.was_captured:
+            is_right = self._group.memory.turn == self._turn
+            torch._assert_async(is_right, f"ExpertParallel: a rank {OVERLAPS}")
+
     def keep_choices(self) -> None:
         """Own the choices, which the group's memory holds until the next dispatch."""
         self.ids = self.ids.clone()
@@ -154,9 +173,10 @@ class PeerExchange:
         return self._choices.new_empty(shape, dtype=torch.bfloat16)
 
 
-def _signature_of(call: Call, num_tokens: list[int]) -> int:
-    """What all ranks must be at when they meet: the layer, the phase, which tokens each has."""
-    mixed: Any = 0
-    for x in (call.phase, call.layer, call.top_k, call.hidden_size, call.dtype, *num_tokens):
+@lru_cache(4096)
+def _signature_of(*identity: int) -> int:
+    """What all ranks must be at when they meet: the phase, the layer, which tokens each has."""
+    mixed = 0
+    for x in identity:
         mixed = (mixed * 1_000_003 + x + 1) % (2**32 - 5)
-    return int(mixed)
+    return mixed

@@ -106,7 +106,8 @@ def forks(kind: Kind, tokens: Tokens, has_child: bool) -> Any:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            error = told(lambda: run(experts, tokens, with_gradients=False))
+            one = Tokens(*(None if x is None else x[:1] for x in tokens))  # others see whose call
+            error = told(lambda: run(experts, one, with_gradients=False))
             os.write(write, str(error).encode())
             os._exit(0)
         os.waitpid(child, 0)

@@ -20,6 +20,7 @@ from moefp8.distributed.expert_parallel.peers_launch import (
     push_codes_kernel_of,
     push_rows_kernel_of,
 )
+from moefp8.kernels import jit
 from moefp8.kernels.jit import Kernel
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import Emulator
@@ -96,6 +97,7 @@ class HostGroup(ExpertGroup):
         old = self._memory
         if old is None or old.receiving < receiving or old.returning < returning:
             self._memory = HostMemories(1, *PeerMemory.sizes(receiving, returning, old)).of[0]
+        self.memory.was_captured |= jit.current_driver().is_capturing()
         return self.memory
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
+from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.local import LocalExperts
 from moefp8.kernels import jit
 from moefp8.routing import plan_launch
@@ -174,6 +176,36 @@ def test_turns_that_graphs_hold_are_told_apart(gpu):
     assert turns[0] == turns[1]
     assert len(set(turns)) == 4
     assert len({turn % 2**32 for turn in turns}) == 1  # all ranks are at one layer
+
+
+def test_a_backward_meets_no_forward(gpu):
+    group, x = group_of_one(), torch.randn(T, H, requires_grad=True)
+    y = Block(ParallelExperts(group, E), 0)(x)
+    forward = group.memory.turn.item()
+    y.sum().backward()
+    assert group.memory.turn.item() != forward
+
+
+class AnotherBegins(TorchDispatchMode):
+    """Before each copy, a graph on another stream begins a turn of the group."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            self.group.memory.turn.add_(1)
+        return func(*args, **kwargs or {})
+
+
+def test_a_turn_that_is_overwritten_before_it_is_read_is_an_error(gpu):
+    """No results answer gradients of weights alone, so `combine` looks at nothing."""
+    group = group_of_one()
+    block, gpu.capture = Block(ParallelExperts(group, E), 0), 1
+    y = block(torch.randn(T, H))
+    with AnotherBegins(group), pytest.raises(RuntimeError, match="runs two exchanges of a group"):
+        torch.autograd.grad(y, [block.scale], torch.randn(T, H))
 
 
 def test_an_exchange_that_an_exception_ends(gpu):
