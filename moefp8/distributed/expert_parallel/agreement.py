@@ -19,8 +19,7 @@ from .host_words import HostWords
 
 PHASES = "forward", "backward", "gradients of tokens"
 _TENSORS = "hidden_states", "top_k_index", "top_k_weights"
-_CPU, _CUDA, _OTHER = range(3)
-_DEVICES = "cpu", "cuda", "another device"
+_DEVICES = "cpu", "cuda", "meta", "another device"
 T = TypeVar("T")
 
 
@@ -62,8 +61,8 @@ def codes_of(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[
     """`Call.dtype`, which is that of x, and `Call.devices`: two bits for the kind of each."""
     devices = 0
     for tensor in (x, ids, scores):
-        kind = _CUDA if tensor.is_cuda else _CPU if tensor.is_cpu else _OTHER
-        devices = devices * 4 + kind
+        kinds = tensor.is_cpu, tensor.is_cuda, tensor.is_meta, True
+        devices = devices * 4 + kinds.index(True)
     return FLOATS.index(x.dtype), devices
 
 
