@@ -67,10 +67,10 @@ class Settings(NamedTuple):
 
         Raises ValueError for patterns that cannot be read, or take too long to match.
         """
-        ranks = _compiled("rank_pattern", self.rank_pattern)
-        alphas = _compiled("alpha_pattern", self.alpha_pattern)
         options, deadline = {}, Deadline()
         try:
+            ranks = _compiled("rank_pattern", self.rank_pattern, deadline)
+            alphas = _compiled("alpha_pattern", self.alpha_pattern, deadline)
             for target in targets:
                 rank = _first(ranks, target, self.usual.rank, deadline)
                 alpha = _first(alphas, target, self.usual.alpha, deadline)
@@ -82,9 +82,12 @@ class Settings(NamedTuple):
         return options
 
 
-def _compiled(key: str, values: Mapping[str, Any]) -> dict[re.Pattern[str], Any]:
+def _compiled(
+    key: str, values: Mapping[str, Any], deadline: Deadline
+) -> dict[re.Pattern[str], Any]:
     patterns = {}
     for text, value in values.items():
+        deadline.check("there are too many")
         try:
             patterns[compile_simple(text)] = value
         except ValueError as error:

@@ -88,6 +88,7 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: str) -> No
             sync(path)
         if _is(folder / CONFIG, config):  # as of a run that saves again and again
             os.replace(new_weights, folder / WEIGHTS)
+            sync(folder)
             return
         try:
             with suppress(FileNotFoundError):
