@@ -8,8 +8,10 @@ BIN    := .venv/bin
 # Tests go to JOBS processes of one thread, which take what others have not begun; auto: as many as cores and memory
 # allow (tests/workers.py).
 JOBS   ?= auto
-WORKERS = --numprocesses $(JOBS) --dist worksteal --durations 10 --durations-min 5
-ON_CPU  = -m 'not gpu' $(WORKERS)
+WORKERS = --numprocesses $(JOBS) --durations 10 --durations-min 5
+ON_CPU  = -m 'not gpu' $(WORKERS) --dist worksteal
+# By groups (xdist_group): the processes that a test starts for ranks are not started by each worker.
+ON_GPU  = $(WORKERS) --dist loadgroup
 # Another Python that has all packages, on a machine without network: nothing is installed.
 WITH   ?= $(BIN)/python
 READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
@@ -54,10 +56,10 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing
 
 test-gpu: $(READY)  ## the tests that need a GPU; WITH=python3: by a Python that has all packages
-	OMP_NUM_THREADS=1 $(WITH) -m pytest $(WORKERS) -m 'gpu and not fuzz'
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz'
 
 test-gpu-quick: $(READY)  ## every kernel, layer and direction on a GPU, in two minutes
-	OMP_NUM_THREADS=1 $(WITH) -m pytest $(WORKERS) -m 'gpu and not fuzz and not slow'
+	OMP_NUM_THREADS=1 $(WITH) -m pytest $(ON_GPU) -m 'gpu and not fuzz and not slow'
 
 public: $(READY)  ## all public names on this checkout and on AGAINST=DIR, bit for bit; DEVICE=cuda for a GPU
 	$(WITH) -m tests.public --against $(AGAINST) --device $(or $(DEVICE),cpu)

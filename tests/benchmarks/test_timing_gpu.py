@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks.timing import captured
+from tests.gpu import NEEDS_GPU
 
-pytestmark = pytest.mark.gpu
+pytestmark = NEEDS_GPU
 
 
 def random_after(call) -> torch.Tensor:

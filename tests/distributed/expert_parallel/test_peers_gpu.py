@@ -60,8 +60,17 @@ def group(request, tmp_path_factory) -> Iterator[Ranks]:
             yield made
 
 
-def with_ranks(*num_ranks: object) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("group", num_ranks, indirect=True)
+def with_ranks(*quick: int, others: Sequence[int] = ()) -> pytest.MarkDecorator:
+    """A worker runs all tests of a number of ranks, so that few processes share the GPU.
+
+    others: numbers that `make test-gpu-quick` leaves out.
+    """
+    cases = []
+    for number in (*quick, *others):
+        marks = [pytest.mark.xdist_group(f"{number} ranks")]
+        marks += [] if number in quick else [pytest.mark.slow]
+        cases.append(pytest.param(number, marks=marks))
+    return pytest.mark.parametrize("group", cases, indirect=True)
 
 
 # ---- What a rank does ----
@@ -301,7 +310,7 @@ def assert_right(group: Ranks, kind: Kind, tokens: list[Tokens], with_gradients:
     assert_same(came, wanted)
 
 
-@with_ranks(2, *slow(1, 3, 8))
+@with_ranks(2, others=(1, 3, 8))
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in KINDS if name not in QUICK))])
 def test_ranks_give_what_one_process_gives(group, name, with_gradients):
@@ -321,7 +330,7 @@ def test_any_routing(group, case):
     assert_right(group, kind, draw(kind, **arguments), with_gradients)
 
 
-@with_ranks(2, *slow(4))
+@with_ranks(2, others=(4,))
 def test_timing_changes_no_bit(group):
     """Layouts differ from call to call, and some rank has nothing: then it is ahead of others."""
     kind, rounds, num_ranks = KINDS["frozen"], 30, len(group.pipes)
@@ -363,7 +372,7 @@ def test_a_graph_may_leave_a_turn_open(group, rank):
         assert all(same), same
 
 
-@with_ranks(2, *slow(1))
+@with_ranks(2, others=(1,))
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "one graph"])
 def test_layers_on_two_streams_follow_one_another(group, is_captured):
     kinds = [KINDS["frozen"], KINDS["in codes"]]
