@@ -139,6 +139,7 @@ def test_config_and_tensors_must_agree(checkpoint, dtype, tmp_path):
     for message in (
         refusal(fp8_of, path),
         refusal(moefp8.load_checkpoint, places_of(path), path),
+        refusal(quantize_checkpoint, path, tmp_path / "t", progress=False),
         inspect_checkpoint(path).anomalies[0].examples[0],
     ):
         assert "config.json says quant_method 'fp8'" in message
