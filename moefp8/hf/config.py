@@ -64,7 +64,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         _check("expert_dtype", expert_dtype, "fp8")
         self.quant_method: Any = METHOD
         skips = {"skip": skip, "modules_to_not_convert": modules_to_not_convert}
-        self.skip = tuple(x for given in skips.items() for x in patterns_of("FP8Config", *given))
+        self.skip = tuple(x for item in skips.items() for x in patterns_of("FP8Config", *item))
         self.only = None if only is None else patterns_of("FP8Config", "only", only)
         self.filter_fn, self.overrides = filter_fn, overrides
         self.stored: dict[str, Any] = {}  # the checkpoint's own quantization_config
@@ -89,9 +89,9 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What transformers writes into the config of a checkpoint that is FP8 already."""
-        if given := ", ".join(name for name, value in self.arguments.items() if value):
+        if names := ", ".join(name for name, value in self.arguments.items() if value):
             warnings.warn(
-                f"FP8Config: {given} must be for a checkpoint in 16 bits and changes nothing: "
+                f"FP8Config: {names} must be for a checkpoint in 16 bits and changes nothing: "
                 "this one is FP8 already and is loaded as it is; moefp8.dequantize(model.part) "
                 "takes a part of the model back to 16 bits",
                 stacklevel=2,
@@ -99,7 +99,7 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         return {"quant_method": METHOD}
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json gets: plain `fp8`, or what the checkpoint said; nothing of moefp8."""
+        """What config.json gets: plain `fp8`, or the checkpoint's own format; nothing of moefp8."""
         config = {"quant_method": "fp8", **copy.deepcopy(self.stored or FP8_QUANTIZATION)}
         config |= SEPARATE if self.says_separate else {}
         if self.kept or (self.stored and self.kept is not None):
@@ -113,8 +113,8 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         return {name: getattr(self, name) for name in ("skip", "only", "filter_fn", "overrides")}
 
     def __repr__(self) -> str:
-        given = (f"{name}={value!r}" for name, value in self.arguments.items() if value)
-        return f"FP8Config({', '.join(given)})"
+        arguments = (f"{name}={value!r}" for name, value in self.arguments.items() if value)
+        return f"FP8Config({', '.join(arguments)})"
 
 
 FP8Config = FineGrainedFP8Config
@@ -141,8 +141,8 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
             "fetch the file again"
         ) from error
     places = config, config.get_text_config(decoder=True)
-    said = (getattr(place, "quantization_config", None) for place in places)
-    stored = next((x for x in said if x is not None), None)
+    values = (getattr(place, "quantization_config", None) for place in places)
+    stored = next((x for x in values if x is not None), None)
     if stored is None:
         raise ValueError(
             f"pretrained_config: {path} must have a quantization_config, got none; pass "

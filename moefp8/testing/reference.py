@@ -7,7 +7,7 @@ rounded to BF16, or quantized, where the FP8 modules do that.
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,10 +42,12 @@ def reference_model(model: nn.Module, quantize_activations: bool = True) -> nn.M
     model's own parameters.
 
     Raises:
+        TypeError: `copy.deepcopy` does not take the model.
         ValueError: a module is one rank's part; compare the model before `shard`. Or it has
             adapters.
     """
-    return _copy_with_references(model, quantize_activations, shared=model.buffers())
+    shared = {id(x): x for x in model.buffers()}
+    return _copy_with_references(model, quantize_activations, copies=shared)
 
 
 def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -59,15 +61,20 @@ def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, An
 
     A model may write into its arguments, its buffers and its hidden states (`h += linear(h)`): the
     reference runs on copies of what they were before.
+
+    Raises:
+        TypeError: `copy.deepcopy` does not take an argument, such as a generator, or the model.
+        ValueError: as in `reference_model`.
     """
-    reference = _copy_with_references(model, quantize_activations=True)
-    own_args, own_kwargs = _copied((args, kwargs))
+    computed = {id(x): x.clone() for x in model.buffers() if not x.is_leaf}  # deepcopy takes none
+    reference = _copy_with_references(model, quantize_activations=True, copies=computed)
+    own_args, own_kwargs = _copied(args, kwargs)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, FP8Linear | GroupedExperts):
                 inputs = deque[Any]()
                 record = module.register_forward_pre_hook(
-                    lambda _, *call, inputs=inputs: inputs.append(_copied(call)), with_kwargs=True
+                    lambda _, *call, inputs=inputs: inputs.append(_copied(*call)), with_kwargs=True
                 )
                 replay = reference.get_submodule(name).register_forward_pre_hook(
                     lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True
@@ -101,11 +108,11 @@ def module_errors(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torc
 
 
 def _copy_with_references(
-    model: nn.Module, quantize_activations: bool, shared: Iterable[torch.Tensor] = ()
+    model: nn.Module, quantize_activations: bool, copies: dict[int, torch.Tensor]
 ) -> nn.Module:
-    """shared: tensors that the copy shares with the model, besides its parameters."""
+    """copies: id of a buffer -> the tensor that the copy has in its place, such as itself."""
     check_no_adapters("reference_model", model, "which references know nothing of")
-    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *shared)}
+    memo: dict[int, Any] = {id(x): x for x in model.parameters()} | copies
     for module in model.modules():
         if isinstance(module, FP8Linear):
             memo[id(module)] = ReferenceLinear(module, quantize_activations)
@@ -115,13 +122,29 @@ def _copy_with_references(
             continue
         if parts_of(module):
             raise ValueError("reference_model: the model must be whole; compare it before shard")
-    return copy.deepcopy(model, memo)
+    return _deep_copy("reference_model: the model", model, memo)
 
 
-def _copied(value: Any) -> Any:
-    """A deep copy; gradients flow through the copies of tensors in tuples, lists and dicts."""
-    memo = {id(x): x.clone() for x in tree_leaves(value) if isinstance(x, torch.Tensor)}
-    return copy.deepcopy(value, memo)
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Deep copies; gradients flow through the copies of tensors in tuples, lists and dicts."""
+    memo = {id(x): x.clone() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+
+    def copied(name: int | str, value: Any) -> Any:
+        return _deep_copy(f"teacher_forced: argument {name}", value, memo)
+
+    own_args = tuple(copied(i, x) for i, x in enumerate(args))
+    return own_args, {name: copied(name, x) for name, x in kwargs.items()}
+
+
+def _deep_copy(what: str, value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:  # the value's own methods may raise anything
+        raise TypeError(
+            f"{what} must be something that copy.deepcopy takes, got a {type(value).__name__} "
+            f"({error}); pass a list in place of a generator, and detach() tensors that are held "
+            "by other objects"
+        ) from error
 
 
 class _Reference(nn.Module):

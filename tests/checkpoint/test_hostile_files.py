@@ -6,7 +6,7 @@ import struct
 import time
 from collections import Counter
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, product
 from random import Random
 
 import pytest
@@ -35,6 +35,7 @@ from tests.checkpoint.cases import (
 from tests.checkpoint.deadline import within
 from tests.checkpoint.inspect.cases import config_with, write_header
 from tests.checkpoint.quantize.cases import EXPERTS, LINEAR, PLAIN, bf16, write_source
+from tests.sampling import sample
 
 INDEX = "model.safetensors.index.json"
 
@@ -257,19 +258,19 @@ def test_configs_that_cost(tmp_path, text):
 
 def test_config_values_of_any_type(tmp_path):
     """Inspecting tells or ignores them; nothing breaks, and nothing is slow."""
-    tensors = deepseek_tensors()
     names = "num_hidden_layers num_nextn_predict_layers n_routed_experts num_experts_per_tok"
     names += " model_type architectures text_config quantization_config hidden_size"
     values = [None, True, -1, 10**4000, 1e308, "\x1b[2J", "x" * 100_000, [], [[]], {}, {"a": [1]}]
-    for number, name in enumerate(names.split()):
-        path = write(tmp_path / str(number), tensors)
-        for value in values:
-            (path / "config.json").write_text(json.dumps({**CONFIG, name: value}))
-            with within(5):
-                found = inspect_checkpoint(path)
-                "".join(lines_of(found, 80))
-                with suppress(CheckpointError):
-                    fp8_layers(path)
+    cases = list(product(names.split(), range(len(values))))
+    loaded = sample(cases, lambda case: case, strength=1)  # to load takes longest
+    path = write(tmp_path / "c", deepseek_tensors())
+    for name, number in cases:
+        (path / "config.json").write_text(json.dumps({**CONFIG, name: values[number]}))
+        with within(5):
+            "".join(lines_of(inspect_checkpoint(path), 80))
+            with suppress(CheckpointError):
+                fp8_layers(path)
+            if (name, number) in loaded:
                 with suppress(CheckpointError):
                     load_checkpoint(Tiny(), path)
 

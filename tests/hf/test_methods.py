@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -123,17 +124,29 @@ def test_keys_and_values_of_a_config_are_never_arguments(checkpoint):
     change_config(checkpoint, "self")
 
 
-def test_config_and_tensors_must_agree(checkpoint):
-    """The error says both what config.json says and what the tensors are."""
-    says(checkpoint, "fp8")
-    if CODES in tensors_of(checkpoint):
-        assert inspect_checkpoint(checkpoint).is_loadable
-        fp8_of(checkpoint)
+@pytest.mark.parametrize("dtype", [None, torch.int32, torch.uint8, torch.int8])
+def test_config_and_tensors_must_agree(checkpoint, dtype, tmp_path):
+    """The error says both what config.json says and what the tensors are, and what to do then."""
+    path = shutil.copytree(checkpoint, tmp_path / "s")
+    says(path, "fp8")
+    extra = {} if dtype is None else {"extra": torch.zeros(2, dtype=dtype)}
+    has_codes = CODES in tensors_of(path)
+    save_file(tensors_of(path) | extra, path / "model.safetensors", metadata={"format": "pt"})
+    if has_codes:
+        assert inspect_checkpoint(path).is_loadable
+        fp8_of(path)
         return
     for message in (
-        refusal(fp8_of, checkpoint),
-        refusal(moefp8.load_checkpoint, places_of(checkpoint), checkpoint),
-        inspect_checkpoint(checkpoint).anomalies[0].examples[0],
+        refusal(fp8_of, path),
+        refusal(moefp8.load_checkpoint, places_of(path), path),
+        refusal(quantize_checkpoint, path, tmp_path / "t", progress=False),
+        inspect_checkpoint(path).anomalies[0].examples[0],
     ):
         assert "config.json says quant_method 'fp8'" in message
-        assert "no tensor is quantized: dtypes are BF16" in message
+        assert "no tensor is F8_E4M3: dtypes are BF16" in message
+        assert ("whose config.json states no format" in message) == (dtype is None)
+        assert ("quantize the 16-bit original" in message) == (dtype is not None)
+    if dtype is None:  # the way out
+        change_config(path, "quantization_config")
+        fp8_of(path)
+        quantize_checkpoint(path, tmp_path / "t", progress=False)

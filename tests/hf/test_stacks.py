@@ -89,10 +89,12 @@ def test_stacks_load_as_they_were_saved(name, tmp_path):
     FineGrainedFP8Config.from_dict(quantization_of(tmp_path / "fp8"))  # transformers' own takes it
 
 
-@pytest.mark.parametrize("name", sampled("hy_v4_vl_text"))
-def test_stacks_of_directories_that_do_not_say_the_cut_load(name, tmp_path):
-    """Codes tell it: the largest one is in each block that was cut."""
-    model = tiny_model(name, changes=SIZES[name])
+@pytest.mark.skipif("hy_v4_vl_text" not in CONFIG_MAPPING, reason="transformers lacks it")
+def test_stacks_of_directories_that_do_not_say_the_cut_load(tmp_path):
+    """Each block of the right cut has the largest code; many of the wrong one lack it."""
+    model = tiny_model("hy_v4_vl_text", changes={"moe_intermediate_size": 1352})
+    weights = model.get_submodule(experts_of(model)).gate_up_proj.data
+    weights *= torch.randn_like(weights) ** 6  # few values of a block are close to its largest
     moefp8.convert(model, only=experts_of(model))
     model.save_pretrained(tmp_path / "fp8")
     stored = quantization_of(tmp_path / "fp8")

@@ -265,6 +265,57 @@ def test_gradients_flow_through_both_outputs_of_teacher_forcing():
         assert grad.any()
 
 
+class Holder:
+    """An object of a tensor that is no leaf; deepcopy refuses such a tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x * 1
+
+
+class WithExtra(nn.Module):
+    """A linear with a buffer that is computed from a parameter; it takes any further arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = FP8Linear(256, 256)
+        self.scale = nn.Parameter(torch.ones(256))
+        self.register_buffer("computed", self.scale * 2)
+
+    def forward(self, x, *args, **kwargs):
+        return self.linear(x) * self.computed
+
+
+@pytest.mark.parametrize("name", ["1", "extra"])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("generator", (i for i in range(2))), ("Holder", Holder(torch.ones(2, requires_grad=True)))],
+)
+def test_arguments_that_cannot_be_copied_are_named(name, kind, value):
+    args, kwargs = ([value], {}) if name == "1" else ([], {name: value})
+    with pytest.raises(
+        TypeError, match=rf"teacher_forced: argument {name} .* got a {kind}"
+    ) as error:
+        teacher_forced(WithExtra(), torch.randn(4, 256), *args, **kwargs)
+    assert "detach()" in str(error.value)
+    assert "a list" in str(error.value)
+
+
+def test_computed_buffers_are_copied():
+    model = WithExtra()
+    ours, expected = teacher_forced(model, torch.randn(4, 256), torch.Generator())
+    assert_matches_reference(ours, expected)
+    for output in (ours, expected):
+        assert torch.autograd.grad(output.sum(), model.scale, retain_graph=True)[0].any()
+
+
+@pytest.mark.parametrize("call", [teacher_forced, module_errors])
+def test_a_model_that_cannot_be_copied_is_named(call):
+    model = WithExtra()
+    model.extra = Holder(torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"reference_model: the model .* got a WithExtra .*detach"):
+        call(model, torch.randn(4, 256))
+
+
 # ---- Errors of modules ----
 
 

@@ -17,7 +17,7 @@ FP8_QUANTIZATION = {
     "weight_block_size": BLOCK,
 }
 
-# Scales of gate and up in one tensor [E, 2I, H] may tell no cut; others ignore this key of ours.
+# Scales of gate and up in one tensor [E, 2I, H] may fit two cuts; others ignore this key of ours.
 SEPARATE = {"gate_up_blocks": "separate"}
 
 _METHODS = ("fp8", "compressed-tensors")

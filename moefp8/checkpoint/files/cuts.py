@@ -1,4 +1,4 @@
-"""Tell by codes how gate and up of a stack were cut into blocks, where scales fit two cuts."""
+"""Infer from codes how gate and up of a stack were cut into blocks, where scales fit two cuts."""
 
 import torch
 from torch.nn.functional import pad
@@ -10,32 +10,36 @@ from .reading import read_into
 
 _MAX_BYTES = 1 << 28  # of one expert's gate and up; DeepSeek-V3's have 28 MiB
 _LARGEST = 0x7E  # 448; one more is NaN
+_MIN_LACKING = 16  # docs/design/checkpoint.md tells what this number rules out
 
 
 def are_separate(weight: Entry, file: int) -> bool:
     """Whether codes show that gate and up [E, 2I, K] were cut each by itself, not as 2I rows.
 
-    A quantizer makes the largest value of a block the largest code. So each block of the right cut
-    has that code, or zeros alone, and some block of the wrong cut has neither. All experts are
-    read, unless they are larger than any is.
+    A quantizer makes the largest value of a block the largest code, in most formats. So each block
+    of the right cut has that code, or zeros alone, and some blocks of the wrong cut have neither.
+    Other quantizers leave out that code in places, most likely in the last blocks, which have fewer
+    rows. So 16 blocks of the wrong cut must lack it, without the last ones. All experts are read,
+    unless they are larger than any is.
     """
     num_experts, num_rows, num_columns = weight.shape
-    if num_rows * num_columns > _MAX_BYTES:
-        return False
+    if num_rows < 2 * BLOCK or num_rows * num_columns > _MAX_BYTES:
+        return False  # the only block of 128 of the 2I rows holds gate as a whole, so none can lack
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device="cpu")
-    is_one = True
+    num_lacking = 0
     for expert in range(num_experts):
         with failing_as(weight, "reading failed"):
             read_into(file, weight.begin + expert * codes.nbytes, codes)
-        if not _fits(codes.view(2, num_rows // 2, num_columns)):
+        if _num_lacking(codes.view(2, num_rows // 2, num_columns)):
             return False
-        is_one = is_one and _fits(codes[None])
-    return not is_one
+        if num_lacking < _MIN_LACKING:
+            num_lacking += _num_lacking(codes[None, : num_rows // BLOCK * BLOCK])
+    return num_lacking >= _MIN_LACKING
 
 
-def _fits(parts: torch.Tensor) -> bool:
-    """Whether each block of codes [parts, rows, K] holds the largest code, or zeros alone."""
+def _num_lacking(parts: torch.Tensor) -> int:
+    """How many blocks of codes [parts, rows, K] hold neither the largest code nor zeros alone."""
     _, num_rows, num_columns = parts.shape
     whole = pad(parts & 0x7F, (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
     largest = whole.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).amax((2, 4))
-    return bool(((largest == _LARGEST) | (largest == 0)).all())
+    return int(((largest != _LARGEST) & (largest != 0)).sum())

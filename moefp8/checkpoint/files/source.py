@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError, failing_as, quoted, raise_if_any
 from .config import config_path, format_name, format_problem, quantization_of
-from .header import PLAIN_DTYPES, Entry, Shard, read_shard
+from .header import FP8, PLAIN_DTYPES, Entry, Shard, read_shard
 from .safe_read import check_inside, check_key, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -194,16 +194,25 @@ def disagreement(source: Source, entries: Iterable[Entry]) -> str | None:
 
     One file of several may hold no quantized tensor.
     """
-    if any(entry.dtype not in PLAIN_DTYPES for entry in entries):
-        return format_problem(source.config)
-    dtypes = sorted({entry.dtype for entry in source.entries.values()})
-    is_quantized = not set(dtypes) <= set(PLAIN_DTYPES)
+    problem = format_problem(source.config)
+    if problem and any(entry.dtype not in PLAIN_DTYPES for entry in entries):
+        return problem
+    dtypes = {entry.dtype for entry in source.entries.values()}
+    is_plain = dtypes <= set(PLAIN_DTYPES)
+    is_quantized = not is_plain if problem else FP8 in dtypes  # our formats store E4M3
     is_part = source.path.is_file() and source.path.name != SINGLE_NAME
     if is_part or is_quantized or not dtypes or quantization_of(source.config) is None:
         return None
+    way_out = (
+        "these weights are not quantized: load or quantize them from a directory whose config.json "
+        "states no format"
+        if is_plain
+        else "quantize the 16-bit original (python -m moefp8 quantize), or fetch its FP8 release "
+        "in 128x128 blocks"
+    )
     return (
-        f"config.json says {format_name(source.config)}, but no tensor is quantized: dtypes are "
-        f"{', '.join(dtypes)}; fetch config.json and the weights from one place"
+        f"config.json says {format_name(source.config)}, but no tensor is "
+        f"{'quantized' if problem else FP8}: dtypes are {', '.join(sorted(dtypes))}; {way_out}"
     )
 
 

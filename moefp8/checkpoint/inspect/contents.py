@@ -41,8 +41,8 @@ class Contents:
     @property
     def quantization(self) -> dict[str, Any]:
         """What config.json says of quantization, or {} if it says nothing."""
-        found = quantization_of(self.config)
-        return found if isinstance(found, dict) else {}
+        quantization = quantization_of(self.config)
+        return quantization if isinstance(quantization, dict) else {}
 
     @cached_property
     def expert_numbers(self) -> dict[str, dict[str, set[int]]]:
@@ -56,9 +56,9 @@ class Contents:
 
     def block(self) -> tuple[int, int]:
         """Return the block of config.json if it says one that can be meant, else 128 x 128."""
-        match found := block_sizes(self.config):
+        match sizes := block_sizes(self.config):
             case [[int(rows), int(columns)], *_] if min(rows, columns) > 0:
-                if all(each == found[0] for each in found):
+                if all(size == sizes[0] for size in sizes):
                     return rows, columns
         return BLOCK[0], BLOCK[1]
 

@@ -101,7 +101,7 @@ def _layer_name(key: str) -> str:
 
 
 def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
-    """Find scales that do not tell how gate and up were cut, and codes that do not either."""
+    """Find stacks of gate and up whose cut follows neither from config.json, shapes nor codes."""
     block = contents.block()
     for name, scale in () if says_separate(contents.config) else contents.scales.items():
         weight = contents.weights.get(name)

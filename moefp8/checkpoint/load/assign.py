@@ -177,7 +177,7 @@ class _Matcher:
         return None
 
     def _check_cuts(self) -> None:
-        """Find stacks of gate and up whose scales fit two cuts, of which config.json tells none."""
+        """Find stacks of gate and up whose scales fit two cuts, unless config.json names one."""
         if says_separate(self.source.config):
             return
         for slot in (*self.inventory.slots.values(), *self.inventory.scales.values()):

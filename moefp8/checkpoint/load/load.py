@@ -102,20 +102,20 @@ def _check_twins(twins: list[tuple[Entry, Entry]], files: Files) -> None:
 
 
 def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
-    """Raise CheckpointError for scales that are not finite, or of blocks that nothing tells.
+    """Raise CheckpointError unless all scales are finite and the blocks that they scale are known.
 
-    One such scale makes a token's output NaN.
+    One scale that is not finite makes a token's output NaN.
     """
     unsure = [problem for x, problem in assignment.unsure if not are_separate(x, files[x.file])]
     raise_if_any(unsure, f"checkpoint {source.path} does not fit the model; {_UNCHANGED}")
     scales = [copy.entry for copy in assignment.copies if copy.slot.role is Role.SCALE]
-    found = count_values(scales, files, {"not finite": not_finite})["not finite"]
+    num_wrong = count_values(scales, files, {"not finite": not_finite})["not finite"]
     raise_if_any(
         [
-            f"{entry}: {found[entry]} of {math.prod(entry.shape)} scales are NaN or infinite; "
-            "fetch the file again, or quantize the weight anew"
+            f"{entry}: {num_wrong[entry]} of {math.prod(entry.shape)} scales are NaN or infinite; "
+            "fetch the file again, or quantize the weight again"
             for entry in scales
-            if entry in found
+            if entry in num_wrong
         ],
         f"checkpoint {source.path} has scales that are not finite; {_UNCHANGED}",
     )
@@ -124,18 +124,18 @@ def check_scales(assignment: Assignment, files: Files, source: Source) -> None:
 @torch.inference_mode(False)  # parameters outlive the mode in which they are loaded
 def _materialise(assignment: Assignment, device: torch.device) -> None:
     """Give memory to meta tensors, and FP32 to widened ones; to all of them or to none."""
-    made: dict[ModelTensor, torch.Tensor] = {}
+    new: dict[ModelTensor, torch.Tensor] = {}
     for owner in [copy.slot.owner for copy in assignment.copies]:
         old, is_widened = owner.tensor, owner in assignment.widened
-        if owner in made or not (old.is_meta or is_widened):
+        if owner in new or not (old.is_meta or is_widened):
             continue
         dtype = torch.float32 if is_widened else old.dtype
         place = device if old.is_meta else old.device
         if not owner.places:  # scales of a master weight, with which the CPU dequantizes
             place = torch.device("cpu")
         with failing_as(owner.names[0], f"no memory on {place}", _UNCHANGED):
-            made[owner] = torch.empty(old.shape, dtype=dtype, device=place)
-    for owner, data in made.items():
+            new[owner] = torch.empty(old.shape, dtype=dtype, device=place)
+    for owner, data in new.items():
         owner.replace(data)
 
 

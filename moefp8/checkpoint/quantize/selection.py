@@ -7,7 +7,7 @@ from ...layers import Conversion
 from ..errors import raise_if_any
 from ..files.header import TORCH_DTYPES, Entry
 from ..files.names import weight_of_scale
-from ..files.source import Source
+from ..files.source import Source, disagreement
 from ..model.skeleton import Skeleton, skeleton_of
 from .moves import Move, whole
 from .select_by_model import select_by_model
@@ -75,6 +75,8 @@ def _quantized_already(source: Source) -> list[str]:
         for key in ("quantization_config", "compression_config")
         if isinstance(config, dict) and config.get(key)
     ]
+    if problems and (problem := disagreement(source, source.entries.values())):
+        problems = [problem]  # of weights that are not quantized, it says how they can be
     for key, entry in source.entries.items():
         weight = weight_of_scale(key)
         if entry.dtype not in TORCH_DTYPES or entry.dtype.startswith("F8_"):

@@ -178,11 +178,13 @@ def refuse(folder, tensors, *needles, config=None, **options):
 
 
 ONE, SCALE = {LINEAR: bf16(4, 4)}, {f"{LINEAR}_scale_inv": torch.ones(1, 1)}
+CODES = {LINEAR: bf16(4, 4).to(torch.float8_e4m3fn)}
 REFUSED = {
-    "FP8": ({LINEAR: bf16(4, 4).to(torch.float8_e4m3fn)}, [LINEAR, "is F8_E4M3, so it is"], {}),
+    "FP8": (CODES, [LINEAR, "is F8_E4M3, so it is"], {}),
+    "FP8 by config": (CODES, ["quantization_config", "made from"], {"config": CONFIG}),
     "scaled": (ONE | SCALE, [f"{LINEAR}_scale_inv in ", "is a scale of"], {}),
-    "told": (ONE, ["quantization_config", "made from"], {"config": CONFIG}),
-    "nested": (ONE, ["quantization_config", "made from"], {"config": {"text_config": CONFIG}}),
+    "16 bits": (ONE, ["says quant_method 'fp8'", "states no format"], {"config": CONFIG}),
+    "nested": (ONE, ["says quant_method 'fp8'"], {"config": {"text_config": CONFIG}}),
     "some experts": (expert_tensors(), ["skipped all, or none"], {"skip": "experts.1"}),
     "some stacks": (stacked_tensors(), ["only down_proj"], {"skip": "experts.down_proj"}),
     "no layer": ({"lm_head.weight": bf16(4, 4)}, ["no 2-D weight of a decoder layer"], {}),

@@ -117,7 +117,6 @@ def test_what_transformers_fuses_when_it_loads_is_stored_fused(family, tmp_path)
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "s", max_shard_size="400KB")
     done = quantize_checkpoint(tmp_path / "s", tmp_path / "t", max_shard_bytes=500_000)
-    assert done.conversion.swapped == plan_conversion(model).swapped
     assert "experts" in done.conversion.swapped.values()
     loaded_alike(tmp_path, type(model)).save_pretrained(tmp_path / "saved")
     again, written = (
