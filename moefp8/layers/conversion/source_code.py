@@ -98,12 +98,22 @@ def values_in_reach(module: nn.Module) -> dict[str, Any]:
     classes and any other object, and elements of containers. A tensor of integers is its values,
     any other its identity and version. Code of torch and of the standard library is left out.
     """
+    return _walk_of(module).values
+
+
+def unread(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those names of attributes that neither a module's forward nor what it calls can read."""
+    known = _walk_of(module).names
+    return set() if known & {"getattr", "vars", "__dict__"} else {*names} - known
+
+
+def _walk_of(module: nn.Module) -> "_Walk":
     names = {"forward", "__call__"}
     while True:
         walk = _Walk(set(names))
         walk.visit("", module)
         if walk.names == names:
-            return walk.values
+            return walk
         names = walk.names
 
 
@@ -172,8 +182,8 @@ def _all_names(code: CodeType) -> set[str]:
 
 def _summary(x: torch.Tensor) -> Any:
     if x.is_meta or x.is_floating_point() or x.is_complex() or x.numel() > _MAX_ELEMENTS:
-        return id(x), None if x.is_inference() else x._version
-    return x.tolist()
+        return f"at {id(x)}, version {None if x.is_inference() else x._version}"
+    return tuple(x.flatten().tolist())
 
 
 _OTHERS = {"torch", *sys.stdlib_module_names}
