@@ -1,7 +1,8 @@
 """`convert` and experts of others: run before they are swapped, refused if not as ours."""
 
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -517,6 +518,39 @@ def test_a_capacity_of_large_experts_shows_at_any_number():
         experts = CapacityOfLarge(8, 512, 1024)
     with pytest.raises(ValueError, match="on 16385 random tokens"):
         plan_conversion(experts)
+
+
+@dataclass(slots=True)
+class Slots:
+    capacity: int = 5000
+
+
+NUMBERS = {
+    "NumPy's integer": lambda: pytest.importorskip("numpy").int64(5000),
+    "NumPy's float": lambda: pytest.importorskip("numpy").float32(5000),
+    "tensor": lambda: torch.tensor(5000.0),
+    "slots": Slots,
+    "mapping": lambda: MappingProxyType({"capacity": 5000}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_capacity_shows_whatever_holds_it(name):
+    class Held(Experts):
+        def __init__(self):
+            super().__init__()
+            self.held = NUMBERS[name]()
+
+        def forward(self, x, ids, scores):
+            held = self.held
+            if isinstance(held, Slots):
+                held = held.capacity
+            elif isinstance(held, MappingProxyType):
+                held = held["capacity"]
+            return super().forward(x, ids, scores * (ranks(ids) <= float(held)))
+
+    with pytest.raises(ValueError, match="on 5001 random tokens"):
+        plan_conversion(Held())
 
 
 class OfLayer(Experts):
