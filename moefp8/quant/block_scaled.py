@@ -89,7 +89,8 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
     if of_rows == rows:
         scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
         return (e4m3_to_float(data) * scale).to(dtype)
-    if not data.is_cpu or torch.compiler.is_compiling():
+    has_gradient = torch.is_grad_enabled() and scale_inv.requires_grad
+    if not data.is_cpu or torch.compiler.is_compiling() or has_gradient:
         return _scaled(data, scale_inv).to(dtype)
     values = torch.empty(data.shape, dtype=dtype)
     matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (data, scale_inv, values))

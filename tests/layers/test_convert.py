@@ -287,6 +287,30 @@ class Strict(nn.Module):
         super().__setattr__(name, value)
 
 
+class TakesNoMore(Strict):
+    """It refuses even the linear that it had, once it has refused another."""
+
+    is_closed = False
+
+    def __setattr__(self, name, value):
+        if name == "linear" and self.is_closed:
+            raise TypeError("linear is closed")
+        if isinstance(value, FP8Linear):
+            self.is_closed = True
+        super().__setattr__(name, value)
+
+
+def test_a_parent_that_refuses_its_original_keeps_no_other_from_its_place():
+    model = nn.ModuleList([nn.Linear(64, 64), TakesNoMore(), nn.Linear(64, 64)])
+    linears = model[0], model[2]
+    with (
+        pytest.warns(UserWarning, match=r"1\.linear could not be put back.*linear is closed"),
+        pytest.raises(TypeError, match=r"must be an nn\.Linear"),
+    ):
+        convert(model, skip=None)
+    assert (model[0], model[2]) == linears
+
+
 SPOILT = {
     "buffer": ("experts", in_buffer, "must hold gate_up_proj as a parameter, got a buffer"),
     "hidden buffer": ("experts", in_hidden_buffer, "must hold down_proj as a parameter"),

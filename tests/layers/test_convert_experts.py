@@ -1,12 +1,14 @@
 """`convert` and experts of others: run before they are swapped, refused if not as ours."""
 
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefp8.layers.conversion.plain
 from moefp8 import GroupedExperts, convert
@@ -386,6 +388,212 @@ def test_a_limit_that_is_seldom_reached_is_kept_if_it_is_used(is_used):
 def test_autocast_around_a_conversion_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         assert isinstance(convert(Experts()), GroupedExperts)
+
+
+class ReordersOnce(Experts):
+    """Its up rows come first until its first forward."""
+
+    def __init__(self, how):
+        super().__init__(8, 256, 288)
+        self.how, self.is_ready = how, False
+
+    def expert(self, x, expert):
+        if not self.is_ready:
+            other = torch.cat(self.gate_up_proj.detach().chunk(2, dim=1)[::-1], dim=1)
+            if self.how == "data":
+                self.gate_up_proj.data = other
+            else:
+                self.gate_up_proj.data.copy_(other)
+            self.is_ready = True
+        return super().expert(x, expert)
+
+
+@pytest.mark.parametrize("how", ["data", "copy"])
+def test_what_a_forward_does_to_large_weights_is_undone(how):
+    experts = ReordersOnce(how)
+    assert experts.gate_up_proj.numel() > 2**20
+    before = experts.gate_up_proj.detach().clone()
+    with pytest.raises(ValueError, match=r"up rows come before its gate rows|changes is_ready"):
+        plan_conversion(experts)
+    assert torch.equal(experts.gate_up_proj, before)
+    assert not experts.is_ready
+
+
+class ReordersByGlobal(ReordersOnce):
+    is_ready = property(lambda self: READY[0], lambda self, value: READY.__setitem__(0, value))
+
+
+READY = [False]
+
+
+@pytest.mark.parametrize("how", ["data", "copy"])
+def test_so_it_is_where_nothing_in_the_module_tells(how):
+    experts = ReordersByGlobal(how)
+    before = experts.gate_up_proj.detach().clone()
+    with pytest.raises(ValueError, match=r"up rows come before its gate rows|changes gate_up_proj"):
+        plan_conversion(experts)
+    assert torch.equal(experts.gate_up_proj, before)
+
+
+FIRST_CALLS: dict[object, object] = {}
+NAN, IMPLEMENTATION = float("nan"), None
+
+
+class KeepsFromFirstCall(Experts):
+    def activate(self, gate, up):
+        global IMPLEMENTATION
+        if IMPLEMENTATION is None:
+            IMPLEMENTATION = self.act_fn
+        FIRST_CALLS.setdefault(gate.dtype, 1)
+        return super().activate(gate, up)
+
+
+def test_a_forward_may_keep_something_from_its_first_call():
+    FIRST_CALLS.clear()
+    assert plan_conversion(KeepsFromFirstCall()).swapped
+
+
+def test_nan_is_no_change():
+    class Fills(Experts):
+        def __init__(self):
+            super().__init__()
+            self.fill = float("nan")
+            self.register_buffer("filled", torch.tensor([1.0, torch.nan]), persistent=False)
+
+        def activate(self, gate, up):
+            return super().activate(gate, up) if len(gate) else gate * NAN * self.fill
+
+    assert plan_conversion(Fills()).swapped
+
+
+def guarded(most: int) -> type[Experts]:
+    class Guarded(Experts):
+        def __init__(self):
+            super().__init__()
+            self.max_tokens = most
+
+        def forward(self, x, *choice):
+            if len(x) > self.max_tokens:
+                raise ValueError("too many tokens")
+            return super().forward(x, *choice)
+
+    return Guarded
+
+
+def test_a_forward_may_refuse_many_tokens_but_not_few():
+    assert plan_conversion(guarded(8192)()).swapped
+    with pytest.raises(ValueError, match="raised ValueError: too many tokens"):
+        plan_conversion(guarded(20)())
+
+
+class Chunks(Experts):
+    chunk = 16384
+
+    def forward(self, x, ids, scores):
+        parts = zip(*(inputs.split(self.chunk) for inputs in (x, ids, scores)), strict=True)
+        return torch.cat([super(Chunks, self).forward(*part) for part in parts])
+
+
+class ChunksOfItsWidth(Chunks):
+    def forward(self, x, ids, scores):
+        return super().forward(x.view(-1, 512), ids, scores)
+
+
+class CapacityOfLarge(Chunks):
+    def forward(self, x, ids, scores):
+        return super().forward(x, ids, scores * (ranks(ids) <= self.chunk))
+
+
+@pytest.mark.parametrize("kind", [Chunks, ChunksOfItsWidth])
+def test_many_tokens_of_large_experts_take_little(kind):
+    with torch.device("meta"):
+        experts = kind(8, 512, 1024)
+    conversions = []
+    assert peak(lambda: conversions.append(plan_conversion(experts))) < 2**25
+    assert conversions[0].swapped
+
+
+def test_a_capacity_of_large_experts_shows_at_any_number():
+    with torch.device("meta"):
+        experts = CapacityOfLarge(8, 512, 1024)
+    with pytest.raises(ValueError, match="on 16385 random tokens"):
+        plan_conversion(experts)
+
+
+@dataclass(slots=True)
+class Slots:
+    capacity: int = 5000
+
+
+NUMBERS = {
+    "NumPy's integer": lambda: pytest.importorskip("numpy").int64(5000),
+    "NumPy's float": lambda: pytest.importorskip("numpy").float32(5000),
+    "tensor": lambda: torch.tensor(5000.0),
+    "slots": Slots,
+    "mapping": lambda: MappingProxyType({"capacity": 5000}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_capacity_shows_whatever_holds_it(name):
+    class Held(Experts):
+        def __init__(self):
+            super().__init__()
+            self.held = NUMBERS[name]()
+
+        def forward(self, x, ids, scores):
+            held = self.held
+            if isinstance(held, Slots):
+                held = held.capacity
+            elif isinstance(held, MappingProxyType):
+                held = held["capacity"]
+            return super().forward(x, ids, scores * (ranks(ids) <= float(held)))
+
+    with pytest.raises(ValueError, match="on 5001 random tokens"):
+        plan_conversion(Held())
+
+
+class OfLayer(Experts):
+    def __init__(self, layer_idx, factor=1.0):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.register_buffer("factor", torch.tensor([factor]), persistent=False)
+
+    def expert(self, x, expert):
+        return self.factor * super().expert(x, expert)
+
+
+class KnowsItsLayer(OfLayer):
+    def expert(self, x, expert):
+        return super().expert(x, expert) * (1 if self.layer_idx < 2 else 1.5)
+
+
+class AsksForItsLayer(OfLayer):
+    def expert(self, x, expert):
+        return super().expert(x, expert) * (1 if getattr(self, "layer" + "_idx") < 2 else 1.5)
+
+
+class NumProducts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **kwargs or {})
+
+
+def num_products(*experts: nn.Module) -> int:
+    with NumProducts() as counted:
+        plan_conversion(nn.ModuleList(experts))
+    return counted.count
+
+
+def test_layers_that_differ_in_their_number_share_a_trial():
+    assert num_products(*map(OfLayer, range(3))) == num_products(OfLayer(0)) > 0
+    with pytest.raises(ValueError, match="convert: 1 "):
+        plan_conversion(nn.ModuleList([OfLayer(0), OfLayer(1, factor=1.5)]))
+    for kind in KnowsItsLayer, AsksForItsLayer:
+        with pytest.raises(ValueError, match="convert: 2 "):
+            plan_conversion(nn.ModuleList(map(kind, range(3))))
 
 
 def test_a_probe_leaves_no_trace():

@@ -157,6 +157,14 @@ def test_bad_input_is_named(quantize, block_rows):
         quantize(torch.tensor(1.0))
 
 
+def test_dequantize_has_a_gradient_in_scales():
+    q = quantize_128x128(torch.randn(200, 300))
+    scales = q.scale_inv.clone().requires_grad_()
+    dequantize(BlockScaled(q.data, scales)).sum().backward()
+    wanted = [[tile.double().sum() for tile in x.split(128, 1)] for x in q.data.float().split(128)]
+    torch.testing.assert_close(scales.grad.double(), torch.tensor(wanted).double())
+
+
 def test_dequantize_refuses_scales_that_fit_no_block():
     q = quantize_1x128(torch.randn(4, 300))
     with pytest.raises(ValueError, match=r"\[4, 300\], got \[4, 2\]"):

@@ -162,8 +162,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
                     del left[name]
                 bar.advance(num_bytes)
     except BaseException:
-        for name, module in left.items():
-            _put(model, [name], module)
+        _put_back(model, left)
         raise
     return next((swap.made for swap in swaps if "" in swap.names), model), not_finite
 
@@ -171,6 +170,21 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
 def _put(model: nn.Module, names: list[str], module: nn.Module) -> None:
     for name in filter(None, names):  # the model itself is in no other
         model.set_submodule(name, module)
+
+
+def _put_back(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    stuck = {}
+    for name, module in modules.items():
+        try:
+            _put(model, [name], module)
+        except Exception as error:  # a parent may refuse for any reason; the others are put back
+            stuck[name] = f"{type(error).__name__}: {error}"
+    for name, why in stuck.items():
+        warnings.warn(
+            f"convert: {name} could not be put back, and has no weights if it is FP8 now; its "
+            f"parent raised {why}",
+            stacklevel=4,
+        )
 
 
 def _prepare(modules: dict[str, nn.Module], settings: dict[str, dict[str, Any]]) -> list[_Swap]:

@@ -5,7 +5,8 @@ H hidden, T tokens, k choices.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -14,17 +15,21 @@ import torch
 from torch import nn
 
 from ...functional.swiglu import swiglu
-from .source_code import values_in_reach
+from .source_code import unread, values_in_reach
 from .stacks import Stacks, stated_limits
 from .trial import attributes_of, random_weights, told
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
 _MAX_TOKENS = 1 << 16  # of one expert: limits above that are not looked for
+_NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
 _USUAL_TOKENS = 1 << 12  # limits below that are looked for though nothing names them,
 _USUAL_WORK = 1 << 34  # but not with more multiplications than that,
 _USUAL_ROOM = 1 << 21  # nor with more elements at a time than that and a quarter of the weights
+_NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
+_FEW_TOKENS = 64  # a forward has to take so many of one expert
 _MAX_CHOICES = 64  # of a token
+_MAX_KEY = 1 << 16  # elements of buffers that are compared with those of other layers
 _CHUNK = 1 << 20  # elements of a weight of which an FP32 copy is made at a time
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
 
@@ -59,49 +64,88 @@ def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) 
 
 
 def _make_of(module: nn.Module) -> Any:
-    """A key that is equal for modules that differ in their weights alone; None if unknown."""
-    if any(True for _ in module.buffers()):
+    """A key that is equal for modules that differ in their weights alone; None if unknown.
+
+    An integer that no forward reads, such as the number of a layer, makes no difference either.
+    """
+    buffers = [*module.named_buffers()]
+    if sum(x.numel() for _, x in buffers) > _MAX_KEY:
         return None
+    attributes = [(type(child), attributes_of(child)) for child in module.modules()]
+    integers = {name for _, held in attributes for name, x in held.items() if type(x) is int}
+    skipped = unread(module, integers)
     made = (
-        (type(child), *sorted((name, told(x)) for name, x in attributes_of(child).items()))
-        for child in module.modules()
+        (
+            kind,
+            *sorted(
+                (n, told(x)) for n, x in held.items() if type(x) is not int or n not in skipped
+            ),
+        )
+        for kind, held in attributes
     )
-    weights = ((n, w.shape, w.dtype, w.device) for n, w in module.named_parameters())
-    return (*made, *weights)
+    tensors = ((n, x.shape, x.dtype, x.device) for n, x in (*module.named_parameters(), *buffers))
+    values = (None if x.is_meta else repr(x.tolist()) for _, x in buffers)
+    return (*made, *tensors, *values)
 
 
 @torch.no_grad()
 def _probe(module: nn.Module, training: bool) -> Probed:
+    """Run it at two widths if it takes any: numbers are tried where that costs little."""
     random = torch.Generator().manual_seed(0)
-    with random_weights(module, random, training) as (stacks, changed):
-        with torch.autocast(stacks.down.device.type, enabled=False):
-            limit, problem = _compare(module, stacks, random)
-        if problem is None and (name := changed()):
-            problem = f"must have a forward that changes nothing in it, but that changes {name}"
-    return limit, problem
+    limits: list[float | None] = [*dict.fromkeys(stated_limits(module)), None]
+    forward, has_run = _forward_of(module), False
+    for widest in (_NARROW, None):
+        with random_weights(module, random, training, widest) as (stacks, changed):
+            with torch.autocast(stacks.down.device.type, enabled=False):
+                with suppress(Exception):  # what a first call keeps for later ones is no change
+                    forward(*_routing(stacks, 1, 1, range(1), _TOKEN_SIZES[:1], random))
+                values = values_in_reach(module)
+                few = _few(stacks, limits, has_run, random)
+                fitting, problem = _compare(forward, stacks, limits, few)
+                if problem is not None and widest is not None and not changed(values):
+                    continue  # it may know H or I
+                if problem is None:
+                    many = _many(stacks, None if has_run else _numbers(values), random)
+                    fitting, problem = _compare(forward, stacks, fitting, many)
+                if problem is None and _counts_what_is_elsewhere(
+                    forward, stacks, fitting[0], random
+                ):
+                    problem = (
+                        "must count the id E with weight 0, as an expert that is held elsewhere"
+                    )
+            if problem is None and (name := changed(values)):
+                problem = f"must have a forward that changes nothing in it, but that changes {name}"
+        if problem is not None:
+            return None, problem
+        limits, has_run = fitting, True
+    return limits[0], None
 
 
-def _compare(module: nn.Module, stacks: Stacks, random: torch.Generator) -> Probed:
-    forward, limits = _forward_of(module), [*dict.fromkeys(stated_limits(module)), None]
-    numbers = _numbers(module, stacks)
-    for routing, count in _routings(stacks, limits, numbers, random):
+def _compare(
+    forward: Callable[..., Any],
+    stacks: Stacks,
+    limits: list[float | None],
+    routings: Iterable[tuple[Routing, int]],
+) -> tuple[list[float | None], str | None]:
+    """Which of the limits fit, and how the forward differs from SwiGLU experts, or None."""
+    for routing, count in routings:
         try:
             came = forward(*routing.repeated(count))
         except Exception as error:  # a forward of others may raise anything
-            return None, (
+            if count > _FEW_TOKENS:
+                continue  # a guard, which changes no result
+            return [], (
                 "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
                 f"but that raised {type(error).__name__}: {str(error)[:200]}"
             )
         if not isinstance(came, torch.Tensor) or came.numel() != count * routing.x.numel():
-            return None, f"must give one tensor [T, H], got {type(came).__name__}"
+            return [], f"must give one tensor [T, H], got {type(came).__name__}"
         came = came.reshape(-1, routing.x.shape[1]).float()
         fitting = [x for x in limits if _fits(came, stacks, routing, partial(swiglu, limit=x))]
         if not fitting:
-            return None, _difference(came, stacks, routing)
+            return [], _difference(came, stacks, routing)
         limits = fitting
-    if _counts_what_is_elsewhere(forward, stacks, limits[0], random):
-        return None, "must count the id E with weight 0, as an expert that is held elsewhere"
-    return limits[0], None
+    return limits, None
 
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -158,48 +202,55 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 # ---- What goes in ----
 
 
-def _numbers(module: nn.Module, stacks: Stacks) -> list[int]:
-    """The numbers at which a forward may begin to compute otherwise, in order.
-
-    They are those that it names, but H and I, which it has to name.
-    """
-    sizes = {stacks.down.shape[1], stacks.down.shape[2], 2 * stacks.down.shape[2]}
+def _numbers(values: dict[str, Any]) -> list[int]:
+    """The numbers among values: at those that a forward names it may begin to compute otherwise."""
     numbers: set[int] = set()
-    for value in values_in_reach(module).values():
-        for x in value if isinstance(value, list) else [value]:
+    for value in values.values():
+        for x in value if isinstance(value, tuple) else (value,):
             if isinstance(x, int | float) and 1 <= x <= _MAX_TOKENS:
                 numbers.add(math.ceil(x))
-    return sorted(numbers - sizes)
+    return sorted(numbers)
 
 
-def _routings(
-    stacks: Stacks,
-    limits: Sequence[float | None],
-    numbers: Sequence[int],
-    random: torch.Generator,
+def _few(
+    stacks: Stacks, limits: Sequence[float | None], has_run: bool, random: torch.Generator
 ) -> Iterator[tuple[Routing, int]]:
-    """Yield routings, and how often to repeat their tokens.
+    """Yield routings of all experts in turn, and how often to repeat their tokens.
 
-    They take all experts in turn; few and many choices; and few and many tokens of one expert,
-    so that a capacity shows.
+    has_run: whether the module has run at another width, so that little is left to try.
     """
-    num_experts, hidden_size, intermediate_size = stacks.down.shape
-    experts = range(num_experts)
+    num_experts = len(stacks.down)
     sizes = [*_TOKEN_SIZES]
     if stacks.down.dtype != torch.float16:  # FP16 would overflow
         sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
     num_tokens = max(len(sizes), math.ceil(num_experts / 2))
-    yield _routing(stacks, num_tokens, 2, experts, sizes, random), 1
-    yield _routing(stacks, 9, 3, experts, sizes, random), 1
-    around = {n + i for n in numbers for i in (0, 1)}
-    for top_k in sorted({1, 2, 3, 4, *around}):
+    yield _routing(stacks, num_tokens, 2, range(num_experts), sizes, random), 1
+    if not has_run:
+        yield _routing(stacks, 9, 3, range(num_experts), sizes, random), 1
+
+
+def _many(
+    stacks: Stacks, numbers: Sequence[int] | None, random: torch.Generator
+) -> Iterator[tuple[Routing, int]]:
+    """Yield few and many choices, and few and many tokens of one expert: a capacity shows.
+
+    numbers: those that the forward names; None: many tokens alone.
+    """
+    num_experts, hidden_size, intermediate_size = stacks.down.shape
+    sizes, around = _TOKEN_SIZES[1:2], {n + i for n in numbers or () for i in (0, 1)}
+    for top_k in () if numbers is None else sorted({1, 2, 3, 4, *around}):
         if top_k <= min(num_experts, _MAX_CHOICES):
-            yield _routing(stacks, 1, top_k, experts, sizes[1:2], random), 1
+            yield _routing(stacks, 1, top_k, range(num_experts), sizes, random), 1
     work, width = 3 * hidden_size * intermediate_size, 4 * (hidden_size + intermediate_size)
     room = max(_USUAL_ROOM, num_experts * work // 4)
-    usual = max(64, min(_USUAL_TOKENS, _USUAL_WORK // work, room // width))
+    usual = max(_FEW_TOKENS, min(_USUAL_TOKENS, _USUAL_WORK // work, room // width))
+    last = [range(num_experts)[-1]]
+    num_tokens = 0
     for count in sorted({*around, usual + 1}):
-        yield _routing(stacks, 1, 1, experts[-1:], sizes[1:2], random), count
+        num_tokens += count
+        is_cheap = num_tokens * work <= _NAMED_WORK and count * width <= _NAMED_ROOM
+        if count <= usual + 1 or is_cheap:
+            yield _routing(stacks, 1, 1, last, sizes, random), count
 
 
 def _routing(

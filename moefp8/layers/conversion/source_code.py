@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
+from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -88,22 +89,34 @@ def _elements(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
 
 # ---- Values ----
 
-_MAX_ELEMENTS = 4096  # so many of a container or of a tensor of integers are looked at
+_MAX_ELEMENTS = 4096  # so many of a container or of a tensor of integers are looked at,
+_MAX_FLOATS = 64  # and of one of other numbers, which seldom are limits
 
 
 def values_in_reach(module: nn.Module) -> dict[str, Any]:
     """Path -> each plain value that a module's forward, or what it calls, can name.
 
     These are constants, defaults, globals and what functions enclose, attributes of modules,
-    classes and any other object, and elements of containers. A tensor of integers is its values,
-    any other its identity and version. Code of torch and of the standard library is left out.
+    classes and any other object, and elements of containers. A tensor of integers or of few
+    other numbers is its values, any other its identity and version. Code of torch and of the
+    standard library is left out.
     """
+    return _walk_of(module).values
+
+
+def unread(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those names of attributes that neither a module's forward nor what it calls can read."""
+    known = _walk_of(module).names
+    return set() if known & {"getattr", "vars", "__dict__"} else {*names} - known
+
+
+def _walk_of(module: nn.Module) -> "_Walk":
     names = {"forward", "__call__"}
     while True:
         walk = _Walk(set(names))
         walk.visit("", module)
         if walk.names == names:
-            return walk.values
+            return walk
         names = walk.names
 
 
@@ -116,8 +129,8 @@ class _Walk:
         self._visited: dict[int, Any] = {}  # holds the objects, so that no id is used twice
 
     def visit(self, path: str, x: Any) -> None:
-        if isinstance(x, int | float | complex | str | bytes | torch.dtype | None):
-            self.values[path] = x
+        if isinstance(x, Number | str | bytes | torch.dtype | None):
+            self.values[path] = getattr(x, "item", lambda: x)()  # NumPy's have one
         elif id(x) not in self._visited:
             self._visited[id(x)] = x
             for name, part in self._parts(x):
@@ -128,8 +141,9 @@ class _Walk:
             return [("values", _summary(x))]
         if isinstance(x, list | tuple | set | frozenset | deque):
             return islice(enumerate(x), _MAX_ELEMENTS)
-        if isinstance(x, dict):
-            return islice(list(x.items()), _MAX_ELEMENTS)
+        if isinstance(x, Mapping):
+            with suppress(Exception):  # those of others may raise anything
+                return islice([*x.items()], _MAX_ELEMENTS)
         if isinstance(x, CodeType):
             self.names.update(x.co_names)
             return [("constants", x.co_consts)]
@@ -147,6 +161,9 @@ class _Walk:
         if isinstance(x, ModuleType):
             return () if x.__name__.partition(".")[0] in _OTHERS else self._named(vars(x))
         held = dict(getattr(x, "__dict__", {}))
+        slots = (vars(base).get("__slots__", ()) for base in type(x).__mro__)
+        names = {y for of_base in slots for y in ([of_base] if type(of_base) is str else of_base)}
+        held |= {name: getattr(x, name) for name in names & self.names if hasattr(x, name)}
         if isinstance(x, nn.Module):
             held |= {**x._parameters, **x._buffers, **x._modules}
         return [*self._named(held), ("class", type(x))]
@@ -171,9 +188,10 @@ def _all_names(code: CodeType) -> set[str]:
 
 
 def _summary(x: torch.Tensor) -> Any:
-    if x.is_meta or x.is_floating_point() or x.is_complex() or x.numel() > _MAX_ELEMENTS:
-        return id(x), None if x.is_inference() else x._version
-    return x.tolist()
+    is_large = x.numel() > (_MAX_FLOATS if x.is_floating_point() else _MAX_ELEMENTS)
+    if x.is_meta or x.is_complex() or is_large:
+        return f"at {id(x)}, version {None if x.is_inference() else x._version}"
+    return tuple(x.flatten().tolist())
 
 
 _OTHERS = {"torch", *sys.stdlib_module_names}

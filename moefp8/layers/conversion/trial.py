@@ -9,56 +9,68 @@ import torch
 from torch import nn
 
 from .source_code import values_in_reach
-from .stacks import Stacks, stacks_of
+from .stacks import STACKS, Stacks, stacks_of
 
-_SMALL = 1 << 20  # stacks of up to so many elements get random weights
-_ROW_STEP = 3  # how far apart rows of random weights begin that overlap
+_PERIOD = 65537  # random weights repeat after so many, a prime, so that rows differ
+_SMALL = 1 << 20  # of parameters with more elements, the matrix of
+_STEP = 8  # an expert begins so many after that of the expert before
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
 def random_weights(
-    module: nn.Module, random: torch.Generator, training: bool = False
-) -> Iterator[tuple[Stacks, Callable[[], str]]]:
+    module: nn.Module, random: torch.Generator, training: bool = False, widest: int | None = None
+) -> Iterator[tuple[Stacks, Callable[[dict[str, Any]], str]]]:
     """Give `module` random weights, on the CPU in FP32 if it is on meta, and set its mode.
 
-    Large weights stay if they are of use, so that the trial takes no memory for others.
+    widest: H and I are at most that, also in attributes. Its own weights are not read. Those of a
+    large module take the memory of one expert.
 
-    Yield its stacks, and a function that names what a forward has changed, or "". In the end
-    all is as before.
+    Yield its stacks, and a function that names what a forward has changed, or "": in the module, or
+    since `values_in_reach` gave what it takes. In the end all in the module is as before.
     """
+    shapes, sizes = _narrowed(module, widest)
     before = [
         (path, child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
         for path, child in module.named_modules()
     ]
-    keeps_own = _is_of_use(module)
+    is_intact: dict[str, Callable[[torch.Tensor], bool]] = {}
     try:
-        for _, child, _, parameters, buffers in before:
+        for path, child, _, parameters, buffers in before:
             child.training = training
-            if not keeps_own:
-                child._parameters.update(
-                    (name, None if x is None else _random_like(x, random))
-                    for name, x in parameters.items()
-                )
+            vars(child).update((name, _in(sizes, x)) for name, x in attributes_of(child).items())
+            for name, x in parameters.items():
+                if x is not None:
+                    drawn = _random_like(x, shapes.get(name, x.shape), random)
+                    child._parameters[name], is_intact[f"{path}.{name}".lstrip(".")] = drawn
             child._buffers.update(
                 (name, None if x is None else x.clone()) for name, x in buffers.items()
             )
         stacks = stacks_of(module)
-        if stacks is None:
-            raise TypeError(f"{type(module).__name__} holds no stacks of experts")
-        values = values_in_reach(module)
+        assert stacks is not None
+        for _, child, *_ in before:  # so that no other `.data` becomes that of the stacks
+            child._parameters.update(
+                (name, None if x is None else nn.Parameter(x, requires_grad=False))
+                for name, x in child._parameters.items()
+            )
 
-        def changed() -> str:
+        def changed(values: dict[str, Any]) -> str:
             for path, child, held, _, buffers in before:
                 for name, value in attributes_of(child).items():
-                    if name not in held or told(value) != told(held[name]):
+                    if name not in held or told(value) != told(_in(sizes, held[name])):
                         return f"{path}.{name}".lstrip(".")
                 for name, x in buffers.items():
                     if x is not None and not _is_same(x, child._buffers.get(name)):
                         return f"{path}.{name}".lstrip(".")
+            weights = dict(module.named_parameters())
+            for name, check in is_intact.items():
+                if name not in weights or not check(weights[name]):
+                    return name
             after = values_in_reach(module)
             keys = (x for x in {**values, **after} if x not in after or x not in values)
-            return next(keys, "") or next((x for x in after if after[x] != values[x]), "")
+            return next(keys, "") or next(
+                (x for x in after if told(after[x]) != told(values[x])), ""
+            )
 
         yield stacks, changed
     finally:
@@ -70,44 +82,59 @@ def random_weights(
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
-    return x.is_meta or (y is not None and torch.equal(x, y))
+    if x.is_meta:
+        return True
+    return y is not None and x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _random_like(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Random weights, whose rows overlap in memory if they are many."""
-    shape = parameter.shape
-    strides = [math.prod(shape[axis + 1 : -1]) * _ROW_STEP for axis in range(len(shape) - 1)]
-    is_small = parameter.numel() <= _SMALL
-    size = parameter.numel() if is_small else math.prod(shape[:-1]) * _ROW_STEP + shape[-1]
-    values = torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
-    values /= math.sqrt(shape[-1])
-    if not parameter.is_meta:
-        values = values.to(parameter.device, parameter.dtype)
-    return values.view(shape) if is_small else values.as_strided(shape, (*strides, 1))
-
-
-def _is_of_use(module: nn.Module) -> bool:
-    """Whether products with a module's own weights tell one forward, and expert, from another."""
+def _narrowed(
+    module: nn.Module, widest: int | None
+) -> tuple[dict[str, tuple[int, ...]], dict[int, int]]:
+    """The shapes of stacks whose H and I are at most `widest`, and the sizes that these replace."""
     stacks = stacks_of(module)
-    weights = [] if stacks is None else [*stacks.gate_up, stacks.down]
-    if (
-        any(x.is_meta or not x.numel() for x in weights)
-        or sum(x.numel() for x in weights) <= _SMALL
-    ):
-        return False
-    for weight in weights:
-        norms = torch.stack([_norm(expert) for expert in weight])
-        gains = norms / math.sqrt(weight.shape[1])
-        is_usual = (gains > 0.03) & (gains < 30)
-        if not is_usual.all() or len(gains.unique()) < len(gains):
-            return False
-    return True
+    if stacks is None:
+        raise TypeError(f"{type(module).__name__} holds no stacks of experts")
+    e, h, i = stacks.down.shape
+    narrow_h, narrow_i = (min(size, widest or size) for size in (h, i))
+    sizes = {2 * i: 2 * narrow_i, i: narrow_i, h: narrow_h}
+    sizes.pop(e, None)  # it is more likely the number of experts
+    if stacks.names == STACKS:
+        shapes = (e, 2 * narrow_i, narrow_h), (e, narrow_h, narrow_i)
+        return dict(zip(STACKS, shapes, strict=True)), sizes
+    leaves = (name.rpartition(".")[2] for name in stacks.names)
+    return dict.fromkeys(leaves, (e * narrow_i, narrow_h)), sizes
 
 
-def _norm(weight: torch.Tensor) -> torch.Tensor:
-    """The norm of a matrix, without an FP32 copy of all of it."""
-    rows = weight.split(max(1, _SMALL // weight.shape[1]))
-    return torch.stack([torch.linalg.vector_norm(x.float()) for x in rows]).norm()
+def _in(sizes: dict[int, int], value: Any) -> Any:
+    return sizes.get(value, value) if type(value) is int else value
+
+
+def _random_like(
+    parameter: torch.Tensor, shape: tuple[int, ...], random: torch.Generator
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], bool]]:
+    """Random weights, and a function that tells whether a tensor still has them, in their place.
+
+    If they are many, the matrices of experts overlap in memory. Each is contiguous, since products
+    copy others.
+    """
+    is_small = math.prod(shape) <= _SMALL
+    inner = math.prod(shape[1:])
+    size = math.prod(shape) if is_small else (shape[0] - 1) * _STEP + inner
+    period = torch.randn(
+        min(size, _PERIOD), generator=random, dtype=torch.float32, device="cpu"
+    ) / math.sqrt(shape[-1])
+    if not parameter.is_meta:
+        period = period.to(parameter.device, parameter.dtype)
+    values = period.new_empty(size)
+    for part in values.split(_PERIOD):
+        part.copy_(period[: len(part)])
+
+    def is_intact(weights: torch.Tensor) -> bool:
+        parts = values.split(_PERIOD) if weights.data_ptr() == values.data_ptr() else ()
+        return bool(parts) and all(torch.equal(x, period[: len(x)]) for x in parts)
+
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return values.as_strided(shape, strides if is_small else (_STEP, *strides[1:])), is_intact
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -119,6 +146,6 @@ def told(value: Any) -> str:
     """A text that is equal for equal plain values, and for any other only for the very same."""
     if isinstance(value, tuple):
         return f"({', '.join(map(told, value))})"
-    if isinstance(value, int | float | str | bool | torch.dtype | None):
+    if isinstance(value, int | float | complex | str | bytes | torch.dtype | None):
         return f"{type(value).__name__} {value!r}"
     return f"at {id(value)}"
