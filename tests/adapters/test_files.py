@@ -420,15 +420,16 @@ def test_patterns_that_could_take_long_are_refused(key, pattern, tmp_path):
     assert states(model) == []
 
 
-def test_many_patterns_of_a_file_have_one_deadline(tmp_path, monkeypatch):
-    """Each is simple, and takes a long name some ms; the clock goes 0.1 s on from look to look."""
+@pytest.mark.parametrize(
+    ("num_patterns", "problem"), [(40, "to match them up to .* took too long"), (60, "too many")]
+)
+def test_many_patterns_of_a_file_have_one_deadline(num_patterns, problem, tmp_path, monkeypatch):
+    """They are compiled, then matched; the clock goes 0.1 s on from look to look, up to 5 s."""
     monkeypatch.setattr(time, "thread_time", count(step=0.1).__next__)
-    slow = {f".*a.*a.*a{i}": 1 for i in range(2000)}
-    model = saved_linear("a" * 120, tmp_path, alpha_pattern=slow)
-    started = time.process_time()
-    with pytest.raises(ValueError, match=r"must be simple, but to match them up to .* too long"):
+    simple = {f"b{i}": 1 for i in range(num_patterns)}
+    model = saved_linear("a", tmp_path, alpha_pattern=simple)
+    with pytest.raises(ValueError, match=f"must be simple, but .*{problem}"):
         load_lora(model, tmp_path)
-    assert time.process_time() - started < 4
     assert states(model) == []
 
 
