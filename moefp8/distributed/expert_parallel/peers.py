@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from .group import ExpertGroup
 
 _CAPTURED_TURNS = count(1)  # numbers of turns that CUDA graphs hold
-OVERLAPS = (
-    "runs two exchanges of a group at once, as when CUDA graphs are replayed on two streams, or "
-    "beside an eager call; run them on one stream, or let each stream wait for the other "
-    "(torch.cuda.Stream.wait_stream)"
+OVERLAPS = (  # an assertion of PyTorch's has room for 254 characters
+    "runs two exchanges of a group at once, as when CUDA graphs are replayed on two streams or "
+    "beside an eager call; run them on one stream, or let each wait for the other (wait_stream)"
 )
 
 
@@ -141,7 +140,7 @@ class PeerExchange:
         """
         if self._sizes.max_tokens > 0 and self._group.memory.was_captured:
             is_right = self._group.memory.turn == self._turn
-            torch._assert_async(is_right, f"ExpertParallel: a rank {OVERLAPS}")
+            torch._assert_async(is_right, f"ExpertParallel: rank {self._place.rank} {OVERLAPS}")
 
     def keep_choices(self) -> None:
         """Own the choices, which the group's memory holds until the next dispatch."""

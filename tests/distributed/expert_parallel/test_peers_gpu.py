@@ -33,7 +33,7 @@ from tests.distributed.expert_parallel.cases import (
     whole,
 )
 from tests.distributed.expert_parallel.looping_rank import SECONDS
-from tests.distributed.ranks import PATIENCE_S, Ranks, ranks
+from tests.distributed.ranks import Ranks, ranks
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, slow
 
 pytestmark = NEEDS_GPU
@@ -407,7 +407,7 @@ def assert_results(
 
 def assert_said(text: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank writes this to stderr soon."""
-    said, end = "", time.monotonic() + PATIENCE_S
+    said, end = "", time.monotonic() + 60
     while text not in said and time.monotonic() < end:
         time.sleep(0.1)
         said += capfd.readouterr().err
