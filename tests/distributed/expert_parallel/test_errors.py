@@ -39,6 +39,7 @@ def begin(group: Ranks, how: str) -> None:
 def group(how, tmp_path_factory) -> Iterator[Ranks]:
     with ranks(2, tmp_path_factory.mktemp("ranks")) as made:
         begin(made, how)
+        assert_works(made)  # whichever test is first, errors name this layer: layer 0
         yield made
 
 
