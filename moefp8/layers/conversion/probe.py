@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...functional.swiglu import swiglu
-from .source_code import unread, values_in_reach
+from .source_code import Reach, in_reach
 from .stacks import Stacks, stated_limits
 from .trial import attributes_of, random_weights, told
 
@@ -54,16 +54,17 @@ def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) 
 
     trainable: it has to compute the same in training mode.
     """
-    make = _make_of(module)
+    reach = in_reach(module)
+    make = _make_of(module, reach)
     for key in ((make, training) for training in (False, True)[: 1 + trainable]):
         if make is None or key not in known:
-            known[key] = _probe(module, key[1])
+            known[key] = _probe(module, key[1], reach.names)
         if known[key][1] is not None:
             break
     return known[key]
 
 
-def _make_of(module: nn.Module) -> Any:
+def _make_of(module: nn.Module, reach: Reach) -> Any:
     """A key that is equal for modules that differ in their weights alone; None if unknown.
 
     An integer that no forward reads, such as the number of a layer, makes no difference either.
@@ -73,7 +74,7 @@ def _make_of(module: nn.Module) -> Any:
         return None
     attributes = [(type(child), attributes_of(child)) for child in module.modules()]
     integers = {name for _, held in attributes for name, x in held.items() if type(x) is int}
-    skipped = unread(module, integers)
+    skipped = reach.unread(integers)
     made = (
         (
             kind,
@@ -89,8 +90,11 @@ def _make_of(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _probe(module: nn.Module, training: bool) -> Probed:
-    """Run it at two widths if it takes any: numbers are tried where that costs little."""
+def _probe(module: nn.Module, training: bool, names: Iterable[str]) -> Probed:
+    """Run it at two widths if it takes any: numbers are tried where that costs little.
+
+    names: those of its `Reach`.
+    """
     random = torch.Generator().manual_seed(0)
     limits: list[float | None] = [*dict.fromkeys(stated_limits(module)), None]
     forward, has_run = _forward_of(module), False
@@ -99,13 +103,13 @@ def _probe(module: nn.Module, training: bool) -> Probed:
             with torch.autocast(stacks.down.device.type, enabled=False):
                 with suppress(Exception):  # what a first call keeps for later ones is no change
                     forward(*_routing(stacks, 1, 1, range(1), _TOKEN_SIZES[:1], random))
-                values = values_in_reach(module)
+                reach = in_reach(module, names)
                 few = _few(stacks, limits, has_run, random)
                 fitting, problem = _compare(forward, stacks, limits, few)
-                if problem is not None and widest is not None and not changed(values):
+                if problem is not None and widest is not None and not changed(reach):
                     continue  # it may know H or I
                 if problem is None:
-                    many = _many(stacks, None if has_run else _numbers(values), random)
+                    many = _many(stacks, None if has_run else _numbers(reach.values), random)
                     fitting, problem = _compare(forward, stacks, fitting, many)
                 if problem is None and _counts_what_is_elsewhere(
                     forward, stacks, fitting[0], random
@@ -113,7 +117,7 @@ def _probe(module: nn.Module, training: bool) -> Probed:
                     problem = (
                         "must count the id E with weight 0, as an expert that is held elsewhere"
                     )
-            if problem is None and (name := changed(values)):
+            if problem is None and (name := changed(reach)):
                 problem = f"must have a forward that changes nothing in it, but that changes {name}"
         if problem is not None:
             return None, problem

@@ -7,11 +7,11 @@ import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,31 +93,39 @@ _MAX_ELEMENTS = 4096  # so many of a container or of a tensor of integers are lo
 _MAX_FLOATS = 64  # and of one of other numbers, which seldom are limits
 
 
-def values_in_reach(module: nn.Module) -> dict[str, Any]:
-    """Path -> each plain value that a module's forward, or what it calls, can name.
+class Reach(NamedTuple):
+    """What a module's forward, and what it calls, can name.
 
-    These are constants, defaults, globals and what functions enclose, attributes of modules,
-    classes and any other object, and elements of containers. A tensor of integers or of few
-    other numbers is its values, any other its identity and version. Code of torch and of the
-    standard library is left out.
+    values: path -> each plain value. names: of all that the code refers to.
     """
-    return _walk_of(module).values
+
+    values: dict[str, Any]
+    names: frozenset[str]
+
+    def unread(self, names: Iterable[str]) -> set[str]:
+        """Those names of attributes that the code cannot read."""
+        if self.names & {"getattr", "vars", "__dict__"}:
+            return set()
+        return {*names} - self.names
 
 
-def unread(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those names of attributes that neither a module's forward nor what it calls can read."""
-    known = _walk_of(module).names
-    return set() if known & {"getattr", "vars", "__dict__"} else {*names} - known
+def in_reach(module: nn.Module, names: Iterable[str] = ()) -> Reach:
+    """What a module's forward, or what it calls, can name.
 
+    Values are constants, defaults, globals and what functions enclose, attributes of modules,
+    classes and any other object, and elements of containers. A tensor of integers or of few
+    other numbers is its values, any other its identity and version. Code of torch, of
+    the standard library and of ours is left out.
 
-def _walk_of(module: nn.Module) -> "_Walk":
-    names = {"forward", "__call__"}
+    names: some that count as referred to; those of an earlier `Reach` save most of the time.
+    """
+    known = {"forward", "__call__", *names}
     while True:
-        walk = _Walk(set(names))
+        walk = _Walk(set(known))
         walk.visit("", module)
-        if walk.names == names:
-            return walk
-        names = walk.names
+        if walk.names == known:
+            return Reach(walk.values, frozenset(known))
+        known = walk.names
 
 
 class _Walk:
@@ -182,9 +190,10 @@ class _Walk:
             yield name, x.__globals__[name]
 
 
-def _all_names(code: CodeType) -> set[str]:
+@lru_cache(4096)
+def _all_names(code: CodeType) -> frozenset[str]:
     inner = (_all_names(x) for x in code.co_consts if isinstance(x, CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)
 
 
 def _summary(x: torch.Tensor) -> Any:
@@ -194,7 +203,7 @@ def _summary(x: torch.Tensor) -> Any:
     return tuple(x.flatten().tolist())
 
 
-_OTHERS = {"torch", *sys.stdlib_module_names}
+_OTHERS = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 def _is_of_others(x: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .source_code import values_in_reach
+from .source_code import Reach, in_reach
 from .stacks import STACKS, Stacks, stacks_of
 
 _PERIOD = 65537  # random weights repeat after so many, a prime, so that rows differ
@@ -20,14 +20,14 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 @contextmanager
 def random_weights(
     module: nn.Module, random: torch.Generator, training: bool = False, widest: int | None = None
-) -> Iterator[tuple[Stacks, Callable[[dict[str, Any]], str]]]:
+) -> Iterator[tuple[Stacks, Callable[[Reach], str]]]:
     """Give `module` random weights, on the CPU in FP32 if it is on meta, and set its mode.
 
     widest: H and I are at most that, also in attributes. Its own weights are not read. Those of a
     large module take the memory of one expert.
 
     Yield its stacks, and a function that names what a forward has changed, or "": in the module, or
-    since `values_in_reach` gave what it takes. In the end all in the module is as before.
+    since `in_reach` gave what it takes. In the end all in the module is as before.
     """
     shapes, sizes = _narrowed(module, widest)
     before = [
@@ -54,7 +54,7 @@ def random_weights(
                 for name, x in child._parameters.items()
             )
 
-        def changed(values: dict[str, Any]) -> str:
+        def changed(reach: Reach) -> str:
             for path, child, held, _, buffers in before:
                 for name, value in attributes_of(child).items():
                     if name not in held or told(value) != told(_in(sizes, held[name])):
@@ -66,7 +66,7 @@ def random_weights(
             for name, check in is_intact.items():
                 if name not in weights or not check(weights[name]):
                     return name
-            after = values_in_reach(module)
+            values, after = reach.values, in_reach(module, reach.names).values
             keys = (x for x in {**values, **after} if x not in after or x not in values)
             return next(keys, "") or next(
                 (x for x in after if told(after[x]) != told(values[x])), ""
