@@ -162,12 +162,12 @@ class _Walk:
         if isinstance(x, partial):
             return [("function", x.func), ("arguments", (x.args, x.keywords))]
         if isinstance(x, FunctionType):
-            return () if _is_of_others(x) else self._parts_of_function(x)
+            return () if _is_left_out(x) else self._parts_of_function(x)
         if isinstance(x, type):
-            bases = [base for base in reversed(x.__mro__) if not _is_of_others(base)]
+            bases = [base for base in reversed(x.__mro__) if not _is_left_out(base)]
             return self._named({name: y for base in bases for name, y in vars(base).items()})
         if isinstance(x, ModuleType):
-            return () if x.__name__.partition(".")[0] in _OTHERS else self._named(vars(x))
+            return () if x.__name__.partition(".")[0] in _LEFT_OUT else self._named(vars(x))
         held = dict(getattr(x, "__dict__", {}))
         slots = (vars(base).get("__slots__", ()) for base in type(x).__mro__)
         names = {y for of_base in slots for y in ([of_base] if type(of_base) is str else of_base)}
@@ -203,8 +203,13 @@ def _summary(x: torch.Tensor) -> Any:
     return tuple(x.flatten().tolist())
 
 
-_OTHERS = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
+_OTHERS = {"torch", *sys.stdlib_module_names}
+_LEFT_OUT = {*_OTHERS, __name__.partition(".")[0]}
 
 
 def _is_of_others(x: Any) -> bool:
     return (x.__module__ or "").partition(".")[0] in _OTHERS
+
+
+def _is_left_out(x: Any) -> bool:
+    return (x.__module__ or "").partition(".")[0] in _LEFT_OUT
