@@ -7,6 +7,7 @@ is kept in `.hypothesis` and drawn first the next time.
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import forget
 from tests.progress import Progress
-from tests.workers import Machine
+from tests.workers import Machine, by_the_dozen
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -40,6 +41,28 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if getattr(session.config.option, "numprocesses", None):
         session.config.pluginmanager.register(Progress(session))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of GPU tests reads the files alone that have some: its start takes half as long."""
+    wants_gpu = config.option.markexpr.startswith("gpu")
+    return True if wants_gpu and _has_no_gpu_test(collection_path) else None
+
+
+def _has_no_gpu_test(path: Path) -> bool:
+    return path.name.startswith("test_") and path.is_file() and "tests.gpu" not in path.read_text()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for path in {item.path for item in on_gpu}:
+        if _has_no_gpu_test(path):
+            raise pytest.UsageError(
+                f"{path}: take the mark from tests.gpu, else no GPU run finds it"
+            )
+    if getattr(config.option, "loadgroup", False):
+        by_the_dozen(items, on_gpu)
 
 
 def pytest_collection_finish() -> None:

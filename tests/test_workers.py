@@ -1,10 +1,10 @@
-"""`--numprocesses auto` starts as many workers as cores and memory allow."""
+"""`--numprocesses auto` starts as many workers as cores and memory allow; which tests they take."""
 
 import os
 
 import pytest
 
-from tests.workers import GIB, WORKER_GIB, Machine
+from tests.workers import GIB, WORKER_GIB, Machine, by_the_dozen
 
 
 @pytest.fixture
@@ -48,3 +48,42 @@ def test_a_container_has_limits_of_its_own(root):
 
 def test_where_nothing_tells_of_memory_cores_count(root, tmp_path):
     assert Machine.at_hand(tmp_path / "none").num_workers == 16
+
+
+# ---- Which tests they take ----
+
+
+class Case:
+    """A test that pytest has collected."""
+
+    def __init__(self, path: str, number: int, group: str | None = None) -> None:
+        self.path, self.number, self.group = path, number, group
+
+    def get_closest_marker(self, name: str) -> str | None:
+        assert name == "xdist_group"
+        return self.group
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        assert self.group is None
+        (self.group,) = mark.args
+
+
+def test_a_worker_takes_a_dozen_neighbours_and_files_take_turns():
+    sizes = {"long": 100, "short": 30}
+    chosen = [Case(path, i) for path, size in sizes.items() for i in range(size)]
+    ranks, not_chosen = [Case("ranks", 0, "2 ranks"), Case("ranks", 1, "1 ranks")], Case("long", 0)
+    items = [not_chosen, *chosen, *ranks]
+    by_the_dozen(items, [*chosen, *ranks])
+    assert {*items} == {not_chosen, *chosen, *ranks}
+    assert [x.group for x in (*ranks, not_chosen)] == ["2 ranks", "1 ranks", None]
+    found = {"long": [], "short": []}
+    for group in dict.fromkeys(x.group for x in items if x in chosen):
+        cases = [x for x in items if x.group == group]
+        (path,) = {x.path for x in cases}
+        found[path].append([x.number for x in cases])
+    for path, size in sizes.items():
+        dozens = [list(range(size))[i : i + 12] for i in range(0, size, 12)]
+        assert found[path] == dozens
+    first, second = (items[i : i + len(items) // 2] for i in (0, len(items) // 2))
+    for half in first, second:
+        assert sum(x.path == "short" for x in half) >= 12

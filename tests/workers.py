@@ -1,12 +1,20 @@
-"""How many workers `--numprocesses auto` starts: one a core, or fewer where memory is short."""
+"""How many workers `--numprocesses auto` starts, and which tests one takes at once on a GPU."""
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 GIB = 1 << 30
 WORKER_GIB = 2  # tests of checkpoints take up to 1.9 for a moment, all else up to 1.3
+
+
+# ---- How many workers ----
 
 
 class Machine(NamedTuple):
@@ -42,3 +50,29 @@ class Machine(NamedTuple):
 def _numbers(path: Path) -> dict[str, int]:
     """The first two words of each line."""
     return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
+
+
+# ---- Which tests they take ----
+
+_DOZEN = 12
+
+
+def by_the_dozen(items: list[pytest.Item], tests: Sequence[pytest.Item]) -> None:
+    """Let a worker take a dozen neighbours at once, and the workers tests of different files.
+
+    Neighbours launch the same kernels: one worker compiles these, for which the others would wait.
+
+    items: what was collected, and comes in another order. tests: those of them that may be chosen;
+    one with a group (`xdist_group`) keeps it.
+    """
+    of_files, progress, number = defaultdict(list), {}, count()
+    for test in tests:
+        if test.get_closest_marker("xdist_group") is None:
+            of_files[test.path].append(test)
+    for of_file in of_files.values():
+        for begin in range(0, len(of_file), _DOZEN):
+            group = pytest.mark.xdist_group(str(next(number)))
+            for test in of_file[begin : begin + _DOZEN]:
+                test.add_marker(group)
+                progress[test] = begin / len(of_file)
+    items.sort(key=lambda item: progress.get(item, 0))

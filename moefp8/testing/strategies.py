@@ -71,8 +71,9 @@ def sizes(max_size: int, min_size: int = 0) -> "SearchStrategy[int]":
     """A length: small, odd, and at, below and above multiples of 128."""
     from hypothesis import strategies as st
 
-    edges = [n for n in range(min_size, max_size + 1) if (n + 1) % 128 <= 2] or [min_size]
-    return st.one_of(st.integers(min_size, max_size), st.sampled_from(edges))
+    multiples = range(0, max_size + 2, 128)
+    edges = [n for m in multiples for n in (m - 1, m, m + 1) if min_size <= n <= max_size]
+    return st.one_of(st.integers(min_size, max_size), st.sampled_from(edges or [min_size]))
 
 
 def gemm_shapes(

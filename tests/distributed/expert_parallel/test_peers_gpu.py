@@ -257,10 +257,11 @@ def on_two_streams(kinds: list[Kind], tokens: list[Tokens], is_captured: bool) -
 
 
 def replays_on_two_streams(kind: Kind, tokens: Tokens) -> None:
-    """Of two graphs of a layer, the first of which pauses between its push and what reads it."""
+    """Of two graphs of a layer, the first of which pauses behind its push, before what reads it."""
     group = dist.new_group(list(range(dist.get_world_size())))
     layer = ExpertParallel(whole(kind).cuda(), group, transport="peers")
-    given, graphs = moved(tokens, "cuda")[:3], []
+    x, ids, scores = moved(tokens, "cuda")[:3]
+    given, graphs = (x, ids, scores.float()), []  # to convert scores would be a copy before a push
     for number in range(2):
         with torch.no_grad():
             layer(*given)
@@ -272,6 +273,7 @@ def replays_on_two_streams(kind: Kind, tokens: Tokens) -> None:
     for graph in graphs:
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.replay()
+        time.sleep(0.1)  # until the GPU has begun it
     torch.cuda.synchronize()
 
 

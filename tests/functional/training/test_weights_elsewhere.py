@@ -14,6 +14,7 @@ from tests.functional.training.weights_cases import (
     make_weight,
     num_made,
 )
+from tests.gpu import on_gpu
 
 
 def swap(out: nn.Parameter, into: nn.Parameter) -> None:
@@ -38,8 +39,7 @@ def test_memory_of_one_weight_may_become_that_of_another(gpu):
     assert_right(one)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU nothing of W^T is kept")
-@pytest.mark.gpu
+@on_gpu  # on a CPU nothing of W^T is kept
 def test_so_may_that_of_a_frozen_weight():
     codes = torch.randint(0, 127, (2, 128, 256), dtype=torch.uint8, device="cuda").view(E4M3)
     one, other = (nn.Parameter(x.clone(), requires_grad=False) for x in codes)

@@ -1,6 +1,7 @@
 """Transposed weights that are kept on a GPU, where memory is freed and filled as FSDP does it."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,12 +24,18 @@ def gradient(linear: FP8Linear) -> torch.Tensor:
     return x.grad
 
 
-def gather_anew(weight: torch.Tensor, codes: torch.Tensor) -> None:
-    """As FSDP2 frees and fills what it gathers: versions stay as they are."""
+def gather_anew(
+    weight: torch.Tensor, codes: torch.Tensor, pool: torch.cuda.MemPool | None = None
+) -> None:
+    """As FSDP2 frees and fills what it gathers: versions stay as they are.
+
+    pool: what lies in it alone gets its old address again.
+    """
     storage = weight.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
-    storage.resize_(size)
+    with torch.cuda.use_mem_pool(pool) if pool else nullcontext():
+        storage.resize_(size)
     with torch.autograd._unsafe_preserve_version_counter(weight):
         weight.detach().view(torch.uint8).copy_(codes)
 
@@ -36,16 +43,16 @@ def gather_anew(weight: torch.Tensor, codes: torch.Tensor) -> None:
 @pytest.mark.parametrize("keep_transposed", [True, None])
 def test_memory_that_is_gathered_anew_has_its_own_transpose(keep_transposed):
     linear = FP8Linear(512, 256, keep_transposed=keep_transposed).cuda()
-    codes = linear.weight.detach().view(torch.uint8).clone()
+    codes, pool = linear.weight.detach().view(torch.uint8).clone(), torch.cuda.MemPool()
+    gather_anew(linear.weight, codes, pool)
     memory, address = allocated(), linear.weight.data_ptr()
-    first, addresses = gradient(linear), []
+    first = gradient(linear)
     for _ in range(3):
         codes ^= 0x80  # of the other sign
-        gather_anew(linear.weight, codes)
-        addresses.append(linear.weight.data_ptr())
+        gather_anew(linear.weight, codes, pool)
+        assert linear.weight.data_ptr() == address
         first = -first
         assert torch.equal(gradient(linear), first)
-    assert address in addresses
     linear.weight.untyped_storage().resize_(0)
     assert allocated() - first.nbytes == memory - codes.numel()
 
