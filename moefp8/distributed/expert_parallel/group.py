@@ -1,11 +1,7 @@
 """The ranks that share the experts of layers, and how tokens travel between them."""
 
-import atexit
-import sys
-import time
 import warnings
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -16,7 +12,8 @@ from ...kernels.jit import current_driver
 from .agreement import Agreement, Call
 from .collective import CollectiveExchange
 from .peer_memory import PeerMemory, Peers
-from .peers import OVERLAPS, PeerExchange
+from .peers import PeerExchange
+from .watch import watch
 
 TIMEOUT = timedelta(minutes=5)
 Transport = Literal["auto", "peers", "collective"]
@@ -177,7 +174,7 @@ class ExpertGroup:
                 self._kept.append(old)
             del old
             self._memory = self.peers.make(device, *sizes)
-            _watch(self._memory, self.agreement)
+            watch(self._memory, self.agreement)
         memory = self.memory
         if current_driver().is_capturing():
             memory.was_captured = True
@@ -208,50 +205,3 @@ def _group_of(mesh: Any) -> Any:
             f"{mesh!r}; take one dimension of a larger mesh by its name: mesh['experts']"
         )
     return mesh.get_group()
-
-
-# ---- What went wrong on the GPU ----
-
-_SECONDS_BETWEEN_LOOKS = 0.1
-
-
-def _watch(memory: PeerMemory, agreement: Agreement) -> None:
-    """Say what a kernel has found, as PyTorch only says that a launch has failed.
-
-    A thread looks, since a process that waits for the GPU runs nothing else of ours; and once more
-    when the process ends.
-    """
-    error, ranks, seconds = memory.error, agreement.ranks, agreement.timeout.total_seconds()
-    is_used, has_said = ref(memory), False
-
-    def look() -> None:
-        nonlocal has_said
-        kind, rank = error[:2].tolist()
-        if has_said or not kind:
-            return
-        has_said, what = True, f"did not come within {seconds:g} s (timeout=); it may have ended"
-        if kind == _IS_ELSEWHERE:
-            what = (
-                "is at another layer, or has another number of tokens, as when ranks replay CUDA "
-                "graphs that were not captured together, or when one has left a layer by an "
-                "exception, or computes less of a checkpoint again"
-            )
-        elif kind == _OVERLAPS:
-            what = OVERLAPS
-        print(
-            f"ExpertParallel: rank {ranks[rank]} {what}; all work on this GPU has been ended, and "
-            "the next call of CUDA raises an error",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def keep_looking() -> None:
-        while not has_said and is_used() is not None:
-            look()
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-    atexit.register(look)
-    Thread(target=keep_looking, name="moefp8 ExpertParallel", daemon=True).start()
-
-
-_IS_ELSEWHERE, _OVERLAPS = 2, 3  # `Failure` in ranks.cuh; 1: it did not come
