@@ -10,8 +10,9 @@ BIN    := .venv/bin
 JOBS   ?= auto
 WORKERS = --numprocesses $(JOBS) --durations 10 --durations-min 5
 ON_CPU  = -m 'not gpu' $(WORKERS) --dist worksteal
-# By groups (xdist_group): the processes that a test starts for ranks are not started by each worker.
-ON_GPU  = $(WORKERS) --dist loadgroup
+# By groups (xdist_group): the processes that a test starts for ranks are not started by each worker. In the order of
+# tests/workers.py, so that workers do not wait for each other's kernels.
+ON_GPU  = $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Another Python that has all packages, on a machine without network: nothing is installed.
 WITH   ?= $(BIN)/python
 READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
@@ -41,7 +42,7 @@ test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that i
 	$(PYTHON) -m venv .venv-hf-oldest
 	.venv-hf-oldest/bin/pip install --quiet $(TORCH)
 	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) \
-		'accelerate>=1.10' 'pytest-xdist>=3.6'
+		'accelerate>=1.10' 'pytest-xdist>=3.8'
 	OMP_NUM_THREADS=1 .venv-hf-oldest/bin/python -m pytest $(ON_CPU) tests/hf
 
 # It brings CUDA's packages, gigabytes. Left out: peers, most tests of FSDP2, and transformers, which have faults of
@@ -50,7 +51,7 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 	$(PYTHON) -m venv .venv-torch-oldest
 	.venv-torch-oldest/bin/pip install --quiet '$(OLDEST_TORCH)'
 	.venv-torch-oldest/bin/pip install --quiet --editable '.[hf,testing]' \
-		'accelerate>=1.10' 'peft>=0.20' 'nvidia-cuda-nvdisasm>=13' 'pytest-xdist>=3.6'
+		'accelerate>=1.10' 'peft>=0.20' 'nvidia-cuda-nvdisasm>=13' 'pytest-xdist>=3.8'
 	OMP_NUM_THREADS=1 .venv-torch-oldest/bin/python -m pytest $(ON_CPU) -k 'not spills_nothing' \
 		tests/adapters tests/checkpoint tests/deep_gemm tests/distributed/expert_parallel tests/functional tests/fuzz \
 		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing

@@ -17,7 +17,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import forget
 from tests.progress import Progress
-from tests.workers import Machine, by_the_dozen
+from tests.workers import Machine, let_files_take_turns
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 f"{path}: take the mark from tests.gpu, else no GPU run finds it"
             )
     if getattr(config.option, "loadgroup", False):
-        by_the_dozen(items, on_gpu)
+        let_files_take_turns(items, on_gpu)
 
 
 def pytest_collection_finish() -> None:

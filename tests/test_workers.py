@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.workers import GIB, WORKER_GIB, Machine, by_the_dozen
+from tests.workers import GIB, WORKER_GIB, Machine, let_files_take_turns
 
 
 @pytest.fixture
@@ -56,34 +56,33 @@ def test_where_nothing_tells_of_memory_cores_count(root, tmp_path):
 class Case:
     """A test that pytest has collected."""
 
-    def __init__(self, path: str, number: int, group: str | None = None) -> None:
-        self.path, self.number, self.group = path, number, group
+    def __init__(self, path: str, number: int, **marks: str) -> None:
+        self.path, self.number, self.marks = path, number, marks
 
-    def get_closest_marker(self, name: str) -> str | None:
-        assert name == "xdist_group"
-        return self.group
+    def iter_markers(self, name: str) -> list[str]:
+        return [self.marks[name]] if name in self.marks else []
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
-        assert self.group is None
-        (self.group,) = mark.args
+        assert mark.name not in self.marks
+        (self.marks[mark.name],) = mark.args
 
 
-def test_a_worker_takes_a_dozen_neighbours_and_files_take_turns():
+def test_files_take_turns_and_what_is_slow_comes_first():
     sizes = {"long": 100, "short": 30}
-    chosen = [Case(path, i) for path, size in sizes.items() for i in range(size)]
-    ranks, not_chosen = [Case("ranks", 0, "2 ranks"), Case("ranks", 1, "1 ranks")], Case("long", 0)
-    items = [not_chosen, *chosen, *ranks]
-    by_the_dozen(items, [*chosen, *ranks])
-    assert {*items} == {not_chosen, *chosen, *ranks}
-    assert [x.group for x in (*ranks, not_chosen)] == ["2 ranks", "1 ranks", None]
+    plain = [Case(path, i) for path, size in sizes.items() for i in range(size)]
+    ranks = [Case("ranks", 0, xdist_group="2 ranks"), Case("ranks", 1, xdist_group="2 ranks")]
+    slow, not_chosen = Case("short", -1, slow="yes"), Case("long", 0)
+    items = [not_chosen, *plain, slow, *ranks]
+    let_files_take_turns(items, [*plain, slow, *ranks])
+    assert {*items[:4]} == {not_chosen, slow, *ranks}
+    assert {*items[4:]} == {*plain}
+    assert [x.marks.get("xdist_group") for x in (*ranks, slow)] == ["2 ranks", "2 ranks", None]
     found = {"long": [], "short": []}
-    for group in dict.fromkeys(x.group for x in items if x in chosen):
-        cases = [x for x in items if x.group == group]
+    for group in dict.fromkeys(x.marks["xdist_group"] for x in items[4:]):
+        cases = [x for x in plain if x.marks["xdist_group"] == group]
         (path,) = {x.path for x in cases}
         found[path].append([x.number for x in cases])
     for path, size in sizes.items():
-        dozens = [list(range(size))[i : i + 12] for i in range(0, size, 12)]
-        assert found[path] == dozens
-    first, second = (items[i : i + len(items) // 2] for i in (0, len(items) // 2))
-    for half in first, second:
-        assert sum(x.path == "short" for x in half) >= 12
+        assert found[path] == [list(range(size))[i : i + 4] for i in range(0, size, 4)]
+    for half in items[4:69], items[69:]:
+        assert 11 <= sum(x.path == "short" for x in half) <= 19

@@ -54,25 +54,25 @@ def _numbers(path: Path) -> dict[str, int]:
 
 # ---- Which tests they take ----
 
-_DOZEN = 12
+_NEIGHBOURS = 4
 
 
-def by_the_dozen(items: list[pytest.Item], tests: Sequence[pytest.Item]) -> None:
-    """Let a worker take a dozen neighbours at once, and the workers tests of different files.
+def let_files_take_turns(items: list[pytest.Item], tests: Sequence[pytest.Item]) -> None:
+    """Let a worker take four neighbours at once, and the workers tests of different files.
 
     Neighbours launch the same kernels: one worker compiles these, for which the others would wait.
+    Slow tests and groups (`xdist_group`) begin first, so that none is left when all else is done.
 
-    items: what was collected, and comes in another order. tests: those of them that may be chosen;
-    one with a group (`xdist_group`) keeps it.
+    items: what was collected, and comes in another order. tests: those of them that may be chosen.
     """
     of_files, progress, number = defaultdict(list), {}, count()
     for test in tests:
-        if test.get_closest_marker("xdist_group") is None:
+        if not any(test.iter_markers("xdist_group")) and not any(test.iter_markers("slow")):
             of_files[test.path].append(test)
     for of_file in of_files.values():
-        for begin in range(0, len(of_file), _DOZEN):
+        for begin in range(0, len(of_file), _NEIGHBOURS):
             group = pytest.mark.xdist_group(str(next(number)))
-            for test in of_file[begin : begin + _DOZEN]:
+            for test in of_file[begin : begin + _NEIGHBOURS]:
                 test.add_marker(group)
                 progress[test] = begin / len(of_file)
-    items.sort(key=lambda item: progress.get(item, 0))
+    items.sort(key=lambda item: progress.get(item, -1))
