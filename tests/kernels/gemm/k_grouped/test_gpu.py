@@ -7,7 +7,7 @@ from moefp8 import kernels
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.quant.columns import quantize_128x1
 from tests import naive
-from tests.gpu import NEEDS_GPU, no_synchronisation, same_bits
+from tests.gpu import NEEDS_GPU, no_synchronisation, same_bits, slow
 from tests.kernels.gemm.cases import GROUPED_PLACES
 from tests.kernels.gemm.k_grouped.cases import (
     NAN,
@@ -57,7 +57,7 @@ def test_large_shapes_are_right(counts, m, n, output, blocks_b):
     assert_right(case, expected)
 
 
-@pytest.mark.parametrize("blocks_b", [False, True])
+@pytest.mark.parametrize("blocks_b", [False, *slow(True)])
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_every_number_of_tokens_is_right(output, blocks_b):
     """An expert for each, many of them and few; what lies behind its zeros is NaN."""
