@@ -20,6 +20,12 @@ def test_cases_use_all_that_is_public_and_nothing_else():
     assert surface.foreign(source) == []
 
 
+def test_no_case_raises(tmp_path):
+    outcomes = Run(REPOSITORY, tmp_path / "here", "cpu", ["*"]).outcomes()
+    assert len(outcomes) > 100
+    assert [x[RAISED] for x in outcomes.values() if RAISED in x] == []
+
+
 def test_what_no_case_uses_is_named():
     source = surface.Source(
         "import moefp8\n"

@@ -74,9 +74,9 @@ def contiguous(device: str) -> Any:
 
 @case
 def padding(device: str) -> Any:
-    x, b = quantize_1x128(randn(130, 200, device=device)), _weights(2, 136, 200, device)
-    groups = torch.tensor([0] * 5 + [-1] * 95 + [1] * 30, dtype=torch.int32, device=device)
-    d = _nan(130, 136, device=device)
+    x, b = quantize_1x128(randn(158, 200, device=device)), _weights(2, 136, 200, device)
+    groups = torch.tensor([0] * 5 + [-1] * 123 + [1] * 30, dtype=torch.int32, device=device)
+    d = _nan(158, 136, device=device)
     kernels.m_grouped_fp8_gemm_nt_contiguous(x, b, d, groups, zero_padding=True)
     return d
 

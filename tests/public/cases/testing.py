@@ -79,7 +79,7 @@ def errors_by_name(device: str) -> Any:
 def addends_and_uneven_weights(device: str) -> Any:
     experts = moefp8.GroupedExperts(4, 136, 72, device=device)
     by_hand, tokens = (
-        ReferenceExperts(experts),
+        ReferenceExperts(experts, quantize_activations=True),
         (randn(9, 136, device=device), *choices(9, 2, 4, device)),
     )
     uneven = Spread(seed=1, octaves=4, zero_fraction=0.3)
