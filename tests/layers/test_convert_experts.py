@@ -1,8 +1,6 @@
 """`convert` and experts of others: run before they are swapped, refused if not as ours."""
 
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +12,19 @@ import moefp8.layers.conversion.plain
 from moefp8 import GroupedExperts, convert
 from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
+from tests.layers.foreign_experts import (
+    DTYPES,
+    OFF,
+    E,
+    H,
+    I,
+    Model,
+    assert_refused,
+    with_activation,
+    with_forward,
+)
 from tests.layers.memory import peak
 from tests.layers.plain_experts import PlainExperts as Experts
-
-E, H, I = 4, 64, 40
-
-
-OFF = r"up to \d+ % off"
 
 # Instead of silu(gate) * up
 ACTIVATIONS = {
@@ -37,18 +41,6 @@ FORWARDS = {
         lambda run, x, *choice: run(x, *choice) * (2 if len(x) > 30 else 1),
         r"on 31 random tokens",
     ),
-    "capacity of 100": (
-        lambda run, x, ids, scores: run(x, ids, scores * (ranks(ids) <= 100)),
-        "on 101 random tokens of 1 choices",
-    ),
-    "capacity of a global": (
-        lambda run, x, ids, scores: run(x, ids, scores * within_limit(ids)),
-        "on 901 random tokens of 1 choices",
-    ),
-    "capacity of a product": (
-        lambda run, x, ids, scores: run(x, ids, scores * (ranks(ids) <= 8 * x.shape[1])),
-        "on 4097 random tokens of 1 choices",
-    ),
     "one token": (
         lambda run, x, *choice: run(x, *choice) * (2 if len(x) == 1 else 1),
         "on 1 random tokens",
@@ -61,7 +53,6 @@ FORWARDS = {
         lambda run, x, ids, scores: run(x, ids, scores * (2 if ids.shape[1] == 4 else 1)),
         "on 1 random tokens of 4 choices",
     ),
-    "counts in a global": (lambda run, *inputs: run(*counted(*inputs)), "changes .*NUM_CALLS"),
     "by choices": (lambda run, x, ids, scores: run(x, ids, scores * 2 / ids.shape[1]), OFF),
     "clamped scores": (lambda run, x, ids, scores: run(x, ids, scores.clamp(min=0.1)), OFF),
     "positive": (lambda run, x, ids, scores: run(x, ids, scores.abs()), OFF),
@@ -70,15 +61,6 @@ FORWARDS = {
     "one argument": (lambda run, x: x, r"must have forward.* raised TypeError"),
     "two results": (lambda run, *inputs: (run(*inputs), 1), "must give one tensor .*, got tuple"),
 }
-
-
-def with_activation(activate) -> type[Experts]:
-    return type("Own", (Experts,), {"activate": lambda self, *halves: activate(*halves)})
-
-
-def with_forward(forward) -> type[Experts]:
-    run = Experts.forward
-    return type("Own", (Experts,), {"forward": lambda self, *x: forward(partial(run, self), *x)})
 
 
 class ScaledByBuffer(Experts):
@@ -105,101 +87,11 @@ class LastIsOther(Experts):
         return super().expert(x, expert) * (3 if expert == 15 else 1)
 
 
-class Capacity(Experts):
-    """The tokens of an expert after its fourth are dropped."""
-
-    def forward(self, x, ids, scores):
-        rank = F.one_hot(ids, E).sum(1).cumsum(0)
-        return super().forward(x, ids, scores * (rank.gather(1, ids) <= 4))
-
-
-LIMIT, NUM_CALLS = 900, 0
-CONFIG = SimpleNamespace(capacity=3000, unused=7)
-
-
-def ranks(ids):
-    """Which token of its expert each choice is, from 1 on."""
-    num_experts = int(ids.max()) + 1
-    return F.one_hot(ids, num_experts).sum(1).cumsum(0).gather(1, ids)
-
-
-def within_limit(ids):
-    return ranks(ids) <= LIMIT
-
-
-def counted(*inputs):
-    global NUM_CALLS
-    NUM_CALLS += 1
-    return inputs
-
-
-class CapacityOfAttribute(Experts):
-    capacity = 5000
-
-    def forward(self, x, ids, scores):
-        return super().forward(x, ids, scores * (ranks(ids) <= self.capacity))
-
-
-class CapacityOfConfig(CapacityOfAttribute):
-    def __init__(self):
-        super().__init__()
-        self.config = CONFIG
-
-    def forward(self, x, ids, scores):
-        return Experts.forward(self, x, ids, scores * (ranks(ids) <= self.config.capacity))
-
-
-class CountsInContainer(Experts):
-    def __init__(self):
-        super().__init__()
-        self.counts = {"calls": [0]}
-
-    def forward(self, *inputs):
-        self.counts["calls"][0] += 1
-        return super().forward(*inputs)
-
-
-class CountsInTensor(Experts):
-    def __init__(self):
-        super().__init__()
-        self.counts = torch.zeros(E)
-
-    def forward(self, x, ids, scores):
-        self.counts += ids.flatten().bincount(minlength=E)
-        return super().forward(x, ids, scores)
-
-
-class CountsInClass(Experts):
-    num_calls = 0
-
-    def forward(self, *inputs):
-        type(self).num_calls += 1
-        return super().forward(*inputs)
-
-
 class Identity(Experts):
     """The id E is an expert that gives back what it gets."""
 
     def expert(self, x, expert):
         return x if expert == E else super().expert(x, expert)
-
-
-class Counts(Experts):
-    num_calls = 0
-
-    def forward(self, *inputs):
-        self.num_calls += 1
-        return super().forward(*inputs)
-
-
-class CountsInBuffer(Experts):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("counts", torch.zeros(E), persistent=False)
-
-    def forward(self, x, ids, scores):
-        self.counts += ids.flatten().bincount(minlength=E)
-        return super().forward(x, ids, scores)
 
 
 class OtherCall(Experts):
@@ -214,44 +106,15 @@ FOREIGN = {
     "buffer": (ScaledByBuffer, r"no buffers that are saved, got \['factor'\]"),
     "hidden buffer": (ScaledByHiddenBuffer, OFF),
     "last is other": (LastIsOther, OFF),
-    "capacity": (Capacity, r"up to 100 % off"),
     "identity": (Identity, "must count the id E with weight 0"),
-    "capacity of an attribute": (CapacityOfAttribute, "on 5001 random tokens of 1 choices"),
-    "capacity of a config": (CapacityOfConfig, "on 3001 random tokens of 1 choices"),
-    "counts in a container": (CountsInContainer, "changes nothing .*, but that changes .*calls"),
-    "counts in a tensor": (CountsInTensor, "changes nothing .*, but that changes counts"),
-    "counts in its class": (CountsInClass, "changes nothing .*, but that changes .*num_calls"),
-    "counts": (Counts, "changes nothing in it, but that changes num_calls"),
-    "counts in a buffer": (CountsInBuffer, "changes nothing in it, but that changes counts"),
     "other call": (OtherCall, "must have no hooks and no forward of its own"),
 }
 
 
-class Model(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"proj": nn.Linear(H, H), "experts": make()}) for _ in range(3)
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FOREIGN)
 def test_experts_that_compute_otherwise_are_refused_with_the_way_out(case, dtype):
-    kind, rule = FOREIGN[case]
-    model = Model(kind).to(dtype)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ValueError, match=rule) as caught:
-        convert(model)
-    message = str(caught.value)
-    assert message.count("convert: ") == 1, "all layers in one sentence"
-    assert "layers.0.experts and 2 more" in message
-    assert "skip='layers.*.experts'" in message
-    assert "GroupedExperts.from_weights" in message
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name]), name
-    convert(model, skip="layers.*.experts")
-    assert {type(layer["experts"]) for layer in model.layers} == {kind}
+    assert_refused(*FOREIGN[case], dtype)
 
 
 @pytest.mark.parametrize("case", ["up first", "plus one", "scaled", "limited"])
@@ -390,169 +253,6 @@ def test_autocast_around_a_conversion_changes_nothing():
         assert isinstance(convert(Experts()), GroupedExperts)
 
 
-class ReordersOnce(Experts):
-    """Its up rows come first until its first forward."""
-
-    def __init__(self, how):
-        super().__init__(8, 256, 288)
-        self.how, self.is_ready = how, False
-
-    def expert(self, x, expert):
-        if not self.is_ready:
-            other = torch.cat(self.gate_up_proj.detach().chunk(2, dim=1)[::-1], dim=1)
-            if self.how == "data":
-                self.gate_up_proj.data = other
-            else:
-                self.gate_up_proj.data.copy_(other)
-            self.is_ready = True
-        return super().expert(x, expert)
-
-
-@pytest.mark.parametrize("how", ["data", "copy"])
-def test_what_a_forward_does_to_large_weights_is_undone(how):
-    experts = ReordersOnce(how)
-    assert experts.gate_up_proj.numel() > 2**20
-    before = experts.gate_up_proj.detach().clone()
-    with pytest.raises(ValueError, match=r"up rows come before its gate rows|changes is_ready"):
-        plan_conversion(experts)
-    assert torch.equal(experts.gate_up_proj, before)
-    assert not experts.is_ready
-
-
-class ReordersByGlobal(ReordersOnce):
-    is_ready = property(lambda self: READY[0], lambda self, value: READY.__setitem__(0, value))
-
-
-READY = [False]
-
-
-@pytest.mark.parametrize("how", ["data", "copy"])
-def test_so_it_is_where_nothing_in_the_module_tells(how):
-    experts = ReordersByGlobal(how)
-    before = experts.gate_up_proj.detach().clone()
-    with pytest.raises(ValueError, match=r"up rows come before its gate rows|changes gate_up_proj"):
-        plan_conversion(experts)
-    assert torch.equal(experts.gate_up_proj, before)
-
-
-FIRST_CALLS: dict[object, object] = {}
-NAN, IMPLEMENTATION = float("nan"), None
-
-
-class KeepsFromFirstCall(Experts):
-    def activate(self, gate, up):
-        global IMPLEMENTATION
-        if IMPLEMENTATION is None:
-            IMPLEMENTATION = self.act_fn
-        FIRST_CALLS.setdefault(gate.dtype, 1)
-        return super().activate(gate, up)
-
-
-def test_a_forward_may_keep_something_from_its_first_call():
-    FIRST_CALLS.clear()
-    assert plan_conversion(KeepsFromFirstCall()).swapped
-
-
-def test_nan_is_no_change():
-    class Fills(Experts):
-        def __init__(self):
-            super().__init__()
-            self.fill = float("nan")
-            self.register_buffer("filled", torch.tensor([1.0, torch.nan]), persistent=False)
-
-        def activate(self, gate, up):
-            return super().activate(gate, up) if len(gate) else gate * NAN * self.fill
-
-    assert plan_conversion(Fills()).swapped
-
-
-def guarded(most: int) -> type[Experts]:
-    class Guarded(Experts):
-        def __init__(self):
-            super().__init__()
-            self.max_tokens = most
-
-        def forward(self, x, *choice):
-            if len(x) > self.max_tokens:
-                raise ValueError("too many tokens")
-            return super().forward(x, *choice)
-
-    return Guarded
-
-
-def test_a_forward_may_refuse_many_tokens_but_not_few():
-    assert plan_conversion(guarded(8192)()).swapped
-    with pytest.raises(ValueError, match="raised ValueError: too many tokens"):
-        plan_conversion(guarded(20)())
-
-
-class Chunks(Experts):
-    chunk = 16384
-
-    def forward(self, x, ids, scores):
-        parts = zip(*(inputs.split(self.chunk) for inputs in (x, ids, scores)), strict=True)
-        return torch.cat([super(Chunks, self).forward(*part) for part in parts])
-
-
-class ChunksOfItsWidth(Chunks):
-    def forward(self, x, ids, scores):
-        return super().forward(x.view(-1, 512), ids, scores)
-
-
-class CapacityOfLarge(Chunks):
-    def forward(self, x, ids, scores):
-        return super().forward(x, ids, scores * (ranks(ids) <= self.chunk))
-
-
-@pytest.mark.parametrize("kind", [Chunks, ChunksOfItsWidth])
-def test_many_tokens_of_large_experts_take_little(kind):
-    with torch.device("meta"):
-        experts = kind(8, 512, 1024)
-    conversions = []
-    assert peak(lambda: conversions.append(plan_conversion(experts))) < 2**25
-    assert conversions[0].swapped
-
-
-def test_a_capacity_of_large_experts_shows_at_any_number():
-    with torch.device("meta"):
-        experts = CapacityOfLarge(8, 512, 1024)
-    with pytest.raises(ValueError, match="on 16385 random tokens"):
-        plan_conversion(experts)
-
-
-@dataclass(slots=True)
-class Slots:
-    capacity: int = 5000
-
-
-NUMBERS = {
-    "NumPy's integer": lambda: pytest.importorskip("numpy").int64(5000),
-    "NumPy's float": lambda: pytest.importorskip("numpy").float32(5000),
-    "tensor": lambda: torch.tensor(5000.0),
-    "slots": Slots,
-    "mapping": lambda: MappingProxyType({"capacity": 5000}),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_capacity_shows_whatever_holds_it(name):
-    class Held(Experts):
-        def __init__(self):
-            super().__init__()
-            self.held = NUMBERS[name]()
-
-        def forward(self, x, ids, scores):
-            held = self.held
-            if isinstance(held, Slots):
-                held = held.capacity
-            elif isinstance(held, MappingProxyType):
-                held = held["capacity"]
-            return super().forward(x, ids, scores * (ranks(ids) <= float(held)))
-
-    with pytest.raises(ValueError, match="on 5001 random tokens"):
-        plan_conversion(Held())
-
-
 class OfLayer(Experts):
     def __init__(self, layer_idx, factor=1.0):
         super().__init__()
@@ -594,19 +294,6 @@ def test_layers_that_differ_in_their_number_share_a_trial():
     for kind in KnowsItsLayer, AsksForItsLayer:
         with pytest.raises(ValueError, match="convert: 2 "):
             plan_conversion(nn.ModuleList(map(kind, range(3))))
-
-
-def test_a_probe_leaves_no_trace():
-    experts, other, third = Experts().train(), CountsInBuffer(), Counts()
-    names = {name: id(x) for name, x in experts.named_parameters()}
-    state = torch.random.get_rng_state()
-    with pytest.raises(ValueError, match="changes counts"):
-        convert(nn.ModuleList([experts, other, third]))
-    assert not other.counts.any()
-    assert "num_calls" not in vars(third)
-    assert experts.training
-    assert {name: id(x) for name, x in experts.named_parameters()} == names
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 class NoActFn(Experts):
