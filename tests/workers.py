@@ -65,14 +65,14 @@ def let_files_take_turns(items: list[pytest.Item], tests: Sequence[pytest.Item])
 
     items: what was collected, and comes in another order. tests: those of them that may be chosen.
     """
-    of_files, progress, number = defaultdict(list), {}, count()
+    by_file, progress, number = defaultdict(list), {}, count()
     for test in tests:
         if not any(test.iter_markers("xdist_group")) and not any(test.iter_markers("slow")):
-            of_files[test.path].append(test)
-    for of_file in of_files.values():
-        for begin in range(0, len(of_file), _NEIGHBOURS):
+            by_file[test.path].append(test)
+    for chosen in by_file.values():
+        for begin in range(0, len(chosen), _NEIGHBOURS):
             group = pytest.mark.xdist_group(str(next(number)))
-            for test in of_file[begin : begin + _NEIGHBOURS]:
+            for test in chosen[begin : begin + _NEIGHBOURS]:
                 test.add_marker(group)
-                progress[test] = begin / len(of_file)
+                progress[test] = begin / len(chosen)
     items.sort(key=lambda item: progress.get(item, -1))
